@@ -1,4 +1,4 @@
-"""Blocks in every container, and values that flow in every way: equal to one process, or refused with the reason."""
+"""Block containers and data flows between blocks match one process, or are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def cuts_of(model: Model) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", FLOWS)
-def test_stages_are_one_process(name):
+def test_stages_match_one_process(name):
     plain = build(FLOWS[name])
     total = torch.zeros((), dtype=torch.float64)
     for number in range(2):
@@ -87,14 +87,14 @@ def test_stages_are_one_process(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_stages_cannot_compute_is_refused(name):
+def test_unsupported_data_flow_is_rejected(name):
     kind, match = REFUSED[name]
     model = build(kind)
     with pytest.raises(ModelError, match=match):
         staged(model, [len(find_chain(model).blocks) // 2])
 
 
-#: Weights in several stages, values past the blocks, and outputs of every form: what ranks could get wrong.
+#: Cases at risk on ranks: weights in several stages, values that bypass blocks, and outputs of every form.
 SOME = [
     *("InDict", "NumberedAttributes", "ListsOfParts", "PositionsUsedAgain", "NormFirst", "TiedByWeight", "TiedHead"),
     *("SharedInside", "SharedBlocks", "Residual", "DetachedSkip", "UNet", "FrozenTeacher", "Dicts", "AuxAttribute"),
@@ -119,21 +119,21 @@ def check_ranks(ranks, plan: str, names: list[str]) -> None:
                 assert found.largest_difference(train_plain(FlowCase(name))) < 1e-10, name
 
 
-def test_ranks_compute_what_one_process_does(ranks2):
+def test_chosen_flows_match_one_process_on_two_ranks(ranks2):
     check_ranks(ranks2, PLANS[0], SOME)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_flow_on_ranks(plan, ranks2):
-    names = [name for name in (*FLOWS, *REFUSED) if "virtual" not in plan or name not in BLOCKS_TOO_FEW]
+def test_every_flow_matches_one_process_on_two_ranks(plan, ranks2):
+    names = [name for name in (*FLOWS, *REFUSED) if "virtual" not in plan or name not in TWO_BLOCKS_PER_STAGE]
     for start in range(0, len(names), 20):
         check_ranks(ranks2, plan, names[start : start + 20])
 
 
-#: Need two blocks that run one after another in one stage.
-BLOCKS_TOO_FEW = {"SharedBlocks"}
-#: Containers and flows that zero=3 gathers by unit, and recompute by block.
+#: Cases that need two consecutive blocks in one stage.
+TWO_BLOCKS_PER_STAGE = {"SharedBlocks"}
+#: Cases that zero=3 gathers by unit.
 UNITS = [
     *("InDict", "InNamedDict", "NumberedAttributes", "NamedAttributes", "PythonList", "SequentialOfSequentials"),
     *("ListsOfParts", "DictsOfParts", "PartsOfBlocksCalled", "TiedByWeight", "SharedInside", "UNet", "AuxAttribute"),
@@ -142,5 +142,5 @@ UNITS = [
 
 
 @pytest.mark.full
-def test_units_of_zero_3_are_gathered_for_whoever_reads_them(ranks2):
+def test_zero_3_gathers_units_for_every_reader(ranks2):
     check_ranks(ranks2, "dp_shard=2 zero=3", UNITS)

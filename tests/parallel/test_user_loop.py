@@ -1,4 +1,4 @@
-"""A user's own loop, line by line as on one device, gives what one device gives."""
+"""A user's training loop, written as for one device, matches one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_loop(plan: str, clip: float, num_backwards: int, num_steps: int = 3) -> 
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    # The weights that forward sees are the trained ones, on all ranks.
+    # Model weights equal the trained masters on all ranks.
     for name, param in model.named_parameters():
         assert torch.equal(param, weights(model)[name])
         assert param.grad is None
@@ -51,14 +51,14 @@ def reference(clip: float, num_backwards: int, num_steps: int = 3) -> tuple[dict
 @pytest.mark.parametrize("num_backwards", [1, 3])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize("plan", STAGES)
-def test_backward_clip_step_zero_grad(plan, clip, num_backwards, ranks2):
+def test_user_loop_matches_one_device(plan, clip, num_backwards, ranks2):
     want, want_norms = reference(clip, num_backwards)
     for got, norms in ranks2.run(own_loop, plan + " precision=fp64", clip, num_backwards):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
         assert norms == pytest.approx(want_norms, rel=1e-10)
 
 
-def test_one_rank_takes_the_same_path():
+def test_user_loop_on_one_rank_matches_plain_pytorch():
     torch.testing.assert_close(own_loop("precision=fp64", 0.1, 2), reference(0.1, 2), rtol=1e-12, atol=1e-14)
 
 
@@ -72,7 +72,7 @@ def without_zero_grad(plan: str) -> dict:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_gradients_that_nobody_clears_go_on_adding_up_as_in_torch(plan, ranks2):
+def test_gradients_accumulate_without_zero_grad(plan, ranks2):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(2):
@@ -95,7 +95,7 @@ def uneven_backwards(plan: str, counts: tuple[int, int]) -> dict:
 
 @pytest.mark.parametrize("counts", [(3, 1), (1, 2), (0, 2)])
 @pytest.mark.parametrize("plan", STAGES)
-def test_ranks_may_call_backward_a_different_number_of_times(plan, counts, ranks2):
+def test_ranks_may_have_different_numbers_of_backwards(plan, counts, ranks2):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -119,7 +119,7 @@ def branches_by_rank(plan: str) -> dict:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_ranks_may_take_different_branches(plan, ranks2):
+def test_ranks_may_take_different_branches_in_a_user_loop(plan, ranks2):
     model = fork()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for index in range(3):
@@ -145,8 +145,8 @@ def two_optimizers(plan: str) -> dict:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_two_optimizers_share_a_model_one_of_them_with_whole_matrices(plan, ranks2):
-    """Muon is met after AdamW has stepped: buckets are laid out anew, with AdamW's states."""
+def test_muon_and_adamw_share_a_model(plan, ranks2):
+    """Muon is adopted after AdamW has stepped, so buckets are laid out again, with AdamW's states."""
     model = mlp(torch.float32)
     muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
     rest = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01)
@@ -156,7 +156,7 @@ def test_two_optimizers_share_a_model_one_of_them_with_whole_matrices(plan, rank
             optimizer.step()
             optimizer.zero_grad()
     for got in ranks2.run(two_optimizers, plan):
-        # Newton-Schulz runs in bf16, which turns the last bit of a gradient into 2^-9 of the update.
+        # Newton-Schulz runs in bf16, which amplifies a gradient's last bit to 2^-9 of the update.
         torch.testing.assert_close(got, plain_weights(model), rtol=0, atol=2e-4)
 
 
@@ -174,13 +174,13 @@ def bf16_own_loop(plan: str) -> tuple[dict, float]:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_bf16_trains_masters_that_move_by_less_than_a_step_of_bf16(plan, ranks2):
+def test_bf16_masters_keep_updates_below_bf16_resolution(plan, ranks2):
     for after, moved in ranks2.run(bf16_own_loop, plan + " precision=bf16"):
         assert {weight.dtype for weight in after.values()} == {torch.float32}
-        assert 2e-5 < moved < 6e-5  # four steps of 1e-5, which bf16 weights would have rounded away
+        assert 2e-5 < moved < 6e-5  # four steps of 1e-5, which bf16 weights would round to zero
 
 
-def refusals(plan: str) -> list[str]:
+def rejected_calls(plan: str) -> list[str]:
     found = []
     model, mesh = laid_out(plan, mlp(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -199,8 +199,8 @@ def refusals(plan: str) -> list[str]:
     return found
 
 
-def test_what_cannot_be_right_is_refused(ranks2):
-    for found in ranks2.run(refusals, "dp_shard=2 zero=1"):
+def test_unsupported_optimizer_calls_are_rejected(ranks2):
+    for found in ranks2.run(rejected_calls, "dp_shard=2 zero=1"):
         assert [text.split(":")[0] for text in found] == ["optimizer SGD", "optimizer", "optimizer LBFGS", "model"]
 
 
@@ -211,7 +211,7 @@ def fp16_own_loop(plan: str) -> str:
     return str(caught.value)
 
 
-def test_fp16_without_loss_scaling_is_refused(ranks2):
+def test_fp16_without_loss_scaling_is_rejected(ranks2):
     for text in ranks2.run(fp16_own_loop, "dp_shard=2 zero=1 precision=fp16"):
         assert text == (
             "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
@@ -230,7 +230,7 @@ def different_models(plan: str) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_built_different_models_are_told(ranks2):
+def test_different_models_on_ranks_are_reported(ranks2):
     first, second = ranks2.run(different_models, "dp_replicate=2")
     assert first.startswith("model: rank 1 built another model than rank 0. The first difference is tensor number 2")
     assert "'1.weight' with shape (4, 4)" in first

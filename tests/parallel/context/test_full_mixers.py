@@ -1,4 +1,4 @@
-"""Models whose attention gets all tokens under cp: the numbers of one process, dropout and padding included."""
+"""Models whose attention gathers all tokens under cp match one process, including dropout and padding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ForeignCase(DecoderCase):
-    """A family of transformers, padded; of two sequences the second is shorter."""
+    """A padded transformers family. In encoder-decoder models, the second sequence is shorter."""
 
     family: str = "alibi"
 
@@ -89,7 +89,7 @@ def _check(found, family):
         assert float((found.grads[name] - grad).abs().max()) / scale < 1e-10, name
 
 
-def test_numbers_are_those_of_one_process(ranks2):
+def test_full_mixers_match_one_process(ranks2):
     found = ranks2.run(train_each, "cp=2 precision=fp64")[0]
     for family in FAMILIES:
         _check(found[family], family)
@@ -97,23 +97,23 @@ def test_numbers_are_those_of_one_process(ranks2):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["cp=2 tp=2", "cp=2 dp_shard=2 zero=3 recompute=full", "cp=4"])
-def test_with_other_techniques(plan, ranks4):
+def test_full_mixers_with_other_axes_match_one_process(plan, ranks4):
     for family, result in ranks4.run(train_each, f"{plan} precision=fp64")[0].items():
         _check(result, family)
 
 
-def test_two_chains_under_sp(ranks2):
+def test_two_chains_under_sp_match_one_process(ranks2):
     case = ForeignCase(LLAMA, num_steps=2, family="two sequences", optimizer="sgd")
     _check(ranks2.run(train_case, "tp=2 sp=on precision=fp64", case)[0], "two sequences")
 
 
 @pytest.mark.full
-def test_in_a_pipeline(ranks4):
+def test_full_mixers_in_a_pipeline_match_one_process(ranks4):
     case = ForeignCase(LLAMA, num_steps=2, optimizer="sgd")
     _check(ranks4.run(train_case, "cp=2 pp=2 microbatches=2 precision=fp64", case)[0], "alibi")
 
 
-def test_what_cannot_be_cut_is_refused():
+def test_unsupported_models_and_batches_are_rejected():
     import transformers
 
     mesh = build_mesh(Plan())
@@ -135,7 +135,7 @@ def test_what_cannot_be_cut_is_refused():
 
 
 class _Mesh(dict):
-    """What `check_sequences` asks of one."""
+    """The parts of a mesh that `check_sequences` reads."""
 
     def __init__(self, plan, axis):
         super().__init__(cp=axis)

@@ -1,4 +1,4 @@
-"""Models whose parameters are cut, and those whose gradients are partial sums, train as on one process."""
+"""Models with sharded parameters and with partial gradient sums match one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parallel.placed import (
+from tests.parallel.sharded_net import (
     Settings,
     disagree,
     overflows,
@@ -57,7 +57,7 @@ def references():
     "plans, ranks",
     [pytest.param(TWO, "ranks2", id="2 ranks"), pytest.param(FOUR, "ranks4", id="4 ranks", marks=pytest.mark.full)],
 )
-def test_cut_models_equal_one_process(plans, ranks, settings, references, request):
+def test_sharded_models_match_one_process(plans, ranks, settings, references, request):
     reference = references[settings]
     plans = [f"{plan} precision=fp64" for plan in plans]
     for results in request.getfixturevalue(ranks).run(train_plans, plans, settings):
@@ -75,7 +75,7 @@ CAPTURES = [
 
 
 @pytest.mark.parametrize("plan", CAPTURES)
-def test_what_one_plan_saves_any_other_takes(plan, ranks4):
+def test_saved_state_resumes_under_any_plan(plan, ranks4):
     two, four = replace(ADAMW, num_steps=2), replace(ADAMW, num_steps=2)
     saved = train_and_capture("precision=fp64", two)
     ours = ranks4.run(train_and_capture, f"{plan} precision=fp64", two)[0]
@@ -93,14 +93,14 @@ def _assert_equal(ours, theirs):
             torch.testing.assert_close(ours[group][name], tensor, rtol=RTOL, atol=1e-12, check_dtype=True)
 
 
-def test_an_optimizer_that_needs_whole_matrices_refuses_cut_ones(ranks2):
+def test_adafactor_rejects_sharded_matrices(ranks2):
     with pytest.raises(
         CommError, match=r"Adafactor: it needs the full parameter 'blocks\.0\.0\.down', which is sharded over tp"
     ):
         ranks2.run(train, "tp=2 precision=fp64", replace(ADAMW, optimizer="adafactor"))
 
 
-def test_what_muon_keeps_of_cut_matrices_is_saved_whole(ranks4):
+def test_muon_states_of_sharded_matrices_are_saved_unsharded(ranks4):
     muon = replace(ADAMW, num_steps=2, optimizer="muon")
     saved = train_and_capture("precision=fp64", muon)
     for plan in ("tp=4", "dp_shard=2 tp=2 zero=3"):
@@ -120,12 +120,14 @@ OWN = [
 
 
 @pytest.mark.parametrize("num_backwards", [1, 2])
-def test_users_own_loops(num_backwards, ranks4):
+def test_user_training_loops_match_one_process(num_backwards, ranks4):
     want = own_loop("precision=fp64", num_backwards)
     for found in ranks4.run(own_loops, [f"{plan} precision=fp64" for plan in OWN], num_backwards):
         for plan, weights in found.items():
-            far = [name for name in want if not torch.allclose(weights[name], want[name], rtol=RTOL, atol=1e-12)]
-            assert not far, plan
+            wrong_names = [
+                name for name in want if not torch.allclose(weights[name], want[name], rtol=RTOL, atol=1e-12)
+            ]
+            assert not wrong_names, plan
 
 
 HALF = [
@@ -137,8 +139,8 @@ HALF = [
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_stays_near_one_process(precision, ranks4):
-    """Sums are made in another order, so bounds of a few roundings."""
+def test_half_precision_is_close_to_one_process(precision, ranks4):
+    """Compare with a bound of a few roundings, since sums have another order."""
     one = train(f"precision={precision}", ADAMW)
     for found in ranks4.run(train_plans, [f"{plan} precision={precision}" for plan in HALF], ADAMW):
         for plan, result in found.items():
@@ -156,23 +158,23 @@ OFFLOADED = [
 
 
 @pytest.mark.filterwarnings("ignore:offload=")
-def test_offload_changes_no_number(ranks4, references):
+def test_offload_of_sharded_models_matches_one_process(ranks4, references):
     for found in ranks4.run(train_plans, [f"{plan} precision=fp64" for plan in OFFLOADED], ADAMW):
         for plan, result in found.items():
             assert result.largest_difference(references[ADAMW]) < RTOL, plan
 
 
-def test_zero_3_refuses_experts_that_share_a_module(ranks2):
+def test_zero_3_rejects_experts_with_other_parameters_in_a_module(ranks2):
     with pytest.raises(CommError, match=r"module blocks\.0\.2\.experts: it has parameters that are sharded over ep"):
         ranks2.run(two_kinds_of_experts, "dp_shard=2 ep=2 zero=3 precision=fp64")
 
 
-def test_ranks_must_agree_on_placements(ranks2):
+def test_different_placements_on_ranks_are_rejected(ranks2):
     with pytest.raises(CommError, match=r"rank 1 built another model than rank 0"):
         ranks2.run(disagree, "tp=2 precision=fp64")
 
 
-def test_an_overflow_on_one_rank_is_one_on_all(ranks4):
+def test_overflow_on_one_rank_skips_the_step_on_all(ranks4):
     plans = [
         "dp_replicate=4",
         "dp_shard=4 zero=1 accumulation=2",
@@ -191,7 +193,7 @@ def test_an_overflow_on_one_rank_is_one_on_all(ranks4):
             assert second is None, plan
 
 
-def test_partial_sums_travel_together(ranks4):
-    """Two scales and two routers, in one bucket, not each by itself."""
+def test_partial_sums_are_reduced_in_one_bucket(ranks4):
+    """Two scales and two routers are reduced in one bucket."""
     for calls in ranks4.run(partial_calls, "dp_shard=2 tp=2 zero=1 precision=fp64"):
         assert calls["dp_replicate*tp"] == 1

@@ -1,4 +1,4 @@
-"""Pieces cover what windows, causal masks and documents let through: each pair of tokens once, and no other."""
+"""Attention blocks cover each visible pair of tokens exactly once, with windows, causal masks and documents."""
 
 from __future__ import annotations
 
@@ -15,65 +15,65 @@ from weft.parallel.context.sequence_order import SequenceOrder
 MODES = ("gather", "ring", "ulysses")
 
 
-SIGHTS = st.builds(AttentionWindow, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9))
+WINDOWS = st.builds(AttentionWindow, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(MODES), st.integers(1, 5), st.integers(1, 8), st.integers(1, 3), st.booleans())
-def test_each_visible_pair_is_in_one_piece(data, mode, cp, length, rows, has_documents):
+def test_each_visible_pair_is_in_one_block(data, mode, cp, length, rows, has_documents):
     seq_len = length * (cp if mode == "ulysses" else 2 * cp)
-    starts = st.sets(st.integers(1, max(1, seq_len - 1)).filter(lambda place: place < seq_len))
+    starts = st.sets(st.integers(1, max(1, seq_len - 1)).filter(lambda start: start < seq_len))
     borders = [(0, *sorted(data.draw(starts)), seq_len) for _ in range(rows)] if has_documents else None
-    sight = data.draw(st.just(CAUSAL) | st.just(BOTH_WAYS) | SIGHTS)
+    window = data.draw(st.just(CAUSAL) | st.just(BOTH_WAYS) | WINDOWS)
     order = SequenceOrder(mode, cp, data.draw(st.integers(0, cp - 1)), seq_len)
-    places = order.positions(torch.device("cpu")).numpy()
+    positions = order.positions(torch.device("cpu")).numpy()
     ids = np.zeros((rows, seq_len), dtype=int)
     for row, row_borders in enumerate(borders or ()):
         ids[row] = np.searchsorted(row_borders, np.arange(seq_len), side="right")
     for source in range(cp):
         theirs = SequenceOrder(mode, cp, source, seq_len).positions(torch.device("cpu")).numpy()
-        seen = np.zeros((rows, len(places), len(theirs)), dtype=int)
-        for piece in attention_blocks(order.chunks(), order.chunks(source), length, borders, sight):
-            seen[slice(*(piece.rows or (0, rows))), piece.q0 : piece.q1, piece.k0 : piece.k1] += mask_of(piece)
-        distance = places[:, None] - theirs[None]
-        wanted = np.ones(distance.shape, dtype=bool)
-        if sight.before is not None:
-            wanted &= distance <= sight.before
-        if sight.after is not None:
-            wanted &= -distance <= sight.after
-        wanted = wanted & (ids[:, places][:, :, None] == ids[:, theirs][:, None])
-        np.testing.assert_array_equal(seen, wanted.astype(int))
+        covered = np.zeros((rows, len(positions), len(theirs)), dtype=int)
+        for block in attention_blocks(order.chunks(), order.chunks(source), length, borders, window):
+            covered[slice(*(block.rows or (0, rows))), block.q0 : block.q1, block.k0 : block.k1] += mask_of(block)
+        distance = positions[:, None] - theirs[None]
+        expected = np.ones(distance.shape, dtype=bool)
+        if window.before is not None:
+            expected &= distance <= window.before
+        if window.after is not None:
+            expected &= -distance <= window.after
+        expected = expected & (ids[:, positions][:, :, None] == ids[:, theirs][:, None])
+        np.testing.assert_array_equal(covered, expected.astype(int))
 
 
-def mask_of(piece: AttentionBlock) -> np.ndarray:
-    """Which pairs a piece holds, (queries, keys)."""
-    shape = ((piece.q1 - piece.q0) // piece.tiles, (piece.k1 - piece.k0) // piece.tiles)
+def mask_of(block: AttentionBlock) -> np.ndarray:
+    """Return the pairs of a block, (queries, keys)."""
+    shape = ((block.q1 - block.q0) // block.tiles, (block.k1 - block.k0) // block.tiles)
     triangle = np.tri(*shape, dtype=int)
-    tile = {"all": np.ones(shape, dtype=int), "lower": triangle, "upper": triangle.T}[piece.shape]
-    return np.kron(np.eye(piece.tiles, dtype=int), tile)
+    tile = {"all": np.ones(shape, dtype=int), "lower": triangle, "upper": triangle.T}[block.shape]
+    return np.kron(np.eye(block.tiles, dtype=int), tile)
 
 
-def test_a_window_is_few_pieces_and_no_more_work_than_it_holds():
+def test_window_is_few_blocks_without_extra_work():
     found = attention_blocks((3,), (2,), 4096, None, AttentionWindow(127, 0)) + attention_blocks(
         (3,), (3,), 4096, None, AttentionWindow(127, 0)
     )
     assert len(found) <= 8
-    assert sum(mask_of(piece).sum() if piece.tiles == 1 else tiled_work(piece) for piece in found) == 4096 * 128
+    assert sum(mask_of(block).sum() if block.tiles == 1 else tiled_pairs(block) for block in found) == 4096 * 128
     assert not attention_blocks((3,), (1,), 4096, None, AttentionWindow(127, 0))
 
 
-def tiled_work(piece: AttentionBlock) -> int:
-    length = (piece.q1 - piece.q0) // piece.tiles
-    return piece.tiles * length * (length + 1) // 2
+def tiled_pairs(block: AttentionBlock) -> int:
+    length = (block.q1 - block.q0) // block.tiles
+    return block.tiles * length * (length + 1) // 2
 
 
 @pytest.mark.parametrize("mode", ["gather", "ring"])
-def test_ranks_have_nearly_the_same_work(mode):
-    """Zigzag: with whole sequences, all ranks compute the same number of pairs."""
+def test_ranks_have_equal_work(mode):
+    """Zigzag order: with one document per row, all ranks compute the same number of pairs."""
 
     def work(rank: int) -> float:
         order = SequenceOrder(mode, 8, rank, 16 * 64)
-        found = [piece for source in range(8) for piece in attention_blocks(order.chunks(), order.chunks(source), 64)]
+        found = [block for source in range(8) for block in attention_blocks(order.chunks(), order.chunks(source), 64)]
         return sum((p.q1 - p.q0) * (p.k1 - p.k0) * (0.5 if p.shape == "lower" else 1.0) for p in found)
 
     assert len({work(rank) for rank in range(8)}) == 1
@@ -81,8 +81,8 @@ def test_ranks_have_nearly_the_same_work(mode):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-def test_plain_arithmetic_equals_the_fused_kernel(heads, kv_heads, causal, monkeypatch):
-    """What devices without a fused kernel run, in several blocks of rows."""
+def test_unfused_attention_matches_the_fused_kernel(heads, kv_heads, causal, monkeypatch):
+    """Compare the fallback for devices without a fused kernel, in several blocks of rows."""
     torch.manual_seed(0)
     keys = 12 if causal else 7
     q, grad = (torch.randn(2, heads, 12, 8, dtype=torch.float64) for _ in range(2))

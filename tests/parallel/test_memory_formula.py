@@ -1,4 +1,4 @@
-"""Between steps each stage keeps what the planner's formula says."""
+"""Live tensors between steps match the planner's memory formula for each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measured(ranks2, ranks4):
     return generator().measure_all({2: ranks2, 4: ranks4})
 
 
-def test_live_tensors_are_the_formula(measured):
+def test_live_tensors_match_the_formula(measured):
     assert len(measured) == 22
     for plan, live in measured.items():
         want = formula(Plan.parse(plan))
@@ -39,8 +39,8 @@ def saved(ranks2):
     return generator().measure_saved(ranks2)
 
 
-@pytest.mark.full  # of one layer: tests/parallel/test_kept_bytes.py
-def test_what_layers_keep_for_backward_is_what_the_planner_says(saved):
+@pytest.mark.full  # tests/parallel/test_saved_bytes.py checks one layer
+def test_saved_bytes_of_plans_match_the_planner(saved):
     assert len(saved) == 12
     for plan, live in saved.items():
         assert live == pytest.approx(planned_saving(Plan.parse(plan)), rel=0.03), plan
@@ -52,8 +52,8 @@ def peaks(ranks2):
 
 
 @pytest.mark.full
-def test_the_fullest_moment_is_what_the_planner_says(peaks):
-    """Of the loss, with its logits; and of backward, with what is on its way."""
+def test_peak_memory_matches_the_planner(peaks):
+    """Check peaks in the loss, with its logits, and in backward, with communication buffers."""
     for plan, live in peaks.items():
         planned = planned_peak(Plan.parse(plan))
         assert sum(planned_peak(Plan.parse(plan), of_host=True).values()) == pytest.approx(live, rel=0.03), plan
@@ -63,20 +63,20 @@ def test_the_fullest_moment_is_what_the_planner_says(peaks):
 
 
 @pytest.mark.full
-def test_the_page_is_current(measured, saved, peaks):
+def test_memory_page_is_current(measured, saved, peaks):
     written = (ROOT / "docs" / "reference" / "memory.md").read_text()
     page = generator().page(measured, saved, peaks)
     assert without_peaks(written) == without_peaks(page), "run: python docs/memory.py"
 
 
 def without_peaks(page):
-    """What is on its way when backward is fullest depends on time, by a few hundred KiB."""
+    """Remove the measured peaks, which depend on timing by a few hundred KiB."""
     text, found = re.subn(r"\| [\d.]+ \|(?=\n(\||$))", "|", page.split("## Peak of a step")[1])
     assert found == len(FULLEST)
     return page.split("## Peak of a step")[0] + text
 
 
-def test_the_formula_at_its_corners():
+def test_formula_for_chosen_plans():
     assert formula(Plan.parse("dp_shard=4 zero=1 precision=bf16")).total == 2 + 4 / 4 + 12 / 4
     assert formula(Plan.parse("dp_shard=4 zero=1 precision=bf16 accumulation=2")).total == 2 + 4 + 12 / 4
     assert formula(Plan.parse("dp_shard=8 zero=3 precision=bf16")).total == 16 / 8

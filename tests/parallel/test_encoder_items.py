@@ -1,4 +1,4 @@
-"""Which rows are one picture, who is dealt which, what cannot be shared; and attention to all pictures in one call."""
+"""Distributed encoders: item boundaries, assignment to ranks, rejected models, and attention over all images."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from weft.parallel.parallelize import parallelize
 GRIDS = torch.tensor([[1, 2, 2], [2, 2, 4]])
 
 
-def test_rows_are_items_where_nothing_tells_borders():
+def test_rows_are_items_without_boundaries():
     items = find_items("tower", (torch.zeros(3, 3, 8, 8),), {"mask": torch.ones(3, 4), "scale": torch.ones(2)})
     assert items.rows == items.spans == (1, 1, 1)
-    args, kwargs = items.arguments({place: items.taken(place, [2, 0]) for place in (*items.by_row, *items.by_item)})
+    args, kwargs = items.arguments({index: items.taken(index, [2, 0]) for index in (*items.by_row, *items.by_item)})
     assert (args[0].shape[0], kwargs["mask"].shape[0], kwargs["scale"].shape[0]) == (2, 2, 2)
 
 
-def test_grids_and_counts_tell_borders():
+def test_grids_and_counts_give_item_boundaries():
     patches = torch.arange(20.0)[:, None].expand(20, 6)
     items = find_items("tower", (patches,), {"grid_thw": GRIDS})
     assert (items.rows, items.spans) == ((4, 16), (4, 8))
@@ -35,26 +35,26 @@ def test_grids_and_counts_tell_borders():
     assert find_items("tower", (patches, torch.tensor([5, 0, 15])), {}).rows == (5, 0, 15)
 
 
-@pytest.mark.parametrize("args, said", [
+@pytest.mark.parametrize("args, message", [
     ((torch.zeros(20, 6),), r"tower=spread: of its input of shape \(20, 6\) the rows of each item are unknown"),
     ((torch.zeros(20, dtype=torch.long),), "called without a floating-point tensor"),
 ])  # fmt: skip
-def test_borders_that_cannot_be_told_are_refused(args, said):
-    with pytest.raises(LayoutError, match=said):
+def test_unknown_item_boundaries_are_rejected(args, message):
+    with pytest.raises(LayoutError, match=message):
         find_items("tower", args, {})
 
 
-def test_the_most_costly_goes_to_who_has_least():
-    dealt = assign_items([5.0, 1.0, 1.0, 4.0, 3.0, 1.0], [0, 0, 0, 1, 1, 1], 2, 1)
-    assert sorted(item for own in dealt for item in own) == list(range(6))
-    sums = [sum([5.0, 1.0, 1.0, 4.0, 3.0, 1.0][item] for item in own) for own in dealt]
+def test_items_are_assigned_by_cost_to_the_least_loaded_rank():
+    assigned = assign_items([5.0, 1.0, 1.0, 4.0, 3.0, 1.0], [0, 0, 0, 1, 1, 1], 2, 1)
+    assert sorted(item for own in assigned for item in own) == list(range(6))
+    sums = [sum([5.0, 1.0, 1.0, 4.0, 3.0, 1.0][item] for item in own) for own in assigned]
     assert max(sums) == 8.0
-    # Of equally good ranks those that have the item; and nothing moves where that is level.
+    # Among equally loaded ranks, the item's own rank is preferred, so a balanced load moves nothing.
     assert assign_items([1.0] * 4, [0, 0, 1, 1], 2, 1) == [[0, 1], [2, 3]]
     assert assign_items([], [], 2, 1) == [[], []]
 
 
-def test_another_rank_can_make_the_call():
+def test_encoder_call_is_encoded_for_other_ranks():
     inner = find_items("tower", (torch.ones(20, 6),), {"grid_thw": GRIDS})
     outer = find_items("tower", (), {"pixel_values": torch.ones(20, 6), "image_grid_thw": GRIDS, "return_dict": True})
     found = parse_calls(encode_calls("tower", "get_image_features", outer, inner, 0), torch.device("cpu"))
@@ -75,7 +75,7 @@ class Normed(nn.Module):
         self.head = nn.Linear(3, 3)
 
 
-@pytest.mark.parametrize("make, layout, plan, said", [
+@pytest.mark.parametrize("make, layout, plan, message", [
     (lambda: Normed(nn.BatchNorm2d(3)), "tower=spread", "", "tower=spread: tower uses statistics over items"),
     (lambda: Normed(nn.Dropout(0.5)), "tower=spread", "", "tower=spread: tower drops at a rate of 0.5"),
     (lambda: Normed(nn.Linear(3, 3)), "towers=spread", "", "layout pattern 'towers': the model has no such module"),
@@ -85,14 +85,14 @@ class Normed(nn.Module):
         "model.encoder=spread: with pp=2 its blocks are divided into stages",
     ),
 ])  # fmt: skip
-def test_what_cannot_be_spread_is_said(make, layout, plan, said):
+def test_undistributable_encoders_are_rejected(make, layout, plan, message):
     mesh = type("Laid", (), {"plan": Plan.parse(plan)})()
     with pytest.raises(LayoutError) as caught:
         choose_encoders(make(), mesh, Layout.parse(layout))
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
-def test_the_style_is_written_and_read():
+def test_spread_style_round_trips():
     layout = Layout.parse("model.visual=spread:data lm_head=vocab")
     assert Layout.parse(layout.format()) == layout
     assert layout.divided_modules(["model.visual", "lm_head"]) == {"model.visual": True}
@@ -101,7 +101,7 @@ def test_the_style_is_written_and_read():
         Layout.parse("model.visual=spread:all")
 
 
-def test_one_process_takes_the_style_and_changes_nothing():
+def test_spread_style_changes_nothing_in_one_process():
     case, path = encoder_cases.CASES["llava"]
     batch = case.collate(case.samples(0))
     model = case.model()
@@ -111,22 +111,22 @@ def test_one_process_takes_the_style_and_changes_nothing():
 
 
 @pytest.mark.parametrize("lengths", [(4, 4, 4), (5, 5, 2, 7), (6,)])
-def test_attention_within_borders(lengths):
+def test_attention_within_boundaries_matches_separate_calls(lengths):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, sum(lengths), 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
     expected = torch.cat([nn.functional.scaled_dot_product_attention(*part) for part in parts], 2)
-    starts = torch.tensor([[sum(lengths[:place]) for place in range(len(lengths))]])
+    starts = torch.tensor([[sum(lengths[:index]) for index in range(len(lengths))]])
     found = bordered_attention(q, k, v, starts, max(lengths))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     for one, other in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (found, expected)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
-def test_qwen2_vl_attends_to_all_pictures_in_one_call(monkeypatch):
+def test_qwen2_vl_attends_to_all_images_in_one_call(monkeypatch):
     model, other = vision_cases.qwen2_vl_model().double(), vision_cases.qwen2_vl_model().double()
     attend_by_borders(model)
-    assert model.config.vision_config._attn_implementation == "sdpa"  # what the model saves stays as it was
+    assert model.config.vision_config._attn_implementation == "sdpa"  # the saved config is unchanged
     calls = []
     attend = nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(

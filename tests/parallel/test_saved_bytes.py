@@ -1,4 +1,4 @@
-"""What a layer keeps for backward, to the byte almost: eager, recomputed and compiled, as the planner says."""
+"""Bytes that a layer saves for backward match the planner within 2 %: eager, recomputed and compiled."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ OF_DENSE = ("tp=2 sp=on tp_chunks=3 compile=on",)
 OF_EXPERTS = ("dp_shard=2 ep=2 zero=1", "dp_replicate=2 recompute=selective compile=on")
 
 
-def kept_by_a_layer(plan: str, spec: DecoderSpec) -> int:
-    """Bytes that one more layer keeps of a pass, on this rank."""
+def saved_by_a_layer(plan: str, spec: DecoderSpec) -> int:
+    """Return the bytes that one more layer saves for backward on this rank."""
     torch._dynamo.reset()
     with compiled_by("lean"):
-        counts = [_kept(plan, dataclasses.replace(spec, num_layers=layers)) for layers in (2, 3)]
+        counts = [_saved(plan, dataclasses.replace(spec, num_layers=layers)) for layers in (2, 3)]
     return counts[1] - counts[0]
 
 
-def _kept(plan: str, spec: DecoderSpec) -> int:
+def _saved(plan: str, spec: DecoderSpec) -> int:
     model = parallelize(build_decoder(spec, seed=0), build_mesh(Plan.parse(plan)))
     ids = torch.zeros(1, SEQ, dtype=torch.int64)
-    model(ids)  # the first looks at the blocks
+    model(ids)  # the first call inspects the blocks
     return saved_bytes(lambda: model(ids), model.parameters())
 
 
 @pytest.mark.parametrize("family", gate_runs(SPECS, 2))
-def test_a_layer_keeps_what_the_planner_says(family, ranks2):
+def test_saved_bytes_of_a_layer_match_the_planner(family, ranks2):
     spec = SPECS[family]
     texts = [f"{plan} precision=bf16" for plan in (*PLANS, *(OF_EXPERTS if spec.num_experts else OF_DENSE))]
     job = Job(shape=Shape.of_decoder(spec), seq_len=SEQ, global_batch=2)
     columns = Columns.of([Plan.parse(text) for text in texts], job)
     planned = layer_bytes(job, columns).kept / columns.microbatch
-    for found in ranks2.run(kept_by_layers, texts, spec):
-        for text, kept, said in zip(texts, found, planned, strict=True):
-            assert kept == pytest.approx(said, rel=0.02), text
+    for found in ranks2.run(saved_by_layers, texts, spec):
+        for text, measured, expected in zip(texts, found, planned, strict=True):
+            assert measured == pytest.approx(expected, rel=0.02), text
 
 
-def kept_by_layers(plans: list[str], spec: DecoderSpec) -> list[int]:
-    return [kept_by_a_layer(plan, spec) for plan in plans]
+def saved_by_layers(plans: list[str], spec: DecoderSpec) -> list[int]:
+    return [saved_by_a_layer(plan, spec) for plan in plans]

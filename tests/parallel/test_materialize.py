@@ -1,4 +1,4 @@
-"""Models on the meta device get the very weights they would have had, under every stage and cut."""
+"""Models on the meta device get the same initial weights as in one process, under every ZeRO stage and tp."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.placement import Placement
 
 PLANS = ["tp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=3", "dp_shard=2 zero=3 precision=bf16"]
-CUTS = {"0.weight": Placement(cut=("tp",)), "2.weight": Placement(cut=("tp",), dim=1)}
+PLACEMENTS = {"0.weight": Placement(cut=("tp",)), "2.weight": Placement(cut=("tp",), dim=1)}
 
 
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6, bias=False), nn.LayerNorm(8), nn.Linear(6, 8), nn.Linear(8, 8))
 
 
-def made(plan: str) -> dict[str, torch.Tensor]:
+def materialized_weights(plan: str) -> dict[str, torch.Tensor]:
     mesh = build_mesh(Plan.parse(plan))
     with torch.device("meta"):
         found = model()
-    placements = CUTS if mesh["tp"].size > 1 else {}
+    placements = PLACEMENTS if mesh["tp"].size > 1 else {}
     for name, placement in placements.items():
         owner = found.get_submodule(name.rpartition(".")[0])
         owner.weight = nn.Parameter(placement.local(owner.weight.detach(), mesh["tp"].rank, mesh["tp"].size))
@@ -39,16 +39,16 @@ def made(plan: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_same_weights_as_on_one_process(plan, ranks2):
-    whole = model()
-    initialise(whole, 3)
-    for weights in ranks2.run(made, plan):
-        assert weights.keys() == dict(whole.named_parameters()).keys()
-        for name, param in whole.named_parameters():
+def test_weights_equal_one_process(plan, ranks2):
+    full = model()
+    initialise(full, 3)
+    for weights in ranks2.run(materialized_weights, plan):
+        assert weights.keys() == dict(full.named_parameters()).keys()
+        for name, param in full.named_parameters():
             assert torch.equal(weights[name], param), name
 
 
-def test_without_a_seed_or_with_buffers_they_are_refused():
+def test_meta_models_without_seed_or_with_buffers_are_rejected():
     with torch.device("meta"):
         found, normed = model(), nn.BatchNorm1d(2)
     with pytest.raises(ModelError) as caught:
@@ -64,7 +64,7 @@ def test_without_a_seed_or_with_buffers_they_are_refused():
 
 
 class InMemory:
-    """Whole float32 weights, read as from a file."""
+    """Full float32 weights with the interface of a file reader."""
 
     def __init__(self, weights: dict[str, torch.Tensor]):
         self._weights = weights
@@ -75,34 +75,34 @@ class InMemory:
         out[:] = values.numpy().tobytes()
 
 
-def sent_before_the_file(plan: str, filled_later: bool) -> tuple[int, bool]:
-    """Bytes that travel while a model is laid out, and whether it then holds the weights that it is given."""
-    whole = model().requires_grad_(False)
-    whole[3].requires_grad_(True)
+def bytes_before_loading(plan: str, filled_later: bool) -> tuple[int, bool]:
+    """Return the bytes broadcast by parallelize, and whether the model then has the loaded weights."""
+    full = model().requires_grad_(False)
+    full[3].requires_grad_(True)
     with as_shapes(vectors=True):
         found = model().requires_grad_(False)
     found[3].requires_grad_(True)
     ledger = Ledger()
     parallelize(found, build_mesh(Plan.parse(plan), record=ledger.record), seed=3, filled_later=filled_later)
     sent = sum(entry.num_bytes for _, name, entry in ledger.rows() if name == "broadcast")
-    initialise(whole, 5)
-    data_parallel(found).load_weights(InMemory({name: one.detach() for name, one in whole.named_parameters()}))
+    initialise(full, 5)
+    data_parallel(found).load_weights(InMemory({name: one.detach() for name, one in full.named_parameters()}))
     loaded = dict(found.named_parameters())
-    wanted = {name: param.detach().to(loaded[name].dtype) for name, param in whole.named_parameters()}
-    return sent, all(torch.equal(loaded[name], weight) for name, weight in wanted.items())
+    expected = {name: param.detach().to(loaded[name].dtype) for name, param in full.named_parameters()}
+    return sent, all(torch.equal(loaded[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_replicate=2 precision=bf16"])
-def test_what_files_fill_later_is_not_sent_before(plan, ranks2):
-    for sent, is_loaded in ranks2.run(sent_before_the_file, plan, True):
+def test_weights_filled_later_are_not_broadcast(plan, ranks2):
+    for sent, is_loaded in ranks2.run(bytes_before_loading, plan, True):
         assert is_loaded
         assert sent == 0
-    for sent, is_loaded in ranks2.run(sent_before_the_file, plan, False):
+    for sent, is_loaded in ranks2.run(bytes_before_loading, plan, False):
         assert is_loaded
         assert sent > 0
 
 
-def test_shapes_draw_no_numbers_and_vectors_keep_theirs():
+def test_as_shapes_skips_matrix_initialization_only():
     with as_shapes():
         before = torch.get_rng_state()
         matrix = nn.Embedding(4, 4, device="meta")

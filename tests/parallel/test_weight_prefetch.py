@@ -1,4 +1,4 @@
-"""Weights that follow a step: the same bits as weights that are waited for, whoever reads them first."""
+"""Weights gathered asynchronously after a step are bitwise equal to weights gathered in the step, for every reader."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def own_batch(step: TrainStep, number: int) -> dict[str, torch.Tensor]:
 
 
 def stepper(plan_text: str, follow: bool, model: nn.Module | None = None, **options) -> TrainStep:
-    """A step of a small decoder, or of a model of one's own, in buckets of a few parameters."""
+    """Return a train step of a small decoder, or of `model`, in small buckets."""
     mesh = build_mesh(Plan.parse(plan_text))
     decoder = build_decoder(SPEC, seed=0)
     chosen, usual = model or decoder, {"forward": model_forward} if model is None else {}
@@ -63,15 +63,15 @@ def square(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int
     return output.square().sum(), len(batch)
 
 
-def under_way(step: TrainStep) -> int:
-    """Buckets whose weights are not there yet."""
+def num_pending(step: TrainStep) -> int:
+    """Return the number of buckets with a pending gather."""
     return sum(bucket.arriving is not None for bucket in data_parallel(step.model).reducer.buckets)
 
 
 def trained(plan_text: str, follow: bool, model: nn.Module | None = None) -> tuple[list[str], dict, list[int]]:
-    """What steps said, the weights that the next forward would see, and what was under way after each step."""
+    """Return the steps' metrics, the weights for the next forward, and the pending buckets after each step."""
     step = stepper(plan_text, follow, copy.deepcopy(model))
-    said, waiting = [], []
+    metrics_text, pending = [], []
     for seed in range(4):
         if model is not None:
             batch = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * seed + step.mesh.rank))
@@ -82,14 +82,14 @@ def trained(plan_text: str, follow: bool, model: nn.Module | None = None) -> tup
             overflow = patch.object(step, "_next_scale", torch.tensor(2.0**120))
         with overflow:
             metrics = step(batch)
-        waiting.append(under_way(step))
-        said.append(f"{metrics.loss} {metrics.grad_norm} {metrics.skipped}")
+        pending.append(num_pending(step))
+        metrics_text.append(f"{metrics.loss} {metrics.grad_norm} {metrics.skipped}")
     step.wait_for_weights()
-    return said, {name: param.detach().clone() for name, param in step.model.named_parameters()}, waiting
+    return metrics_text, {name: param.detach().clone() for name, param in step.model.named_parameters()}, pending
 
 
-def both(plan_text: str, model: nn.Module | None = None) -> list[int]:
-    """Train both ways; compares the bits, and returns what was under way after steps."""
+def compare_with_and_without(plan_text: str, model: nn.Module | None = None) -> list[int]:
+    """Train with and without prefetch and compare bits. Return the pending buckets after each step."""
     late, usual = trained(plan_text, True, model), trained(plan_text, False, model)
     assert late[0] == usual[0]
     assert all(torch.equal(late[1][name], param) for name, param in usual[1].items())
@@ -98,10 +98,10 @@ def both(plan_text: str, model: nn.Module | None = None) -> list[int]:
 
 
 def all_plans() -> list[list[int]]:
-    return [both(text) for text in PLANS]
+    return [compare_with_and_without(text) for text in PLANS]
 
 
-def test_weights_that_follow_are_the_same_to_the_bit(ranks2):
+def test_prefetched_weights_are_bitwise_equal(ranks2):
     for found in ranks2.run(all_plans):
         assert all(min(counts[:2]) > 4 for counts in found), found
 
@@ -120,9 +120,9 @@ READERS: dict[str, Callable[[TrainStep], object]] = {
         step.model, [own_batch(step, 99)], step.mesh, token_cross_entropy, model_forward
     ),
     "a call": lambda step: step.model(batch_of(98, 2)["input_ids"]).detach(),
-    "ema": lambda step: averaged(step),
-    "an own loop": lambda step: looped(step),
-    "written": lambda step: written(step),
+    "ema": lambda step: with_ema(step),
+    "an own loop": lambda step: in_user_loop(step),
+    "written": lambda step: modified(step),
 }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def loaded(step: TrainStep) -> object:
     return {**found, "loss": torch.tensor(step(own_batch(step, 6)).loss)}
 
 
-def averaged(step: TrainStep) -> object:
+def with_ema(step: TrainStep) -> object:
     ema = Ema(step.model, 0.5)
     ema.update()
     step(own_batch(step, 7))
@@ -141,37 +141,37 @@ def averaged(step: TrainStep) -> object:
         return mean_loss(step.model, [own_batch(step, 99)], step.mesh, token_cross_entropy, model_forward)
 
 
-def looped(step: TrainStep) -> object:
+def in_user_loop(step: TrainStep) -> object:
     batch = own_batch(step, 97)
     loss_sum, count = token_cross_entropy(model_forward(step.model, batch), batch)
     (loss_sum / count).backward()
     step.optimizer.step()
-    assert under_way(step) == 0
+    assert num_pending(step) == 0
     return dict(step.model.named_parameters())
 
 
-def written(step: TrainStep) -> object:
-    params = list(step.model.parameters())  # asking for them waits
+def modified(step: TrainStep) -> object:
+    params = list(step.model.parameters())  # reading parameters waits
     with torch.no_grad():
         params[0].mul_(0.5)
     step(own_batch(step, 5))
     return dict(data_parallel(step.model).weights())
 
 
-def read_by(name: str, follow: bool) -> dict[str, torch.Tensor] | object:
+def state_after_reader(name: str, follow: bool) -> dict[str, torch.Tensor] | object:
     step = stepper("dp_shard=2 zero=1 precision=fp32", follow)
     for seed in range(2):
         step(own_batch(step, seed))
-    assert (under_way(step) > 4) == follow
+    assert (num_pending(step) > 4) == follow
     found = READERS[name](step)
     if name not in ("a call", "evaluation", "ema", "written", "load"):
-        assert under_way(step) == 0, name
+        assert num_pending(step) == 0, name
     return {key: tensor.detach().clone() for key, tensor in found.items()} if isinstance(found, dict) else found
 
 
-def all_readers(names: tuple[str, ...]) -> None:
+def compare_readers(names: tuple[str, ...]) -> None:
     for name in names:
-        late, usual = read_by(name, True), read_by(name, False)
+        late, usual = state_after_reader(name, True), state_after_reader(name, False)
         if isinstance(usual, dict):
             assert late.keys() == usual.keys(), name
             assert all(torch.equal(late[key], usual[key]) for key in usual), name
@@ -179,22 +179,22 @@ def all_readers(names: tuple[str, ...]) -> None:
             assert torch.equal(torch.as_tensor(late), torch.as_tensor(usual)), name
 
 
-#: Tried one by one, and not in the gate: most of them take further steps.
+#: Readers tested one by one outside the gate: most of them take more steps.
 LONG = ("load", "copy", "arrive", "evaluation", "a call", "ema", "an own loop", "written")
 
 
-def test_whoever_reads_weights_waits_for_them(ranks2):
-    ranks2.run(all_readers, tuple(name for name in READERS if name not in LONG))
+def test_readers_wait_for_prefetched_weights(ranks2):
+    ranks2.run(compare_readers, tuple(name for name in READERS if name not in LONG))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LONG)
-def test_whoever_else_reads_weights_waits_for_them(name, ranks2):
-    ranks2.run(all_readers, (name,))
+def test_slow_readers_wait_for_prefetched_weights(name, ranks2):
+    ranks2.run(compare_readers, (name,))
 
 
-class Peeks(nn.Module):
-    """Uses a block's weight without calling it, and a layer's before calling it."""
+class ReadsWeights(nn.Module):
+    """Uses a block's weight without calling the block, and a layer's weight before calling the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ class Peeks(nn.Module):
         return self.end(self.blocks[2](x))
 
 
-class Breaks(nn.Module):
-    """Fails once in the middle."""
+class FailsInForward(nn.Module):
+    """Fails in the middle of forward if `fails` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,16 +228,16 @@ def seeded(kind: type[nn.Module]) -> nn.Module:
     return kind()
 
 
-def own_models() -> list[int]:
-    found = both("dp_shard=2 zero=1 precision=fp32", seeded(Peeks))
+def train_custom_models() -> list[int]:
+    found = compare_with_and_without("dp_shard=2 zero=1 precision=fp32", seeded(ReadsWeights))
     ends = []
     for follow in (True, False):
-        step = stepper("dp_shard=2 zero=1 precision=fp32", follow, seeded(Breaks))
+        step = stepper("dp_shard=2 zero=1 precision=fp32", follow, seeded(FailsInForward))
         x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step.mesh.rank))
         step(x)
-        assert (under_way(step) > 2) == follow
+        assert (num_pending(step) > 2) == follow
         sent = pickle.loads(pickle.dumps(step.model))
-        assert type(sent) is Breaks
+        assert type(sent) is FailsInForward
         assert all(
             torch.equal(one, other) for one, other in zip(sent.parameters(), step.model.parameters(), strict=True)
         )
@@ -251,11 +251,11 @@ def own_models() -> list[int]:
     return found
 
 
-def test_models_that_read_what_they_do_not_call_and_steps_that_break_off(ranks2):
-    assert all(min(found) > 2 for found in ranks2.run(own_models))
+def test_weight_reads_without_calls_and_failed_steps(ranks2):
+    assert all(min(found) > 2 for found in ranks2.run(train_custom_models))
 
 
-def copied() -> None:
+def train_copy() -> None:
     step = stepper("dp_shard=2 zero=1 precision=fp32", True)
     step(own_batch(step, 0))
     plain = copy.deepcopy(step.model)
@@ -270,34 +270,34 @@ def copied() -> None:
 
 
 @pytest.mark.full
-def test_a_copy_is_a_model_like_any_other(ranks2):
-    ranks2.run(copied)
+def test_copied_model_can_be_parallelized_again(ranks2):
+    ranks2.run(train_copy)
 
 
-def test_one_rank_has_nothing_to_wait_for():
+def test_single_rank_does_not_prefetch():
     step = stepper("precision=fp32", True)
     assert not any(isinstance(module, AwaitsWeights) for module in step.model.modules())
     step(batch_of(0, 2))
-    assert under_way(step) == 0
+    assert num_pending(step) == 0
 
 
 def compiled() -> tuple[list[int], int, dict[str, int]]:
     module = importlib.import_module("weft.parallel.parallelize")
     plain = functools.partial(module.compile_blocks, backend="eager")
     with patch.object(module, "compile_blocks", plain), counted_graphs() as found:
-        waiting = both("dp_shard=2 zero=1 precision=fp32 compile=on")
-    return waiting, found.graphs, found.breaks
+        pending = compare_with_and_without("dp_shard=2 zero=1 precision=fp32 compile=on")
+    return pending, found.graphs, found.breaks
 
 
 @pytest.mark.full
-def test_compiled_blocks_wait_outside_of_their_one_graph(ranks2):
-    for waiting, graphs, breaks in ranks2.run(compiled):
-        assert min(waiting) > 4
-        assert (graphs, breaks) == (2, {})  # one for each of the two trainings
+def test_compiled_blocks_wait_outside_their_graph(ranks2):
+    for pending, graphs, breaks in ranks2.run(compiled):
+        assert min(pending) > 4
+        assert (graphs, breaks) == (2, {})  # one per training
 
 
 @pytest.mark.full
-def test_pipelines_and_replicas_too(ranks4):
+def test_prefetch_with_pipelines_and_replicas_is_bitwise_equal(ranks4):
     plans = (
         "pp=2 dp_shard=2 zero=1 microbatches=2 precision=fp32",
         "pp=2 dp_shard=2 zero=2 microbatches=2 precision=bf16",
@@ -309,4 +309,4 @@ def test_pipelines_and_replicas_too(ranks4):
 
 def _each(plans: tuple[str, ...]) -> None:
     for text in plans:
-        assert both(text)[1] > 2, text
+        assert compare_with_and_without(text)[1] > 2, text

@@ -1,4 +1,4 @@
-"""A small network that is cut by hand: one of each kind of placement, and one step after another on any plan.
+"""A small network that is sharded by hand, with every kind of placement, and trainings of it under any plan.
 
 B samples, D width, H heads' rows, E experts.
 """
@@ -30,7 +30,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Embedding(nn.Module):
-    """Rows of the vocabulary over tp, padded to equal parts."""
+    """Embedding with vocabulary rows sharded over tp, padded to equal shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Embedding(nn.Module):
 
 
 class Pair(nn.Module):
-    """Fused gate and up, then down: columns and rows over tp, behind a scale that each rank applies to its samples."""
+    """Fused gate and up, then down: column- and row-parallel, after a scale that each rank applies to its samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Pair(nn.Module):
 
 
 class Heads(nn.Module):
-    """Four heads that share two key-value heads: with four ranks two of them hold the same rows."""
+    """Four heads that share two key-value heads. With four ranks, two ranks have the same rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Heads(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts side by side in two parameters; every rank of ep takes all samples of the group to its own."""
+    """Experts stacked in two parameters. Every ep rank runs its experts on all samples of the group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """The two best of four experts for each sample. Ranks of tp share the samples."""
+    """Selects the two best of four experts per sample. tp ranks share the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,8 +138,8 @@ def build(seed: int = 5) -> Net:
     return Net().double()
 
 
-def cut_by_hand(model: Net, mesh: Mesh) -> dict[str, Placement]:
-    """Replace parameters by this rank's parts, as techniques do. Returns what was done."""
+def shard_by_hand(model: Net, mesh: Mesh) -> dict[str, Placement]:
+    """Replace parameters by this rank's shards. Return the placements."""
     tp, ep = mesh["tp"], mesh["ep"]
     placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
@@ -180,7 +180,7 @@ def _key_values(tp: Axis) -> Placement:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training needs besides a plan."""
+    """Settings of a training that are not in the plan."""
 
     num_steps: int = 3
     max_grad_norm: float = 0.5
@@ -205,7 +205,7 @@ def batch_of(step: int, settings: Settings) -> Batch:
 
 
 def microbatches(batch: Batch, mesh: Mesh) -> Microbatches:
-    """This rank's; those of cp read other samples here, which adds up in the same way as parts of sequences."""
+    """Return this rank's microbatches. cp ranks get other samples, whose gradients add up like parts of sequences."""
     count, axis = mesh.plan.microbatches_per_step, mesh.batch
     chunks = {key: tensor.chunk(count * axis.size) for key, tensor in batch.items()}
     return Microbatches(
@@ -219,10 +219,10 @@ def loss(output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
 
 
 def start(plan: str, settings: Settings, ledger: Ledger | None = None) -> tuple[Net, torch.optim.Optimizer, TrainStep]:
-    """A model laid over the mesh, its optimizer and its step."""
+    """Return a parallelized model, its optimizer and its step."""
     mesh = build_mesh(Plan.parse(plan), record=(ledger or Ledger()).record)
     model = build()
-    parallelize(model, mesh, placements=cut_by_hand(model, mesh))
+    parallelize(model, mesh, placements=shard_by_hand(model, mesh))
     optimizer = optimizer_of(model, settings.optimizer)
     step = TrainStep(
         model,
@@ -251,12 +251,12 @@ def train(plan: str, settings: Settings) -> ParityResult:
 
 
 def train_plans(plans: list[str], settings: Settings) -> dict[str, ParityResult]:
-    """Many plans in one call: the ranks are there already."""
+    """Train under many plans in one call of a pool of ranks."""
     return {plan: train(plan, settings) for plan in plans}
 
 
 def train_and_capture(plan: str, settings: Settings, groups: object = None) -> dict[str, dict[str, torch.Tensor]]:
-    """Restore `groups` where given, train, capture."""
+    """Restore `groups` if given, train, and capture the state."""
     model, optimizer, step = start(plan, settings)
     if groups is not None:
         restore(model, optimizer, groups)
@@ -267,10 +267,10 @@ def train_and_capture(plan: str, settings: Settings, groups: object = None) -> d
 
 
 def own_loop(plan: str, num_backwards: int, num_steps: int = 2) -> dict[str, torch.Tensor]:
-    """A user's own loop on mean losses: backward, step, zero_grad. Returns whole weights."""
+    """Train in a user's loop on mean losses: backward, step, zero_grad. Return the full weights."""
     mesh = build_mesh(Plan.parse(plan))
     model = build()
-    parallelize(model, mesh, placements=cut_by_hand(model, mesh))
+    parallelize(model, mesh, placements=shard_by_hand(model, mesh))
     optimizer = optimizer_of(model, "sgd")
     for step in range(num_steps):
         for index in range(num_backwards):
@@ -288,26 +288,26 @@ def own_loops(plans: list[str], num_backwards: int) -> dict[str, dict[str, torch
 
 
 def two_kinds_of_experts(plan: str) -> None:
-    """Experts beside another parameter in one module, which zero=3 cannot divide."""
+    """Build a module with experts and another parameter, which zero=3 cannot shard."""
     mesh = build_mesh(Plan.parse(plan))
     model = build()
-    placements = cut_by_hand(model, mesh)
+    placements = shard_by_hand(model, mesh)
     model.blocks[0][2].experts.shared = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     parallelize(model, mesh, placements=placements)
 
 
 def disagree(plan: str) -> None:
-    """Ranks that cut the same parameter in different ways."""
+    """Shard the same parameter differently on each rank."""
     mesh = build_mesh(Plan.parse(plan))
     model = build()
-    placements = cut_by_hand(model, mesh)
+    placements = shard_by_hand(model, mesh)
     if mesh.rank == 1:
         placements["blocks.0.0.scale"] = Placement()
     parallelize(model, mesh, placements=placements)
 
 
 def overflow(plan: str) -> tuple[str | None, str | None]:
-    """Why two steps were skipped; in the first, one part of one parameter on the last rank has an infinite gradient."""
+    """Train two steps, the first with an infinite gradient on the last rank. Return why they were skipped."""
     settings = Settings()
     model, _, step = start(f"{plan} precision=fp16", settings)
     model.blocks[1][2].experts.overflows = step.mesh.rank == step.mesh.world_size - 1
@@ -324,7 +324,7 @@ def overflows(plans: list[str]) -> list[tuple[str | None, str | None]]:
 
 
 def partial_calls(plan: str) -> dict[str, int]:
-    """Calls of all_reduce in one step by axis."""
+    """Return the number of all_reduce calls in one step by axis."""
     ledger = Ledger()
     model, _, step = start(plan, Settings(), ledger)
     before = _all_reduces(ledger)

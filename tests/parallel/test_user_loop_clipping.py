@@ -1,4 +1,4 @@
-"""run.clip_grad_norm_ in a user's own loop clips by the norm of the whole gradient, whoever holds which part of it."""
+"""run.clip_grad_norm_ in a user's loop clips by the norm of the full gradient under any sharding."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ EXPERTS = dataclasses.replace(DENSE, num_experts=4, top_k=2, expert_ffn_dim=8, b
 STEPS, BATCH, CLIP = 3, 8, 0.05
 
 
-def loop(plan_text: str | None, spec: DecoderSpec, torchs: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Backward, clip, step. Without a plan: plain PyTorch. torchs: clipped by torch's function."""
+def loop(
+    plan_text: str | None, spec: DecoderSpec, use_torch: bool = False
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train with backward, clip and step. Without a plan in plain PyTorch. use_torch: clip with torch's function."""
     model = build_decoder(spec, dtype=torch.float64, seed=3)
     run = None
     if plan_text is not None:
@@ -37,7 +39,7 @@ def loop(plan_text: str | None, spec: DecoderSpec, torchs: bool = False) -> tupl
         ids = torch.randint(61, (BATCH, 9), generator=torch.Generator().manual_seed(step))
         mine = ids[rank * BATCH // size : (rank + 1) * BATCH // size]
         F.cross_entropy(model(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten()).backward()
-        ours = run is not None and not torchs
+        ours = run is not None and not use_torch
         clip = run.clip_grad_norm_(model, CLIP) if ours else torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         norms.append(float(clip))
         optimizer.step()
@@ -56,21 +58,21 @@ def compare(plan: str, spec: DecoderSpec, pool) -> None:
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=on", "dp_shard=2 zero=1", "dp_shard=2 zero=3"])
-def test_two_ranks(plan, ranks2):
+def test_clipping_matches_one_process_on_two_ranks(plan, ranks2):
     compare(plan, DENSE, ranks2)
 
 
 @pytest.mark.parametrize("plan", ["dp_shard=2 ep=2", "dp_shard=2 ep=2 zero=1", "tp=2 ep=2"])
-def test_experts(plan, ranks2):
+def test_clipping_with_experts_matches_one_process(plan, ranks2):
     compare(plan, EXPERTS, ranks2)
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2 tp=2", "dp_shard=2 tp=2 zero=2", "dp_shard=2 tp=2 zero=3"])
-def test_four_ranks(plan, ranks4):
+def test_clipping_matches_one_process_on_four_ranks(plan, ranks4):
     compare(plan, DENSE, ranks4)
 
 
 @pytest.mark.parametrize(("plan", "spec"), [("tp=2", DENSE), ("dp_shard=2 ep=2", EXPERTS)])
-def test_torchs_own_function_is_refused_where_it_sees_a_part(plan, spec, ranks2):
+def test_torch_clipping_of_sharded_gradients_is_rejected(plan, spec, ranks2):
     with pytest.raises(CommError, match=r"Use run.clip_grad_norm_\(model, max_norm\)"):
-        ranks2.run(loop, f"{plan} precision=fp64", spec, torchs=True)
+        ranks2.run(loop, f"{plan} precision=fp64", spec, use_torch=True)
