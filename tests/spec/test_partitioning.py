@@ -1,4 +1,4 @@
-"""Stages are divided so that the slowest is as fast as it can be."""
+"""Partitioning of layers, samples and loss chunks: balanced, complete and equal in planner and runtime."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from weft.config.partitioning import (
 
 
 def slowest(counts, costs, before, after):
-    places = [0, *itertools.accumulate(counts)]
-    stages = [sum(costs[start:end]) for start, end in itertools.pairwise(places)]
+    boundaries = [0, *itertools.accumulate(counts)]
+    stages = [sum(costs[start:end]) for start, end in itertools.pairwise(boundaries)]
     stages[0] += before
     stages[-1] += after
     return max(stages)
@@ -36,7 +36,7 @@ def slowest(counts, costs, before, after):
     before=st.integers(0, 12),
     after=st.integers(0, 12),
 )
-def test_no_division_is_faster(costs, num_stages, before, after):
+def test_layer_division_is_optimal(costs, num_stages, before, after):
     if len(costs) < num_stages:
         with pytest.raises(ValueError, match="fewer"):
             divide_layers(costs, num_stages)
@@ -56,8 +56,8 @@ def test_equal_layers_are_divided_equally():
     assert sorted(divide_layers([1.0] * 7, 3)) == [2, 2, 3]
 
 
-def test_a_heavy_head_leaves_fewer_layers_to_the_last_stage():
-    """126 layers on 16 stages with a head of 2.1 layers: the bottleneck is 8.3 layers with care and 10.1 without."""
+def test_large_head_leaves_fewer_layers_to_the_last_stage():
+    """With 126 layers on 16 stages and a head of 2.1 layers, the bottleneck is 8.3 layers instead of 10.1."""
     counts = divide_layers([1.0] * 126, 16, after=2.1)
     assert slowest(counts, [1.0] * 126, 0.0, 2.1) <= 8.3
     assert counts[-1] < 8
@@ -71,9 +71,9 @@ def test_a_heavy_head_leaves_fewer_layers_to_the_last_stage():
     st.floats(0, 4, allow_nan=False),
     st.floats(0, 4, allow_nan=False),
 )
-def test_a_split_is_whole_even_and_near_the_bound(ranks, each, more, first, last):
-    num_layers = ranks * each + more
-    stages = [list(range(rank, ranks * each, ranks)) for rank in range(ranks)]
+def test_division_by_rank_is_complete_and_near_the_bound(ranks, per_stage, more, first, last):
+    num_layers = ranks * per_stage + more
+    stages = [list(range(rank, ranks * per_stage, ranks)) for rank in range(ranks)]
     found = divide_by_rank(num_layers, stages, first=first, last=last)
     assert sum(found) == num_layers
     assert min(found) >= 1
@@ -83,32 +83,32 @@ def test_a_split_is_whole_even_and_near_the_bound(ranks, each, more, first, last
     if ranks == 1:
         return
     mean = (num_layers + first + last) / ranks
-    floor = max(mean, each + first, each + last)
+    floor = max(mean, per_stage + first, per_stage + last)
     assert max(loads) <= floor + 1 + 1e-6
 
 
-def test_an_expensive_head_takes_layers_from_its_rank():
+def test_large_head_takes_layers_from_its_rank():
     layers = divide_by_rank(126, [[rank] for rank in range(16)], first=0.3, last=2.1)
     assert max(layers[:-1]) == 8
     assert layers[-1] <= 6
 
 
 @given(global_batch=st.integers(0, 40), data_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 6))
-def test_every_sample_of_a_batch_is_in_one_microbatch(global_batch, data_ranks, num_microbatches):
+def test_every_sample_is_in_exactly_one_microbatch(global_batch, data_ranks, num_microbatches):
     own = [microbatch_samples(global_batch, data_ranks, num_microbatches, rank) for rank in range(data_ranks)]
     by_microbatch = [number for column in zip(*own, strict=True) for run in column for number in run]
     assert by_microbatch == list(range(global_batch))
     of_ranks = [sum(map(len, runs)) for runs in own]
     assert max(of_ranks) - min(of_ranks) <= 1
     for runs, count in zip(own, of_ranks, strict=True):
-        # So a rank that has its samples one after another knows where to cut them.
+        # So a rank with consecutive samples can split them without the others.
         assert [len(run) for run in runs] == [len(run) for run in share_out(count, num_microbatches)]
     if global_batch % batch_unit(data_ranks, num_microbatches) == 0:
-        each = samples_per_microbatch(global_batch, data_ranks, num_microbatches)
-        assert {len(run) for runs in own for run in runs} == {each}
+        num_samples = samples_per_microbatch(global_batch, data_ranks, num_microbatches)
+        assert {len(run) for runs in own for run in runs} == {num_samples}
 
 
-def test_samples_of_many_plans_at_once():
+def test_samples_per_microbatch_is_vectorized():
     found = samples_per_microbatch(64, np.array([1, 2, 8]), np.array([4, 4, 16]))
     assert found.tolist() == [16, 8, 0]
 
@@ -116,12 +116,12 @@ def test_samples_of_many_plans_at_once():
 @pytest.mark.parametrize(
     ("device_gib", "expected"), [(0, 2**26), (0.5, 2**26), (24, 2**28), (79.1, 2**30), (80, 2**30), (141, 2**30)]
 )
-def test_the_chunk_of_a_loss_is_one_size_for_devices_that_are_nearly_equal(device_gib, expected):
+def test_loss_chunk_is_equal_for_similar_devices(device_gib, expected):
     assert LossChunk.of_device(int(device_gib * 2**30)).num_bytes == expected
 
 
 @given(st.integers(0, 10_000), st.integers(1, 200_000), st.sampled_from([4, 8]))
-def test_chunks_of_a_loss_are_even_and_planner_and_runtime_count_them_alike(tokens, vocab, width):
+def test_loss_chunks_are_even_and_equal_in_planner_and_runtime(tokens, vocab, width):
     rows = LossChunk().rows(tokens, vocab, width)
     assert rows == 1 or rows * vocab * width <= 2**26
     assert rows == LossChunk().rows(np.array([float(tokens)]), np.array([float(vocab)]), float(width))[0]
@@ -130,6 +130,6 @@ def test_chunks_of_a_loss_are_even_and_planner_and_runtime_count_them_alike(toke
 
 
 @given(global_batch=st.integers(1, 96), data_ranks=st.integers(1, 8))
-def test_even_passes_are_those_that_leave_no_rest(global_batch, data_ranks):
+def test_even_passes_divide_the_batch(global_batch, data_ranks):
     rest_free = [n for n in range(1, global_batch + 1) if global_batch % batch_unit(data_ranks, n) == 0]
     assert even_passes(global_batch, data_ranks) == rest_free

@@ -1,4 +1,4 @@
-"""Layouts by hand that leave out, or call whole, what works on a part of the features: wrong gradients, refused."""
+"""User layouts that omit, or mark as replicated, modules on sharded features are rejected: gradients would be wrong."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft.errors import LayoutError
 from weft.models.inspect.find_layout import expect_parts_named, find_layout, says_too_little
 from weft.models.registry import build_decoder
 
-CUT = "embed=vocab blocks.*.{q,k,v}=colwise blocks.*.out=rowwise"
+SHARDED = "embed=vocab blocks.*.{q,k,v}=colwise blocks.*.out=rowwise"
 
 
 class Block(nn.Module):
-    """Attention with norms before it and on its heads, all in one module. numbers: ask for a value, as no trace may."""
+    """Attention with norms before it and on its heads, in one module. numbers: read a value, which cannot be traced."""
 
     def __init__(self, numbers: bool = False, nested: bool = False):
         super().__init__()
@@ -53,57 +53,59 @@ class Model(nn.Module):
         return self.norm(x)
 
 
-def refusal(model: nn.Module, layout: str) -> str:
+def error_of(model: nn.Module, layout: str) -> str:
     with pytest.raises(LayoutError) as caught:
         expect_parts_named(model, Layout.parse(layout))
     return str(caught.value)
 
 
-def test_norms_of_heads_that_are_left_out_are_named_with_the_styles_to_add():
-    said = refusal(Model(), CUT)
-    assert said.startswith(
+def test_omitted_head_norms_are_named_with_the_styles_to_add():
+    message = error_of(Model(), SHARDED)
+    assert message.startswith(
         "layout: blocks.0.q_norm works on features of blocks.0.q, which the layout shards, and the layout leaves it "
         "out, and so do blocks.0.k_norm"
     )
-    added = said.partition("Each rank's gradient would be partial. Add ")[2].rstrip(".")
-    expect_parts_named(Model(), Layout.parse(f"{CUT} {added}"))
+    added = message.partition("Each rank's gradient would be partial. Add ")[2].rstrip(".")
+    expect_parts_named(Model(), Layout.parse(f"{SHARDED} {added}"))
 
 
-def test_a_norm_of_heads_that_is_called_whole_is_refused():
-    said = refusal(Model(), f"{CUT} blocks.*.q_norm=replicate blocks.*.k_norm=partial")
-    assert "blocks.0.q_norm works on features of blocks.0.q, which the layout shards, and the layout calls it" in said
-    assert said.endswith("blocks.1.q_norm=partial instead of replicate.")
+def test_replicated_style_of_a_head_norm_is_rejected():
+    message = error_of(Model(), f"{SHARDED} blocks.*.q_norm=replicate blocks.*.k_norm=partial")
+    assert (
+        "blocks.0.q_norm works on features of blocks.0.q, which the layout shards, and the layout calls it" in message
+    )
+    assert message.endswith("blocks.1.q_norm=partial instead of replicate.")
 
 
-def test_norms_deeper_inside_are_found():
-    assert "blocks.0.norms.q works on features of blocks.0.q" in refusal(Model(nested=True), CUT)
-    expect_parts_named(Model(nested=True), Layout.parse(f"{CUT} blocks.*.norms=partial"))
+def test_nested_head_norms_are_found():
+    assert "blocks.0.norms.q works on features of blocks.0.q" in error_of(Model(nested=True), SHARDED)
+    expect_parts_named(Model(nested=True), Layout.parse(f"{SHARDED} blocks.*.norms=partial"))
 
 
-def test_norms_before_the_cut_layers_need_no_word():
-    expect_parts_named(Model(), Layout.parse(f"{CUT} blocks.*.{{q_norm,k_norm}}=partial"))
+def test_norms_before_sharded_layers_need_no_style():
+    expect_parts_named(Model(), Layout.parse(f"{SHARDED} blocks.*.{{q_norm,k_norm}}=partial"))
     expect_parts_named(build_decoder(LLAMA, device="meta"), Layout.named("llama"))
 
 
-def test_a_model_that_cannot_be_traced_has_to_say_it_of_each_module_beside_cut_layers():
+def test_untraceable_model_needs_a_style_for_each_nearby_module():
     model = Model(numbers=True).to("meta")
-    said = refusal(model, CUT)
-    assert "the model cannot be traced to find their inputs (Model cannot be traced" in said
-    added = said.partition("or add ")[2].partition(" to the layout")[0]
+    message = error_of(model, SHARDED)
+    assert "the model cannot be traced to find their inputs (Model cannot be traced" in message
+    added = message.partition("or add ")[2].partition(" to the layout")[0]
     assert {"blocks.0.before=replicate", "blocks.0.q_norm=replicate"} <= set(added.split())
-    expect_parts_named(model, Layout.parse(f"{CUT} blocks.*.before=replicate blocks.*.{{q_norm,k_norm}}=partial"))
+    expect_parts_named(model, Layout.parse(f"{SHARDED} blocks.*.before=replicate blocks.*.{{q_norm,k_norm}}=partial"))
 
 
-def test_a_model_that_asks_for_numbers_is_traced_with_numbers():
-    assert "blocks.0.q_norm works on features of blocks.0.q" in refusal(Model(numbers=True), CUT)
+def test_model_that_reads_values_is_traced_with_values():
+    assert "blocks.0.q_norm works on features of blocks.0.q" in error_of(Model(numbers=True), SHARDED)
 
 
-def test_a_published_plan_that_leaves_out_nested_norms_says_too_little():
+def test_published_plan_without_nested_norms_is_incomplete():
     modules = dict(Model(nested=True).named_modules())
-    assert says_too_little(Layout.parse(CUT), modules)
-    assert not says_too_little(Layout.parse(f"{CUT} blocks.*.norms=partial blocks.*.before=replicate"), modules)
+    assert says_too_little(Layout.parse(SHARDED), modules)
+    assert not says_too_little(Layout.parse(f"{SHARDED} blocks.*.norms=partial blocks.*.before=replicate"), modules)
 
 
-def test_what_tracing_finds_passes_its_own_check():
+def test_traced_layout_passes_the_check():
     for model in (Model(), Model(nested=True)):
         expect_parts_named(model, find_layout(model))

@@ -1,4 +1,4 @@
-"""One new class for each kind and class of modules, which goes when its modules go."""
+"""`replace_class` makes one new class per mixin and module class, which is freed with its modules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from weft.models.inspect.blocks import replace_class, revert
 
 
-class Loud(nn.Module):
-    """Twice what the class before computes."""
+class Doubled(nn.Module):
+    """Doubles the result of the original class."""
 
     def forward(self, x: float) -> float:
         return 2 * super().forward(x)
@@ -26,7 +26,7 @@ class Plain(nn.Module):
 def test_modules_of_one_class_share_the_new_class():
     modules, other = [Plain() for _ in range(12)], nn.Identity()
     for module in (*modules, other):
-        replace_class(module, Loud, level=3)
+        replace_class(module, Doubled, level=3)
     assert {type(module) for module in modules} == {type(modules[0])}
     assert type(other) is not type(modules[0])
     assert modules[0](1) == 4
@@ -36,11 +36,11 @@ def test_modules_of_one_class_share_the_new_class():
     assert (type(modules[0]).__name__, type(modules[0]).__module__) == ("Plain", __name__)
 
 
-def test_members_are_made_once_for_a_class():
-    made = []
+def test_members_are_created_once_per_class():
+    created = []
 
     def members(own: type) -> dict[str, object]:
-        made.append(own)
+        created.append(own)
         return {"forward": lambda self, x: own.forward(self, x) * 10}
 
     class Kind:
@@ -49,27 +49,27 @@ def test_members_are_made_once_for_a_class():
     modules = [Plain(), Plain()]
     for module in modules:
         replace_class(module, Kind, members)
-    assert made == [Plain]
+    assert created == [Plain]
     assert [module(1) for module in modules] == [20, 20]
 
 
-def test_a_module_gets_its_class_back():
+def test_revert_restores_the_class():
     module = Plain()
-    revert(module, Loud)
-    replace_class(module, Loud)
+    revert(module, Doubled)
+    replace_class(module, Doubled)
     revert(module, nn.Linear)
     assert type(module) is not Plain
-    revert(module, Loud)
+    revert(module, Doubled)
     assert type(module) is Plain
 
 
-def test_a_class_goes_with_its_modules():
-    class Here(Plain):
+def test_class_is_freed_with_its_modules():
+    class Local(Plain):
         pass
 
-    module = Here()
-    replace_class(module, Loud)
-    known = weakref.ref(type(module))
-    del module, Here
+    module = Local()
+    replace_class(module, Doubled)
+    reference = weakref.ref(type(module))
+    del module, Local
     gc.collect()
-    assert known() is None
+    assert reference() is None
