@@ -1,7 +1,7 @@
 """Simulation of host and device memory on one machine.
 
-Host storages are the pool's, and results computed only from them. An operation that mixes both memories raises, as under
-CUDA, except for copies and scalars.
+Host storages are those in the pool, and results computed only from them. An operation that mixes both memories raises,
+as under CUDA, except for copies and scalars.
 """
 
 from __future__ import annotations

@@ -216,11 +216,11 @@ class MixedHeads(OwnHeads):
 
     def __init__(self):
         super().__init__()
-        self.talk = nn.Parameter(torch.randn(self.h, self.h))
+        self.mixing = nn.Parameter(torch.randn(self.h, self.h))
 
     def forward(self, x):
         q, k, v = (one.unflatten(-1, (-1, self.d)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        scores = torch.einsum("bhts,hg->bgts", q @ k.mT, self.talk)
+        scores = torch.einsum("bhts,hg->bgts", q @ k.mT, self.mixing)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 

@@ -595,8 +595,8 @@ def expert_choice(block, x):
 def capacity(block, x):
     """Drop tokens beyond an expert's capacity."""
     best = F.one_hot(block.gate(x).argmax(-1), 4)
-    place = best.cumsum(1) * best
-    return x * ((place > 0) & (place <= 2)).any(-1, keepdim=True)
+    slot = best.cumsum(1) * best
+    return x * ((slot > 0) & (slot <= 2)).any(-1, keepdim=True)
 
 
 def nonzero_capacity(block, x):
@@ -774,9 +774,9 @@ def context_outcome(build: Callable[[], nn.Module]) -> str:
     scale = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
     for name, param in other.named_parameters():
         grad = torch.zeros_like(param) if param.grad is None else param.grad
-        wanted = torch.zeros_like(param) if grads[name] is None else grads[name]
-        difference = float((all_reduce(grad.clone(), mesh["cp"]) - wanted).abs().max())
-        worst[name] = difference / max(float(wanted.abs().max()), 1e-3 * scale)
+        reference = torch.zeros_like(param) if grads[name] is None else grads[name]
+        difference = float((all_reduce(grad.clone(), mesh["cp"]) - reference).abs().max())
+        worst[name] = difference / max(float(reference.abs().max()), 1e-3 * scale)
     where = max(worst, key=lambda name: worst[name])
     return "equal" if worst[where] < EQUAL else f"differs {where} {worst[where]:.2g}"
 

@@ -187,15 +187,15 @@ def differences(
         assert param.grad is not None, key
         placement = placements.get(key, WHOLE)
         if placement.index is not None:
-            whole = torch.zeros_like(expected)
-            whole.index_add_(placement.dim, torch.tensor(placement.index), param.grad)
-            whole = all_reduce(whole, tp)
+            full = torch.zeros_like(expected)
+            full.index_add_(placement.dim, torch.tensor(placement.index), param.grad)
+            full = all_reduce(full, tp)
         elif placement.cut:
             parts = all_gather(param.grad.contiguous(), tp).view(tp.size, *param.shape)
-            whole = placement.join(list(parts))
+            full = placement.join(list(parts))
         else:
-            whole = all_reduce(param.grad.clone(), tp) if placement.partial else param.grad
-        difference = float((whole - expected).abs().max()) / max(float(expected.abs().max()), least)
+            full = all_reduce(param.grad.clone(), tp) if placement.partial else param.grad
+        difference = float((full - expected).abs().max()) / max(float(expected.abs().max()), least)
         found[key] = difference
     return found
 

@@ -28,9 +28,9 @@ def slots_of(described) -> list[Slot]:
 
 @settings(max_examples=150, deadline=None)
 @given(_params, st.sampled_from([1, 2, 3, 8]), st.integers(1, 4000), st.sampled_from(["none", "some", "all"]))
-def test_every_element_has_one_position(described, num_shards, bucket_bytes, whole):
+def test_every_element_has_one_position(described, num_shards, bucket_bytes, unsharded):
     slots = slots_of(described)
-    chosen = {slot.name for slot in slots if whole == "all" or (whole == "some" and int(slot.name) % 2)}
+    chosen = {slot.name for slot in slots if unsharded == "all" or (unsharded == "some" and int(slot.name) % 2)}
     formats = {slot.param: slot.param.dtype for slot in slots}
     shard = Axis("dp_shard", num_shards, 0, tuple(range(num_shards)))
     buckets = lay_out(slots, formats, torch.float32, shard, whole=frozenset(chosen), bucket_bytes=bucket_bytes)

@@ -81,7 +81,7 @@ def one_rank(precision: str, kind: str, *, with_hook: bool = False, num_steps: i
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_flat_step_on_one_rank_matches_torch_step(kind, precision):
     got, _ = one_rank(precision, kind)
-    expected, step = one_rank(precision, kind, watched=True)
+    expected, step = one_rank(precision, kind, with_hook=True)
     assert not any(one._held for one in data_parallel(step.model)._optimizers.steps.values())
     torch.testing.assert_close(got, expected, rtol=3e-7, atol=1e-8)
 

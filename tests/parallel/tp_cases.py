@@ -121,17 +121,17 @@ def outcome(plan: str, build: Callable[[], nn.Module], batch: Any = None, exampl
     grads = {name: param.grad for name, param in model.named_parameters()}
     scale = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
     for name, param in other.named_parameters():
-        wanted, placement = grads[name], placements.get(name, WHOLE)
+        reference, placement = grads[name], placements.get(name, WHOLE)
         grad = torch.zeros_like(param) if param.grad is None else param.grad
         if placement.cut:
             grad = placement.join(list(all_gather(grad.contiguous(), tp).view(tp.size, *param.shape)))
         elif placement.partial:
             grad = all_reduce(grad.clone(), tp)
-        wanted = torch.zeros_like(grad) if wanted is None else wanted
-        worst[name] = float((grad - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3 * scale)
+        reference = torch.zeros_like(grad) if reference is None else reference
+        worst[name] = float((grad - reference).abs().max()) / max(float(reference.abs().max()), 1e-3 * scale)
     where = max(worst, key=lambda name: worst[name])
-    cuts = sum(bool(placement.cut) for placement in placements.values())
-    return f"equal {cuts}" if worst[where] < EQUAL else f"differs {where} {worst[where]:.2g}"
+    num_sharded = sum(bool(placement.cut) for placement in placements.values())
+    return f"equal {num_sharded}" if worst[where] < EQUAL else f"differs {where} {worst[where]:.2g}"
 
 
 def _loss(output: Any) -> torch.Tensor:

@@ -35,9 +35,9 @@ def subjects():
 
 def references():
     """Return results of plain PyTorch, and of one process of Weft for cases with dropout or expert balancing."""
-    alone = {one.case: train_plain(one.case) for name, one in adapter_subjects().items() if name != "experts"}
+    references = {one.case: train_plain(one.case) for name, one in adapter_subjects().items() if name != "experts"}
     ours = [adapter_subjects()["experts"], *dropping_subjects().values()]
-    return alone | {one.case: train_case("precision=fp64", one.case) for one in ours}
+    return references | {one.case: train_case("precision=fp64", one.case) for one in ours}
 
 
 def cells(num_ranks):
@@ -90,11 +90,11 @@ def _differing_packed(texts, ranks):
     """Return the differences as lines. The reference with experts is one process of Weft, which balances them."""
     chosen = [Cell(name, Plan.parse(f"{text} precision=fp64")) for name, some in texts.items() for text in some]
     subjects = {name: packed_subjects()[name] for name in texts}
-    alone = {
+    references = {
         one.case: train_case("precision=fp64", one.case) if name == "nf4-experts" else train_plain(one.case)
         for name, one in subjects.items()
     }
-    return differing(chosen, subjects, alone, ranks)
+    return differing(chosen, subjects, references, ranks)
 
 
 @pytest.mark.full
@@ -110,9 +110,9 @@ FEW = AdapterCase(cases()["decoder"], targets=("blocks.1.attn.q",))
 
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2 accumulation=2 schedule=zb_h1", "dp_shard=2 zero=3", "tp=2 sp=on"])
 def test_stages_and_units_without_trainable_parameters(plan, ranks2):
-    alone = train_plain(FEW)
+    reference = train_plain(FEW)
     for result in ranks2.run(train_case, f"{plan} precision=fp64", FEW):
-        assert result.largest_difference(alone) < RTOL
+        assert result.largest_difference(reference) < RTOL
 
 
 def measure(plan_text, case):
@@ -187,7 +187,7 @@ def _layers(plan, case):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_frozen_sharded_layer_saves_no_input(trained):
-    alone, saved_shapes = SharedLayer(Axis("tp", 1, 0, (0,))), []
+    layer, saved_shapes = SharedLayer(Axis("tp", 1, 0, (0,))), []
 
     def keep(saved: torch.Tensor) -> torch.Tensor:
         saved_shapes.append(tuple(saved.shape))
@@ -196,7 +196,7 @@ def test_frozen_sharded_layer_saves_no_input(trained):
     x = torch.randn(2, 3, 4, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(5, 4), requires_grad=trained)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        (product,) = columns(x, x, alone, [Column(weight, None, False)], None)
+        (product,) = columns(x, x, layer, [Column(weight, None, False)], None)
     assert ((2, 3, 4) in saved_shapes) == trained
     (grad,) = torch.autograd.grad(product.sum(), x)
     torch.testing.assert_close(grad, weight.detach().sum(0).expand(2, 3, 4))

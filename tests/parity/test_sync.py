@@ -81,7 +81,11 @@ class ReferenceReplicas:
     """R replicas trained in this process."""
 
     def __init__(self, case: DecoderCase, plan: Plan):
-        self.case, (self.way, self.every), self.replicas = case, (plan.sync_method, plan.sync_every), plan.dp_replicate
+        self.case, (self.method, self.every), self.replicas = (
+            case,
+            (plan.sync_method, plan.sync_every),
+            plan.dp_replicate,
+        )
         self.plan, replicas = plan, plan.dp_replicate
         self.models = [case.model() for _ in range(replicas)]
         self.optimizers = [case.optimizer_of(model) for model in self.models]
@@ -135,7 +139,7 @@ class ReferenceReplicas:
         for name, delta in found.items():
             anchor = self.anchor[name]
             left = [anchor - own[name] for own in in_flight]
-            outer_step(self.way, anchor, self.momentum[name], delta)
+            outer_step(self.method, anchor, self.momentum[name], delta)
             for model, weights in zip(self.models, left, strict=True):
                 model.get_parameter(name).add_(anchor - weights)
 
@@ -152,7 +156,7 @@ class ReferenceReplicas:
         ]
         found = self.mean(deltas, mean)
         for name, anchor in self.anchor.items():
-            outer_step(self.way, anchor, self.momentum[name], found[name])
+            outer_step(self.method, anchor, self.momentum[name], found[name])
             for model in self.models:
                 model.get_parameter(name).copy_(anchor)
 

@@ -45,8 +45,8 @@ def test_layer_division_is_optimal(costs, num_stages, before, after):
     assert min(counts) >= 1
     assert sum(counts) == len(costs)
     every = (
-        [end - start for start, end in itertools.pairwise([0, *cuts, len(costs)])]
-        for cuts in itertools.combinations(range(1, len(costs)), num_stages - 1)
+        [end - start for start, end in itertools.pairwise([0, *splits, len(costs)])]
+        for splits in itertools.combinations(range(1, len(costs)), num_stages - 1)
     )
     assert slowest(counts, costs, before, after) == min(slowest(one, costs, before, after) for one in every)
 

@@ -166,7 +166,7 @@ def build_shapes(family: str) -> nn.Module:
 def write_weights(family: str, folder: Path) -> None:
     """Write a checkpoint of random weights and of a new optimizer."""
     named = dict(build_shapes(family).named_parameters())
-    tensors = {name: torch.full(param.shape, float(place)) for place, (name, param) in enumerate(named.items())}
+    tensors = {name: torch.full(param.shape, float(index)) for index, (name, param) in enumerate(named.items())}
     save_checkpoint(folder, 1, {"model": tensors, "optimizer": {}}, {})
 
 

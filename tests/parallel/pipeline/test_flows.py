@@ -26,12 +26,12 @@ def loss_of(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum")
 
 
-def staged(model: Model, cuts: list[int], num_batches: int = 1) -> torch.Tensor:
+def staged(model: Model, splits: list[int], num_batches: int = 1) -> torch.Tensor:
     """Run a model as stages in one process, forward and backward. Return the sum of losses."""
     chain = find_chain(model)
-    survey = ValueSurvey(model, chain, [*cuts, len(chain.blocks)])
+    survey = ValueSurvey(model, chain, [*splits, len(chain.blocks)])
     stages = [
-        Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)
+        Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(splits) + 1)
     ]
     total = torch.zeros((), dtype=torch.float64)
     for number in range(num_batches):
@@ -61,7 +61,7 @@ def staged(model: Model, cuts: list[int], num_batches: int = 1) -> torch.Tensor:
     return total
 
 
-def cuts_of(model: Model) -> list[list[int]]:
+def splits_of(model: Model) -> list[list[int]]:
     count = len(find_chain(model).blocks)
     half = count // 2
     return [[half], [1], [count - 1], sorted({1, half, count - 1})]
@@ -76,14 +76,14 @@ def test_stages_match_one_process(name):
         loss = loss_of(plain(ids), ids)
         loss.backward()
         total += loss.detach()
-    for cuts in cuts_of(build(FLOWS[name])):
+    for splits in splits_of(build(FLOWS[name])):
         model = build(FLOWS[name])
-        assert staged(model, cuts, 2).item() == pytest.approx(total.item(), rel=1e-12), cuts
+        assert staged(model, splits, 2).item() == pytest.approx(total.item(), rel=1e-12), splits
         for (path, got), (_, expected) in itertools.zip_longest(model.named_parameters(), plain.named_parameters()):
             if expected.grad is None:
-                assert got.grad is None or not got.grad.any(), (cuts, path)
+                assert got.grad is None or not got.grad.any(), (splits, path)
                 continue
-            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-11, atol=1e-13, msg=f"{cuts} {path}")
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-11, atol=1e-13, msg=f"{splits} {path}")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -28,15 +28,17 @@ CASES = {
 }
 
 
-def stages_of(model: nn.Module, cuts: list[int]) -> list[Stage]:
+def stages_of(model: nn.Module, splits: list[int]) -> list[Stage]:
     chain = find_chain(model)
-    survey = ValueSurvey(model, chain, [*cuts, len(chain.blocks)])
-    return [Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)]
+    survey = ValueSurvey(model, chain, [*splits, len(chain.blocks)])
+    return [
+        Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(splits) + 1)
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("cuts", [[4], [1, 2, 7]])
-def test_consecutive_stages_equal_the_model(name, cuts):
+@pytest.mark.parametrize("splits", [[4], [1, 2, 7]])
+def test_consecutive_stages_equal_the_model(name, splits):
     case = CASES[name]
     batch = case.batch(0)
     model = case.model()
@@ -46,7 +48,7 @@ def test_consecutive_stages_equal_the_model(name, cuts):
     model.zero_grad()
     paths = list(dict(model.named_modules()))
     leaves, roots, activation = [], [], None
-    for stage in stages_of(model, cuts):
+    for stage in stages_of(model, splits):
         output = stage.forward(case.forward, batch, activation)
         roots.append(output)
         if not stage.is_last:
