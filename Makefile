@@ -3,6 +3,7 @@
 # make test-all the same with the tests that take long, marked `full`
 # make test-touched BASE=main    the tests, `full` ones too, that changes since BASE may affect
 # make test-torch TORCH=2.11.0    the tests with another release of torch and the newest of all else, in an environment of its own
+# make release-check    build the wheel and the source archive, install each in a new environment, and use it
 # make check    the linters and types alone        make clean    remove what make and the tools have made
 #
 # Each sets up all it needs in .venv, from Python >= 3.11 alone; a second call finds it ready.
@@ -10,7 +11,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-touched test-torch check lint clean
+.PHONY: help train test test-all test-touched test-torch check lint release-check clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -75,6 +76,11 @@ check: $(VENV)/.ready-to-develop
 	@echo "==> pyright";     $(BIN)/pyright --warnings > $(VENV)/pyright.log || { cat $(VENV)/pyright.log; exit 1; }
 
 lint: check
+
+TAG ?=
+
+release-check: $(VENV)/bin/python
+	@$(BIN)/python tools/release_check.py $(if $(TAG),--tag $(TAG))
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
