@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,8 +47,11 @@ from weft.planner.space.columns import Columns
 from weft.train.step.errors import live_bytes
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.verify.memory import peak_of_step
 from weft.verify.rank_pool import RankPool
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.live_memory import peak_of_step
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=768, max_seq_len=1024)
 EXPERTS = replace(MODEL, num_experts=8, top_k=2, expert_ffn_dim=384, num_layers=4)

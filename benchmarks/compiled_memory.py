@@ -14,7 +14,9 @@ import dataclasses
 import importlib
 import os
 import statistics
+import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -26,7 +28,10 @@ from weft.models.inspect.blocks import repeated_blocks
 from weft.models.registry import build_decoder
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
-from weft.verify.memory import saved_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.live_memory import saved_bytes
 
 RIVALS = ("eager", "torch.compile", "compile=on")
 

@@ -31,8 +31,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Mesh, build_mesh
 from weft.config.plan import Plan
 from weft.parallel.context.kernels import AttentionWindow, Borders, Scoring
-from weft.parallel.context.modes import View, attend_sharded
-from weft.parallel.context.sequence_order import SequenceOrder
+from weft.parallel.context.modes import SequenceOrder, View, attend_sharded
 from weft.verify.rank_pool import RankPool
 
 MODES = ("gather", "ring", "ulysses")

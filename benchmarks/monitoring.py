@@ -146,7 +146,7 @@ def ours(folder: Path) -> Callable[[dict[str, Any]], None]:
     from weft.monitor.metrics import Collector, LocalReports, StepFigures
 
     log = EventLog(folder / "rival-weft" / "events.jsonl")
-    collector = Collector(0, "here", LocalReports(), 1.0, publish=log.write)
+    collector = Collector("here", LocalReports(), 1.0, publish=log.write)
     collector.start()
 
     def write(event: dict[str, Any]) -> None:

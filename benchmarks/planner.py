@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from weft.config.plan_rules import LASTING
+from weft.config.rules.plan_rules import LASTING
 from weft.planner.estimator import estimate
 from weft.planner.search.best_plans import answer
 from weft.planner.search.pipeline_clock import clocked

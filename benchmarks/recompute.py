@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,7 +28,10 @@ from weft.models.inspect.blocks import repeated_blocks
 from weft.models.registry import build_decoder
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
-from weft.verify.memory import LiveTensors
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.live_memory import LiveTensors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from weft.config.config_rules import CONFIG_RULES
 from weft.config.plan import PLAN_FIELDS
-from weft.config.plan_field import PlanField
-from weft.config.plan_rules import RULES
+from weft.config.plan_values import PlanField
+from weft.config.rules.config_rules import CONFIG_RULES
+from weft.config.rules.plan_rules import RULES
 from weft.config.run_config import RunConfig
 from weft.interop.deepspeed_keys import Group, groups
 

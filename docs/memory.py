@@ -5,12 +5,17 @@ python docs/memory.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from weft.config.partitioning import bucket_bytes
 from weft.config.plan import Plan
-from weft.verify.memory import (
+from weft.verify.rank_pool import RankPool
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.live_memory import (
     FULLEST,
     LAYOUTS,
     PRECISIONS,
@@ -24,7 +29,6 @@ from weft.verify.memory import (
     planned_peak,
     planned_saving,
 )
-from weft.verify.rank_pool import RankPool
 
 PAGE = Path(__file__).parent / "reference" / "memory.md"
 HEAD = """<!-- Written by docs/memory.py; change the code, not this page. -->

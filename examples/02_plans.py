@@ -5,8 +5,8 @@ python examples/02_plans.py
 
 import weft
 from weft.config.cluster import ClusterSpec
-from weft.config.plan_rules import check
-from weft.config.rule import Facts
+from weft.config.rules.plan_rules import check
+from weft.config.rules.rule import Facts
 
 plan = weft.Plan.parse("dp_shard=4 tp=2 zero=3 precision=bf16")
 print(f"{plan} needs {plan.world_size} ranks")

@@ -256,14 +256,7 @@ def parent_pid() -> int | None:
 
 
 def own_rank(rank: int, num_ranks: int, port: int, parent: int) -> dict[str, str]:
-    """Return the variables of a rank that `weft train` starts on this machine.
-
-    Args:
-        rank: the rank.
-        num_ranks: world size. All ranks are on this machine.
-        port: port of the rendezvous store, on the loopback interface.
-        parent: id of the process that starts the rank.
-    """
+    """Return the variables of a rank that `weft train` starts on this machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -46,6 +46,15 @@ class Problem:
     message: str
     origin: str = ""
 
+    @classmethod
+    def of(cls, field: str, value: object, rule: str) -> Problem:
+        """Return the problem of one value: "<field>=<value>: <rule>". The rule ends with the remedy.
+
+        Args:
+            field, value, rule: the dotted key, its value, and the rule with the remedy.
+        """
+        return cls(field, f"{field}={value}: {rule}")
+
     def __str__(self) -> str:
         return f"{self.origin}: {self.message}" if self.origin else self.message
 
@@ -139,9 +148,7 @@ class MissingExtra(WeftError, ImportError):
     """An optional dependency is not installed. The message has the pip command.
 
     Args:
-        package: the missing package.
-        extra: Weft's extra that installs it.
-        purpose: the feature that needs it.
+        package, extra, purpose: the package, Weft's extra that installs it, and the feature that needs it.
     """
 
     def __init__(self, package: str, extra: str, purpose: str):

@@ -93,9 +93,8 @@ def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES)
     """Return the contents of a regular file of `folder`.
 
     Args:
-        file: path of the file.
+        file, max_bytes: the file, and the size above which it is refused.
         folder: links must not lead out of it, see `resolved_inside`.
-        max_bytes: larger files are refused.
 
     Raises:
         CheckpointError: if the file is missing, too large or not a regular file, or a link leads out of the folder.
@@ -108,10 +107,8 @@ def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_CO
     """Copy the contents of a regular file of `folder` to `target`.
 
     Args:
-        file: path of the file.
-        target: path of the copy.
+        file, target, max_bytes: the file, the path of the copy, and the size above which a file is refused.
         folder: links must not lead out of it, see `resolved_inside`.
-        max_bytes: larger files are refused.
 
     Raises:
         CheckpointError: if the file is missing, too large or not a regular file, or a link leads out of the folder.

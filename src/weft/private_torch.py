@@ -187,7 +187,7 @@ def viewed(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a key that is unique among living storages, also on the meta device, where all addresses are 0."""
+    """Return a key that is unique among living storages, also on the meta device, whose addresses are all 0."""
     return storage._cdata
 
 

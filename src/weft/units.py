@@ -109,9 +109,7 @@ def counted(number: int, one: str, more: str = "") -> str:
     """Return a number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'.
 
     Args:
-        number: the number.
-        one: the singular.
-        more: the plural, if it is not the singular with an "s".
+        number, one, more: the number, the singular, and the plural if it is not the singular with an "s".
     """
     return f"{number} {one if number == 1 else more or one + 's'}"
 

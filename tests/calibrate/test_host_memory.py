@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tools.live_memory import peak_of_step
 from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
@@ -15,7 +16,6 @@ from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.verify.memory import peak_of_step
 from weft.verify.parity import DecoderCase, local_microbatches
 
 SPEC = DecoderSpec(vocab_size=1024, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, max_seq_len=128)

@@ -18,7 +18,7 @@ from weft.comm.collectives import all_reduce, barrier
 from weft.comm.connect import TRANSPORTS, join
 from weft.comm.hang_watch import Watch
 from weft.comm.mesh import Mesh, build_mesh
-from weft.comm.signed_store import StoreKey
+from weft.comm.store import StoreKey
 from weft.config.plan import Plan
 
 WARN_AFTER_S = 0.4
@@ -181,7 +181,7 @@ def test_forged_store_entries_neither_silence_nor_trigger_reports(monkeypatch):
     monkeypatch.setattr(hang_watch, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]}))
     monkeypatch.setattr(watch, "_open", lambda: store)
     dumped: list[float] = []
-    monkeypatch.setattr(watch, "_dump", lambda: dumped.append(clock[0]) or setattr(watch, "_dumped", True))
+    monkeypatch.setattr(watch, "_dump", lambda: dumped.append(clock[0]) or setattr(watch._still, "dumped", True))
     watch._looked = 0.0
     for tick in range(9):
         clock[0] = float(tick)

@@ -9,8 +9,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from weft.comm import store as module
-from weft.comm.signed_store import StoreKey
-from weft.comm.store import StoreChannel, StoreReports
+from weft.comm.store import StoreChannel, StoreKey, StoreReports
 from weft.errors import CheckpointError, CommError, WeftWarning
 
 SECRET = b"of these ranks alone"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.config.config_rules import config_problems
 from weft.config.files import format_config
+from weft.config.rules.config_rules import config_problems
 from weft.interop.deepspeed import Imported, import_deepspeed
 
 FOLDER = Path(__file__).parent

@@ -9,8 +9,8 @@ import pytest
 from tests.deepspeed.goldens import FOLDER, RANKS, USED, read, refused, told
 from weft.config.files import format_config, load_config
 from weft.config.plan import Plan
-from weft.config.plan_rules import check
-from weft.config.rule import Rule
+from weft.config.rules.plan_rules import check
+from weft.config.rules.rule import Rule
 from weft.config.sections import ScheduleSection
 from weft.errors import ConfigError, PlanError
 from weft.interop.deepspeed import import_deepspeed, plan_from_deepspeed

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from tests.deepspeed.goldens import FOLDER, RANKS, USED, refused
 from weft.config.files import format_config, load_config
-from weft.config.toml_values import dotted
+from weft.config.parsing import dotted
 from weft.errors import ConfigError
 from weft.interop.deepspeed import MICRO, PASSES, TOTAL, import_deepspeed
-from weft.interop.deepspeed_keys import known_keys, meant
-from weft.interop.deepspeed_source import read_source
+from weft.interop.deepspeed_keys import known_keys, meant, read_source
 
 _scalars = (
     st.none()

@@ -11,11 +11,11 @@ import torch
 from tests.choice import product
 from tests.memory.models import HAVE_ATTENTION, MODELS
 from tests.memory.test_recompute import two_steps
+from tools.live_memory import saved_bytes
 from weft.config.plan import Plan
 from weft.memory.recompute import apply_recompute
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.compile_blocks import compile_blocks
-from weft.verify.memory import saved_bytes
 from weft.verify.oracles import counted_graphs
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from tests.memory.models import GPT2, HAVE_ATTENTION, LLAMA, MODELS, token_ids
+from tools.live_memory import LiveTensors
 from weft.config.plan import Plan
 from weft.errors import ModelError, PlanError
 from weft.memory.recompute import apply_recompute, recompute_of
 from weft.models.inspect.blocks import repeated_blocks
 from weft.models.registry import build_decoder
-from weft.verify.memory import LiveTensors
 
 POLICIES = ["full", "selective", "attention", "70%"]
 

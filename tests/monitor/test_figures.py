@@ -24,7 +24,7 @@ class Board:
 def collectors(number, every_s=10.0, clock=lambda: 0.0, **options):
     board, told = Board(number), []
     made = [
-        Collector(rank, f"host{rank // 2}", board.of(rank), every_s, clock=clock,
+        Collector(f"host{rank // 2}", board.of(rank), every_s, clock=clock,
                   publish=told.append if rank == 0 else None, **options)
         for rank in range(number)
     ]  # fmt: skip
@@ -102,7 +102,7 @@ def test_what_fails_is_left_out_and_training_hears_nothing_of_it():
         def post(self, text):
             raise ConnectionError("the store is gone")
 
-    one = Collector(0, "here", Gone(), 10.0, publish=told.append)
+    one = Collector("here", Gone(), 10.0, publish=told.append)
     one.send_report()
     assert one.trouble == "ConnectionError: the store is gone"
 
@@ -117,7 +117,7 @@ def test_torn_reports_are_passed_over():
 
 def test_the_thread_tells_at_its_end_and_ends():
     told = []
-    one = Collector(0, "here", LocalReports(), 60.0, publish=told.append)
+    one = Collector("here", LocalReports(), 60.0, publish=told.append)
     one.start()
     put(one, 7, 0.1)
     one.close()

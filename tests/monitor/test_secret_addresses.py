@@ -11,8 +11,7 @@ import pytest
 
 from tests.monitor.servers import Recorder
 from weft.config.files import parse_config
-from weft.config.secret_urls import hide_secret, holds_secret
-from weft.config.sections import ChannelSection
+from weft.config.sections import ChannelSection, hide_secret, holds_secret
 from weft.errors import ConfigError
 from weft.monitor.channels import AlertMessage, send_message
 from weft.monitor.sinks.base import Poster, SinkTrouble, address_of, secret_of

@@ -121,7 +121,7 @@ def test_damaged_and_missing_reports_are_passed_over():
 def test_a_collector_tells_its_pace_between_its_reports_and_names_who_is_slow():
     board, slow, told = Board(2), [], []
     ranks = [
-        Collector(rank, "host", board.of(rank), 60.0, clock=lambda: 0.0, on_slow=slow.append if rank == 0 else None,
+        Collector("host", board.of(rank), 60.0, clock=lambda: 0.0, on_slow=slow.append if rank == 0 else None,
                   publish=told.append if rank == 0 else None)
         for rank in range(2)
     ]  # fmt: skip

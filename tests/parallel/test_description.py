@@ -18,7 +18,7 @@ from weft.config.cluster import ClusterSpec
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
-from weft.config.plan_rules import check
+from weft.config.rules.plan_rules import check
 from weft.config.traced_model import TracedModel
 from weft.errors import ModelError
 from weft.memory.trace import trace_block

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.live_memory import FULLEST, formula, planned_peak, planned_saving
 from weft.config.plan import Plan
-from weft.verify.memory import FULLEST, formula, planned_peak, planned_saving
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.choice import gate_runs
 from tests.lean import compiled_by
+from tools.live_memory import saved_bytes
 from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
@@ -17,7 +18,6 @@ from weft.parallel.parallelize import parallelize
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
-from weft.verify.memory import saved_bytes
 
 SEQ = 256
 LLAMA = DecoderSpec(vocab_size=64, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=352, max_seq_len=SEQ)

@@ -12,7 +12,7 @@ from torch import nn
 from tests.parallel.loops import mlp, rows
 from weft.comm.mesh import Axis
 from weft.optim.step_decision import StepDecision
-from weft.parallel.zero.adopt import step_by_decision, steps_in_parts
+from weft.parallel.zero.engine import step_by_decision, steps_in_parts
 from weft.parallel.zero_sharded.hooks import FirstGathers, Order
 
 

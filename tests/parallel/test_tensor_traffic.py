@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.parallel.tensor_cases import LLAMA
+from tools.live_memory import LiveTensors
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.partitioning import LossChunk
@@ -19,7 +20,6 @@ from weft.parallel.tensor.apply import fuse_replicated_head, shard_tensors
 from weft.parallel.tensor.head import LossChunking, token_loss
 from weft.parallel.tensor.language_head import HeadLoss, expect_labels
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.verify.memory import LiveTensors
 
 ROWS, TOKENS, LAYERS = 2, 32, 3
 SPEC = replace(LLAMA, num_layers=LAYERS, vocab_size=64, tied=False, max_seq_len=TOKENS)

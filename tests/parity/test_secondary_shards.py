@@ -57,7 +57,7 @@ def test_secondary_shards_with_replicas_match_one_process():
 
 
 def train(plan_text: str, folder: str = "") -> tuple[ParityResult, dict[str, int], list[float]]:
-    """Train with an evaluation and a change of weights after each step, which must invalidate secondary shards."""
+    """Evaluate after each step and load other weights after one, which must invalidate secondary shards."""
     ledger, plan, result = Ledger(), Plan.parse(plan_text), ParityResult()
     mesh = build_mesh(plan, record=ledger.record)
     model = parallelize(CASE.model(), mesh)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.config.conditions import (
+from weft.config.files import format_config, parse_config
+from weft.config.metrics import (
+    FIGURES,
     STANDARD,
     Any_,
     Compare,
@@ -23,8 +25,6 @@ from weft.config.conditions import (
     Trend,
     parse_condition,
 )
-from weft.config.files import format_config, parse_config
-from weft.config.metrics import FIGURES
 from weft.errors import ConfigError
 
 STEPS_200, MINUTE = RunSpan(200, "steps"), RunSpan(60, "s")

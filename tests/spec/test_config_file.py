@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.files import LoadedConfig, format_config, load_config, show_origins
+from weft.config.files import LoadedConfig, format_config, load_config
 from weft.config.run_config import RunConfig, SourceSection
 from weft.errors import ConfigError
 
@@ -89,7 +89,7 @@ def test_no_file_gives_the_defaults():
 
 def test_origins_of_values_are_shown(write):
     path = write('plan = "compile=on"\n[optimizer]\nbetas = [\n  0.8,\n  0.9,\n]\n[[data.train]]\npath = "a \\"b\\""\n')
-    rows = {key: (value, origin) for key, value, origin in show_origins(load_config(path, ["optimizer.betas.1=0.99"]))}
+    rows = {key: (value, origin) for key, value, origin in load_config(path, ["optimizer.betas.1=0.99"]).rows()}
     assert rows["plan"] == ('"compile=on"', f"{path}:1")
     assert rows["optimizer.betas"] == ("[0.8, 0.99]", f"{path}:3")
     assert rows["data.train.0.path"] == ('"a \\"b\\""', f"{path}:8")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from weft.config.cluster import device
-from weft.config.config_rules import CONFIG_RULES, config_problems
 from weft.config.expected_values import node_at
 from weft.config.files import load_config
+from weft.config.rules.config_rules import CONFIG_RULES, config_problems
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError
 

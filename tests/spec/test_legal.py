@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from weft.config.legal_plans import legal_plans
 from weft.config.model_spec import decoder_spec
 from weft.config.plan import AXES, RESHARDS, SCHEDULES, Plan
-from weft.config.plan_rules import LASTING, RULES, check
-from weft.config.rule import Facts
+from weft.config.rules.plan_rules import LASTING, RULES, check
+from weft.config.rules.rule import Facts
 
 VALUES = {
     **dict.fromkeys((*AXES, "ep"), (1, 2)),

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.decoder_shape import DecoderSpec
-from weft.config.model_rules import shape_problems
+from weft.config.decoder_shape import DecoderSpec, shape_problems
 from weft.config.model_spec import LayerSpec, ModelSpec, decoder_spec, model_names, named_sizes, resolve_decoder
 from weft.config.run_config import ModelSection
 from weft.errors import ConfigError, ModelError

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config.expected_values import node_at
-from weft.config.files import load_config
-from weft.config.other_names import OTHER_NAMES
-from weft.config.overrides import override_value
+from weft.config.expected_values import OTHER_NAMES, node_at
+from weft.config.files import load_config, override_value
 from weft.config.plan import PLAN_FIELDS
 from weft.config.run_config import STDLIB_SOURCE, RunConfig
 from weft.errors import ConfigError

@@ -19,7 +19,7 @@ from weft.errors import PlanError
 #: A switch that the planner searches under tensor parallelism, and a number that refinement moves.
 DECLARED = """
     prefetch: bool = described(
-        Switch(), False, "Fetch the next layer early.",
+        kinds.Switch(), False, "Fetch the next layer early.",
         needs=("tp",), searched=(False, True), tried=(False, True), asks="value",
     )
     lanes: int = described(

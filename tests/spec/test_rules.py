@@ -15,8 +15,8 @@ from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import common_divisors, nearest
 from weft.config.partitioning import CP_MODES
 from weft.config.plan import Plan, plan_fields
-from weft.config.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan
-from weft.config.rule import Facts, alternatives
+from weft.config.rules.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan
+from weft.config.rules.rule import Facts, alternatives
 from weft.config.traced_model import Limit
 from weft.errors import PlanError
 

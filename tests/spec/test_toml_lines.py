@@ -9,8 +9,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.parsing import error_line, key_lines, split_key
-from weft.config.toml_values import dotted
+from weft.config.parsing import dotted, error_line, key_lines, split_key
 
 TEXT = '''seed = 1 # [not.a.table]
 plan = """a = 3

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.config.plan import PLAN_FIELDS, Plan
-from weft.config.plan_rules import LASTING
+from weft.config.rules.plan_rules import LASTING
 from weft.verify.matrix import LAYOUT_FIELDS, covering, layout_of, legal, pairs, row_of, sample, values_tried
 
 #: Of what a rank may do with its part: all of it takes seconds to list.

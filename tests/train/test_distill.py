@@ -13,7 +13,7 @@ from tests.train.preference_cases import SPEC
 from weft.comm.mesh import build_mesh
 from weft.config.files import load_config
 from weft.config.plan import Plan
-from weft.config.plan_rules import check
+from weft.config.rules.plan_rules import check
 from weft.data.store.prepare import prepare_data
 from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.errors import ConfigError

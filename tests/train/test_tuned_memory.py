@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tools.live_memory import peak_of_step
 from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
@@ -17,7 +18,6 @@ from weft.planner.search.refine import estimated
 from weft.planner.search.tuning import tuned_question
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.verify.memory import peak_of_step
 
 SPEC = DecoderSpec(
     family="llama", vocab_size=512, dim=256, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=704, max_seq_len=256,

@@ -101,13 +101,13 @@ def test_ranks_events_config_and_plan(served):
     config = client.get("/api/config", params={"id": "one"}).json()
     assert config["optimizer.lr"] == "0.0006"
     assert config["log.api_token"] == "(hidden)"
-    assert client.get("/api/beside", params={"id": "one"}).json()["planned"]["over tp"] > 0
+    assert client.get("/api/planned", params={"id": "one"}).json()["planned"]["over tp"] > 0
     assert client.get("/api/heat", params={"id": "three"}).status_code == 404
 
 
 def test_no_answer_holds_a_secret_of_the_config(served):
     client, _ = served
-    for name in ("runs", "curves", "heat", "marks", "config", "beside"):
+    for name in ("runs", "curves", "heat", "marks", "config", "planned"):
         assert "planted-secret" not in client.get(f"/api/{name}", params={"id": "one"}).text
 
 
@@ -129,7 +129,7 @@ def test_no_answer_holds_a_secret_of_the_config(served):
 def test_paths_that_climb_out_find_nothing(served, path):
     client, _ = served
     assert client.get(f"/static/{path}").status_code == 404
-    for endpoint in ("curves", "config", "beside"):
+    for endpoint in ("curves", "config", "planned"):
         assert client.get(f"/api/{endpoint}", params={"id": path}).status_code == 404
 
 
@@ -243,7 +243,7 @@ def test_whatever_is_asked_for_gets_an_orderly_answer(served, times):
         return rng.choice(odd) if rng.random() < 0.7 else "".join(rng.choice(letters) for _ in range(rng.randrange(30)))
 
     for _ in range(times):
-        path = rng.choice(["/api/runs", "/api/curves", "/api/heat", "/api/marks", "/api/config", "/api/beside"])
+        path = rng.choice(["/api/runs", "/api/curves", "/api/heat", "/api/marks", "/api/config", "/api/planned"])
         params = {rng.choice(keys): word() for _ in range(rng.randrange(4))}
         answer = client.get(path, params=params)
         assert answer.status_code in (200, 404), (path, params)

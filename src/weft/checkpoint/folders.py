@@ -185,9 +185,8 @@ def remove_debris(root: Path) -> None:
 
 @contextlib.contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
-    """Lock `root` for one writer.
-
-    The kernel releases the lock when its process dies. File systems without locks are used without one.
+    """Lock `root` for one writer. The kernel releases the lock when its process dies. File systems without locks are
+    used without one.
 
     Raises:
         CheckpointError: immediately, if another process has the lock.

@@ -112,8 +112,7 @@ class Checkpoint:
     def tensors(self, group: str) -> Mapping[str, Tensor]:
         """Return the tensors of a group by name, in the order they were saved.
 
-        Raises:
-            CheckpointError: if the group is unknown.
+        Raises CheckpointError if the group is unknown.
         """
         if group not in self._manifest.tensors:
             known = ", ".join(self.groups) or "none"
@@ -130,16 +129,13 @@ class Checkpoint:
         """Fill `out` with elements of a part of a tensor, in the saved dtype.
 
         Only the requested bytes are read, for any plan that wrote them.
+        Raises CheckpointError if bytes are missing or cannot be read.
 
         Args:
             group: name of the group, such as "model".
-            name: name of the tensor in its group.
             part: the part of the full tensor, which is flattened.
             start: first element to read, as an index into the flattened part.
             out: contiguous buffer to fill, a multiple of the element size.
-
-        Raises:
-            CheckpointError: if bytes are missing or cannot be read.
         """
         try:
             self._reader.read(group, name, self.entries(group)[name], part, start, out)
@@ -168,11 +164,7 @@ class Checkpoint:
     ) -> None:
         """Write full tensors of a group into a new safetensors file. All of them are in memory together.
 
-        Args:
-            file: path of the new file.
-            group: name of the group, such as "model".
-            names: names of the tensors.
-            convert: returns the array to write for a stored array.
+        group: name of the group, such as "model". convert: returns the array to write for a stored array.
         """
         blocks = {name: convert(self.block(f"{group}/{name}")) for name in names}
         entries = self.entries(group)
@@ -215,11 +207,9 @@ def verify_checkpoint(
 ) -> list[str]:
     """Return a sentence for each problem of a checkpoint. An empty list means that every byte is as written.
 
-    Args:
-        path: folder of a step.
-        digests: if False, skip the digests of tensor files and find only missing, resized and mislabelled files.
-        together: ranks that share the work. The result on all ranks has the problems of all files.
-        report: called by several threads with the number of bytes digested since the last call.
+    digests: if False, skip the digests of tensor files and find only missing, resized and mislabelled files. together:
+    ranks that share the work. The result on all ranks has the problems of all files. report: called by several threads
+    with the number of bytes digested since the last call.
     """
     found = json.dumps(_problems(located(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
@@ -231,7 +221,6 @@ def verify_checkpoint(
 
 
 def _problems(path: Location, digests: bool, together: RankGroup, report: Callable[[int], None]) -> list[str]:
-    """Return the problems in this rank's share of the files."""
     try:
         manifest = _read_manifest(path)
         problems = _file_problems(path, manifest, digests=digests, together=together, report=report)
@@ -255,15 +244,10 @@ def list_checkpoints(root: Location) -> list[Location]:
 def newest_checkpoint(root: Location, *, verify: bool = True, together: RankGroup = ALONE) -> Found | None:
     """Return the newest complete checkpoint of a run, or None if none was finished.
 
-    The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed.
-
-    Args:
-        root: the folder of the steps' folders.
-        verify: check the digests of all bytes. If False, check everything else.
-        together: ranks that share the work. The result is equal on all of them.
-
-    Raises:
-        CheckpointError: if all finished checkpoints are damaged, since a silent restart would lose the run.
+    The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed. verify:
+    check the digests of all bytes. If False, check everything else. together: ranks that share the work. The result is
+    equal on all of them.
+    Raises CheckpointError if all finished checkpoints are damaged, since a silent restart would lose the run.
     """
     passed_over: list[PassedOver] = []
     damaged, target = False, target_at(located(root))
@@ -358,9 +342,9 @@ def _file_problems(
     def check(name: str) -> list[str]:
         try:
             digest = digests or name == STATE_NAME
-            return _one_file(path / name, manifest, digest, in_files.get(name), report) or _slices_in(
-                path / name, manifest
-            )
+            found = _one_file(path / name, manifest, digest, in_files.get(name), report)
+            wanted = runs_in(name, manifest)
+            return found or (missing_slices(path / name, wanted) if wanted else [])
         except FileNotFoundError:
             return [f"{name} is missing"]
         except OSError as error:
@@ -375,12 +359,6 @@ def _file_problems(
         return []
     with ThreadPoolExecutor(min(_VERIFY_THREADS, len(share))) as threads:
         return [problem for problems in threads.map(check, share) for problem in problems]
-
-
-def _slices_in(path: Location, manifest: Manifest) -> list[str]:
-    """Return the differences between a rank's file and the manifest."""
-    wanted = runs_in(path.name, manifest)
-    return missing_slices(path, wanted) if wanted else []
 
 
 def _one_file(

@@ -53,11 +53,7 @@ class RankLists:
 
 
 def read_slices(said: Any, shape: tuple[int, ...], tables: RankLists) -> tuple[Slice, ...]:
-    """Parse and check slices from untrusted JSON.
-
-    Raises:
-        ValueError, TypeError, KeyError: if it is not valid.
-    """
+    """Parse and check slices from untrusted JSON. Raises ValueError, TypeError, KeyError if it is not valid."""
     if not isinstance(said, list) or not said:
         raise ValueError("not a list of slices")
     return tuple(_read(one, shape, tables) for one in said)
@@ -80,23 +76,15 @@ def _read(said: Any, shape: tuple[int, ...], tables: RankLists) -> Slice:
     if row >= len(tables.rows):
         raise ValueError("ranks names a list that is not there")
     deal = OwnershipMap(tables.rows[row], **{name: _integer(said.get(name, _USUAL[name])) for name in _NUMBERS})
-    _check_ownership(deal, part.numel)
+    if not deal.length or not deal.times or len(deal.ranks) % deal.times or deal.turn >= deal.times:
+        raise ValueError("the ranks do not share equal lengths")
+    if deal.share * deal.times < deal.length or deal.start + part.numel > len(deal.ranks) // deal.times * deal.length:
+        raise ValueError("the files are too short for all elements")
     return Slice(part, deal)
 
 
-def _check_ownership(deal: OwnershipMap, numel: int) -> None:
-    if not deal.length or not deal.times or len(deal.ranks) % deal.times or deal.turn >= deal.times:
-        raise ValueError("the ranks do not share equal lengths")
-    if deal.share * deal.times < deal.length or deal.start + numel > len(deal.ranks) // deal.times * deal.length:
-        raise ValueError("the files are too short for all elements")
-
-
 def check_cover(slices: Sequence[Slice], shape: tuple[int, ...]) -> None:
-    """Check that the slices cover the tensor, each element once.
-
-    Raises:
-        ValueError: if they do not.
-    """
+    """Check that the slices cover the tensor, each element once. Raises ValueError if they do not."""
     if any(one.part.rows is None for one in slices):
         if len(slices) > 1:
             raise ValueError("the full tensor and parts of it")
@@ -161,9 +149,8 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Location of one tensor: a file, or slices in the files of several ranks, for which `file` is "".
-
-    `same_as` is the name of a tensor in the group that shares its memory.
+    """Location of one tensor: a file, or slices in the files of several ranks, for which `file` is "". `same_as` is the
+    name of a tensor in the group that shares its memory.
     """
 
     file: str
@@ -226,11 +213,7 @@ def commit_text(manifest: bytes) -> bytes:
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """Parse a manifest from untrusted bytes.
-
-    Raises:
-        CheckpointError: if it is not valid.
-    """
+    """Parse a manifest from untrusted bytes. Raises CheckpointError if it is not valid."""
     raw = strict_json.decode(text, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise _bad(f"format is not '{FORMAT}'")

@@ -37,9 +37,8 @@ _NO_ACCESS = "the store refused access: check the credentials of this machine, a
 
 
 class StoreError(CheckpointError, OSError):
-    """A store refuses a request, or does not answer. Also an OSError, like errors of a disk.
-
-    `strerror` is the reason, and `filename` the URL.
+    """A store refuses a request, or does not answer. Also an OSError, like errors of a disk. `strerror` is the reason,
+    and `filename` the URL.
     """
 
     def __init__(self, code: int, reason: str, url: str):
@@ -118,11 +117,7 @@ class StorePath:
         yield from (self / name for name in sorted(names))
 
     def stat(self) -> StoreStatus:
-        """Return size and modification time from the store.
-
-        Raises:
-            FileNotFoundError: if there is no such object.
-        """
+        """Return size and modification time from the store. Raises FileNotFoundError if there is no such object."""
         found = ask(self, "info", self._key)
         when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
         stamp = when.timestamp() if hasattr(when, "timestamp") else float(when) if isinstance(when, int | float) else 0
@@ -143,8 +138,7 @@ Location = Path | StorePath
 def located(words: str | Path | StorePath) -> Location:
     """Return the location for a user's input: a URL of an object store, or a path. file:// is a path.
 
-    Raises:
-        CheckpointError: if a URL contains a user, a password or a query, which would be printed and stored.
+    Raises CheckpointError if a URL contains a user, a password or a query, which would be printed and stored.
     """
     match = _SCHEME.fullmatch(words) if isinstance(words, str) else None
     if match is None:
@@ -168,10 +162,8 @@ def key_of(path: StorePath) -> str:
 
 
 def file_system(path: StorePath) -> Any:
-    """Return the fsspec file system of a URL, which is cached in the process.
-
-    Raises:
-        MissingExtra: if its package is not installed.
+    """Return the fsspec file system of a URL, which is cached in the process. Raises MissingExtra if its package is not
+    installed.
     """
     return _opened(path)[0]
 
@@ -199,16 +191,9 @@ def ask(path: StorePath, request: str, *args: Any, **options: Any) -> Any:
 
 
 def insisted(path: StorePath, act: Callable[[], Any], retries: int = _RETRIES) -> Any:
-    """Return the result of `act`, with retries and exponential backoff for transient errors of a store.
-
-    Args:
-        path: the address, for errors.
-        act: the request.
-        retries: number of retries.
-
-    Raises:
-        FileNotFoundError: if the object does not exist. This is not retried.
-        StoreError: if access is denied, which is not retried, or after the last retry.
+    """Return the result of `act`, with retries and exponential backoff for transient errors of a store. Raises
+    FileNotFoundError if the object does not exist. This is not retried. Raises StoreError if access is denied, which is
+    not retried, or after the last retry.
     """
     for number in range(retries + 1):
         try:
@@ -376,9 +361,8 @@ def _in_one_sentence(path: StorePath, act: Callable[[], object]) -> object:
 
 
 class _OpenObject:
-    """Range reads of an object.
-
-    Small reads are served from a read-ahead buffer. Large reads request several parts together.
+    """Range reads of an object. Small reads are served from a read-ahead buffer. Large reads request several parts
+    together.
     """
 
     chunk_bytes = 2 * _READ_PART
@@ -396,8 +380,7 @@ class _OpenObject:
             starts = range(offset, offset + size, _READ_PART)
             ends = [min(start + _READ_PART, offset + size) for start in starts]
             parts = insisted(
-                self._path,
-                lambda: self._system.cat_ranges([self._key] * len(ends), [*starts], ends, on_error="raise"),
+                self._path, lambda: self._system.cat_ranges([self._key] * len(ends), [*starts], ends, on_error="raise")
             )
             for start, part in zip(starts, parts, strict=True):
                 out[start - offset : start - offset + len(part)] = part

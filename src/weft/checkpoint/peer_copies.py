@@ -45,11 +45,7 @@ class CopyHome:
 class CopyServer:
     """Stores files and answers requests, in threads of this process, until `close`.
 
-    Args:
-        host: address to listen on, or "" for all.
-
-    Raises:
-        OSError: if no port of `host` is available.
+    Raises OSError if no port of `host` is available.
     """
 
     def __init__(self, host: str = "127.0.0.1"):
@@ -125,15 +121,8 @@ class CopyServer:
 
 
 def ask(call: socket.socket, token: str, line: bytes) -> None:
-    """Send a request on a new connection, and verify that the server has the token.
-
-    Args:
-        call: the connection.
-        token: token of the server.
-        line: the request.
-
-    Raises:
-        OSError: if the server disconnects, or does not prove that it has the token.
+    """Send a request on a new connection, and verify that the server has the token. Raises OSError if the server
+    disconnects, or does not prove that it has the token.
     """
     own = secrets.token_bytes(_ONCE_BYTES)
     both = bytes(received(call, _ONCE_BYTES)) + own
@@ -147,11 +136,7 @@ def _proof(token: str, text: bytes) -> bytes:
 
 
 def received(call: socket.socket, size: int) -> bytearray:
-    """Return `size` bytes from a connection.
-
-    Raises:
-        ConnectionResetError: if the peer closes the connection early.
-    """
+    """Return `size` bytes from a connection. Raises ConnectionResetError if the peer closes the connection early."""
     data = bytearray(size)
     view, read = memoryview(data), 0
     while read < size:
@@ -181,22 +166,15 @@ _WRITTEN_AT_ONCE = 8 * 2**20
 def copies_at(homes: Sequence[CopyHome], own: int) -> StorePath:
     """Return the root of the checkpoints in memory.
 
-    Args:
-        homes: the server of each host, in an order that is equal on all ranks.
-        own: index of the server on this rank's host.
+    homes: the server of each host, in an order that is equal on all ranks.
     """
     return StorePath("copies://run", CopyFiles(homes, own))
 
 
 class CopyFiles:
-    """Files on several servers, with the API of fsspec's file systems.
-
-    Names are keys such as "run/step_00000012/COMMIT". Folders are the prefixes of names. Methods raise OSError if a
-    server is lost.
-
-    Args:
-        homes: as in `copies_at`.
-        own: as in `copies_at`.
+    """Files on several servers, with the API of fsspec's file systems. Names are keys such as
+    "run/step_00000012/COMMIT". Folders are the prefixes of names. Methods raise OSError if a server is lost. homes: as
+    in `copies_at`. own: as in `copies_at`.
     """
 
     def __init__(self, homes: Sequence[CopyHome], own: int):
@@ -210,7 +188,6 @@ class CopyFiles:
         return _NewCopy(self._kept_by, key)
 
     def pipe_file(self, key: str, value: bytes) -> None:
-        """Write a complete file."""
         file = self.open(key, "wb")
         try:
             file.write(value)
@@ -219,7 +196,6 @@ class CopyFiles:
             file.discard()
 
     def cat_file(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a byte range of a file."""
         lost: OSError | None = None
         for home in self._near:
             try:
@@ -234,12 +210,10 @@ class CopyFiles:
         raise FileNotFoundError(key)
 
     def cat_ranges(self, keys: Sequence[str], starts: Sequence[int], ends: Sequence[int], on_error: str) -> list[bytes]:
-        """Read several byte ranges."""
         del on_error
         return [self.cat_file(*one) for one in zip(keys, starts, ends, strict=True)]
 
     def cat(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Read complete files."""
         return {key: self.cat_file(key) for key in keys}
 
     def rm(self, keys: str | Sequence[str], recursive: bool = True) -> None:
@@ -253,11 +227,7 @@ class CopyFiles:
     rm_file = rm
 
     def info(self, key: str) -> dict[str, Any]:
-        """Return name, size and type ("file", "directory").
-
-        Raises:
-            FileNotFoundError: if neither exists.
-        """
+        """Return name, size and type ("file", "directory"). Raises FileNotFoundError if neither exists."""
         sizes = self._sizes(key)
         if not sizes:
             raise FileNotFoundError(key)
@@ -265,7 +235,6 @@ class CopyFiles:
         return {"name": key, "size": sizes.get(key, 0), "type": "file" if is_file else "directory"}
 
     def ls(self, key: str, detail: bool = True) -> list[Any]:
-        """List the direct children of a folder."""
         found: dict[str, dict[str, Any]] = {}
         for name, size in self._sizes(key).items():
             first, *more = name[len(key) + 1 :].split("/")
@@ -308,7 +277,6 @@ class _NewCopy:
             raise
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send bytes to all servers."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for start in range(0, len(view), _WRITTEN_AT_ONCE):
             piece = view[start : start + _WRITTEN_AT_ONCE]

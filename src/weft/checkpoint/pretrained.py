@@ -49,12 +49,8 @@ def no_folder(folder: Path) -> str:
 def stored_weights(folder: Path) -> StoredWeights:
     """Read the headers of a folder's weights: one safetensors file, or several with an index.
 
-    Args:
-        folder: folder of a Hugging Face model.
-
-    Raises:
-        CheckpointError: if a file or tensor is missing, cut off, damaged or differs from the index, or the weights are
-            pickles. The message names it and the remedy.
+    Raises CheckpointError if a file or tensor is missing, cut off, damaged or differs from the index, or the weights
+    are pickles. The message names it and the remedy.
     """
     if not folder.is_dir():
         raise CheckpointError(no_folder(folder))
@@ -184,11 +180,7 @@ class Joined:
 
     @classmethod
     def stacked(cls, parts: Sequence[Joined], dim: int) -> Joined:
-        """Return tensors of equal shape stacked along a new dim.
-
-        Raises:
-            ValueError: if shapes or dtypes differ.
-        """
+        """Return tensors of equal shape stacked along a new dim. Raises ValueError if shapes or dtypes differ."""
         _expect_equal([(one.shape, one.dtype) for one in parts])
         pieces = [
             replace(
@@ -204,11 +196,7 @@ class Joined:
 
     @classmethod
     def end_to_end(cls, parts: Sequence[Joined], dim: int) -> Joined:
-        """Return tensors concatenated along a dim.
-
-        Raises:
-            ValueError: if dtypes, or sizes of the other dims, differ.
-        """
+        """Return tensors concatenated along a dim. Raises ValueError if dtypes, or sizes of the other dims, differ."""
         dim %= len(parts[0].shape)
         _expect_equal([((*one.shape[:dim], *one.shape[dim + 1 :]), one.dtype) for one in parts])
         pieces, place = list[_TensorSlice](), 0
@@ -222,13 +210,7 @@ class Joined:
         return cls((*shape[:dim], place, *shape[dim + 1 :]), parts[0].dtype, tuple(pieces))
 
     def row_range(self, dim: int, low: int, high: int) -> Joined:
-        """Return a range of rows of a dim.
-
-        Args:
-            dim: dim of the composed tensor.
-            low: the first row.
-            high: the row after the last.
-        """
+        """Return a range of rows of a dim. high: the row after the last."""
         dim %= len(self.shape)
         wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))
         pieces = list[_TensorSlice]()
@@ -282,10 +264,7 @@ class Computed:
 class JoinedTensors:
     """Tensors by a model's names. Any part of them is read from the files of a folder.
 
-    Args:
-        stored: tensors of the folder.
-        entries: composition of each of the model's tensors.
-        finite: names of tensors whose values must be finite, which is checked on reading.
+    finite: names of tensors whose values must be finite, which is checked on reading.
     """
 
     def __init__(
@@ -305,14 +284,8 @@ class JoinedTensors:
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with elements of a flattened part of a tensor.
 
-        Args:
-            name: name of the tensor.
-            part: the part of the full tensor.
-            start: first element to read, as an index into the flattened part.
-            out: buffer to fill, in the stored dtype.
-
-        Raises:
-            CheckpointError: if bytes are missing or cannot be read, or a weight is not finite.
+        start: first element to read, as an index into the flattened part.
+        Raises CheckpointError if bytes are missing or cannot be read, or a weight is not finite.
         """
         self._read(name, part, start, out)
         dtype = self.entries[name].dtype
@@ -426,12 +399,7 @@ class _NotDescribed(Exception):
 def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joined | Computed], list[str]]:
     """Return the composition of each tensor of a model, and the stored names that the model does not use.
 
-    Args:
-        model: transformers model on the meta device.
-        stored: weights of its folder.
-
-    Raises:
-        CheckpointError: if tensors cannot be composed as the model's class requires.
+    Raises CheckpointError if tensors cannot be composed as the model's class requires.
     """
     plain = {name: Joined.of(name, entry) for name, entry in stored.entries.items()}
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
@@ -481,7 +449,6 @@ def _converted(
 
 
 def _described(operation: Any, parts: _Parts, converter: Any, target: str, model: Any) -> _Parts:
-    """Apply one operation of transformers to compositions of tensors."""
     kind, targets = type(operation).__name__, list(converter.target_patterns)
     if kind == "MergeModulelist":
         stacked = {pattern: [Joined.stacked(each, operation.dim)] for pattern, each in parts.items()}

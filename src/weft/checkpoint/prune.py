@@ -27,18 +27,14 @@ def prune_checkpoints(
     checkpoint that is being read stays until the next call. Folders without COMMIT that are older than the newest
     checkpoint are from killed writers, and are deleted too. Each folder is renamed before it is deleted, so that a
     crash leaves no partly deleted checkpoint.
+    Raises CheckpointError if `keep` is below 1, another process is saving there, or a folder cannot be deleted.
 
     Args:
-        root: the folder of the steps' folders.
         keep: number of good checkpoints to keep, at least 1.
         best_step: a step to keep, or None.
-        spared: further steps to keep.
         whole: a step that was just written and digested, which is not verified again. Of older steps only sizes and
             headers are then verified. If None, all bytes are verified.
         delete: if False, return the paths without deleting them.
-
-    Raises:
-        CheckpointError: if `keep` is below 1, another process is saving there, or a folder cannot be deleted.
     """
     target = target_at(located(root))
     if type(keep) is not int or keep < 1:
@@ -86,8 +82,7 @@ def _doomed(
 def set_aside(root: Location, chosen: Callable[[StepFolder], bool]) -> list[Location]:
     """Move checkpoints to names that Weft neither reads nor deletes, and return the new paths.
 
-    Raises:
-        CheckpointError: if another process is saving there, or a checkpoint cannot be moved.
+    Raises CheckpointError if another process is saving there, or a checkpoint cannot be moved.
     """
     target = target_at(located(root))
     return _each_aside(target, [one for one in target.step_folders() if chosen(one)], target.set_aside)
@@ -98,9 +93,7 @@ def set_unfinished_aside(root: Location) -> list[Location]:
 
     A folder without COMMIT is from a killed writer or an incomplete copy. The second save of a step is not moved. In an
     object store such folders stay, and the next pruning deletes them.
-
-    Raises:
-        CheckpointError: if another process is saving there, or a folder cannot be moved.
+    Raises CheckpointError if another process is saving there, or a folder cannot be moved.
     """
     target = target_at(located(root))
     target.clear_debris()

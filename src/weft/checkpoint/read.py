@@ -167,10 +167,7 @@ class OwnershipMap:
     def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Return (rank, from, to) for each rank that owns elements of a range of the part.
 
-        Args:
-            start: first element of the range, as an index into the part.
-            end: the element after the last.
-            numel: elements of the part.
+        start: first element of the range, as an index into the part. end: the element after the last.
         """
         position = start
         while position < end:
@@ -183,11 +180,7 @@ class OwnershipMap:
     def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
         """Return the elements of a range of the part that a rank owns, as (from, to), or None.
 
-        Args:
-            rank: the rank.
-            start: first element of the range, as an index into the part.
-            end: the element after the last.
-            numel: elements of the part.
+        start: first element of the range, as an index into the part. end: the element after the last.
         """
         if not numel:
             return (0, 0) if self.holder(0) == rank else None
@@ -207,12 +200,8 @@ LEAST_SHARE = 65536
 def assign_evenly(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> OwnershipMap:
     """Divide a flat buffer into equal lengths, and each length evenly among its replicas unless it is small.
 
-    Args:
-        ranks: ranks in the order of their lengths, `times` for each.
-        length: elements of each length.
-        times: number of ranks that replicate a length.
-        start: position of the part's first element in the flat buffer.
-        turn: index of the replica that owns the first share.
+    ranks: ranks in the order of their lengths, `times` for each. start: position of the part's first element in the
+    flat buffer.
     """
     each = min(length, max(-(-length // times), LEAST_SHARE))
     return OwnershipMap(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)

@@ -45,18 +45,9 @@ class SliceReader:
         self.num_bytes = 0
 
     def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with the elements of the flattened part from `start` on. Padding becomes zero.
-
-        Args:
-            group: name of the group.
-            name: name of the tensor in its group.
-            entry: location of the tensor.
-            part: the part of the full tensor.
-            start: first element to read, as an index into the flattened part.
-            out: buffer to fill, in the saved dtype.
-
-        Raises:
-            CheckpointError: if bytes are missing. The message names the file.
+        """Fill `out` with the elements of the flattened part from `start` on. Padding becomes zero. start: first
+        element to read, as an index into the flattened part. Raises CheckpointError if bytes are missing. The message
+        names the file.
         """
         if tuple(part.shape) != entry.shape:
             raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")
@@ -148,9 +139,8 @@ class _Source:
         from_: tuple[int, ...],
         box: Box,
     ) -> None:
-        """Copy a box from a file into memory.
-
-        `strides` and `from_` are the strides in memory and in the file, in elements.
+        """Copy a box from a file into memory. `strides` and `from_` are the strides in memory and in the file, in
+        elements.
         """
         width = self._width
         order = sorted(range(len(box)), key=lambda dim: -from_[dim])
@@ -165,7 +155,13 @@ class _Source:
         if not outer or run * width >= _LONG_RUN:
             for place in np.ndindex(*outer):
                 there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
-                self._fill_box(out[(*place, ...)], file, there, run)  # `...` gives a view of an array without dims too
+                values = out[(*place, ...)]  # `...` gives a view of an array without dims too
+                if values.flags.c_contiguous and values.size:
+                    self._fill(values.reshape(-1), file, there)
+                else:
+                    window = np.empty(run, values.dtype)
+                    self._fill(window, file, there)
+                    values[...] = window.reshape(values.shape)
             return
         step, rows = reach[inner - 1], outer[-1]
         at_once = max(1, _WINDOW // (step * width))
@@ -179,14 +175,6 @@ class _Source:
                 close = [by * width for by in (step, *reach[inner:])]
                 out[place][first : first + number] = np.lib.stride_tricks.as_strided(window, shape, close)
 
-    def _fill_box(self, out: np.ndarray, file: RangedTensors, offset: int, run: int) -> None:
-        if out.flags.c_contiguous and out.size:
-            self._fill(out.reshape(-1), file, offset)
-            return
-        window = np.empty(run, out.dtype)
-        self._fill(window, file, offset)
-        out[...] = window.reshape(out.shape)
-
 
 def read_bytes(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:
     """Return all bytes of a tensor, row-major."""
@@ -197,10 +185,9 @@ def read_bytes(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> 
 
 
 class TensorGroup(Mapping[str, "Tensor"]):
-    """The tensors of one group. Each is read on access. In a folder, files are memory-mapped.
-
-    Tensors are on the CPU and private to this process. Writing to one never changes the file, but a second access of
-    the name returns the changed values. Names that shared memory when saved share it again.
+    """The tensors of one group. Each is read on access. In a folder, files are memory-mapped. Tensors are on the CPU
+    and private to this process. Writing to one never changes the file, but a second access of the name returns the
+    changed values. Names that shared memory when saved share it again.
     """
 
     def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: SliceReader):

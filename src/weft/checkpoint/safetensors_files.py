@@ -106,9 +106,7 @@ class StoredTensor:
 
 class RangedTensors:
     """An open safetensors file, and the locations of its tensors. It is closed with `close` or with its last reference.
-
-    Raises:
-        CheckpointError: if the file is not in the format or its size differs from the expected one.
+    Raises CheckpointError if the file is not in the format or its size differs from the expected one.
     """
 
     def __init__(self, path: Location, expected_bytes: int | None = None):
@@ -157,11 +155,7 @@ class RangedTensors:
         return bytes(data)
 
     def into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with bytes from `offset` on.
-
-        Raises:
-            CheckpointError: if the file ends before.
-        """
+        """Fill `target` with bytes from `offset` on. Raises CheckpointError if the file ends before."""
         while len(target):
             number = self._file.into(target, offset)
             if not number:
@@ -227,10 +221,8 @@ def torch_formats() -> dict[str, torch.dtype]:
 
 
 def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
-    """Return the format's name of a tensor's dtype.
-
-    Raises:
-        CheckpointError: if the tensor cannot be stored. The message has `name`.
+    """Return the format's name of a tensor's dtype. Raises CheckpointError if the tensor cannot be stored. The message
+    has `name`.
     """
     if isinstance(tensor, RawArray):
         return tensor.dtype
@@ -289,11 +281,8 @@ class DigestingFile:
         self._num_bytes = 0
 
     def write(self, data: bytes | memoryview, look: Callable[[bytes | memoryview], None] | None = None) -> None:
-        """Write and digest bytes.
-
-        Args:
-            data: the bytes.
-            look: called with each chunk while it is in the processor's cache. An exception ends the write.
+        """Write and digest bytes. data: the bytes. look: called with each chunk while it is in the processor's cache.
+        An exception ends the write.
         """
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
@@ -326,7 +315,6 @@ class DigestingFile:
 
 
 def write_file(path: Location, data: bytes) -> FileEntry:
-    """Write a small new file durably."""
     with DigestingFile(path) as file:
         file.write(data)
         return file.close()
@@ -343,13 +331,9 @@ def write_tensors(
     entries: Mapping[str, TensorEntry],
     look: Callable[[RawArray], None] | None = None,
 ) -> FileEntry:
-    """Write one safetensors file, which is durable on return. One tensor at a time is copied to the CPU.
-
-    Args:
-        path: path of the new file.
-        tensors: tensors by their name in the file.
-        entries: dtype and shape of each, by name.
-        look: called with all values, some MiB at a time, as they are written. An exception ends the write.
+    """Write one safetensors file, which is durable on return. One tensor at a time is copied to the CPU. entries: dtype
+    and shape of each, by name. look: called with all values, some MiB at a time, as they are written. An exception ends
+    the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -387,10 +371,8 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 
 
 def open_tensors(path: Location, framework: str = "pt") -> Any:
-    """Return the safetensors package's handle on a memory-mapped file.
-
-    Raises:
-        CheckpointError: if the file is not in the format.
+    """Return the safetensors package's handle on a memory-mapped file. Raises CheckpointError if the file is not in the
+    format.
     """
     if not isinstance(path, Path):
         return _RangedTensors(path)

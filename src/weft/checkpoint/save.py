@@ -65,19 +65,16 @@ def save_checkpoint(
     """Save one step durably and return its folder, `<root>/step_00000120`.
 
     One process saves. The caller synchronizes the other ranks.
+    Raises CheckpointError if a value cannot be stored or the disk is too full. Earlier checkpoints are then unchanged,
+    and no partial files remain.
 
     Args:
         root: the folder of the steps' folders, which is created if it is missing.
-        step: optimizer steps done.
         tensors: groups by name, such as {"model": {...}, "optimizer": {...}}, of tensors or arrays. Tensors may have
             any device, strides and sharing. A tensor under two names is written once and loaded as one.
         state: JSON values. Floats, including inf and nan, are restored exactly. Tuples are restored as lists.
         max_file_bytes: size limit of a file. A larger tensor has a separate file.
         look: called with all values as they are written. It may end the save.
-
-    Raises:
-        CheckpointError: if a value cannot be stored or the disk is too full. Earlier checkpoints are then unchanged,
-            and no partial files remain.
     """
     root = located(root)
     # Keep a reference to every tensor: a mapping that creates tensors on access could reuse the address of another.
@@ -87,23 +84,20 @@ def save_checkpoint(
     state_text = strict_json.encode(dict(state), "state")
     with disk_errors_as_checkpoint_errors(root, step), contextlib.ExitStack() as held:
         prepare(root, held)
-        _check_space(root, entries, len(state_text))
+        stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
+        # Headers and manifest contain each name twice, and file systems round up.
+        require_space(root, sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + len(state_text) + 2**20)
         return _write(root, step, tensors, entries, state_text, look)
 
 
 def check_step(step: object) -> None:
-    """Check a step number.
-
-    Raises:
-        CheckpointError: if it is not a valid step of a checkpoint.
-    """
+    """Check a step number. Raises CheckpointError if it is not a valid step of a checkpoint."""
     if type(step) is not int or not 0 <= step < 10**15:
         raise CheckpointError(f"step={step!r}: a checkpoint's step is a whole number, 0 or more.")
 
 
 @contextlib.contextmanager
 def disk_errors_as_checkpoint_errors(root: Location, step: int) -> Generator[None]:
-    """Convert an OSError into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -166,17 +160,10 @@ def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), flags)
 
 
-def _check_space(root: Location, entries: Mapping[str, Mapping[str, TensorEntry]], state_bytes: int) -> None:
-    stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
-    # Headers and manifest contain each name twice, and file systems round up.
-    require_space(root, sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + state_bytes + 2**20)
-
-
 def require_space(root: Location, needed: int) -> None:
     """Check that the target has enough free space and can be written to.
 
-    Raises:
-        CheckpointError: if fewer than `needed` bytes are free, or nothing can be written.
+    Raises CheckpointError if fewer than `needed` bytes are free, or nothing can be written.
     """
     try:
         free = target_at(root).free_bytes()
@@ -306,13 +293,7 @@ class SavedSlice:
 
     @classmethod
     def full(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedSlice:
-        """Return the slice for a tensor that only one rank has.
-
-        Args:
-            path: "group/name".
-            data: the full tensor.
-            rank: the rank that writes it.
-        """
+        """Return the slice for a tensor that only one rank has."""
         part = Part(tuple(data.shape))
         return cls(path, part, OwnershipMap.to_one(rank, part.numel), 0, data)
 
@@ -338,14 +319,8 @@ def save_slices(
 ) -> Location:
     """Save one step from all ranks, each with its slices, and return the folder on all ranks. All ranks call it.
 
-    Args:
-        root: the folder of the steps' folders, shared by all ranks.
-        step: optimizer steps done.
-        pieces: slices that this rank writes.
-        state: JSON values of the first rank.
-        together: the ranks.
-        groups: groups that the checkpoint has even if they are empty.
-        look: called with all values as they are written. It may end the save.
+    root: the folder of the steps' folders, shared by all ranks. groups: groups that the checkpoint has even if they are
+    empty. look: called with all values as they are written. It may end the save.
 
     Raises:
         CheckpointError: on all ranks if one cannot write. Earlier checkpoints are then unchanged.
@@ -437,9 +412,8 @@ class _Saving:
         return written
 
     def _bind(self, place: Location, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
-        """Commit or discard the files of all ranks, on the first rank.
-
-        Return the folder's name, or why the values are unfit.
+        """Commit or discard the files of all ranks, on the first rank. Return the folder's name, or why the values are
+        unfit.
         """
         try:
             with disk_errors_as_checkpoint_errors(self._root, self._step):
@@ -492,9 +466,7 @@ class _Saving:
 
 def _checked_name(name: object, step: int) -> str:
     """Return the folder name that rank 0 sent, after a check that it is a plain name directly in the run's folder.
-
-    Raises:
-        CheckpointError: for any other value.
+    Raises CheckpointError for any other value.
     """
     if not isinstance(name, str) or not re.fullmatch(_FOLDER.format(step=folder_name(step)), name):
         raise CheckpointError(

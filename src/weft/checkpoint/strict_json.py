@@ -21,10 +21,8 @@ _MAX_DEPTH = 64
 
 
 def encode(value: object, name: str) -> bytes:
-    """Return `value` as ASCII JSON.
-
-    Raises:
-        CheckpointError: if a value would not survive the round trip. The message names its key.
+    """Return `value` as ASCII JSON. Raises CheckpointError if a value would not survive the round trip. The message
+    names its key.
     """
     text = json.dumps(_plain(value, name, 0), allow_nan=False, indent=1)
     # A raw line break is never inside a JSON string, so this joins only the lines of lists of numbers.
@@ -32,11 +30,7 @@ def encode(value: object, name: str) -> bytes:
 
 
 def decode(text: bytes, name: str) -> Any:
-    """Return the value of a text from `encode`.
-
-    Raises:
-        CheckpointError: if the text is not strict JSON.
-    """
+    """Return the value of a text from `encode`. Raises CheckpointError if the text is not strict JSON."""
     try:
         return json.loads(
             text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite_float

@@ -26,14 +26,13 @@ from weft.errors import CheckpointError
 class Sink(Protocol):
     """A new file that is open for writing."""
 
-    def write(self, data: bytes | memoryview) -> object:
-        """Append bytes."""
+    def write(self, data: bytes | memoryview) -> object: ...
 
-    def finish(self) -> None:
-        """Make the file durable."""
+    def finish(self) -> None: ...
 
     def close(self) -> None:
         """Close the file. If it was not finished, it does not count as a file of a checkpoint."""
+        ...
 
 
 class RangeReader(Protocol):
@@ -46,8 +45,7 @@ class RangeReader(Protocol):
         """Fill `out` with bytes from `offset` on. Return their number, which is 0 at the end of the file."""
         ...
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self) -> None: ...
 
 
 class Target(Protocol):
@@ -67,19 +65,18 @@ class Target(Protocol):
 
     def lock(self, held: contextlib.ExitStack) -> None:
         """Lock out other writers until `held` closes, if the target has locks."""
+        ...
 
     def prepare(self, held: contextlib.ExitStack) -> None:
         """Create the target, lock it until `held` closes, and delete hidden leftovers of killed writers."""
+        ...
 
     def clear_debris(self) -> None:
         """Delete hidden leftovers of killed writers, unless another process is saving."""
+        ...
 
     def free_bytes(self) -> int | None:
-        """Return the free space in bytes, or None if it is unknown.
-
-        Raises:
-            OSError: if nothing can be written.
-        """
+        """Return the free space in bytes, or None if it is unknown. Raises OSError if nothing can be written."""
         ...
 
     def begin(self, step: int) -> Location:
@@ -92,6 +89,7 @@ class Target(Protocol):
 
     def commit(self, place: Location, text: bytes) -> None:
         """Write COMMIT atomically. After it, the checkpoint exists."""
+        ...
 
     def replace(self, again: Location, final: Location) -> Location:
         """Replace the earlier saves of a step by a committed later one, and return its path."""
@@ -99,12 +97,15 @@ class Target(Protocol):
 
     def sync(self, place: Location) -> None:
         """Flush the entries of a folder to the disk."""
+        ...
 
     def discard(self, place: Location) -> None:
         """Delete the folder of a save that failed."""
+        ...
 
     def remove(self, places: Collection[Location]) -> None:
         """Delete checkpoints. Each is removed atomically for readers. The next call deletes any remaining files."""
+        ...
 
     def set_aside(self, place: Location) -> Location:
         """Exclude a checkpoint from resuming and pruning but keep its files. Return its new path."""
@@ -115,26 +116,18 @@ class Target(Protocol):
         ...
 
     def reading(self, place: Location) -> Callable[[], None] | None:
-        """Keep a checkpoint from being pruned until the returned function is called.
-
-        Return None if the target cannot.
-        """
+        """Keep a checkpoint from being pruned until the returned function is called; None if the target cannot."""
         ...
 
     def is_being_read(self, place: Location) -> bool:
         """Return True if a process holds the read lock of the checkpoint."""
         ...
 
-    def create(self, file: Location) -> Sink:
-        """Create a new file."""
-        ...
+    def create(self, file: Location) -> Sink: ...
 
     def size(self, file: Location) -> int:
-        """Return the size of a file in bytes.
-
-        Raises:
-            FileNotFoundError: if it is missing.
-            CheckpointError: if it is not a regular file.
+        """Return the size of a file in bytes. Raises FileNotFoundError if it is missing. Raises CheckpointError if it
+        is not a regular file.
         """
         ...
 
@@ -278,9 +271,8 @@ class FolderTarget:
 
 @functools.cache
 def _start_writing() -> Callable[[int, int, int], object]:
-    """Return a function (descriptor, start, size) that starts writeback of a file range without waiting.
-
-    Writeback then overlaps with the digests, and the final fsync has little left to write. Only Linux has it.
+    """Return a function (descriptor, start, size) that starts writeback of a file range without waiting. Writeback then
+    overlaps with the digests, and the final fsync has little left to write. Only Linux has it.
     """
     try:
         call = ctypes.CDLL(None).sync_file_range

@@ -41,11 +41,7 @@ VERBS = {
     "ckpt": Verb("List, check, compare, import and delete checkpoints.", "weft.cli.ckpt", "app"),
     "alerts": Verb("Try alerts on a run's events; list figures and alerts.", "weft.cli.watch", "app"),
     "launch": Verb("Print a job script that runs a config on several machines.", "weft.cli.launch.jobs", "launch"),
-    "drill": Verb(
-        "Inject faults into a run of a config, one by one, on this machine.",
-        "weft.cli.drill",
-        "drill",
-    ),
+    "drill": Verb("Inject faults into a run of a config, one by one, on this machine.", "weft.cli.drill", "drill"),
     "models": Verb("List the built-in model sizes.", "weft.cli.models", "list_models"),
     "layout": Verb("Print how tensor parallelism splits a model, and why.", "weft.cli.models", "layout"),
     "doctor": Verb("Check this machine and print a report for bug reports.", "weft.cli.doctor", "doctor"),
@@ -109,7 +105,9 @@ def run(args: Sequence[str]) -> int:
             return 0
         text = _usage_text(error)
         if "--json" in args:  # no verb has started that would print the error as JSON
-            print(json.dumps({"errors": [{"field": _option_of(error), "message": text.partition("\n")[0]}]}, indent=2))
+            names = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None) or ""]
+            option = max(names, key=len).lstrip("-")
+            print(json.dumps({"errors": [{"field": option, "message": text.partition("\n")[0]}]}, indent=2))
         complain(text)
         return 2
     except _ClickException as error:
@@ -177,12 +175,6 @@ def _current_form(args: list[str]) -> list[str]:
     now = [*new.split(), *rest]
     print_line(f"weft {old} goes in the next release. Use: weft {shlex.join(now)}")
     return now
-
-
-def _option_of(error: Any) -> str:
-    """Return the option of a usage error without its dashes, or "" without one."""
-    words = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None) or ""]
-    return max(words, key=len).lstrip("-")
 
 
 def main() -> None:
@@ -302,10 +294,8 @@ def _as_setting(option: str) -> str:
     from weft.config.run_config import RunConfig
 
     name = option.lstrip("-").replace("-", "_")
-    keys = [
-        f"{section}.{key}"
-        for section, field in RunConfig.model_fields.items()
-        for key in getattr(field.annotation, "model_fields", {})
-    ]
-    fits = [key for key in keys if key.rpartition(".")[2] == name or key == name]
+    tables = {
+        section: getattr(field.annotation, "model_fields", {}) for section, field in RunConfig.model_fields.items()
+    }
+    fits = [f"{section}.{name}" for section, keys in tables.items() if name in keys]
     return fits[0] if len(fits) == 1 else name

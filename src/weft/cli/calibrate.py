@@ -59,7 +59,7 @@ def calibrate(
     The profile is written at the end. Ctrl-C before that keeps the older one.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError([Problem("device", f"device={device}: not one of auto, cpu, cuda. Use auto.")])
+        raise ConfigError([Problem.of("device", device, "not one of auto, cpu, cuda. Use auto.")])
     seconds, counts = _seconds(budget), _counts(ranks)
     if hosts:
         _measure_links(seconds, out)
@@ -91,8 +91,10 @@ def _measure_links(seconds: float, out: Path | None) -> None:
 
     place = env.rank_env()
     is_first = place is None or place.rank == 0
-    with progress_report(sys.stderr) if is_first else contextlib.nullcontext(_silent) as report:
-        found, writes = calibrate_links(seconds, lambda what, done, total: report("measuring", done, total))
+    with progress_report(sys.stderr) if is_first else contextlib.nullcontext(None) as report:
+        found, writes = calibrate_links(
+            seconds, lambda what, done, total: report("measuring", done, total) if report is not None else None
+        )
     path = out or LinkProfile.default_path()
     if writes:
         found.save(path)
@@ -104,12 +106,7 @@ def _measure_links(seconds: float, out: Path | None) -> None:
         )
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    """A report function for ranks without output."""
-
-
 def _link_lines(profile: LinkProfile) -> list[str]:
-    """Return the results for users: the time of an all_reduce by layout, transport and size."""
     sizes = sorted({sample.size for sample in profile.samples})
     head = ("all_reduce", "by", *(format_bytes(size) for size in sizes))
     rows: list[tuple[str, ...]] = []
@@ -123,18 +120,14 @@ def _link_lines(profile: LinkProfile) -> list[str]:
 
 
 def _lines(profile: Profile) -> list[str]:
-    """Return the results for users: the best rates at each number of ranks."""
     machine = profile.machine
     lines = [f"machine     {machine.device}, {machine.cores} cores, torch {machine.torch}"]
     for count in profile.ranks:
         here = [sample for sample in profile.samples if sample.ranks == count]
         parts: list[str] = []
         for dtype in ("fp32", "bf16"):
-            rates = [
-                2 * s.size[0] * s.size[1] * s.size[2] / s.seconds
-                for s in here
-                if s.op == "linear_f" and s.dtype == dtype
-            ]
+            products = [s for s in here if s.op == "linear_f" and s.dtype == dtype]
+            rates = [2 * s.size[0] * s.size[1] * s.size[2] / s.seconds for s in products]
             parts += [f"{dtype} {max(rates) / 1e9:.0f} GFLOP/s"] if rates else []
         moved = [8.0 * s.size[0] * s.size[1] / s.seconds for s in here if s.op == "copy" and s.dtype == "fp32"]
         sums = [s.size[0] / s.seconds for s in here if s.op == "all_reduce" and s.group == count]
@@ -147,7 +140,7 @@ def _lines(profile: Profile) -> list[str]:
 def _seconds(text: str) -> float:
     match = _BUDGET.fullmatch(text.strip())
     if match is None:
-        raise ConfigError([Problem("budget", f"budget={text}: a time is needed. Use e.g. --budget 90s or 5m.")])
+        raise ConfigError([Problem.of("budget", text, "a time is needed. Use e.g. --budget 90s or 5m.")])
     return float(match[1]) * (1.0 if match[2] in (None, "s") else 60.0)
 
 
@@ -155,5 +148,5 @@ def _counts(text: str) -> tuple[int, ...]:
     if not text:
         return ()
     if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
-        raise ConfigError([Problem("ranks", f"ranks={text}: numbers with commas are needed. Use e.g. --ranks 1,2,4.")])
+        raise ConfigError([Problem.of("ranks", text, "numbers with commas are needed. Use e.g. --ranks 1,2,4.")])
     return tuple(map(int, text.split(",")))

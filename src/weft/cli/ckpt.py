@@ -38,7 +38,8 @@ def root_of(word: str | Location) -> Location:
         raise ConfigError(f"RUN={word}: there is no such folder.{hint}")
     own = RunFolder(word).checkpoints if isinstance(word, Path) else word / "checkpoints"
     for root in (own, word):
-        if root.is_dir() and any(_is_named_step(path) for path in root.iterdir()):
+        folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+        if any(step_in_name(path.name.split(".")[0]) is not None for path in folders):
             return root
     raise ConfigError(
         f"RUN={word}: it has no checkpoints. Give a run's folder, such as runs/quickstart, or the folder that holds "
@@ -84,10 +85,6 @@ def _of_step(root: Location, step: str, word: str) -> Location:
     return saved[int(step)]
 
 
-def _is_named_step(path: Location) -> bool:
-    return step_in_name(path.name.split(".")[0]) is not None and path.is_dir()
-
-
 # `weft ckpt list`: every checkpoint of a folder, one per line, including unfinished ones.
 
 
@@ -95,9 +92,7 @@ def _is_named_step(path: Location) -> bool:
 class ListedCheckpoint:
     """A line of the list.
 
-    Attributes:
-        state: "committed", "unfinished", "set aside" or "unreadable: ...".
-        when: time of the machine's clock in ISO format.
+    `state` is "committed", "unfinished", "set aside" or "unreadable: ...". `when` is local time in ISO format.
     """
 
     step: int
@@ -108,10 +103,6 @@ class ListedCheckpoint:
     num_files: int
     plan: str
     written_by: str
-
-    def as_json(self) -> dict[str, object]:
-        """Return the fields for --json."""
-        return asdict(self)
 
 
 def listed(root: Location) -> list[ListedCheckpoint]:
@@ -141,21 +132,9 @@ def _one(path: Location, step: int, is_aside: bool) -> ListedCheckpoint:
             plan = str(opened.state.get("plan", ""))
             written_by = ", ".join(f"{name} {version}" for name, version in opened.written_by.items())
         except CheckpointError as error:
-            state = f"unreadable: {_reason(error, path)}"
+            reason = str(error).removeprefix(f"{path}: ").removesuffix(". Use another checkpoint.")
+            state = f"unreadable: {reason}"
     return ListedCheckpoint(step, path.name, state, when, sum(sizes.values()), len(sizes), plan, written_by)
-
-
-def _reason(error: CheckpointError, path: Location) -> str:
-    return str(error).removeprefix(f"{path}: ").removesuffix(". Use another checkpoint.")
-
-
-def listing_text(found: list[ListedCheckpoint]) -> list[str]:
-    """Return a table as lines."""
-    rows = [("step", "when", "size", "files", "state", "plan")]
-    rows += [
-        (str(one.step), one.when, format_bytes(one.num_bytes), str(one.num_files), one.state, one.plan) for one in found
-    ]
-    return table(rows, right=(0, 2, 3))
 
 
 # `weft ckpt show`: tensors of a checkpoint with shape, dtype and files.
@@ -163,12 +142,7 @@ def listing_text(found: list[ListedCheckpoint]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ShownTensor:
-    """A tensor of the table.
-
-    Attributes:
-        name: "group/name".
-        same_as: name of the tensor that shares its memory, or None.
-    """
+    """A tensor of the table. `name` is "group/name". `same_as` is the tensor that shares its memory, or None."""
 
     name: str
     dtype: str
@@ -176,10 +150,6 @@ class ShownTensor:
     num_bytes: int
     files: tuple[str, ...]
     same_as: str | None
-
-    def as_json(self) -> dict[str, object]:
-        """Return the fields for --json."""
-        return asdict(self)
 
 
 def shown_tensors(checkpoint: Checkpoint, pattern: str) -> Iterator[ShownTensor]:
@@ -241,7 +211,14 @@ def list_them(run: Run, as_json: Json = False) -> None:
     """List the checkpoints of a run: step, time, size, commit state, plan."""
 
     found = listed(root_of(run))
-    _print([json.dumps([one.as_json() for one in found], indent=1)] if as_json else listing_text(found))
+    if as_json:
+        _print([json.dumps([asdict(one) for one in found], indent=1)])
+        return
+    rows = [("step", "when", "size", "files", "state", "plan")]
+    for one in found:
+        size = format_bytes(one.num_bytes)
+        rows.append((str(one.step), one.when, size, str(one.num_files), one.state, one.plan))
+    _print(table(rows, right=(0, 2, 3)))
 
 
 @app.command()
@@ -251,8 +228,6 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check every file against its digest. Exit code 0: all are valid; 1: some are damaged; 2: nothing to check."""
-    from weft.checkpoint.folders import step_in_name
-    from weft.checkpoint.object_store import located
     from weft.cli.ckpt_check import inspect
 
     path = located(run)
@@ -272,13 +247,11 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the tensors of a checkpoint: name, dtype, shape, size, files."""
-    from weft.checkpoint.load import load_checkpoint
-
     opened = load_checkpoint(one_of(run), lazily=True)
     found = list(shown_tensors(opened, pattern))
     if as_json:
         said = {"step": opened.step, "path": str(opened.path), "written_by": dict(opened.written_by)}
-        _print([json.dumps({**said, "tensors": [one.as_json() for one in found]}, indent=1)])
+        _print([json.dumps({**said, "tensors": [asdict(one) for one in found]}, indent=1)])
     else:
         _print([f"{opened.path}: step {opened.step}, {opened.state.get('plan', 'no plan')}", *contents_text(found)])
 
@@ -291,7 +264,6 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints: tensors, values, settings. Exit code 0: equal; 1: different."""
-    from weft.checkpoint.load import load_checkpoint
     from weft.cli.ckpt_check import differences
 
     found = differences(load_checkpoint(one_of(left)), load_checkpoint(one_of(right)))
@@ -317,7 +289,6 @@ def export(
     ] = False,
 ) -> None:
     """Write a model that transformers loads: safetensors, config, tokenizer, model card; from any plan's checkpoint."""
-    from weft.checkpoint.load import load_checkpoint
     from weft.cli.export import expect_format, export_weights
 
     expect_format(dtype)
@@ -333,8 +304,6 @@ def export(
 
 def _trained(run: str) -> RunFolder | None:
     """Return the folder of a `weft train` run whose model transformers supports; None for any other checkpoint."""
-    from weft.train.folder import RunFolder
-
     path = Path(run)
     folder = RunFolder(path if path.is_dir() else Path(run.rpartition("@")[0]))
     if not (folder.path / "config.toml").is_file():
@@ -353,8 +322,6 @@ def prune(
 ) -> None:
     """Delete old checkpoints, except the newest valid one, the best one, and the newest that was evaluated."""
     from weft.checkpoint.prune import prune_checkpoints
-    from weft.checkpoint.targets import target_at
-    from weft.units import counted, format_bytes
 
     root = root_of(run)
     spared = retained_steps(root, every)
@@ -362,10 +329,7 @@ def prune(
     gone = prune_checkpoints(root, keep_last, spared=spared, delete=yes)
     found = f"{counted(len(gone), 'checkpoint')}, {format_bytes(sum(sizes.get(path, 0) for path in gone))}"
     _print([f"{'deleted' if yes else 'would delete'} {path}" for path in gone])
-    if yes or not gone:
-        print_line(f"deleted {found}.")
-    else:
-        print_line(f"dry run: add --yes to delete {found}.")
+    print_line(f"deleted {found}." if yes or not gone else f"dry run: add --yes to delete {found}.")
 
 
 @app.command("import")
@@ -388,10 +352,7 @@ def import_them(
 
     A process without network and secrets reads the files, and refuses everything except weights.
     """
-    from weft.checkpoint.folders import step_in_name
-    from weft.checkpoint.object_store import located
     from weft.train.weights.foreign_checkpoint import bring_in
-    from weft.units import counted
 
     limit_s = seconds_of("--limit", limit)
     place = located(run)

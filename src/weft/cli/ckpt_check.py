@@ -9,7 +9,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +83,8 @@ class Inspection:
             told.append(f"{one.path.name}  {one.verdict}{why}")
             told += [f"  {line}" for damage in one.damages for line in damage.lines()]
         newest = self.newest_complete
-        told.append(
-            f"newest intact checkpoint: step {newest.step}, {newest.path}" if newest else "no intact checkpoint"
-        )
-        return told
+        intact = f"newest intact checkpoint: step {newest.step}, {newest.path}" if newest else "no intact checkpoint"
+        return [*told, intact]
 
     def as_json(self) -> str:
         """Return the result for --json."""
@@ -149,7 +147,6 @@ def _complete_tensors(file: Location, num_bytes: int) -> set[str]:
 
 
 def _bar(path: Location, report: Callable[[str, int, int], None]) -> Callable[[int], None]:
-    """Return a callback that adds bytes from several threads to a stage of the progress bar."""
     try:
         total = sum(load_checkpoint(path, lazily=True).files.values())
     except CheckpointError:
@@ -176,9 +173,7 @@ _ABSENT = object()
 class NumbersDiffer:
     """Difference between the values of a tensor.
 
-    Attributes:
-        largest: maximum of |a - b|; nan if only one of them is a number.
-        scale: maximum of |a|.
+    `largest` is the maximum of |a - b|, nan if only one of them is a number. `scale` is the maximum of |a|.
     """
 
     name: str
@@ -193,9 +188,8 @@ class NumbersDiffer:
     @property
     def rank(self) -> tuple[bool, float, float]:
         """Sort key: weights first, then nan, then the largest relative difference."""
-        if math.isnan(self.largest):
-            return not self.name.startswith("model/"), -math.inf, -math.inf
-        return not self.name.startswith("model/"), -self.relative, -self.largest
+        difference = (-math.inf, -math.inf) if math.isnan(self.largest) else (-self.relative, -self.largest)
+        return not self.name.startswith("model/"), *difference
 
 
 @dataclass
@@ -243,18 +237,9 @@ class Differences:
 
     def as_json(self) -> dict[str, object]:
         """Return the result for --json. A difference of nan is text."""
-        numbers = [
-            {"name": one.name, "largest": one.largest if math.isfinite(one.largest) else str(one.largest)}
-            for one in self.numbers
-        ]
-        return {
-            "only_left": self.only_left,
-            "only_right": self.only_right,
-            "layout": [list(row) for row in self.layout],
-            "numbers": numbers,
-            "settings": [list(row) for row in self.settings],
-            "num_equal": self.num_equal,
-        }
+        largest = {one.name: one.largest if math.isfinite(one.largest) else str(one.largest) for one in self.numbers}
+        numbers = [{"name": name, "largest": value} for name, value in largest.items()]
+        return {**asdict(self), "numbers": numbers}
 
 
 def differences(left: Checkpoint, right: Checkpoint) -> Differences:
@@ -310,16 +295,9 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     found |= {f"written_by.{key}": value for key, value in checkpoint.written_by.items()}
     config = checkpoint.path.parent.parent / "config.toml"
     if checkpoint.path.parent.name == "checkpoints" and isinstance(config, Path) and config.is_file():
-        found |= flat(config_values(config))
+        with contextlib.suppress(OSError, ValueError):
+            found |= flat(tomllib.loads(config.read_text()))
     return found
-
-
-def config_values(file: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file, or nothing if it cannot be read."""
-    try:
-        return tomllib.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 def flat(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:

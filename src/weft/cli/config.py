@@ -11,11 +11,10 @@ from typing import Annotated
 import typer
 
 from weft.cli.console import print_line, split_words
-from weft.config.config_rules import config_problems
 from weft.config.files import format_config, run_name
+from weft.config.rules.config_rules import config_problems
 from weft.errors import ConfigError
 from weft.interop.deepspeed import Imported
-from weft.interop.deepspeed_keys import Outcome
 
 _STYLES = {"became": "green", "follows": "cyan", "nothing": "dim", "not built": "yellow", "removed": "dim"}
 
@@ -41,11 +40,9 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
     else:
         typer.echo(document if out is None else _comments(imported), nl=False)
     if imported.typos:
-        count = len(imported.typos)
-        keys = "1 key is" if count == 1 else f"{count} keys are"
-        print_line(
-            f"warning: {keys} unknown to DeepSpeed and ignored: {', '.join(line.key for line in imported.typos)}."
-        )
+        keys = "1 key is" if len(imported.typos) == 1 else f"{len(imported.typos)} keys are"
+        names = ", ".join(line.key for line in imported.typos)
+        print_line(f"warning: {keys} unknown to DeepSpeed and ignored: {names}.")
     if out is not None:
         print_line(f"wrote {out}.")
 
@@ -58,7 +55,7 @@ def refusals(imported: Imported) -> list[str]:
 def sections(imported: Imported) -> list[tuple[str, Sequence[str]]]:
     """Return notes for the user in addition to the table, as title and lines, without empty ones."""
     every = [
-        ("Warning: typos", [f"{line.key}: {_after(line)}" for line in imported.typos]),
+        ("Warning: typos", [f"{line.key}: {line.text[:1].upper()}{line.text[1:]}" for line in imported.typos]),
         ("Refused today", refusals(imported)),
         ("Left to you; Weft's defaults apply", [", ".join(imported.open)] if imported.open else []),
         ("Differences", imported.notes),
@@ -66,12 +63,7 @@ def sections(imported: Imported) -> list[tuple[str, Sequence[str]]]:
     return [(title, lines) for title, lines in every if lines]
 
 
-def _after(line: Outcome) -> str:
-    return line.text[:1].upper() + line.text[1:]
-
-
 def _comments(imported: Imported) -> str:
-    """Return the report as TOML comments."""
     lines = [f"Imported from {imported.name} by `weft config import`.", ""]
     lines += [str(line) for line in imported.lines]
     for title, texts in sections(imported):
@@ -151,14 +143,14 @@ def show(
     ] = False,
 ) -> None:
     """Check a config and print it in full, as a TOML file."""
-    from weft.config.files import format_config, load_config, show_origins
+    from weft.config.files import format_config, load_config
 
     path, overrides = split_words(words or [])
     loaded = load_config(path, overrides)
     if not origin:
         typer.echo(format_config(loaded.config), nl=False)
         return
-    rows = [(f"{key} = {value}", place) for key, value, place in show_origins(loaded)]
+    rows = [(f"{key} = {value}", place) for key, value, place in loaded.rows()]
     width = min(60, max(len(text) for text, _ in rows))
     for text, place in rows:
         typer.echo(f"{text:<{width}}  # {place}")

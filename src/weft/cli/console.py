@@ -20,30 +20,23 @@ Report = Callable[[str, int, int], None]
 _STYLES = {"error": "1;31", "fail": "1;31", "warn": "1;33", "weft": "1;36", "faint": "2"}
 
 
-def use_colour(stream: TextIO) -> bool:
-    """Return True if the stream is a terminal and NO_COLOR is unset."""
-    return stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
-
-
 def paint(text: str, style: str, stream: TextIO) -> str:
     """Return `text` in a style of this module, if the stream shows colours."""
-    return f"\033[{_STYLES[style]}m{text}\033[0m" if use_colour(stream) else text
+    shows_colours = stream.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
+    return f"\033[{_STYLES[style]}m{text}\033[0m" if shows_colours else text
 
 
 def print_line(text: str) -> None:
     """Print one line of the command on stderr."""
-    print(f"{paint('weft:', 'weft', sys.stderr)} {_incompatible_setting('weft: ', text)}", file=sys.stderr, flush=True)
+    print(f"{paint('weft:', 'weft', sys.stderr)} {_wrapped('weft: ', text)}", file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
     """Print one error on stderr. Further lines of it follow unchanged."""
-    print(
-        f"{paint('error:', 'error', sys.stderr)} {_incompatible_setting('error: ', text)}", file=sys.stderr, flush=True
-    )
+    print(f"{paint('error:', 'error', sys.stderr)} {_wrapped('error: ', text)}", file=sys.stderr, flush=True)
 
 
-def _incompatible_setting(label: str, text: str) -> str:
-    """Wrap `text` to fit next to a label, if stderr is a terminal."""
+def _wrapped(label: str, text: str) -> str:
     from weft.monitor.terminal import columns_of, wrapped  # many commands print nothing
 
     return wrapped(label + text, columns_of(sys.stderr), indent=2)[len(label) :]
@@ -89,21 +82,10 @@ def _plain_report(stream: TextIO) -> Report:
 
 
 def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Return rows as lines with aligned columns.
-
-    Args:
-        rows: rows of equal length.
-        right: columns to align to the right.
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    """Return rows of equal length as lines with aligned columns; those in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = [f"{{:{'>' if column in right else '<'}{width}}}" for column, width in enumerate(widths)]
+    return ["  ".join(form).format(*row).rstrip() for row in rows]
 
 
 def seconds_of(option: str, text: str) -> float:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from weft.config.run_config import RunConfig
     from weft.data.order.loader import SampleView
-    from weft.data.store.prepared import PreparedData, PreparedSource
+    from weft.data.store.prepared import PreparedData
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.media import MediaTask
 
@@ -60,7 +60,9 @@ def preview(
     prepared = _prepare(task)
     if not (prepared.train if split == "train" else prepared.eval):
         raise DataError("split=eval: this run has no evaluation data. Set data.holdout or data.eval.")
-    console = _console()
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
     coloured = console.is_terminal and not console.no_color and console.color_system is not None
     samples = _answers if task.learns_preferences else _sequences
     title, shown = samples(task.config, prepared, split, range(first, first + num))
@@ -80,7 +82,6 @@ def preview(
 
 
 def _media_task(config: RunConfig) -> MediaTask | None:
-    """Return the config's task if it trains on pictures or sound."""
     if config.task.name is None:
         return None
     from weft.train.tasks.media import MediaTask
@@ -91,7 +92,6 @@ def _media_task(config: RunConfig) -> MediaTask | None:
 
 
 def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None) -> None:
-    """Show samples of pictures or sound, one line per tensor."""
     from weft.train.tasks.base import described
 
     with progress_report(sys.stderr) as report:
@@ -143,11 +143,6 @@ def _load(arguments: list[str] | None) -> RunConfig:
 
 
 def _task(config: RunConfig) -> DecoderTask:
-    """Return the config's task, which defines how its data is read.
-
-    Raises:
-        ConfigError: if the task has no text.
-    """
     from weft.errors import ConfigError, Problem
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.registry import find_task
@@ -175,7 +170,6 @@ def _prepare(task: DecoderTask) -> PreparedData:
 def _sequences(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
-    """Return the number of sequences, and some of them, each with a heading."""
     from weft.data.order.loader import view_sample
     from weft.data.order.stream import SampleStream
 
@@ -203,7 +197,8 @@ def _answers(
     from weft.data.token_files import SplitReader
 
     sources = prepared.train if split == "train" else prepared.eval
-    rows = [(source, place) for source in sources for place in range(_preferences(source))]
+    sizes = [(source, source.num_documents // (1 + (source.kind == "preference"))) for source in sources]
+    rows = [(source, index) for source, size in sizes for index in range(size)]
 
     def views() -> Iterator[tuple[str, SampleView]]:
         for index in which:
@@ -220,16 +215,6 @@ def _answers(
                 yield f"sample {index}, {verdict}: {source.name}, {_counts(view)}", view
 
     return f"{len(rows)} preferences per epoch", views()
-
-
-def _preferences(source: PreparedSource) -> int:
-    return source.num_documents // (1 + (source.kind == "preference"))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True)
 
 
 def _counts(view: SampleView) -> str:
@@ -250,11 +235,7 @@ def _show(console: Console, head: str, view: SampleView, coloured: bool) -> None
     for segment in view.segments:
         if segment.begins:
             text.append("│", style="cyan")
-        colour = _colour(segment.weight)
+        weight = segment.weight
+        colour = "dim" if weight == 0 else "red" if weight < 0 else "green" if weight == 1 else "yellow"
         text.append(visible(segment.text), style=f"{colour} reverse" if segment.special else colour)
     console.print(text)
-
-
-def _colour(weight: float) -> str:
-    """Return the colour of text with this loss weight."""
-    return "dim" if weight == 0 else "red" if weight < 0 else "green" if weight == 1 else "yellow"

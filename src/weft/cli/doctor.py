@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -85,26 +86,17 @@ def gpus() -> Iterator[CheckLine]:
     finally:
         pynvml.nvmlShutdown()
     if count:
-        yield settings()
+        from weft.comm.gpu_settings import library_settings
+
+        yield CheckLine("gpus", "settings", "; ".join(library_settings()))
     if count and not torch.cuda.is_available():
         cause = "CUDA_VISIBLE_DEVICES hides them" if torch.version.cuda else "this torch is built for the CPU"
         remedy = "Unset CUDA_VISIBLE_DEVICES." if torch.version.cuda else "Install a CUDA build: https://pytorch.org"
         yield CheckLine("gpus", "torch", f"sees no GPU: {cause}, or the driver is too old", "fail", remedy)
 
 
-def settings() -> CheckLine:
-    """Settings of torch and NCCL on a GPU, from the environment or from Weft's defaults."""
-    from weft.comm.gpu_settings import library_settings
-
-    return CheckLine("gpus", "settings", "; ".join(library_settings()))
-
-
 def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
-    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, in one line or one per GPU.
-
-    Args:
-        pci_ids: one per GPU, such as "0000:3b:00.0".
-    """
+    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, in one line or one per GPU."""
     from weft.comm.gpu_settings import Topology, choose_cores
 
     if not hasattr(os, "sched_getaffinity"):
@@ -160,9 +152,8 @@ def system() -> Iterator[CheckLine]:
     """Operating system, and the type of container, if any."""
     libc = " ".join(platform.libc_ver()).strip()
     container = ", in a container" if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() else ""
-    yield CheckLine(
-        "machine", "system", f"{platform.system()} {platform.release()} {platform.machine()} {libc}{container}"
-    )
+    text = f"{platform.system()} {platform.release()} {platform.machine()} {libc}{container}"
+    yield CheckLine("machine", "system", text)
 
 
 def processor() -> Iterator[CheckLine]:
@@ -171,15 +162,17 @@ def processor() -> Iterator[CheckLine]:
     physical = psutil.cpu_count(logical=False)
     cores = f"{usable_cores()} usable of {psutil.cpu_count()} logical, {physical or '?'} physical"
     yield CheckLine("machine", "cpu", f"{model or platform.processor() or 'unknown'}; {cores}")
-    yield CheckLine(
-        "machine", "cpu flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of the relevant ones"
-    )
+    found = " ".join(flag for flag in _FLAGS if flag in flags)
+    yield CheckLine("machine", "cpu flags", found or "none of the relevant ones")
 
 
 def memory() -> Iterator[CheckLine]:
     """RAM, the container's limit, and shared memory."""
     ram = psutil.virtual_memory()
-    limit = _cgroup_limit()
+    limit = None
+    for file in ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory.max"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path(file).read_text())
     text = f"{format_bytes(ram.available)} free of {format_bytes(ram.total)}"
     if limit is not None and limit < ram.total:
         text += f"; the container may use {format_bytes(limit)}"
@@ -230,15 +223,6 @@ def _cpu() -> tuple[str, set[str]]:
     return facts.get("model name", ""), set((facts.get("flags") or facts.get("Features", "")).split())
 
 
-def _cgroup_limit() -> int | None:
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return int(Path(file).read_text())
-        except (OSError, ValueError):
-            continue
-    return None
-
-
 def _disk(name: str, folder: Path) -> CheckLine:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
@@ -254,7 +238,6 @@ def _disk(name: str, folder: Path) -> CheckLine:
 
 
 def _write_speed(folder: Path) -> float:
-    """Measure the write speed to the disk in bytes per second with a temporary file."""
     block = os.urandom(2**20)
     path = folder / f".weft-doctor-{os.getpid()}"
     begin = time.perf_counter()
@@ -300,12 +283,15 @@ def loopback() -> Iterator[CheckLine]:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken = probe.connect_ex(("127.0.0.1", 29500)) == 0
-    text = f"ports can be opened on 127.0.0.1; {_port_range()}"
-    if taken:
-        remedy = "Give torchrun another --master-port; `weft train` finds a free one itself."
-        yield CheckLine("network", "loopback", f"{text}; 29500, torchrun's usual port, is in use", "warn", remedy)
-    else:
-        yield CheckLine("network", "loopback", f"{text}; 29500, torchrun's usual port, is free")
+    ports = "the system's port range is unknown"
+    with contextlib.suppress(OSError, ValueError):
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        ports = f"the system assigns ports {low} to {high}"
+    text = (
+        f"ports can be opened on 127.0.0.1; {ports}; 29500, torchrun's usual port, is {'in use' if taken else 'free'}"
+    )
+    remedy = "Give torchrun another --master-port; `weft train` finds a free one itself." if taken else ""
+    yield CheckLine("network", "loopback", text, "warn" if taken else "ok", remedy)
 
 
 def interfaces() -> Iterator[CheckLine]:
@@ -317,9 +303,8 @@ def interfaces() -> Iterator[CheckLine]:
     yield CheckLine("network", "interfaces", ", ".join(parts) or "none")
     infiniband = Path("/sys/class/infiniband")
     if infiniband.is_dir():
-        yield CheckLine(
-            "network", "infiniband", ", ".join(sorted(device.name for device in infiniband.iterdir())) or "none"
-        )
+        devices = ", ".join(sorted(device.name for device in infiniband.iterdir()))
+        yield CheckLine("network", "infiniband", devices or "none")
 
 
 def hostname() -> Iterator[CheckLine]:
@@ -340,18 +325,10 @@ def variables() -> Iterator[CheckLine]:
     yield CheckLine("environment", "variables", "; ".join(shown) or "no relevant variables")
 
 
-def _port_range() -> str:
-    try:
-        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-        return f"the system assigns ports {low} to {high}"
-    except (OSError, ValueError):
-        return "the system's port range is unknown"
-
-
 # Versions, and torch's build options.
 
-_NEEDED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "pyarrow", "psutil", "matplotlib",
-           "tomli-w", "nvidia-ml-py")  # fmt: skip
+_NEEDED = ("numpy", "fsspec", "pydantic", "typer", "rich", "safetensors", "tokenizers", "pyarrow", "psutil",
+           "matplotlib", "tomli-w", "nvidia-ml-py", "starlette", "uvicorn")  # fmt: skip
 _OPTIONAL = ("transformers",)
 
 
@@ -375,9 +352,8 @@ def namesake() -> Iterator[CheckLine]:
 def versions() -> Iterable[CheckLine]:
     """Versions of Weft, Python and the packages that Weft depends on."""
     yield CheckLine("software", "weft", weft.__version__)
-    yield CheckLine(
-        "software", "python", f"{platform.python_version()} ({platform.python_implementation()}, {_home()})"
-    )
+    home = "virtual environment" if sys.prefix != sys.base_prefix else "system"
+    yield CheckLine("software", "python", f"{platform.python_version()} ({platform.python_implementation()}, {home})")
     found, missing = [], []
     for package in (*_NEEDED, *_OPTIONAL):
         try:
@@ -401,9 +377,8 @@ def torch_build() -> Iterator[CheckLine]:
     from torch.cuda import nccl
 
     cuda = torch.version.cuda or "none (CPU build)"
-    yield CheckLine(
-        "software", "torch", f"{torch.__version__}, CUDA {cuda}, cuDNN {torch.backends.cudnn.version() or 'none'}"
-    )
+    cudnn = torch.backends.cudnn.version() or "none"
+    yield CheckLine("software", "torch", f"{torch.__version__}, CUDA {cuda}, cuDNN {cudnn}")
     if not dist.is_available():
         remedy = "Install a build of torch with distributed support."
         yield CheckLine("software", "distributed", "torch was built without it", "fail", remedy)
@@ -415,10 +390,6 @@ def torch_build() -> Iterator[CheckLine]:
     count = torch.cuda.device_count()
     devices = f"{count} x cuda" if count else "cpu only"
     yield CheckLine("software", "torch devices", f"{devices}; {torch.get_num_threads()} threads in one process")
-
-
-def _home() -> str:
-    return "virtual environment" if sys.prefix != sys.base_prefix else "system"
 
 
 # Two ranks on this machine that connect and run an all-reduce, as a minimal test of training on several ranks.
@@ -440,14 +411,8 @@ class TwoRanks:
     def _start(self, rank: int, port: str) -> subprocess.Popen[str]:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         variables = env.child_env(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
-        return subprocess.Popen(
-            [sys.executable, "-m", "weft.cli.doctor"],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command, pipe = [sys.executable, "-m", "weft.cli.doctor"], subprocess.PIPE
+        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
     def two_ranks(self) -> Iterator[CheckLine]:
         """Wait for the result and return its lines."""
@@ -463,9 +428,8 @@ class TwoRanks:
         for rank, (process, (out, err)) in enumerate(zip(self._ranks, ends, strict=True)):
             if process.returncode or "sum 3.0" not in out:
                 last = (err.strip().splitlines() or ["no output"])[-1]
-                yield CheckLine(
-                    "network", "two ranks", f"gloo all_reduce failed on rank {rank}: {last}", "fail", _REMEDY
-                )
+                text = f"gloo all_reduce failed on rank {rank}: {last}"
+                yield CheckLine("network", "two ranks", text, "fail", _REMEDY)
                 return
         connect_s, sum_s = (float(ends[0][0].split()[index]) for index in (3, 5))
         text = f"gloo: connected in {1e3 * connect_s:.0f} ms, all_reduce in {1e3 * sum_s:.1f} ms"

@@ -20,7 +20,7 @@ import typer
 
 from weft import env
 from weft.checkpoint.load import list_checkpoints
-from weft.cli.console import print_line, table
+from weft.cli.console import print_line, split_words, table
 from weft.cli.launch.launch import count_ranks, usable_cores, visible_gpus
 from weft.config.files import load_config
 from weft.errors import ConfigError, LaunchError, did_you_mean
@@ -143,7 +143,11 @@ class Trial:
         row = DrillRow(self.kind, rank=self.rank)
         folder = RunFolder(self.place / self.kind)
         try:
-            with _port_taken(self.kind == "port_taken"):
+            with socket.socket() as taken:
+                if self.kind == "port_taken":
+                    with contextlib.suppress(OSError):  # already in use, which has the same effect
+                        taken.bind(("", 29500))
+                        taken.listen()
                 self._to_the_end(row, folder)
         except (subprocess.TimeoutExpired, RuntimeError) as error:
             row.error = str(error)
@@ -168,10 +172,13 @@ class Trial:
                 finally:
                     process.kill()
                     process.wait()
-            if process.returncode == 0 and _is_done(folder):
+            events = read_events(folder.events)
+            if process.returncode == 0 and events and events[-1].get("reason") == "finished":
                 break
         else:
-            raise RuntimeError(f"the command ended with exit code {process.returncode}: {_last_line(log)}")
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            last = next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "")
+            raise RuntimeError(f"the command ended with exit code {process.returncode}: {last}")
         if not happened:
             raise RuntimeError("the fault did not happen: the run has too few steps for it")
 
@@ -182,7 +189,6 @@ class Trial:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env.child_env(WEFT_DRILL=text))
 
     def _watch(self, process: subprocess.Popen[bytes], row: DrillRow, folder: RunFolder, end: float) -> bool:
-        """Wait for the process to end, recording detection and recovery times. Return True if the fault occurred."""
         acted = False
         while True:
             over = process.poll() is not None
@@ -291,26 +297,6 @@ def _newest(folder: RunFolder) -> Path:
     return Path(str(list_checkpoints(folder.checkpoints)[-1]))
 
 
-def _is_done(folder: RunFolder) -> bool:
-    events = read_events(folder.events)
-    return bool(events) and events[-1].get("reason") == "finished"
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "")
-
-
-@contextlib.contextmanager
-def _port_taken(wanted: bool) -> Any:
-    with socket.socket() as taken:
-        if wanted:
-            with contextlib.suppress(OSError):  # already in use, which is just as good
-                taken.bind(("", 29500))
-                taken.listen()
-        yield
-
-
 # `weft drill`.
 
 #: A drill needs two checkpoints before its fault and a step after it.
@@ -339,8 +325,6 @@ def drill(
     Each fault gets a separate run of a few steps, whose last checkpoint is compared with an undisturbed run's. Exit
     code 0 if the run survived all faults, else 1. The config's own run is not touched.
     """
-    from weft.cli.console import split_words
-
     path, overrides = split_words(words)
     config = load_config(path, overrides).config
     if config.launch.replicas_apart:
@@ -351,7 +335,10 @@ def drill(
     kinds = chosen(faults, num_ranks)
     if config.train.epochs is not None:
         raise ConfigError("train.epochs: a drill counts steps. Use a config without train.epochs.")
-    place = _drill_folder(keep)
+    if keep is not None and keep.exists():
+        raise ConfigError(f"--keep {keep}: it is there already. Give a folder that is not there yet.")
+    place = Path(tempfile.mkdtemp(prefix="weft-drill-")) if keep is None else keep.resolve()
+    place.mkdir(parents=True, exist_ok=True)
     given = [
         *words, f"run.dir={place}", f"train.steps={steps}", f"checkpoint.every={every}", "checkpoint.keep=3",
         "train.max_bad_steps=0", "train.on_bad=restart", "launch.restarts=3", "launch.restart_pause=1s",
@@ -370,8 +357,8 @@ def drill(
             rows.append(row)
             with (place / ROWS_NAME).open("a") as out:  # a drill takes long, so write each result
                 out.write(json.dumps({**row.as_json(), "seed": seed}) + "\n")
-            told = "survived" if row.survived else row.error or row.state
-            print_line(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")
+            result = "survived" if row.survived else row.error or row.state
+            print_line(f"{len(rows)} of {len(kinds)}: {kind}: {result}, back in {_seconds(row.back_s)}")
     finally:
         if keep is None:
             shutil.rmtree(place, ignore_errors=True)
@@ -401,15 +388,6 @@ def report(rows: list[DrillRow]) -> list[str]:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} s"
-
-
-def _drill_folder(keep: Path | None) -> Path:
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="weft-drill-"))
-    if keep.exists():
-        raise ConfigError(f"--keep {keep}: it is there already. Give a folder that is not there yet.")
-    keep.mkdir(parents=True)
-    return keep.resolve()
 
 
 def _undisturbed(words: list[str], place: Path, limit_s: float) -> RunFolder:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,48 +64,45 @@ def export_weights(
         what = "this checkpoint has a full model. Leave --merge out"
         other = "the base is known for runs of weft train alone. Use --like with the folder of the base"
         raise ConfigError(f"--merge: {what if adapter is None else other}.")
-    refuse_existing(out)
+    with _new_folder(out) as draft:
+        if adapter is not None and like is None and not merged:
+            _write_adapter(checkpoint, adapter, draft, dtype, run)
+        elif like is not None:
+            _write_pretrained(checkpoint, group, draft, dtype, like)
+        elif run is not None:
+            from weft.train.tasks.export import exported_tensors, write_companions
+
+            tensors = exported_tensors(run, checkpoint, merged=merged, widened=dtype is not None)
+            written = write_files(tensors, "model", draft, dtype)
+            write_companions(run, checkpoint, draft, written)
+        else:
+            entries = checkpoint.entries(group)
+            names = [name for name, entry in entries.items() if entry.same_as is None]
+            write_files(((name, checkpoint.block(f"{group}/{name}")) for name in names), group, draft, dtype)
+            tied = {name: entry.same_as for name, entry in entries.items() if entry.same_as is not None}
+            if tied:
+                (draft / "shared_names.json").write_text(json.dumps(tied, indent=1) + "\n")
+    return sorted(out.iterdir())
+
+
+@contextmanager
+def _new_folder(out: Path) -> Generator[Path]:
+    """Yield a folder that becomes `out` at the end of the block. Raise ConfigError if `out` is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-export-") as work:
             draft = Path(work) / "out"
             draft.mkdir()
-            if adapter is not None and like is None and not merged:
-                _write_adapter(checkpoint, adapter, draft, dtype, run)
-            elif like is not None:
-                _write_pretrained(checkpoint, group, draft, dtype, like)
-            elif run is not None:
-                from weft.train.tasks.export import exported_tensors, write_companions
-
-                tensors = exported_tensors(run, checkpoint, merged=merged, widened=dtype is not None)
-                written = write_files(tensors, "model", draft, dtype)
-                write_companions(run, checkpoint, draft, written)
-            else:
-                _write_shards(checkpoint, group, draft, dtype)
+            yield draft
             if out.exists():
                 out.rmdir()
             os.rename(draft, out)
     except OSError as error:
         raise CheckpointError(f"OUT={out}: it cannot be written ({error.strerror}). Give another folder.") from error
-    return sorted(out.iterdir())
-
-
-def refuse_existing(out: Path) -> None:
-    """Raise ConfigError for a folder that is not empty."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(
-            f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
-        )
-
-
-def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
-    """Write a group with its own names."""
-    entries = checkpoint.entries(group)
-    own = ((name, checkpoint.block(f"{group}/{name}")) for name, entry in entries.items() if entry.same_as is None)
-    write_files(own, group, out, dtype)
-    tied = {name: entry.same_as for name, entry in entries.items() if entry.same_as is not None}
-    if tied:
-        (out / "shared_names.json").write_text(json.dumps(tied, indent=1) + "\n")
 
 
 def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
@@ -163,7 +161,6 @@ def converted(block: RawArray, dtype: str | None) -> RawArray:
 
 
 def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None, like: Path) -> None:
-    """Write a folder with transformers, and copy the other files of `like`."""
     try:
         import torch
         import transformers
@@ -198,15 +195,7 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
 def _write_adapter(
     checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run.
-
-    Args:
-        checkpoint: an open checkpoint.
-        said: the checkpoint's record of its adapter.
-        out: output folder.
-        dtype: a key of DTYPES.
-        run: a `weft train` run, whose base the adapter's config then names.
-    """
+    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run."""
     import torch
 
     from weft.models.adapters import Adapted
@@ -268,19 +257,10 @@ def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: floa
     """
     from weft.train.weights.foreign_checkpoint import pickled_weights
 
-    refuse_existing(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-convert-") as work:
-            read, draft = Path(work) / "read", Path(work) / "out"
-            read.mkdir()
-            draft.mkdir()
-            tensors, left_out = pickled_weights(source, read, limit_s)
-            write_files(tensors, "model", draft, dtype)
-            copy_companions(source, draft)
-            if out.exists():
-                out.rmdir()
-            os.rename(draft, out)
-    except OSError as error:
-        raise CheckpointError(f"OUT={out}: it cannot be written ({error.strerror}). Give another folder.") from error
+    with _new_folder(out) as draft:
+        read = draft.with_name("read")
+        read.mkdir()
+        tensors, left_out = pickled_weights(source, read, limit_s)
+        write_files(tensors, "model", draft, dtype)
+        copy_companions(source, draft)
     return sorted(out.iterdir()), left_out

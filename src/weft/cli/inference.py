@@ -58,7 +58,10 @@ def generate(
     ] = False,
 ) -> None:
     """Answer a question with a model that was trained on conversations, or continue a text with any other."""
-    _refuse_conflicts(raw=raw, system=system, messages=messages, chat=chat, prompt=prompt)
+    if raw and (system or messages or chat):
+        raise ConfigError("--raw: it leaves out the chat template, which --system, --messages and --chat need.")
+    if messages is not None and (chat or prompt is not None):
+        raise ConfigError(f"--messages={messages}: the file is the conversation. Leave out --prompt and --chat.")
     turns, tools = _read_messages(messages) if messages is not None else ([], "")
     if not (run / "config.json").is_file() or (run / "config.toml").is_file():
         refuse_no_run(run)
@@ -85,13 +88,6 @@ def generate(
         print(text + model.continue_text(text, section, seed, stops))
 
 
-def _refuse_conflicts(*, raw: bool, system: str, messages: Path | None, chat: bool, prompt: str | None) -> None:
-    if raw and (system or messages or chat):
-        raise ConfigError("--raw: it leaves out the chat template, which --system, --messages and --chat need.")
-    if messages is not None and (chat or prompt is not None):
-        raise ConfigError(f"--messages={messages}: the file is the conversation. Leave out --prompt and --chat.")
-
-
 def _system(text: str) -> list[Turn]:
     from weft.data.text.turns import Turn
 
@@ -99,7 +95,6 @@ def _system(text: str) -> list[Turn]:
 
 
 def _read_messages(path: Path) -> tuple[list[Turn], str]:
-    """Return the turns of a file and the JSON of its tools."""
     from weft.data.text.turns import Unusable, read_turns
 
     try:
@@ -123,7 +118,6 @@ def _read_messages(path: Path) -> tuple[list[Turn], str]:
 def _converse(
     model: TextModel, turns: list[Turn], prompt: str | None, section: SampleSection, seed: int, stops: tuple[str, ...]
 ) -> None:
-    """Answer the input line by line until it ends."""
     from weft.data.text.turns import Turn
 
     while True:
@@ -184,7 +178,10 @@ def evaluate(
     if not names:
         raise ConfigError("--tasks: it names no task. Use --tasks arc_easy or a task of --task-folder.")
     known = _known_tasks(task_folder)
-    _expect_tasks(known, names)
+    for name in names:
+        if not known.match_tasks([name]):
+            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
+            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
     from weft.checkpoint.load import load_checkpoint
 
     folder, opened = _trained(run), load_checkpoint(one_of(run), verify=True)
@@ -193,7 +190,12 @@ def evaluate(
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".weft-eval-") as work:
         model = _written(opened, folder, Path(work) / "model", dtype)
         found = _figures(model, known, names, batch_size, settings)
-    file = _store_results(folder.path / "evals" / f"step_{opened.step:08d}.json", found)
+    file = folder.path / "evals" / f"step_{opened.step:08d}.json"
+    file.parent.mkdir(exist_ok=True)
+    before = json.loads(file.read_text()) if file.is_file() else {}  # results of other tasks at the same step
+    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps(before | found, indent=1) + "\n")
+    os.replace(draft, file)
     if as_json:
         print(json.dumps({"step": opened.step, "tasks": found}, indent=1))
         return
@@ -203,7 +205,6 @@ def evaluate(
 
 
 def _known_tasks(folder: Path | None) -> Any:
-    """Return lm-eval's list of tasks, with the tasks of a folder."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-folder={folder}: there is no such folder. Give one with YAML files of tasks.")
     try:
@@ -213,13 +214,6 @@ def _known_tasks(folder: Path | None) -> Any:
             raise
         raise MissingExtra("lm-eval", "eval", "weft eval") from error
     return TaskManager(include_path=str(folder) if folder is not None else None)
-
-
-def _expect_tasks(known: Any, names: Sequence[str]) -> None:
-    for name in names:
-        if not known.match_tasks([name]):
-            hint = did_you_mean(name, known.all_tasks) or " `lm-eval ls tasks` lists those that lm-eval has."
-            raise ConfigError(f"--tasks={name}: lm-eval has no such task.{hint}")
 
 
 def _expect_data(known: Any, names: Sequence[str]) -> None:
@@ -250,7 +244,6 @@ def _trained(run: str) -> RunFolder:
 
 
 def _written(opened: Checkpoint, folder: RunFolder, out: Path, dtype: str | None) -> Path:
-    """Write the checkpoint's full model in transformers' format, with an adapter merged."""
     from weft.cli.export import expect_format, export_weights
 
     expect_format(dtype)
@@ -261,7 +254,6 @@ def _written(opened: Checkpoint, folder: RunFolder, out: Path, dtype: str | None
 def _figures(
     model: Path, known: Any, names: Sequence[str], batch_size: int, settings: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return lm-eval's results of each task by name."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -276,16 +268,6 @@ def _figures(
         task: {key.removesuffix(",none"): value for key, value in figures.items() if key not in _SILENT}
         for task, figures in results.items()
     }
-
-
-def _store_results(file: Path, found: dict[str, dict[str, Any]]) -> Path:
-    """Store results together with those for other tasks at the same step."""
-    file.parent.mkdir(exist_ok=True)
-    before = json.loads(file.read_text()) if file.is_file() else {}
-    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(before | found, indent=1) + "\n")
-    os.replace(draft, file)
-    return file
 
 
 def _table(found: dict[str, dict[str, Any]]) -> list[str]:

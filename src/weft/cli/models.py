@@ -58,11 +58,12 @@ def build_model(name: str) -> tuple[Any, Any]:
 
     with torch.device("meta"):
         if ":" in name:
-            return _from_function(name)
+            from weft.models.inspect.dry_run import call_function
+
+            built, rest = call_function(name)
+            return built, rest[0] if rest and not callable(rest[0]) else None
         folder = Path(name)
-        if name in model_names():
-            return _from_size(name), None
-        if (folder / "config.json").exists() or folder.name == "config.json":
+        if name not in model_names() and ((folder / "config.json").exists() or folder.name == "config.json"):
             return hugging_face.model_of_config(hugging_face.load_model_config(folder)), None
         return _from_size(name), None
 
@@ -75,13 +76,6 @@ def _from_size(name: str) -> Any:
         hint = did_you_mean(name, model_names()) or " `weft models` lists the sizes."
         raise ModelError(f"model={name}: not a size, a folder with a config.json, or package.module:function.{hint}")
     return build_decoder(decoder_spec(name), device="meta")
-
-
-def _from_function(name: str) -> tuple[Any, Any]:
-    from weft.models.inspect.dry_run import call_function
-
-    built, rest = call_function(name)
-    return built, rest[0] if rest and not callable(rest[0]) else None
 
 
 # `weft models`: the named model sizes.

@@ -300,7 +300,7 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
     """
     from weft.cli.console import print_line
     from weft.config.model_spec import size_hides
-    from weft.config.toml_values import MODEL_CODE
+    from weft.config.parsing import MODEL_CODE
     from weft.config.traced_model import TracedModel
     from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_model
 

@@ -22,8 +22,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, show, 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart.", show_default=False)]
 PriceOption = Annotated[
-    str | None,
-    typer.Option("--price", metavar="PRICE", help="Price of one device, such as 2.5usd/h, to show costs."),
+    str | None, typer.Option("--price", metavar="PRICE", help="Price of one device, such as 2.5usd/h, to show costs.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Why = Annotated[str, typer.Option(help="Reason for the run's events.")]
@@ -116,7 +115,10 @@ def compare(
         if as_json:
             typer.echo(json.dumps(found, indent=1))
         else:
-            _print_compared(found)
+            figures = [(name, *(_cell(value) for value in values)) for name, values in found["figures"].items()]
+            print("\n".join([*table([("", *found["runs"]), *figures]), ""]))
+            settings = ((key, *values) for key, values in found["settings"].items())
+            _print_rows([("setting", *found["runs"]), *settings], "all settings are equal")
         raise typer.Exit(int(bool(found["settings"])))
     started = first_start(run)
     now = {**_next_start(run, words or []), "world_size": started.get("world_size")}
@@ -147,7 +149,6 @@ def first_start(run: Path) -> dict[str, Any]:
 
 
 def _next_start(run: Path, words: list[str]) -> dict[str, Any]:
-    """Return the context of a command that would be typed now."""
     from weft.cli.console import split_words
     from weft.config.files import load_config
     from weft.train.folder import RunFolder
@@ -159,7 +160,6 @@ def _next_start(run: Path, words: list[str]) -> dict[str, Any]:
 
 
 def _comparable(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat keys for comparison, with plans parsed."""
     from weft.config.plan import Plan
 
     kept = {key: event[key] for key in ("weft", "torch", "python", "machine", "data", "config") if key in event}
@@ -177,13 +177,9 @@ def _print_changes(run: Path, started: Mapping[str, Any], changes: list[tuple[st
     from datetime import datetime
 
     when = datetime.fromtimestamp(float(started.get("time", 0))).isoformat(sep=" ", timespec="seconds")
-    if "config" not in started:
-        print(
-            f"{run}: started {when} by a version of Weft that did not record config and machine; comparing versions "
-            "and plan only:"
-        )
-    else:
-        print(f"{run}: started {when} at step {started.get('step', 0)}")
+    old = "by a version of Weft that did not record config and machine; comparing versions and plan only:"
+    began = f"at step {started.get('step', 0)}"
+    print(f"{run}: started {when} {began if 'config' in started else old}")
     _print_rows([("", "started", "now"), *changes], "nothing changed since")
 
 
@@ -200,7 +196,6 @@ def _print_rows(rows: list[tuple[str, ...]], if_none: str) -> None:
 
 
 def _compared_runs(runs: list[Path]) -> dict[str, Any]:
-    """Return the settings that differ between runs, and the figures of each, as lists in the order of the runs."""
     from weft.monitor.dashboard.top import comparison
 
     tables = [_comparable(first_start(run)) for run in runs]
@@ -209,18 +204,6 @@ def _compared_runs(runs: list[Path]) -> dict[str, Any]:
         for key, first, value in changed_values(tables[0], other):
             settings.setdefault(key, [first] * len(runs))[at] = value
     return {"runs": [str(run) for run in runs], "figures": comparison(runs), "settings": settings}
-
-
-def _print_compared(found: Mapping[str, Any]) -> None:
-    head = ("", *found["runs"])
-    figures = [(name, *(_cell(value) for value in values)) for name, values in found["figures"].items()]
-    for line in table([head, *figures]):
-        print(line)
-    print()
-    _print_rows(
-        [("setting", *found["runs"]), *((key, *values) for key, values in found["settings"].items())],
-        "all settings are equal",
-    )
 
 
 def _cell(value: Any) -> str:
@@ -262,9 +245,7 @@ def rollback(
 
 @app.command("lower-lr")
 def lower_lr(
-    run: Run,
-    factor: Annotated[float, typer.Option(help="Multiply the learning rate by this.")] = 0.5,
-    why: Why = "",
+    run: Run, factor: Annotated[float, typer.Option(help="Multiply the learning rate by this.")] = 0.5, why: Why = ""
 ) -> None:
     """Lower the learning rate from the next step on, and after resumes too."""
     if not 0 < factor <= 1:
@@ -333,10 +314,8 @@ def send(run: Run) -> None:
     if not wanted:
         raise ConfigError(f"{run}: its config has no sink that keeps a past. Add a table [[sink]] to its config.toml.")
     values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-    pumps = [
-        Pump(one.name or one.kind, make_sink, SinkJob(one, folder.path, config.run.name, values), print_line)
-        for one in wanted
-    ]
+    jobs = [SinkJob(sink, folder.path, config.run.name, values) for sink in wanted]
+    pumps = [Pump(job.settings.name or job.settings.kind, make_sink, job, print_line) for job in jobs]
     for pump in pumps:
         pump.start()
         pump.finish()

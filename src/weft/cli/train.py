@@ -88,7 +88,6 @@ def execute(spec: LaunchSpec) -> None:
 
 
 def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
-    """Prepare the run, and start the ranks of one world on this machine, again after failures."""
     config, world = spec.config, spec.world
     # Exit in this order: the server must end before the lock is released.
     with _rendezvous(spec), ExitStack() as held, ExitStack() as until_over:
@@ -135,7 +134,6 @@ def _rendezvous(spec: LaunchSpec) -> AbstractContextManager[None]:
 
 
 def _run_rank(spec: LaunchSpec) -> None:
-    """Run one of the ranks that torchrun or srun started. Ends the process if training fails."""
     from weft.cli.launch.copy_holder import copy_home
     from weft.comm.mesh import open_store
     from weft.comm.store import RankZeroMessage

@@ -90,13 +90,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Selection among all plans.
-
-    Attributes:
-        full: run every plan.
-        sample: maximum number of plans.
-        part: (2, 10) selects the second of 10 parts.
-    """
+    """Selection among all plans: every one, at most `sample` of them, or (2, 10), the second of 10 parts."""
 
     full: bool = False
     sample: int | None = None
@@ -105,10 +99,8 @@ class _Choice:
 
 def read_part(text: str | None) -> tuple[int, int]:
     """Parse `2/10` as (2, 10), and no text as a single part. Raise ConfigError for other texts."""
-    if text is None:
-        return 1, 1
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+    number, _, count = (text or "1/1").partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise ConfigError(f"part={text}: a part has the form NUMBER/COUNT. Use e.g. 2/10.")
     return int(number), int(count)
 
@@ -131,7 +123,7 @@ def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
 
 
 def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool) -> int:
-    from weft.config.plan_rules import check
+    from weft.config.rules.plan_rules import check
     from weft.verify.matrix import layout_of, legal
     from weft.verify.subject import Sweep, covering_plans
     from weft.verify.verifier import Verifier

@@ -49,7 +49,6 @@ def largest(x: Tensor, axis: Axis) -> Tensor:
 
 
 def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Join the ranks' tensors along `dim`."""
     if (operator := _compiled(axis, "join")) is not None:
         return operator(x, dim)
     if dim == 0:
@@ -59,10 +58,8 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's slice along `dim` of the sum over the ranks.
-
-    Raises:
-        CommError: if dim is not a multiple of the axis's size.
+    """Return this rank's slice along `dim` of the sum over the ranks. Raises CommError if dim is not a multiple of the
+    axis's size.
     """
     size = share(x, axis, dim)
     if (operator := _compiled(axis, "sum_part")) is not None:
@@ -87,11 +84,7 @@ def is_join(operator: Any) -> bool:
 
 
 def share(x: Tensor, axis: Axis, dim: int) -> int:
-    """Return the size of each rank's slice of `dim`.
-
-    Raises:
-        CommError: if dim is not a multiple of the axis's size.
-    """
+    """Return the size of each rank's slice of `dim`. Raises CommError if dim is not a multiple of the axis's size."""
     size, rest = divmod(x.shape[dim], axis.size)
     if rest:
         raise CommError(
@@ -105,10 +98,7 @@ def prepare_operators(axis: Axis, others: Mapping[str, Operator] | None = None) 
     """Make torch operators for the collectives over this axis, so that compiled graphs can contain them.
 
     Call it before compiling code that uses the axis. The operators are unregistered when the axis is freed.
-
-    Args:
-        axis: the ranks.
-        others: additional operators by name, for `operator_of`.
+    others: additional operators by name, for `operator_of`.
     """
     if axis.size > 1 and "add_up" not in axis.operators:
         functions: dict[str, Callable[..., Any]] = {
@@ -136,8 +126,7 @@ class _Library:
     """Operators of one axis, in a torch namespace that is deleted with this object."""
 
     def __init__(self, axis: Axis, known: Mapping[str, Operator]):
-        self.axis = axis
-        self._known = known
+        self.axis, self._known = axis, known
         self._space = f"{_SPACE}{id(self)}"
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 
@@ -200,12 +189,7 @@ def sum_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def gather_from(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Join the ranks' tensors along `dim`; backward sums the gradients and returns this rank's slice.
 
-    Use it when each rank continues with a part of the computation.
-
-    Args:
-        x: has the same shape on all ranks.
-        axis: the ranks.
-        dim: grows by the size of the axis.
+    Use it when each rank continues with a part of the computation. x: has the same shape on all ranks.
     """
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim % x.dim())
 
@@ -213,26 +197,15 @@ def gather_from(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 def gather_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Join the ranks' tensors along `dim`; backward returns this rank's slice of the gradient, without a sum.
 
-    Use it when all ranks continue with the same computation.
-
-    Args:
-        x: has the same shape on all ranks.
-        axis: the ranks.
-        dim: grows by the size of the axis.
+    Use it when all ranks continue with the same computation. x: has the same shape on all ranks.
     """
     return x if axis.size == 1 else _GatherSlice.apply(x, axis, dim % x.dim())
 
 
 def scatter_sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's slice along `dim` of the sum of the ranks' tensors.
+    """Return this rank's slice along `dim` of the sum of the ranks' tensors. x: has the same shape on all ranks.
 
-    Args:
-        x: has the same shape on all ranks.
-        axis: the ranks.
-        dim: shrinks by the size of the axis.
-
-    Raises:
-        CommError: if dim is not a multiple of the axis's size.
+    Raises CommError if dim is not a multiple of the axis's size.
     """
     return x if axis.size == 1 else _ScatterSum.apply(x, axis, dim % x.dim())
 
@@ -240,13 +213,7 @@ def scatter_sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 def slice_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Return this rank's slice along `dim` of a tensor that is equal on all ranks.
 
-    Args:
-        x: has the same values on all ranks.
-        axis: the ranks.
-        dim: shrinks by the size of the axis.
-
-    Raises:
-        CommError: if dim is not a multiple of the axis's size.
+    x: has the same values on all ranks. Raises CommError if dim is not a multiple of the axis's size.
     """
     return x if axis.size == 1 else _SliceTo.apply(x, axis, dim % x.dim())
 
@@ -256,12 +223,8 @@ def exchange(
 ) -> torch.Tensor:
     """Exchange `send` and `receive` rows with each rank; backward exchanges the gradients in reverse.
 
-    Args:
-        x: (sum of `send`, ...), the rows for each rank in order.
-        axis: the ranks.
-        send: number of rows for each rank, in order of the axis.
-        receive: number of rows from each rank.
-        most: maximum number of rows that any rank sends to another. If None, the ranks exchange it first.
+    x: (sum of `send`, ...), the rows for each rank in order. send: number of rows for each rank, in order of the axis.
+    most: maximum number of rows that any rank sends to another. If None, the ranks exchange it first.
     """
     return x if axis.size == 1 else _Exchange.apply(x, axis, tuple(send), tuple(receive), most)
 
@@ -270,13 +233,7 @@ def exchange_dims(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) ->
     """Return each rank's slice of `split_dim` from all ranks, joined along `join_dim` in order of the axis.
 
     With heads as split_dim and sequence as join_dim, this is the exchange of Ulysses (Jacobs et al. 2023, arXiv
-    2309.14509).
-
-    Args:
-        x: has the same shape on all ranks.
-        axis: the ranks.
-        split_dim: shrinks by the size of the axis.
-        join_dim: grows by the size of the axis.
+    2309.14509). x: has the same shape on all ranks.
     """
     return x if axis.size == 1 else _ExchangeDims.apply(x, axis, split_dim % x.dim(), join_dim % x.dim())
 
@@ -287,7 +244,6 @@ def max_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's slice along `dim`."""
     return x.narrow(dim, axis.rank * (size := share(x, axis, dim)), size)
 
 

@@ -12,6 +12,9 @@ summed. If summands must be decoded first, an all_reduce rounds the sums once mo
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
 
 from weft.comm.mesh import Axis
@@ -37,11 +40,8 @@ _COMBINED = {
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wire: Coder | None = None) -> torch.Tensor:
     """Combine `tensor` over the axis, in place, and return it.
 
-    Args:
-        tensor: contiguous, of any shape, with a dtype that can be reduced.
-        axis: the ranks.
-        op: "sum", "max" or "min".
-        wire: encodes the values for communication, or None to send them unencoded.
+    tensor: contiguous, of any shape, with a dtype that can be reduced. wire: encodes the values for communication, or
+    None to send them unencoded.
     """
     return start_all_reduce(tensor, axis, op, wire=wire).wait()
 
@@ -51,12 +51,8 @@ def start_all_reduce(
 ) -> Pending:
     """Begin `all_reduce`. Do not touch the tensor before `wait()` of the returned object.
 
-    Args:
-        tensor: as in `all_reduce`.
-        axis: the ranks.
-        op: "sum", "max" or "min".
-        parts: the input, if it is not in `tensor` yet. The result is written to `tensor`.
-        wire: as in `all_reduce`.
+    tensor: as in `all_reduce`. parts: the input, if it is not in `tensor` yet. The result is written to `tensor`. wire:
+    as in `all_reduce`.
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
@@ -77,17 +73,10 @@ def all_gather(
 ) -> torch.Tensor:
     """Gather all ranks' shards in order of the axis, flat (size * numel), or in `out` of any shape.
 
-    Over an axis of size 1 without `out`, this returns the shard itself, flat.
-
-    Args:
-        shard: tensor of any dtype and shape, with the same number of elements on every rank. It may be this rank's
-            slice of `out`; then it is not copied.
-        axis: the ranks.
-        out: contiguous, of the shard's dtype, with size * numel elements. None allocates a new tensor.
-        wire: encodes the values for communication, or None to send them unencoded.
-
-    Raises:
-        CommError: if `out` does not fit, or a rank has exited.
+    Over an axis of size 1 without `out`, this returns the shard itself, flat. shard: tensor of any dtype and shape,
+    with the same number of elements on every rank. It may be this rank's slice of `out`; then it is not copied. out:
+    contiguous, of the shard's dtype, with size * numel elements. None allocates a new tensor. wire: encodes the values
+    for communication, or None to send them unencoded. Raises CommError if `out` does not fit, or a rank has exited.
     """
     return start_all_gather(shard, axis, out, wire).wait()
 
@@ -97,11 +86,7 @@ def start_all_gather(
 ) -> Pending:
     """Begin `all_gather`. Do not touch `shard` or `out` before `wait()` of the returned object.
 
-    Args:
-        shard: as in `all_gather`.
-        axis: the ranks.
-        out: as in `all_gather`.
-        wire: as in `all_gather`.
+    shard: as in `all_gather`. out: as in `all_gather`. wire: as in `all_gather`.
     """
     name = f"all_gather over {axis.label}"
     _check_out(name, shard, out, shard.numel() * axis.size, f"{axis.size} shards of {shard.numel()} elements")
@@ -117,51 +102,36 @@ def start_all_gather(
     return Pending(out, axis, Operation("all_gather", axis.label, source, flat))
 
 
+def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """Gather each rank's JSON value, in order of the axis. device: device of the collectives."""
+    text = json.dumps(value).encode()
+    longest = int(all_reduce(torch.tensor([len(text)], device=device), axis, op="max"))
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    return [json.loads(row.numpy().tobytes()) for row in all_gather(padded, axis).view(axis.size, -1).cpu()]
+
+
 def reduce_scatter(
-    flat: torch.Tensor,
-    axis: Axis,
-    out: torch.Tensor | None = None,
-    op: str = "sum",
-    wire: Coder | None = None,
+    flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum", wire: Coder | None = None
 ) -> torch.Tensor:
     """Combine `flat` over the axis and return this rank's slice, flat (numel / size) or in `out` of any shape.
 
-    Over an axis of size 1 without `out`, this returns the tensor itself, flat.
-
-    Args:
-        flat: tensor of any shape, read as (numel,), with a dtype that can be reduced. numel is a multiple of the axis's
-            size.
-        axis: the ranks.
-        out: contiguous, of the same dtype, with numel / size elements. It may be this rank's slice of `flat`; the rest
-            of `flat` is then left unchanged. None allocates a new tensor.
-        op: "sum", "max" or "min".
-        wire: encodes the values for communication, or None to send them unencoded.
-
-    Raises:
-        CommError: if the sizes do not fit, or a rank has exited.
+    Over an axis of size 1 without `out`, this returns the tensor itself, flat. flat: tensor of any shape, read as
+    (numel,), with a dtype that can be reduced. numel is a multiple of the axis's size. out: contiguous, of the same
+    dtype, with numel / size elements. It may be this rank's slice of `flat`; the rest of `flat` is then left unchanged.
+    None allocates a new tensor. wire: encodes the values for communication, or None to send them unencoded.
+    Raises CommError if the sizes do not fit, or a rank has exited.
     """
     return start_reduce_scatter(flat, axis, out, op, wire).wait()
 
 
 def start_reduce_scatter(
-    flat: torch.Tensor | Parts,
-    axis: Axis,
-    out: torch.Tensor | None = None,
-    op: str = "sum",
-    wire: Coder | None = None,
+    flat: torch.Tensor | Parts, axis: Axis, out: torch.Tensor | None = None, op: str = "sum", wire: Coder | None = None
 ) -> Pending:
     """Begin `reduce_scatter`. Do not touch `flat` or `out` before `wait()` of the returned object.
 
-    Args:
-        flat: as in `reduce_scatter`; the result has its dtype. `Parts` (a flat tensor in several parts) need op="sum"
-            and an `out`.
-        axis: the ranks.
-        out: as in `reduce_scatter`.
-        op: "sum", "max" or "min".
-        wire: as in `reduce_scatter`.
-
-    Raises:
-        CommError: if numel is not a multiple of the axis's size, or `out` does not fit.
+    flat: as in `reduce_scatter`; the result has its dtype. `Parts` (a flat tensor in several parts) need op="sum" and
+    an `out`. out: as in `reduce_scatter`. wire: as in `reduce_scatter`.
+    Raises CommError if numel is not a multiple of the axis's size, or `out` does not fit.
     """
     if isinstance(flat, Parts):
         assert out is not None
@@ -193,13 +163,8 @@ def start_reduce_scatter(
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Copy `tensor` from the axis's rank `source` to all its ranks, in place, and return it.
 
-    Args:
-        tensor: contiguous, of any dtype, with the same shape on all ranks.
-        axis: the ranks.
-        source: index of the sending rank on the axis.
-
-    Raises:
-        CommError: if `source` is not a rank of the axis.
+    tensor: contiguous, of any dtype, with the same shape on all ranks.
+    Raises CommError if `source` is not a rank of the axis.
     """
     if not 0 <= source < axis.size:
         raise CommError(

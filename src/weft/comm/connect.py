@@ -48,10 +48,8 @@ TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transpor
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport that an axis's ranks agreed on.
-
-    `ranks` are global. `device` is "cpu" or "cuda". `planned_s` is the predicted time of all calls so far, if links
-    were measured.
+    """The transport that an axis's ranks agreed on. `ranks` are global. `device` is "cpu" or "cuda". `planned_s` is the
+    predicted time of all calls so far, if links were measured.
     """
 
     ranks: tuple[int, ...]
@@ -73,7 +71,6 @@ def transports(mesh: Mesh) -> list[Choice]:
 
 
 def links_of(axis: Axis) -> list[Link]:
-    """Return all links of the axis's mesh."""
     return cast("list[Link]", list(axis.links.values()))
 
 
@@ -99,13 +96,8 @@ def sends_short_summands(axis: Axis, device: torch.device) -> bool:
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
     """Choose the axis's transport again, or use the one given. All ranks of the axis must call this.
 
-    Args:
-        axis: the ranks.
-        device: device type of the tensors, "cpu" or "cuda".
-        transport: name of the transport to use, or None for the best one.
-
-    Raises:
-        CommError: if the ranks cannot connect, or cannot use the given transport.
+    device: device type of the tensors, "cpu" or "cuda". transport: name of the transport to use, or None for the best
+    one. Raises CommError if the ranks cannot connect, or cannot use the given transport.
     """
     assert axis.group is not None, "an axis of size 1 has no other rank"
     axis.pulse.waiting = _Rendezvous(axis)
@@ -215,10 +207,7 @@ def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) 
     host, place = divmod(axis.rank, block)
     neighbours, peers = axis.ranks[host * block :][:block], axis.ranks[place::block]
     limit_s, words = timeout_s(backend_of(group, torch.device("cpu"))), "the ranks of one host"
-    within = (
-        SharedLink(segments[0], neighbours, limit_s, words),
-        SharedLink(segments[1], neighbours, limit_s, words),
-    )
+    within = (SharedLink(segments[0], neighbours, limit_s, words), SharedLink(segments[1], neighbours, limit_s, words))
     # Groups for this axis only: another axis may have the same peers, and would post operations in another order on
     # each rank.
     name = f"between hosts of {zlib.crc32(repr(axis.ranks).encode()):08x}"

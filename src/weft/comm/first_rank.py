@@ -24,10 +24,6 @@ def run_once(text: str, act: Callable[[], None]) -> None:
 
     Every rank runs it if the ranks share no store, the store is unreachable, or the first rank exited before it
     finished.
-
-    Args:
-        text: names the action.
-        act: the action.
     """
     store = _shared_store()
     key = f"weft/once/{env.restart_count()}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

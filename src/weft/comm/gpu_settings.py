@@ -44,10 +44,8 @@ VARIABLES = (
 
 
 def prepare_gpu() -> None:
-    """Set the variables that libraries read, before this process first uses its GPU.
-
-    Matrix products of bf16 and fp16 accumulate in fp32, also if a kernel splits the product. By default torch allows
-    reduced-precision reductions there.
+    """Set the variables that libraries read, before this process first uses its GPU. Matrix products of bf16 and fp16
+    accumulate in fp32, also if a kernel splits the product. By default torch allows reduced-precision reductions there.
     """
     for one in VARIABLES:
         if not (one.or_name and env.get(one.or_name)):
@@ -58,14 +56,12 @@ def prepare_gpu() -> None:
 
 
 def multiply_as_planned(precision: str, device: torch.device) -> None:
-    """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32.
+    """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32. The
+    flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default
+    torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are
+    set, because torch and its compiler raise an error if the two disagree.
 
-    The flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default
-    torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are set,
-    because torch and its compiler raise an error if the two disagree.
-
-    Raises:
-        PlanError: with tf32, for a device without TF32.
+    Raises PlanError with tf32, for a device without TF32.
     """
     if precision == "tf32" and (why := _without_tf32(device)):
         raise PlanError(f"precision=tf32: {why}. Use precision=fp32.")
@@ -123,14 +119,9 @@ def _attention() -> dict[str, bool]:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of this rank.
+    """Return the device of this rank. kind: "auto" (a GPU if available), "cpu" or "cuda".
 
-    Args:
-        kind: "auto" (a GPU if available), "cpu" or "cuda".
-        local_rank: rank on this machine.
-
-    Raises:
-        PlanError: if the machine has no GPU, or none for this rank.
+    Raises PlanError if the machine has no GPU, or none for this rank.
     """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
@@ -250,13 +241,8 @@ def choose_cores(
 ) -> CoreChoice:
     """Return the cores of a rank: its share of the cores of its GPU's NUMA node.
 
-    Args:
-        topology: this machine's topology.
-        allowed: cores that this process may use now.
-        gpus: PCI ids of the GPUs of this machine's ranks, by local rank.
-        local_rank: this rank on this machine.
-        apart: True if each rank may have a separate control group, as under srun. A narrower core set was then chosen
-            for it.
+    gpus: PCI ids of the GPUs of this machine's ranks, by local rank. apart: True if each rank may have a separate
+    control group, as under srun. A narrower core set was then chosen for it.
     """
     nodes, given = topology.nodes(), topology.online() if apart else topology.allowed_cores()
     if len(nodes) < 2:
@@ -289,8 +275,7 @@ def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:
 def bind(cores: Cores) -> None:
     """Run this process and its children on these cores only. Threads with another affinity keep theirs.
 
-    Raises:
-        OSError: if the system does not allow it.
+    Raises OSError if the system does not allow it.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -303,11 +288,7 @@ def bind(cores: Cores) -> None:
 
 
 def cores_of_rank(num_ranks: int) -> int:
-    """Return how many cores this rank may use: its share of the cores, or all of a set that only this rank has.
-
-    Args:
-        num_ranks: ranks on this machine.
-    """
+    """Return how many cores this rank may use: its share of the cores, or all of a set that only this rank has."""
     if not hasattr(os, "sched_getaffinity"):
         return max(1, (os.cpu_count() or 1) // num_ranks)
     own = os.sched_getaffinity(0)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from weft.comm.heartbeat import Heartbeat, Wait
 from weft.comm.mesh import LIMIT_S, Axis, Mesh
 from weft.comm.private_torch import connect_store, default_store, nccl_trace
-from weft.comm.signed_store import StoreKey, store_key
+from weft.comm.store import StoreKey, store_key
 from weft.comm.transports.shared_memory import host_mark
 from weft.private_torch import Store
 from weft.units import format_seconds
@@ -33,11 +33,10 @@ _NOT_USER = ("/torch/", "/weft/", "<frozen", "/lib/python")
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Status of a rank that makes no progress.
-
-    `since` is in seconds of the epoch. `waits_for` describes a collective, or is "" if the rank is not in one. `ranks`
-    are its members and `late` the members identified as late. `phase` is the work in progress. With `may_take_long` a
-    long duration is normal. `frame` is the current Python line. `in_step` is True during a training step.
+    """Status of a rank that makes no progress. `since` is in seconds of the epoch. `waits_for` describes a collective,
+    or is "" if the rank is not in one. `ranks` are its members and `late` the members identified as late. `phase` is
+    the work in progress. With `may_take_long` a long duration is normal. `frame` is the current Python line. `in_step`
+    is True during a training step.
     """
 
     rank: int
@@ -65,11 +64,9 @@ Ask = Callable[[int], RankStatus | None]
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """Result of a hang analysis.
-
-    `text` is for the user. `culprits` are the ranks that the others wait for. `is_calm` is True if all culprits do work
-    that may take long. `standing` lists (ranks, status) of the ranks involved, with ranks of the same status in one
-    entry.
+    """Result of a hang analysis. `text` is for the user. `culprits` are the ranks that the others wait for. `is_calm`
+    is True if all culprits do work that may take long. `standing` lists (ranks, status) of the ranks involved, with
+    ranks of the same status in one entry.
     """
 
     text: str
@@ -79,12 +76,7 @@ class HangReport:
 
 
 def hang_event(state: str, found: HangReport) -> dict[str, object]:
-    """Return a report as an event.
-
-    Args:
-        state: "fired", or "ended" once all ranks continue.
-        found: the report.
-    """
+    """Return a report as an event."""
     event: dict[str, object] = {"event": "hang", "state": state, "ranks": found.culprits[:_MOST_ASKED]}
     if found.standing:
         event["standing"] = [[list(ranks), where] for ranks, where in found.standing]
@@ -92,9 +84,8 @@ def hang_event(state: str, found: HangReport) -> dict[str, object]:
 
 
 def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
-    """Find the ranks that wait for no rank and that `start` waits for, directly or through other ranks.
-
-    The status is None for a rank that recorded none. The result is empty if the ranks wait for each other in a cycle.
+    """Find the ranks that wait for no rank and that `start` waits for, directly or through other ranks. The status is
+    None for a rank that recorded none. The result is empty if the ranks wait for each other in a cycle.
     """
     known: dict[int, RankStatus | None] = {start.rank: start}
     found: dict[int, RankStatus | None] = {}
@@ -117,15 +108,9 @@ def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
 def report(
     waiter: RankStatus, ask: Ask, process_of: Callable[[int], str], *, now: float, rest: str, zero: int
 ) -> HangReport:
-    """Build the report of `waiter` and the ranks that it waits for.
-
-    Args:
-        waiter: a rank that waits.
-        ask: reads another rank's status.
-        process_of: returns a sentence on the state of another rank's process, as far as this machine can determine it.
-        now: seconds of the epoch.
-        rest: sentences on the end of the wait and the location of the stacks.
-        zero: the plan's ZeRO stage.
+    """Build the report of `waiter` and the ranks that it waits for. process_of: returns a sentence on the state of
+    another rank's process, as far as this machine can determine it. now: seconds of the epoch. rest: sentences on the
+    end of the wait and the location of the stacks.
     """
     culprits = find_culprits(waiter, ask)
     since = f"since {time.strftime('%H:%M:%S', time.localtime(waiter.since))} ({format_seconds(now - waiter.since)})"
@@ -186,7 +171,6 @@ def _names(ranks: Iterable[int]) -> str:
 
 
 def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bool]], in_step: bool) -> RankStatus:
-    """Return this rank's status."""
     waits_for, ranks = wait.where() if wait is not None else ("", ())
     late = wait.late() if wait is not None else ()
     phase, may_take_long = phases[-1] if phases else ("", False)
@@ -194,9 +178,8 @@ def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bo
 
 
 def main_frame() -> str:
-    """Return the main thread's current line in user code, such as 'train.py:40 in evaluate'.
-
-    If no user code is on the stack, this is the innermost line.
+    """Return the main thread's current line in user code, such as 'train.py:40 in evaluate'. If no user code is on the
+    stack, this is the innermost line.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # documented
     innermost = frame
@@ -209,11 +192,8 @@ def main_frame() -> str:
 
 
 def process_state(rank: int, pid: int | None) -> str:
-    """Return a sentence on the state of a rank's process.
-
-    Args:
-        rank: the rank.
-        pid: its process id, or None if it runs on another machine or is unknown.
+    """Return a sentence on the state of a rank's process. pid: its process id, or None if it runs on another machine or
+    is unknown.
     """
     if pid is None:
         return f"Rank {rank} does not respond; it is on another machine."
@@ -234,10 +214,7 @@ def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int,
     """Return the oldest collective that a device has not finished, from torch's flight recorder.
 
     Returns ("", ()) if there is no such collective.
-
-    Args:
-        traces: output of `_dump_nccl_trace_json`.
-        axis_of: torch's group name -> (axis, its global ranks).
+    traces: output of `_dump_nccl_trace_json`. axis_of: torch's group name -> (axis, its global ranks).
     """
     try:
         entries = json.loads(traces).get("entries", [])
@@ -256,24 +233,34 @@ def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int,
 WARN_AFTER_S = 60.0
 #: A wait of this many usual steps is a hang, but not before this many seconds.
 _STEPS_OF_A_HANG, _LEAST_S = 20.0, 10.0
+#: The ranks need time to record their status before one of them reports, which is after warn_after_s. In ticks.
+_GRACE_TICKS = 3
 _STORE_TIMEOUT = datetime.timedelta(seconds=10)
 _PREFIX = "weft/watch/"
 #: Keys set while a wait is reported: the reporting rank, the waiting rank, a request to dump stacks.
 _TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}alarm"
 
 
+@dataclass(slots=True)
+class _Standstill:
+    """Time without progress. said: this rank's recorded status. report: what this rank reported."""
+
+    since: float
+    seconds: float = 0.0
+    said: RankStatus | None = None
+    report: HangReport | None = None
+    is_teller: bool = False
+    dumped: bool = False
+
+
 class Watch(threading.Thread):
     """Watches one rank until `close`. A later watch of the same process takes over the watched heartbeats.
 
     Args:
-        mesh: this rank's mesh.
-        tell: shows a line to the user.
         warn_after_s: seconds without progress before a warning. None: 20 usual steps, at least 10 s, or a minute if
             step times are unknown.
         limit_s: the group's timeout in seconds.
-        limit_name: the setting that changes it.
         stacks: stream for Python stacks; None is stderr.
-        where_stacks: description of that stream.
         owns_process: True if faulthandler's timer is free for use. Stacks are then dumped even if the interpreter is
             stuck.
         on_report: on the reporting rank, called with "fired" or "ended" and the report.
@@ -297,20 +284,17 @@ class Watch(threading.Thread):
         self._notify_all, self._on_report = tell, on_report
         self._follows_steps = warn_after_s is None
         warn_after_s = min(WARN_AFTER_S, limit_s / 2) if warn_after_s is None else warn_after_s
-        self._warn_after_s, self._limit_s, self._limit_name = warn_after_s, limit_s, limit_name
+        self._warn_after_s, self._limit = warn_after_s, (limit_s, limit_name)
         self._stacks = stacks or sys.__stderr__
-        self._where_stacks = where_stacks
-        self._owns_process = owns_process
+        self._where_stacks, self._owns_process = where_stacks, owns_process
         self._tick_s = min(1.0, warn_after_s / 4)
-        #: The ranks need time to record their status before one of them reports, which is after warn_after_s.
-        self._grace_s = 3 * self._tick_s
         self._pulses: list[Heartbeat] = [mesh.pulse]
         self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
         self._end = threading.Event()
         self._store: Store | None = None
         self._key: StoreKey | None = None
         self._armed = 0.0
-        self._forget(time.time())
+        self._still = _Standstill(time.time())
         self._looked = time.monotonic()
         self._seen: tuple[object, ...] = ()
         for other in threading.enumerate():
@@ -358,80 +342,63 @@ class Watch(threading.Thread):
             self._armed = now
 
     def _look(self) -> None:
-        """Check for progress, once per tick."""
         seen = tuple((pulse.moved, id(pulse.waiting)) for pulse in self._pulses)
         # Do not count time in which this process was stopped or the machine slept.
         now = time.monotonic()
         passed_s, self._looked = min(now - self._looked, 2 * self._tick_s), now
         if seen != self._seen:
             self._seen = seen
-            said, told, is_teller, seconds = (
-                self._said,
-                self._in_one_sentence,
-                self._is_teller,
-                time.time() - self._since,
-            )
-            self._forget(time.time())
-            if said is not None:
-                self._go_on(told, is_teller, seconds)
+            ended, self._still = self._still, _Standstill(time.time())
+            if ended.said is not None:
+                self._go_on(ended, self._still.since - ended.since)
             return
-        self._still_s += passed_s
-        if self._still_s >= self._deadline_s() - self._grace_s:
+        self._still.seconds += passed_s
+        if self._still.seconds >= self._deadline_s() - _GRACE_TICKS * self._tick_s:
             self._stand_still()
 
     def _deadline_s(self) -> float:
-        """Return the seconds without progress that count as a hang."""
         usual = max((pulse.usual_s() for pulse in self._pulses), default=0.0) if self._follows_steps else 0.0
-        return min(max(_LEAST_S, _STEPS_OF_A_HANG * usual), self._limit_s / 2) if usual else self._warn_after_s
-
-    def _forget(self, now: float) -> None:
-        self._since, self._still_s = now, 0.0
-        self._said: RankStatus | None = None
-        self._in_one_sentence: HangReport | None = None
-        self._is_teller = self._dumped = False
+        return min(max(_LEAST_S, _STEPS_OF_A_HANG * usual), self._limit[0] / 2) if usual else self._warn_after_s
 
     def _stand_still(self) -> None:
         """Record this rank's status, report if this rank is the reporter, and dump stacks if requested."""
         store = self._open()
-        if self._said is None:
-            self._said = self._status()
-            self._put(store, f"{_PREFIX}{self._rank}", self._said.to_text())
-            if self._said.waits_for:
+        if self._still.said is None:
+            self._still.said = self._status()
+            self._put(store, f"{_PREFIX}{self._rank}", self._still.said.to_text())
+            if self._still.said.waits_for:
                 self._put(store, _WAITER, str(self._rank))
-        if self._in_one_sentence is None and self._is_reporter(store):
+        if self._still.report is None and self._is_reporter(store):
             self._report_hang(store)
-        if not self._dumped and self._read(_ALARM):
+        if not self._still.dumped and self._read(_ALARM):
             self._dump()
 
     def _is_reporter(self, store: Store) -> bool:
         """Return True if this rank reports: rank 0, which has the terminal, or else the first waiting rank."""
-        assert self._said is not None
-        over_s = self._still_s - self._deadline_s()
-        if not self._is_teller:
-            waits = bool(self._said.waits_for) and over_s >= self._grace_s
+        assert self._still.said is not None
+        over_s = self._still.seconds - self._deadline_s()
+        if not self._still.is_teller:
+            waits = bool(self._still.said.waits_for) and over_s >= _GRACE_TICKS * self._tick_s
             may = bool(self._read(_WAITER)) if self._rank == 0 else waits
-            self._is_teller = may and self._becomes_teller(store)
-        return self._is_teller and over_s >= 0
-
-    def _becomes_teller(self, store: Store) -> bool:
-        """Return True if no other rank reports yet. An unsigned value in the store is ignored."""
-        assert self._key is not None
-        signed = self._key.sign(_TELLER, str(self._rank))
-        teller = self._key.opened(_TELLER, store.compare_set(_TELLER, "", signed.decode()))
-        return teller is None or teller.decode() == str(self._rank)
+            if may:  # and no other rank reports yet; an unsigned value in the store is ignored
+                assert self._key is not None
+                signed = self._key.sign(_TELLER, str(self._rank))
+                teller = self._key.opened(_TELLER, store.compare_set(_TELLER, "", signed.decode()))
+                self._still.is_teller = teller is None or teller.decode() == str(self._rank)
+        return self._still.is_teller and over_s >= 0
 
     def _report_hang(self, store: Store) -> None:
-        assert self._said is not None
-        waiter = self._said
+        assert self._still.said is not None
+        waiter = self._still.said
         if not waiter.waits_for:
             rank = self._read(_WAITER)
             if not rank:
                 return  # it went on in the meantime
             waiter = self._ask(int(rank)) or waiter
         found = self._report(waiter, self._ask, self._process_of)
-        if found.is_calm and self._still_s < self._warn_after_s:
+        if found.is_calm and self._still.seconds < self._warn_after_s:
             return  # a save takes its time
-        self._in_one_sentence = found
+        self._still.report = found
         self._put(store, _ALARM, "1")
         self._notify_all(found.text)
         self._hand_on("fired", found)
@@ -443,11 +410,10 @@ class Watch(threading.Thread):
     def _report(
         self, waiter: RankStatus, ask: Callable[[int], RankStatus | None], of: Callable[[int], str]
     ) -> HangReport:
-        end = time.strftime("%H:%M:%S", time.localtime(waiter.since + self._limit_s))
-        rest = f"The wait ends at {end} ({self._limit_name}); Python stacks are in {self._where_stacks}."
-        usual, planned = (
-            max(found) for found in zip(*((one.usual_s(), one.planned_s) for one in self._pulses), strict=True)
-        )
+        end = time.strftime("%H:%M:%S", time.localtime(waiter.since + self._limit[0]))
+        rest = f"The wait ends at {end} ({self._limit[1]}); Python stacks are in {self._where_stacks}."
+        usual = max(one.usual_s() for one in self._pulses)
+        planned = max(one.planned_s for one in self._pulses)
         if usual:
             beside = f" (planned: {format_seconds(planned)})" if planned else ""
             rest = f"A step usually takes {format_seconds(usual)}{beside}. {rest}"
@@ -456,19 +422,24 @@ class Watch(threading.Thread):
     def _report_lost_store(self, error: Exception) -> None:
         """Report once from local information, because the store does not answer."""
         self._store = None
-        if self._said is None or not self._said.waits_for or self._in_one_sentence is not None or self._end.is_set():
+        if (
+            self._still.said is None
+            or not self._still.said.waits_for
+            or self._still.report is not None
+            or self._end.is_set()
+        ):
             return
-        self._in_one_sentence = self._report(
-            self._said,
+        self._still.report = self._report(
+            self._still.said,
             lambda _: None,
             lambda rank: f"The state of rank {rank} is unknown: the ranks' store does not answer.",
         )
-        self._notify_all(self._in_one_sentence.text)
-        self._hand_on("fired", self._in_one_sentence)
+        self._notify_all(self._still.report.text)
+        self._hand_on("fired", self._still.report)
         self._dump()
 
-    def _go_on(self, told: HangReport | None, is_teller: bool, seconds: float) -> None:
-        """Withdraw the report after progress."""
+    def _go_on(self, ended: _Standstill, seconds: float) -> None:
+        told = ended.report
         if told is not None and not told.is_calm:
             names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
             verb = "continue" if len(told.culprits) != 1 else "continues"
@@ -477,21 +448,21 @@ class Watch(threading.Thread):
             self._hand_on("ended", replace(told, text=text, standing=()))
         store = self._open()
         store.delete_key(f"{_PREFIX}{self._rank}")
-        if is_teller:
+        if ended.is_teller:
             for key in (_ALARM, _WAITER, _TELLER):
                 store.delete_key(key)
 
     def _status(self) -> RankStatus:
         wait: Wait | None = next((pulse.waiting for pulse in self._pulses if pulse.waiting is not None), None)
         phases = [phase for pulse in self._pulses for phase in pulse.phases]
-        own = stand(self._rank, self._since, wait, phases, any(pulse.in_step for pulse in self._pulses))
+        own = stand(self._rank, self._still.since, wait, phases, any(pulse.in_step for pulse in self._pulses))
         if own.waits_for or not (axes := self._axes()):
             return own
         # A device runs behind the host: this rank waits for the collective that the device has not finished.
         dump = nccl_trace()
         names = {str(axis.group.group_name): (axis.label, axis.ranks) for axis in axes if axis.group is not None}
         what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
-        return stand(self._rank, self._since, _OnDevice(what, ranks), phases, own.in_step) if what else own
+        return stand(self._rank, self._still.since, _OnDevice(what, ranks), phases, own.in_step) if what else own
 
     def _ask(self, rank: int) -> RankStatus | None:
         text = self._read(f"{_PREFIX}{rank}")
@@ -518,11 +489,15 @@ class Watch(threading.Thread):
         return self._store
 
     def _dump(self) -> None:
-        self._dumped = True
-        if self._stacks is None or self._said is None:
+        self._still.dumped = True
+        if self._stacks is None or self._still.said is None:
             return
-        what = f"waits in {self._said.waits_for}" if self._said.waits_for else self._said.phase or "calls no collective"
-        clock = time.strftime("%H:%M:%S", time.localtime(self._since))
+        what = (
+            f"waits in {self._still.said.waits_for}"
+            if self._still.said.waits_for
+            else self._still.said.phase or "calls no collective"
+        )
+        clock = time.strftime("%H:%M:%S", time.localtime(self._still.since))
         try:
             print(f"--- rank {self._rank} {what} since {clock}; its Python stacks: ---", file=self._stacks, flush=True)
             faulthandler.dump_traceback(self._stacks)
@@ -530,14 +505,15 @@ class Watch(threading.Thread):
             return  # a stream without a file, as in a notebook
 
 
+@dataclass(frozen=True, slots=True)
 class _OnDevice:
     """A collective that the device has not finished."""
 
-    def __init__(self, what: str, ranks: tuple[int, ...]):
-        self._where = what, ranks
+    what: str
+    ranks: tuple[int, ...]
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        return self._where
+        return self.what, self.ranks
 
     def late(self) -> tuple[int, ...]:
         return ()

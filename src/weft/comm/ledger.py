@@ -15,14 +15,10 @@ _MOST_UNREAD = 2**14
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """Sum over the calls of one operation on one axis.
-
-    `num_bytes` counts the tensors on this rank in their wire format. `sent_bytes` counts the bytes that this rank sent
-    to others; it is 0 over nccl, which does not report it. `off_host_bytes` is the part of it that left this rank's
-    host.
-
-    `seconds` is the time that computation waited: the host's, or the device compute stream's if the host does not wait.
-    Time overlapped by other work is not included.
+    """Sum over the calls of one operation on one axis. `num_bytes` counts the tensors on this rank in their wire
+    format. `sent_bytes` counts the bytes that this rank sent to others; it is 0 over nccl, which does not report it.
+    `off_host_bytes` is the part of it that left this rank's host. `seconds` is the time that computation waited: the
+    host's, or the device compute stream's if the host does not wait. Time overlapped by other work is not included.
     """
 
     calls: int = 0
@@ -53,8 +49,6 @@ class Ledger:
         """Add one call.
 
         Args:
-            axis: its name.
-            operation: such as "all_reduce".
             num_bytes: size of the tensor on this rank, in its wire format.
             seconds: time that the host waited, or an object that returns how long the device's stream waited.
             sent_bytes: bytes that this rank sent to others.

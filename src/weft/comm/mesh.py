@@ -8,7 +8,7 @@ import ipaddress
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from weft import env
 from weft.comm.gpu_settings import multiply_as_planned
 from weft.comm.heartbeat import Heartbeat
 from weft.comm.missing_ranks import connection_error, note_arrival, noticed, wait_for_host
-from weft.comm.rank_positions import ENDS, EXPERT_AXES, Reader, joined, members_of, strides
 from weft.config.plan import AXES, Plan
 from weft.errors import CommError, LaunchError, PlanError, WeftError
 from weft.private_torch import (
@@ -31,6 +30,68 @@ from weft.private_torch import (
     groups_made,
     naming_group,
 )
+
+#: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
+EXPERT_AXES = ("beside_ep", "ep")
+#: The first and the last stage of a pipeline, which may share a weight.
+ENDS = "ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One of the ranks that read different samples: number `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def for_rank(cls, rank: int, ranks: tuple[int, ...]) -> Reader:
+        """Return the reader of a rank among the given ranks. ranks: the ranks that read different samples, in order."""
+        return cls(ranks.index(rank), len(ranks))
+
+    def in_replica(self, replica: int, plan: Plan) -> Reader:
+        """Return the reader of the same rank if its world is one replica of several."""
+        order, size = plan.axis_order, self.size * plan.dp_replicate
+        if order.index("dp_replicate") < order.index("dp_shard"):
+            return Reader(replica * self.size + self.rank, size)
+        return Reader(self.rank * plan.dp_replicate + replica, size)
+
+
+def joined(names: Iterable[str]) -> str:
+    """Return the name of several axes joined, the same under every order of the plan."""
+    order = (ENDS, *AXES, *EXPERT_AXES)
+    return "*".join(sorted(names, key=lambda name: order.index(name.partition("/")[0])))
+
+
+def strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Return (stride in ranks, size) of each axis."""
+    stride = 1
+    found: dict[str, tuple[int, int]] = {}
+    for name, size in reversed(plan.axis_sizes().items()):
+        found[name] = (stride, size)
+        stride *= size
+    found["ep"] = (1, plan.ep)
+    found["beside_ep"] = (plan.ep, plan.dp_shard * plan.cp * plan.tp // plan.ep)
+    for name in names:
+        axis, slash, number = name.partition("/")
+        if slash and axis in AXES and number.isdigit() and int(number) and found[axis][1] % int(number) == 0:
+            found[name] = (found[axis][0], int(number))
+    return found
+
+
+def members_of(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
+    places = strides(plan, names)
+    along = [places["pp" if name == ENDS else name] for name in names]
+    base = rank - sum(rank // stride % size * stride for stride, size in along)
+    members = [base]
+    for name, (stride, size) in zip(names, along, strict=True):
+        steps = sorted({0, size - 1}) if name == ENDS else range(size)
+        members = [member + step * stride for member in members for step in steps]
+    return tuple(members)
+
+
+# Axes and their groups.
 
 
 class Waited(Protocol):
@@ -47,15 +108,8 @@ class RecordsCall(Protocol):
     def __call__(
         self, axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
     ) -> None:
-        """Record one call.
-
-        Args:
-            axis: its name.
-            operation: such as "all_reduce".
-            num_bytes: size of the tensor on this rank, in its wire format.
-            seconds: time that computation waited.
-            sent_bytes: bytes that this rank sent to others.
-            off_host_bytes: the part of `sent_bytes` that left its host.
+        """Record one call. num_bytes: size of the tensor on this rank, in its wire format. sent_bytes: bytes that this
+        rank sent to others. off_host_bytes: the part of `sent_bytes` that left its host.
         """
         ...
 
@@ -144,11 +198,9 @@ class Mesh:
         route: str = "auto",
         link_profile: str = "",
     ):
-        self.plan = plan
-        self.rank = rank
+        self.plan, self.rank = plan, rank
         self.world_size = plan.world_size
-        self.device = device
-        self._record = record
+        self.device, self._record = device, record
         self._route, self._link_profile = route, link_profile
         self._hosts: dict[int, bytes] = {}
         self._axes: dict[tuple[str, ...], Axis] = {}
@@ -165,9 +217,8 @@ class Mesh:
         self.reader = Reader.for_rank(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """Return the axis of that name, or several joined.
-
-        Joining creates a process group, so all ranks of the axis must call it.
+        """Return the axis of that name, or several joined. Joining creates a process group, so all ranks of the axis
+        must call it.
         """
         key = self._key((names,) if isinstance(names, str) else names)
         if key not in self._axes:
@@ -250,7 +301,6 @@ class Mesh:
 
 class ReplicaMesh(Mesh):
     """One replica as a separate world: its `dp_replicate` has one rank, and its `world` contains the replica's ranks.
-
     Ranks keep their global numbers. Axes, groups, links and the heartbeat are shared with the full mesh.
     """
 
@@ -346,16 +396,11 @@ def join_ranks(
 ) -> None:
     """Join the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
-    Args:
-        place: this rank and the world size.
-        device: this rank's device.
-        timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout.
-        store: the store from `open_store`, if the caller has opened it already.
-        tell: called with a line about ranks that are missing after some seconds; None writes it to stderr.
-
-    Raises:
-        CommError: if the ranks cannot connect, or the existing group does not fit.
-        LaunchError: if ranks that a program other than `weft train` starts cannot connect.
+    timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout. store: the store
+    from `open_store`, if the caller has opened it already. tell: called with a line about ranks that are missing after
+    some seconds; None writes it to stderr.
+    Raises CommError if the ranks cannot connect, or the existing group does not fit. Raises LaunchError if ranks that a
+    program other than `weft train` starts cannot connect.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -367,8 +412,11 @@ def join_ranks(
     store = store or open_store(place, timeout_s)
     try:
         store.set_timeout(timeout)
-        if _as_loopback(place.master_addr) is not None:
-            _keep_gloo_at_home()
+        # Ranks of one machine. By default gloo listens on the address to which the hostname resolves.
+        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+        names = [found for _, found in socket.if_nameindex()]
+        if _as_loopback(place.master_addr) is not None and loopback in names:
+            env.default_for_libraries(GLOO_SOCKET_IFNAME=loopback)
         # A rank that joins, leaves and joins again must not read the keys of the first time. The count is kept here
         # and not in the store, where other processes could change it.
         _joined[place.master_addr, place.master_port] += 1
@@ -390,10 +438,8 @@ def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
     """Return the store of this job's ranks. On a single machine it listens on the loopback interface only.
 
     Rank 0 may host it, so keep it until all ranks have left.
-
-    Raises:
-        CommError: if the ranks of `weft train` cannot connect.
-        LaunchError: if ranks of another launcher cannot connect.
+    Raises CommError if the ranks of `weft train` cannot connect. Raises LaunchError if ranks of another launcher cannot
+    connect.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)
@@ -437,15 +483,8 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
 def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
     """Return a store for other processes of this machine.
 
-    It listens on `address` only, unlike torch's stores, which listen on all interfaces.
-
-    Args:
-        address: IPv4 or IPv6.
-        port: 0 picks a free one (see `.port`).
-        timeout: how long a read waits for its key.
-
-    Raises:
-        OSError: if the port is in use.
+    It listens on `address` only, unlike torch's stores, which listen on all interfaces. port: 0 picks a free one (see
+    `.port`). Raises OSError if the port is in use.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as own:
@@ -470,16 +509,6 @@ def _as_loopback(host: str) -> str | None:
     except ValueError:
         return None
     return str(address) if address.is_loopback else None
-
-
-def _keep_gloo_at_home() -> None:
-    """Restrict gloo to the loopback interface, for ranks of one machine.
-
-    By default gloo listens on the address to which the hostname resolves.
-    """
-    name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if name is not None and name in (found for _, found in socket.if_nameindex()):
-        env.default_for_libraries(GLOO_SOCKET_IFNAME=name)
 
 
 def leave_ranks() -> None:

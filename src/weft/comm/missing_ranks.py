@@ -36,10 +36,8 @@ def missing_ranks(store: Store, world_size: int) -> list[int]:
 
 
 def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
-    """Wait until rank 0's store accepts connections. torch's attempts would fill the terminal with stack traces.
-
-    Raises:
-        OSError: if it cannot be reached in time.
+    """Wait until rank 0's store accepts connections. torch's attempts would fill the terminal with stack traces. Raises
+    OSError if it cannot be reached in time.
     """
     end, pause_s = time.monotonic() + limit_s, 0.05
     while True:
@@ -57,12 +55,8 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 
 @contextmanager
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
-    """Print once within the block which ranks are missing, if it takes more than a few seconds.
-
-    Args:
-        place: this rank.
-        store: the rendezvous store, or None while this rank tries to reach it.
-        tell: called with the line; None writes it to stderr.
+    """Print once within the block which ranks are missing, if it takes more than a few seconds. store: the rendezvous
+    store, or None while this rank tries to reach it. tell: called with the line; None writes it to stderr.
     """
     if place.starter == "weft":  # its launcher watches the processes of all ranks
         yield
@@ -71,10 +65,14 @@ def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None]
     def notice() -> None:
         missing = [0] if store is None else missing_ranks(_own(store), place.world_size)
         if missing and not over.is_set():
-            (tell or _to_stderr)(
+            text = (
                 f"rank {place.rank} of {place.world_size} waits for {_named(missing)} at "
                 f"{place.master_addr}:{place.master_port}. {remedy(place)}"
             )
+            if tell is not None:
+                tell(text)
+            else:
+                print(f"weft: {text}", file=sys.stderr, flush=True)
 
     over = threading.Event()
     timer = threading.Timer(NOTICE_S, notice)
@@ -88,13 +86,8 @@ def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None]
 
 
 def connection_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> str:
-    """Return an error sentence for ranks that could not connect.
-
-    Args:
-        place: this rank.
-        store: the rendezvous store, or None if this rank could not reach it.
-        error: the error that torch raised.
-        limit_s: how long they waited.
+    """Return an error sentence for ranks that could not connect. store: the rendezvous store, or None if this rank
+    could not reach it.
     """
     text = " ".join(str(error).split())
     address = f"{place.master_addr}:{place.master_port}"
@@ -113,7 +106,6 @@ def connection_error(place: env.RankEnv, store: Store | None, error: Exception, 
 
 
 def remedy(place: env.RankEnv) -> str:
-    """Return advice for missing ranks."""
     if place.starter == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):
         return f"Start all ranks, or type `unset {_VARIABLES}` if this command is to start its own."
     return "Check that every rank was started and can reach that address; the log of a missing one has the reason."
@@ -138,7 +130,3 @@ def _named(ranks: Iterable[int]) -> str:
     names = [f"{one[0]} to {one[-1]}" if len(one) > 1 else f"{one[0]}" for one in spans]
     more = f" and {len(names) - _MOST_NAMED} more groups" if len(names) > _MOST_NAMED else ""
     return f"rank{'s' if len(spans) > 1 or len(spans[0]) > 1 else ''} {', '.join(names[:_MOST_NAMED])}{more}"
-
-
-def _to_stderr(text: str) -> None:
-    print(f"weft: {text}", file=sys.stderr, flush=True)

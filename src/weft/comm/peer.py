@@ -31,18 +31,14 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send rows of dim 0 to each rank of the axis, in order, and return the rows received from each.
 
-    Over an axis of size 1, this returns the tensor itself.
+    Over an axis of size 1, this returns the tensor itself. Raises CommError if the counts do not fit the tensors.
 
     Args:
         tensor: (rows, ...) of any dtype.
-        axis: the ranks.
         out: contiguous (rows received, ...). None allocates a new tensor.
         send: number of rows for each rank. None sends equal shares.
         receive: number of rows from each rank. None if `send` is None.
         most: as in `start_all_to_all`.
-
-    Raises:
-        CommError: if the counts do not fit the tensors.
     """
     return start_all_to_all(tensor, axis, out, send=send, receive=receive, most=most).wait()
 
@@ -56,18 +52,15 @@ def start_all_to_all(
     receive: Sequence[int] | None = None,
     most: int | None = None,
 ) -> Pending:
-    """Begin `all_to_all`. Do not touch `tensor` or `out` before `wait()` of the returned object.
+    """Begin `all_to_all`. Do not touch `tensor` or `out` before `wait()` of the returned object. Raises CommError if
+    `out` or the counts do not fit the tensors.
 
     Args:
         tensor: as in `all_to_all`.
-        axis: the ranks.
         out: as in `all_to_all`.
         send: as in `all_to_all`.
         receive: as in `all_to_all`.
         most: maximum number of rows that any rank sends to another. If None, the ranks exchange it first.
-
-    Raises:
-        CommError: if `out` or the counts do not fit the tensors.
     """
     name = f"all_to_all over {axis.label}"
     if axis.size == 1:
@@ -101,12 +94,7 @@ def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | Non
     """Send this rank's tensor `by` ranks further around the axis, and return the one received from `by` ranks before.
 
     Over an axis of size 1, this returns the tensor itself.
-
-    Args:
-        tensor: has the same shape on all ranks.
-        axis: the ranks.
-        by: may be negative.
-        out: has the tensor's shape. None allocates a new tensor.
+    tensor: has the same shape on all ranks. out: has the tensor's shape. None allocates a new tensor.
     """
     return start_shift(tensor, axis, by, out).wait()
 
@@ -114,11 +102,7 @@ def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | Non
 def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> Pending:
     """Begin `shift`. Do not touch `tensor` or `out` before `wait()` of the returned object.
 
-    Args:
-        tensor: as in `shift`.
-        axis: the ranks.
-        by: may be negative.
-        out: as in `shift`.
+    tensor: as in `shift`. out: as in `shift`.
     """
     if axis.size == 1 or by % axis.size == 0:
         return Pending(tensor if out is None else out.copy_(tensor))
@@ -180,11 +164,7 @@ def join_lanes(axis: Axis, device: torch.device, lanes: Iterable[PeerLane]) -> d
 
     A lane has a separate process group unless the backend is gloo. Only its two ranks create the group, independent of
     the size of the axis. A collective over the two ranks.
-
-    Args:
-        axis: contains the ranks.
-        device: device of the sent tensors.
-        lanes: the lanes that begin or end on this rank, identical on both ends.
+    lanes: the lanes that begin or end on this rank, identical on both ends.
     """
     if axis.group is None:
         return {}
@@ -211,14 +191,8 @@ def _order(lane: PeerLane) -> tuple[int, PeerLane]:
 class Message:
     """A message in flight between two ranks. `wait()` returns its tensor and may be called again.
 
-    Args:
-        tensor: the sent tensor, or the one to receive into.
-        axis: the ranks.
-        what: "send" or "receive".
-        peer: the other rank's index on the axis.
-        work: the backend's handle, or None if there is nothing to wait for.
-        start: start time by time.perf_counter.
-        staged: host buffer of the backend, if it cannot access the tensor.
+    work: the backend's handle, or None if there is nothing to wait for. staged: host buffer of the backend, if it
+    cannot access the tensor.
     """
 
     def __init__(
@@ -237,11 +211,7 @@ class Message:
         self._seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, sent or received.
-
-        Raises:
-            CommError: if the other rank has exited.
-        """
+        """Return the tensor, sent or received. Raises CommError if the other rank has exited."""
         if self._work is not None:
             pulse = self._axis.pulse
             pulse.waiting = self
@@ -278,13 +248,7 @@ class Message:
 
 
 def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
-    """Begin to send a contiguous tensor. Do not change it before `wait()`.
-
-    Args:
-        tensor: may have any dtype and shape.
-        axis: the ranks.
-        to: the receiver's index on the axis.
-    """
+    """Begin to send a contiguous tensor. Do not change it before `wait()`."""
     start = time.perf_counter()
     _check_peer("send", axis, to, tensor)
     tensor = tensor.detach()
@@ -294,13 +258,7 @@ def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
 
 
 def start_receive(out: torch.Tensor, axis: Axis, source: int) -> Message:
-    """Begin to receive into a contiguous tensor.
-
-    Args:
-        out: has the dtype and shape of the sent tensor.
-        axis: the ranks.
-        source: the sender's index on the axis.
-    """
+    """Begin to receive into a contiguous tensor."""
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
     staged = torch.empty_like(out, device="cpu") if _needs_host(axis, out) else None

@@ -31,10 +31,7 @@ class Pending:
         into: torch.Tensor | None = None,
         counts: bool = True,
     ):
-        self._tensor = tensor
-        self._into = into
-        self._axis = axis
-        self._operation = operation
+        self._tensor, self._into, self._axis, self._operation = tensor, into, axis, operation
         self._counts = counts
         self.seconds = 0.0
         self.sent_bytes = self.off_host_bytes = 0
@@ -48,8 +45,7 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Wait for the collective and return the result.
 
-        Raises:
-            CommError: with axis and operation, if a rank has exited or exceeds the timeout.
+        Raises CommError with axis and operation, if a rank has exited or exceeds the timeout.
         """
         axis, operation = self._axis, self._operation
         if axis is not None and operation is not None:
@@ -89,11 +85,7 @@ class Pending:
 
 
 class LateCopy:
-    """An asynchronous copy of numbers to the host, which reads them later.
-
-    Args:
-        tensor: 1-D, small, on any device.
-    """
+    """An asynchronous copy of numbers to the host, which reads them later. tensor: 1-D, small, on any device."""
 
     def __init__(self, tensor: torch.Tensor):
         self._event: torch.cuda.Event | None = None

@@ -25,7 +25,7 @@ import torch
 
 from weft.comm.mesh import Axis, Mesh
 from weft.comm.replica_rendezvous import RendezvousClient
-from weft.comm.transports.link import Operation, StagedLink, failed, unobserved
+from weft.comm.transports.link import Link, Operation, StagedLink, failed, unobserved
 from weft.comm.transports.scattered_tensor import Parts
 from weft.errors import CommError, ConfigError
 
@@ -39,11 +39,7 @@ _HEAD_S = 5.0
 
 
 class PeerListener:
-    """Listens for ranks of other replicas until it is closed.
-
-    Args:
-        host: the address of this machine for other replicas.
-    """
+    """Listens for ranks of other replicas until it is closed."""
 
     def __init__(self, host: str):
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -51,20 +47,11 @@ class PeerListener:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def close(self) -> None:
-        """Stop listening."""
         self._listener.close()
 
     def join(self, meeting: int, place: int, doors: Sequence[str], timeout_s: float) -> dict[int, socket.socket]:
-        """Return a connection to each other member, by its index.
-
-        Args:
-            meeting: number of the round.
-            place: index of this rank in the round.
-            doors: addresses of all members, by index.
-            timeout_s: time limit for all connections.
-
-        Raises:
-            OSError: if a member does not connect in time.
+        """Return a connection to each other member, by its index. doors: addresses of all members, by index. Raises
+        OSError if a member does not connect in time.
         """
         end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
         try:
@@ -99,19 +86,13 @@ def _who_calls(call: socket.socket, meeting: int) -> int | None:
     return None
 
 
-class SocketLink:
-    """The ranks of one round, each with a connection to every other.
-
-    Args:
-        calls: connections by index of the other rank.
-        place: index of this rank.
-        timeout_s: seconds without data transfer after which an operation fails.
-        leaves_host: returns True if bytes to the rank at that index leave this host.
+class SocketLink(Link):
+    """The ranks of one round, each with a connection to every other. timeout_s: seconds without data transfer after
+    which an operation fails. leaves_host: returns True if bytes to the rank at that index leave this host.
     """
 
     transport = "sockets of a synchronization"
     self_driven = True
-    busy = False
 
     def __init__(
         self, calls: Mapping[int, socket.socket], place: int, timeout_s: float, leaves_host: Callable[[int], bool]
@@ -122,23 +103,15 @@ class SocketLink:
         self._queue: deque[Operation] = deque()
 
     def close(self) -> None:
-        """Close the connections."""
         for call in self._calls.values():
             call.close()
 
     def start(self, operation: Operation) -> None:
-        """Queue the operation. `block` runs the queue in order."""
         self._queue.append(operation)
 
-    def advance(self) -> bool:
-        """Return False: nothing runs in the background."""
-        return False
-
     def block(self, operation: Operation) -> bool:
-        """Run the queued operations up to this one. Always returns True.
-
-        Raises:
-            CommError: if a rank has exited, or no data moved for too long.
+        """Run the queued operations up to this one. Always returns True. Raises CommError if a rank has exited, or no
+        data moved for too long.
         """
         while not operation.finished:
             one = self._queue[0]
@@ -150,13 +123,6 @@ class SocketLink:
             one.finished = True
             self._queue.popleft()
         return True
-
-    def late(self) -> tuple[int, ...]:
-        """Return (): late ranks are only detected by the timeout."""
-        return ()
-
-    def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: `block` checks the timeout."""
 
     def _carry_out(self, operation: Operation) -> None:
         source = operation.source
@@ -300,9 +266,6 @@ class ReplicaGroup:
     waits for no round; it is called on the first rank.
 
     Args:
-        mesh: the replica's mesh.
-        replica: index of this replica.
-        address: address of the rendezvous server.
         host: the address of this machine for ranks of other replicas.
         timeout_s: maximum time without progress.
         key: shared key that the rendezvous server must have.
@@ -359,14 +322,10 @@ class ReplicaGroup:
         """Wait for a round, without a time limit if another replica's anchor is newer.
 
         If there is no round, this returns the server's answer: "alone" if the server is unreachable, "over", or "leave"
-        if this replica was requested to stop.
-
-        Args:
-            layout: description of this replica's tensors. It must be equal on all replicas.
-
-        Raises:
-            CommError: if another replica has a different layout.
-            ConfigError: if the rendezvous server has another key.
+        if this replica was requested to stop. layout: description of this replica's tensors. It must be equal on all
+        replicas.
+        Raises CommError if another replica has a different layout. Raises ConfigError if the rendezvous server has
+        another key.
         """
         lost_at: list[float] = []
         more = {"doors": self._doors, "layout": layout}
@@ -383,12 +342,7 @@ class ReplicaGroup:
                 return told
 
     def finalize(self, call: Call, is_well: bool) -> bool:
-        """Return True if the round is committed.
-
-        Args:
-            call: the round.
-            is_well: True if this rank completed its exchange.
-        """
+        """Return True if the round is committed. is_well: True if this rank completed its exchange."""
         ok = all(one == b"1" for one in self._gather(b"1" if is_well else b"0"))
         more: dict[str, Any] = {"id": call.id, "ok": ok}
         lost_at: list[float] = []
@@ -408,11 +362,7 @@ class ReplicaGroup:
     def axis(self, call: Call) -> Generator[Axis]:
         """Join the members' ranks that store the same shard as this one, for the block.
 
-        Args:
-            call: the round.
-
-        Raises:
-            OSError: if a rank does not connect.
+        Raises OSError if a rank does not connect.
         """
         rank, mesh = self._mesh.rank, self._mesh
         doors = [each[rank] for each in call.doors]

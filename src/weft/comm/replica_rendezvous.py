@@ -33,10 +33,9 @@ _KEPT = 8
 
 @dataclass(slots=True)
 class _Replica:
-    """State of one replica. `heard` and `arrived` are times (s), or None.
-
-    With `given_up` the others do not wait for it. `has_begun` is True if, since this server started, the replica was
-    ready for its first step or had trained already.
+    """State of one replica. `heard` and `arrived` are times (s), or None. With `given_up` the others do not wait for
+    it. `has_begun` is True if, since this server started, the replica was ready for its first step or had trained
+    already.
     """
 
     anchor: tuple[int, int] = (-1, 0)
@@ -62,12 +61,7 @@ class _Round:
 
 
 class RendezvousRounds:
-    """The rendezvous rounds of a run's replicas.
-
-    Args:
-        replicas: number of replicas.
-        timeout_s: how long replicas that have arrived wait for the others.
-    """
+    """The rendezvous rounds of a run's replicas. timeout_s: how long replicas that have arrived wait for the others."""
 
     def __init__(self, replicas: int, timeout_s: float):
         self._replicas = {number: _Replica() for number in range(replicas)}
@@ -76,12 +70,8 @@ class RendezvousRounds:
         self._outcomes: dict[int, str] = {}
 
     def handle(self, said: dict[str, Any], now: float) -> dict[str, Any]:
-        """Apply one replica's message and return the answer.
-
-        Args:
-            said: the message. `say` is "beat", "arrive", "leave", "done" or "end"; the rest is the replica's identity
-                and status.
-            now: seconds of a monotonic clock.
+        """Apply one replica's message and return the answer. said: the message. `say` is "beat", "arrive", "leave",
+        "done" or "end"; the rest is the replica's identity and status. now: seconds of a monotonic clock.
         """
         number = int(said["replica"])
         one = self._replicas[number]
@@ -116,17 +106,14 @@ class RendezvousRounds:
         return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
 
     def is_over(self, now: float) -> bool:
-        """Return True if the server may stop: each replica has ended, or has not reported for `timeout_s`.
-
-        Args:
-            now: seconds of the same clock.
+        """Return True if the server may stop: each replica has ended, or has not reported for `timeout_s`. now: seconds
+        of the same clock.
         """
         return not any(self._lives(one, now) for one in self._replicas.values())
 
     def _leave(self, number: int) -> None:
-        """Remove a replica that was requested to stop from the waiting ones.
-
-        A round of which it is a member is aborted.
+        """Remove a replica that was requested to stop from the waiting ones. A round of which it is a member is
+        aborted.
         """
         self._replicas[number].arrived = None
         under_way = self._round
@@ -231,17 +218,9 @@ _LOOK_S = 0.2
 
 
 class RendezvousServer:
-    """Answers the replicas of one run, in threads of this process.
+    """Answers the replicas of one run, in threads of this process. key: shared key that clients must have.
 
-    Args:
-        host: address of the interface to listen on.
-        port: 0 picks a free one.
-        replicas: number of replicas.
-        timeout_s: how long a round waits for replicas.
-        key: shared key that clients must have.
-
-    Raises:
-        LaunchError: if it cannot listen on the address.
+    Raises LaunchError if it cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int, replicas: int, timeout_s: float, key: str):
@@ -299,29 +278,15 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """A replica's client of the rendezvous server.
-
-    Args:
-        address: host:port.
-        replica: index of this replica.
-        session: identifies this process. A restarted replica has another session.
-        key: shared key that the server must have.
-    """
+    """A replica's client of the rendezvous server. key: shared key that the server must have."""
 
     def __init__(self, address: str, replica: int, session: int, key: str):
         self.address, self._key = address, key.encode()
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
-        """Send a request and return the answer.
-
-        Args:
-            say: as in `RendezvousRounds.hear`.
-            more: the other fields of the message.
-
-        Raises:
-            OSError: if there is no answer in time.
-            ConfigError: if the server has another key.
+        """Send a request and return the answer. say: as in `RendezvousRounds.hear`. Raises OSError if there is no
+        answer in time. Raises ConfigError if the server has another key.
         """
         host, _, port = self.address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as call:
@@ -341,11 +306,7 @@ class RendezvousClient:
 def address_towards(address: str) -> str:
     """Return the address of this machine on the route to another address. Sends nothing.
 
-    Args:
-        address: host:port.
-
-    Raises:
-        LaunchError: if this machine has no route to it.
+    Raises LaunchError if this machine has no route to it.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -1,8 +1,12 @@
-"""The shape of one decoder transformer."""
+"""The shape of one decoder transformer, and its rules as data."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from weft.errors import Problem
 
 FAMILIES = ("llama", "gpt2")
 ROUTERS = ("softmax", "sigmoid")
@@ -79,3 +83,133 @@ class DecoderSpec:
     def moe_layers(self) -> range:
         """The layers that have experts; none in a dense model."""
         return range(self.first_moe_layer, self.num_layers if self.num_experts else 0, self.moe_every)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRule:
+    """A requirement of a decoder shape. `text` is the rule and the remedy of a shape that breaks it."""
+
+    field: str
+    holds: Callable[[DecoderSpec], bool]
+    text: str | Callable[[DecoderSpec], str]
+
+
+#: The rules for decoder shapes whose counts are all positive.
+SHAPE_RULES: tuple[ShapeRule, ...] = (
+    ShapeRule(
+        "num_heads",
+        lambda spec: spec.dim % spec.num_heads == 0,
+        lambda spec: f"it must divide model.dim={spec.dim}. Use {_nearest_divisors(spec.dim, spec.num_heads)}.",
+    ),
+    ShapeRule(
+        "num_kv_heads",
+        lambda spec: spec.num_heads % spec.num_kv_heads == 0,
+        lambda spec: (
+            f"it must divide model.num_heads={spec.num_heads}. Use "
+            f"{_nearest_divisors(spec.num_heads, spec.num_kv_heads)}."
+        ),
+    ),
+    ShapeRule(
+        "num_heads",
+        lambda spec: spec.family != "llama" or spec.dim % spec.num_heads != 0 or spec.head_dim % 2 == 0,
+        lambda spec: (
+            "rotary positions rotate pairs of features, and the head width "
+            f"{spec.dim}/{spec.num_heads}={spec.head_dim} is odd. Use "
+            + (
+                f"an even model.dim, such as {spec.dim + 1}."
+                if spec.dim % 2
+                else f"{_nearest_divisors(spec.dim // 2, spec.num_heads)}."
+            )
+        ),
+    ),
+    ShapeRule(
+        "rope_theta",
+        lambda spec: spec.rope_theta > 1,
+        "the base of the rotary frequencies must be above 1. Use e.g. 10000.",
+    ),
+    ShapeRule(
+        "rope_scale",
+        lambda spec: spec.rope_scale >= 1,
+        "the factor on rotary wavelengths must be at least 1. Use 1 for no scaling.",
+    ),
+    ShapeRule("norm_eps", lambda spec: 0 < spec.norm_eps < 1, "the norms need a small positive number. Use e.g. 1e-5."),
+    # Rules of models with experts. Dense models satisfy all of them.
+    ShapeRule(
+        "num_experts",
+        lambda spec: spec.num_experts == 0 or spec.family == "llama",
+        lambda spec: f"the {spec.family} family has no experts. Use family=llama, or num_experts=0.",
+    ),
+    ShapeRule(
+        "num_experts",
+        lambda spec: spec.num_experts != 1,
+        "a mixture-of-experts layer needs at least 2 experts. Use 2 or more, or 0 for a dense model.",
+    ),
+    ShapeRule(
+        "top_k",
+        lambda spec: spec.num_experts < 2 or spec.top_k <= spec.num_experts,
+        lambda spec: (
+            f"a token cannot be routed to more than the {spec.num_experts} experts. Use 1 to {spec.num_experts}."
+        ),
+    ),
+    ShapeRule(
+        "first_moe_layer",
+        lambda spec: spec.num_experts == 0 or spec.first_moe_layer < spec.num_layers,
+        lambda spec: (
+            f"the {spec.num_layers} layers are numbered from 0, so none would have experts. Use 0 to "
+            f"{spec.num_layers - 1}."
+        ),
+    ),
+    ShapeRule(
+        "route_scale",
+        lambda spec: 0 < spec.route_scale < math.inf,
+        "the output of the experts is multiplied by it, so it must be above 0. Use 1.",
+    ),
+    ShapeRule(
+        "balance_rate",
+        lambda spec: 0 < spec.balance_rate < math.inf,
+        "balancing needs a positive rate. Use e.g. 0.001, or balance=none.",
+    ),
+    ShapeRule(
+        "capacity_factor",
+        lambda spec: 0 <= spec.capacity_factor < math.inf,
+        "a number of at least 0 is needed. Use e.g. 1.25, or 0 to drop no token.",
+    ),
+)
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    below = next(candidate for candidate in range(min(wanted, number), 0, -1) if number % candidate == 0)
+    above = next(candidate for candidate in range(min(wanted, number), number + 1) if number % candidate == 0)
+    return str(below) if below == above else f"{below} or {above}"
+
+
+_COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
+#: Least values of counts in models with experts.
+_EXPERT_COUNTS = {
+    "num_experts": 0, "top_k": 1, "expert_ffn_dim": 0, "num_shared_experts": 0, "first_moe_layer": 0, "moe_every": 1,
+}  # fmt: skip
+
+
+def shape_problems(spec: DecoderSpec) -> tuple[Problem, ...]:
+    """Return everything that makes a shape unusable, by dotted key ("model.num_heads"); () if it can be built."""
+    problems: list[Problem] = []
+    for name, least in {**dict.fromkeys(_COUNTS, 1), **_EXPERT_COUNTS}.items():
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            rule = f"a whole number of at least {least} is needed. Use e.g. {least}."
+            problems.append(Problem.of(f"model.{name}", value, rule))
+    for name, known in (("family", FAMILIES), ("router", ROUTERS), ("balance", BALANCES)):
+        value = getattr(spec, name)
+        if value not in known:
+            problems.append(Problem.of(f"model.{name}", value, f"not one of {', '.join(known)}. Use {known[0]}."))
+    if problems:  # the other rules divide by these numbers
+        return tuple(problems)
+    return tuple(
+        Problem.of(
+            f"model.{rule.field}",
+            getattr(spec, rule.field),
+            rule.text if isinstance(rule.text, str) else rule.text(spec),
+        )
+        for rule in SHAPE_RULES
+        if not rule.holds(spec)
+    )

@@ -6,11 +6,99 @@ import functools
 import math
 from typing import cast
 
-from weft.config.other_names import OTHER_NAMES, OTHER_VALUES
+from weft.config.parsing import KeyPath, as_toml, dotted, shown
 from weft.config.plan import PLAN_FIELDS
 from weft.config.run_config import RunConfig
-from weft.config.toml_values import KeyPath, as_toml, dotted, shown
 from weft.errors import did_you_mean, nearest_name
+
+_BATCH = "train.global_batch=N: samples of one optimizer step over all ranks and accumulation"
+_PRECISION = "plan.precision=bf16 (or fp32, tf32, fp16, fp8, fp64)"
+
+_ALIASES = {
+    # Optimizer and schedule
+    "optimizer.lr": "learning_rate max_lr max_learning_rate",
+    "optimizer.name": "optim",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.max_grad_norm": "grad_clip clip_grad_norm gradient_clip_val gradient_clipping",
+    "schedule.kind": "lr_scheduler lr_scheduler_type decay_lr",
+    "schedule.warmup_steps": "warmup warmup_iters warmup_ratio",
+    "schedule.final": "min_lr",
+    # Steps and batches
+    "train.global_batch": "batch_size train_batch_size global_batch_size",
+    _BATCH: "per_device_train_batch_size per_device_batch_size micro_batch_size micro_batch local_batch_size",
+    "plan.accumulation": "gradient_accumulation_steps grad_accumulation_steps accumulate_grad_batches",
+    "train.steps": "max_steps max_iters num_steps total_steps training_steps",
+    "train.epochs": "num_epochs num_train_epochs max_epochs",
+    "train.early_stop.patience": "early_stopping_patience",
+    "train.seq_len": "sequence_length sequence_len max_seq_length max_length cutoff_len block_size context_length",
+    "data.packing": "sample_packing",
+    # Model and adapter
+    "model.path": "model_name_or_path base_model pretrained_model_name_or_path",
+    "model.num_layers": "n_layer n_layers",
+    "model.num_heads": "n_head n_heads",
+    "model.dim": "n_embd hidden_size",
+    "adapter.rank": "lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "lora_target lora_target_modules target_modules",
+    "adapter.kind": "peft_type",
+    "adapter.base=nf4": "load_in_4bit",
+    "adapter.base=int8": "load_in_8bit",
+    # Data
+    "data.train": "dataset datasets dataset_path train_file data_path",
+    "data.eval": "validation_file",
+    "data.holdout": "val_set_size val_size",
+    "data.workers": "dataloader_num_workers num_workers",
+    # Run, checkpoints, evaluation, logging
+    "run.dir": "output_dir",
+    "run.name": "run_name",
+    "resume.step": "resume_from_checkpoint",
+    "checkpoint.every": "save_steps save_interval",
+    "checkpoint.keep": "save_total_limit",
+    "eval.every": "eval_steps eval_interval evaluation_strategy",
+    "log.every": "logging_steps log_freq",
+    "sink": "report_to wandb_project",
+    # Plan
+    _PRECISION: "dtype torch_dtype mixed_precision",
+    "plan.precision=bf16": "bf16",
+    "plan.precision=fp16": "fp16",
+    "plan.precision=tf32": "tf32",
+    "plan.recompute=full": "gradient_checkpointing activation_checkpointing",
+    "plan.compile=on": "torch_compile",
+    "plan.zero=2 (`weft config import ds_config.json` translates a DeepSpeed config)": "deepspeed",
+    "plan='dp_shard=* zero=3'": "fsdp",
+    "plan='dp_shard=* zero=2'": "zero_stage",
+    "plan.tp": "tensor_parallel_degree tensor_parallel_size",
+    "plan.pp": "pipeline_parallel_degree",
+    "plan.cp": "context_parallel_degree",
+    "plan.ep": "expert_parallel_degree",
+    "plan.sp": "sequence_parallel",
+    "launch.ranks": "nproc_per_node num_processes",
+    "launch.timeout": "ddp_timeout",
+}
+OTHER_NAMES = {name: setting for setting, names in _ALIASES.items() for name in names.split()}
+
+#: Values of other tools for a Weft setting, and the setting to write instead.
+OTHER_VALUES = {
+    "optimizer.name": {
+        **dict.fromkeys(
+            ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adam8bit"),
+            "optimizer.name=adamw with optimizer.states=fp8 (1 byte a state) or bf16",
+        ),
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "fused_adamw"), "optimizer.name=adamw"),
+        "adafactor": "optimizer.name=torch.optim:Adafactor",
+        "adam": "optimizer.name=torch.optim:Adam",
+        "adagrad": "optimizer.name=torch.optim:Adagrad",
+        "rmsprop": "optimizer.name=torch.optim:RMSprop",
+    },
+    "schedule.kind": {
+        "constant_with_warmup": "schedule.kind=constant",
+        "inverse_sqrt": "schedule.kind=cosine",
+        "warmup_stable_decay": "schedule.kind=wsd",
+    },
+}
+
 
 Node = dict[str, object]
 
@@ -54,80 +142,47 @@ def _child(node: Node, part: str | int) -> Node | None:
     return cast(Node | None, node.get("items"))
 
 
-def takes_text(node: Node | None) -> bool:
-    """Return True if the key accepts text only, so that an override needs no quotes."""
-    return node is not None and node.get("type") == "string"
-
-
-def takes_integers(node: Node | None) -> bool:
-    """Whether the key takes whole numbers, and none with a fraction."""
-    kinds = [branch.get("type") for branch in _branches(node or {})]
-    return "integer" in kinds and "number" not in kinds
-
-
-def is_container(node: Node) -> bool:
-    """Whether there is something inside: a table or an array."""
-    return node.get("type") in ("object", "array")
+def types_of(node: Node | None) -> list[object]:
+    """Return the JSON types of a key's values, without null."""
+    return [branch.get("type") for branch in _branches(node or {})]
 
 
 def wrong_value(path: KeyPath, value: object) -> str:
-    """The whole message for a value that its key does not take."""
+    """Return the message for a value that its key does not accept."""
     node = node_at(path)
     if node is None:
         return unknown_key(path)
     # "0.1" in quotes must not look like the number 0.1.
     is_quoted = isinstance(value, str) and _unquoted(value, _branches(node)) != ""
-    text = "***" if _is_secret(node) else f'"{value}"' if is_quoted else shown(value)
-    return f"{dotted(path)}={text}: {_description(node)} is needed. {_remedy(path, node, value)}"
-
-
-def _is_secret(node: Node) -> bool:
-    """Return True if the value may be a secret, which is not printed."""
-    return any(bool(branch.get("x-secret")) for branch in _branches(node))
-
-
-def missing_key(path: KeyPath) -> str:
-    """The message for a key that must be given and is not."""
-    return f"{dotted(path)}: this key is missing. Add e.g. {_first_line(path[:-1], str(path[-1]))}."
+    is_secret = any(bool(branch.get("x-secret")) for branch in _branches(node))
+    text = "***" if is_secret else f'"{value}"' if is_quoted else shown(value)
+    kinds = " or ".join(_kind(branch) for branch in _branches(node))
+    return f"{dotted(path)}={text}: {kinds} is needed. {_remedy(path, node, value)}"
 
 
 def unknown_key(path: KeyPath) -> str:
-    """The message for a key that no section has."""
+    """Return the message for a key that no section has."""
     parent, name = path[:-1], str(path[-1])
     text = f"unknown key {shown(dotted(path), 120)!r}."
     node = node_at(parent) or {}
     names = cast(dict[str, list[str]], node.get("propertyNames", {})).get("enum", [])
     siblings = [*keys_of(node), *names]
     near = nearest_name(name, siblings)
-    meant = dotted((*parent, near)) if near else _setting_like(name)
-    if "=" in meant:
-        return f"{text} Write {meant}."
+    meant = dotted((*parent, near)) if near else f"plan.{name}" if name in PLAN_FIELDS else ""
+    if not meant:  # a key of another section or another tool
+        sections = reversed(keys_of(_schema()).items())
+        meanings = {key: f"{section}.{key}" for section, node in sections for key in keys_of(node)} | OTHER_NAMES
+        meant = meanings.get(nearest_name(name.lower(), meanings), "")
     if meant:
-        return f"{text} Did you mean '{meant}'?"
-    place = f"[{dotted(parent)}]" if parent else "A config"
-    return f"{text} {place} has {', '.join(siblings)}."
-
-
-def _setting_like(name: str) -> str:
-    """Return the setting that matches a key of another section or another tool, or ""."""
-    if name in PLAN_FIELDS:
-        return f"plan.{name}"
-    meanings = {
-        key: f"{section}.{key}" for section, node in reversed(keys_of(_schema()).items()) for key in keys_of(node)
-    }
-    meanings.update(OTHER_NAMES)
-    near = nearest_name(name.lower(), meanings)
-    return meanings[near] if near else ""
+        return f"{text} Write {meant}." if "=" in meant else f"{text} Did you mean '{meant}'?"
+    table = f"[{dotted(parent)}]" if parent else "A config"
+    return f"{text} {table} has {', '.join(siblings)}."
 
 
 def _branches(node: Node) -> list[Node]:
-    """The kinds of value that a key takes, without "nothing"."""
+    """Return the schemas of a key's values, without null."""
     options = cast(list[Node], node.get("anyOf", [node]))
     return [_resolved(option) for option in options if option.get("type") != "null"]
-
-
-def _description(node: Node) -> str:
-    return " or ".join(_kind(branch) for branch in _branches(node))
 
 
 def _kind(node: Node) -> str:
@@ -174,9 +229,9 @@ def _range(node: Node, *, whole: bool) -> str:
 
 
 def _plain(number: object) -> str:
-    return (
-        "2**63 - 1" if number in (2**63 - 1, 2**63) else f"{number:.12g}" if isinstance(number, float) else str(number)
-    )
+    if number in (2**63 - 1, 2**63):
+        return "2**63 - 1"
+    return f"{number:.12g}" if isinstance(number, float) else str(number)
 
 
 def _remedy(path: KeyPath, node: Node, value: object) -> str:
@@ -186,30 +241,28 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         meant = OTHER_VALUES.get(key, {}).get(value.lower())
         if meant:
             return f"Write {meant}."
-        hint = did_you_mean(value, names)
-        if hint:
+        if hint := did_you_mean(value, names):
             return hint.strip()
-        if names and not any(branch.get("type") == "integer" for branch in _branches(node)):
+        if names and "integer" not in types_of(node):
             return f"Use {key}={names[0]}."
-        unquoted = _unquoted(value, _branches(node))
-        if unquoted:
+        if unquoted := _unquoted(value, _branches(node)):
             return f"Write it without quotes: {path[-1]} = {unquoted}."
     if isinstance(value, float) and not math.isfinite(value):
         return f"Use a finite number, e.g. {key}={_example(path, node)}."
     match node.get("type"):
         case "object" if isinstance(path[-1], int):
-            return f"Write [[{dotted(path[:-1])}]] and below it {_first_line(path)}."
+            return f"Write [[{dotted(path[:-1])}]] and below it {first_line(path)}."
         case "object":
             inside = next(iter(keys_of(node)), "key")
             return f"Write its keys below a line [{key}], or {key}.{inside}=..."
         case "array" if "prefixItems" not in node:
-            return f"Write [[{key}]] and below it {_first_line((*path, 0))}."
+            return f"Write [[{key}]] and below it {first_line((*path, 0))}."
         case _:
             return f"Use e.g. {key}={_example(path, node)}."
 
 
-def _first_line(table: KeyPath, name: str = "") -> str:
-    """A line of TOML for a key that a table cannot do without."""
+def first_line(table: KeyPath, name: str = "") -> str:
+    """Return a line of TOML for a key that a table requires."""
     node = node_at(table) or {}
     name = name or cast(list[str], node.get("required", ["key"]))[0]
     examples = cast(list[object], keys_of(node).get(name, {}).get("examples", ["..."]))
@@ -217,7 +270,7 @@ def _first_line(table: KeyPath, name: str = "") -> str:
 
 
 def _unquoted(value: str, branches: list[Node]) -> str:
-    """The text as the number or switch that was meant, or ''."""
+    """Return the text without quotes if a number or a boolean was meant, else ""."""
     text = value.strip().lower()
     if len(text) > 40 or not text.isprintable():
         return ""
@@ -242,7 +295,6 @@ def _example(path: KeyPath, node: Node) -> str:
     if isinstance(path[-1], int):
         return _example((*path[:-1], "element"), {**node, "default": 0.9}) if node.get("type") == "number" else "..."
     kind = _branches(node)[0]
-    names = _names(kind)
-    return (
-        names[0] if names else {"integer": "8", "number": "0.5", "boolean": "true"}.get(str(kind.get("type")), '"..."')
-    )
+    if names := _names(kind):
+        return names[0]
+    return {"integer": "8", "number": "0.5", "boolean": "true"}.get(str(kind.get("type")), '"..."')

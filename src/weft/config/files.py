@@ -12,14 +12,23 @@ from typing import cast
 from pydantic import ValidationError
 
 from weft.config.cluster import DeviceSpec
-from weft.config.config_rules import config_problems, in_config
-from weft.config.expected_values import missing_key, node_at, takes_integers, unknown_key, wrong_value
-from weft.config.overrides import apply_override
-from weft.config.parsing import COMMAND_LINE, DEFAULT, error_line, key_lines, origin_of
+from weft.config.expected_values import first_line, keys_of, node_at, types_of, unknown_key, wrong_value
+from weft.config.parsing import (
+    COMMAND_LINE,
+    DEFAULT,
+    KeyPath,
+    as_toml,
+    dotted,
+    error_line,
+    key_lines,
+    origin_of,
+    shown,
+    split_key,
+)
 from weft.config.plan import PLAN_FIELDS, Plan, auto_fields
-from weft.config.plan_text import is_auto
+from weft.config.plan_text import is_auto, split_plan
+from weft.config.rules.config_rules import config_problems, in_config
 from weft.config.run_config import RunConfig
-from weft.config.toml_values import KeyPath, as_toml, dotted, shown
 from weft.errors import ConfigError, PlanError, Problem, did_you_mean
 
 
@@ -39,14 +48,13 @@ class LoadedConfig:
         if problems:
             raise ConfigError(sorted(problems, key=by_line))
 
-
-def show_origins(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
-    """Return the rows of (dotted key, value as TOML, origin), in the order of the sections."""
-    return [(dotted(path), as_toml(value), loaded.origins[dotted(path)]) for path, value in leaves(loaded.config)]
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return (dotted key, value as TOML, origin) of each value, in the order of the sections."""
+        return [(dotted(path), as_toml(value), self.origins[dotted(path)]) for path, value in leaves(self.config)]
 
 
 def leaves(config: RunConfig) -> list[tuple[KeyPath, object]]:
-    """Every value of a config with its path, in the order of the sections; values that are not set are left out."""
+    """Return every value of a config that is set, with its path, in the order of the sections."""
     found: list[tuple[KeyPath, object]] = []
 
     def visit(path: KeyPath, value: object) -> None:
@@ -94,7 +102,9 @@ def config_schema() -> dict[str, object]:
     schema = cast(dict[str, object], RunConfig.model_json_schema())
     properties = cast(dict[str, dict[str, object]], schema["properties"])
     plan = properties["plan"]
-    plan["anyOf"] = [{"type": plan.pop("type")}, _plan_table()]
+    fields = {name: {**field.kind.schema(), "description": field.help} for name, field in PLAN_FIELDS.items()}
+    table = {"type": "object", "additionalProperties": False, "properties": fields}
+    plan["anyOf"] = [{"type": plan.pop("type")}, table]
     properties["task"]["anyOf"] = [{"$ref": properties["task"].pop("$ref")}, _TEXT]
     definitions = cast(dict[str, dict[str, object]], schema["$defs"])
     sources = cast(dict[str, dict[str, object]], definitions["DataSection"]["properties"])
@@ -107,15 +117,8 @@ def config_schema() -> dict[str, object]:
 _TEXT = {"type": "string"}
 
 
-def _plan_table() -> dict[str, object]:
-    fields = {name: {**field.kind.schema(), "description": field.help} for name, field in PLAN_FIELDS.items()}
-    return {"type": "object", "additionalProperties": False, "properties": fields}
-
-
 # Reading: a TOML file, with dotted overrides on top and defaults below. All mistakes are reported together, with
 # lines.
-
-__all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "parse_config", "run_name", "show_origins"]
 
 
 _NOT_TOML = (".yaml", ".yml", ".json")
@@ -134,13 +137,13 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
 
 
 def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path | None = None) -> LoadedConfig:
-    """Read the text of a config file, as `load_config` does.
+    """Read the TOML text of a config file, as `load_config` does.
 
     Args:
         text: TOML.
         name: the file's name, for the origins of mistakes.
         overrides: key=value arguments of the command line, applied in order.
-        file: the run takes its name from it if nothing else names it.
+        file: names the run if nothing else does.
 
     Raises:
         ConfigError: with every problem found, in the order of the file's lines.
@@ -236,7 +239,7 @@ def _name_run(tables: dict[str, object], path: Path) -> bool:
 
 
 def _expand_short_forms(tables: dict[str, object]) -> None:
-    """A task that is a text, and sources such as "a.txt" and ["a.txt", {path = ...}], become tables."""
+    """Turn a task that is a text, and sources such as "a.txt" and ["a.txt", {path = ...}], into tables."""
     if isinstance(tables.get("task"), str):
         tables["task"] = {"name": tables["task"]}
     data = tables.get("data")
@@ -255,7 +258,8 @@ def _expand_short_forms(tables: dict[str, object]) -> None:
 def _as_integers(node: object, path: KeyPath = ()) -> object:
     """Return the tables with 1e3 as 1000 for integer settings; TOML reads 1e3 as a float."""
     if isinstance(node, float):
-        return int(node) if node.is_integer() and takes_integers(node_at(path)) else node
+        types = types_of(node_at(path)) if node.is_integer() else []
+        return int(node) if "integer" in types and "number" not in types else node
     if isinstance(node, dict) and len(path) < 4:  # no setting is nested deeper
         table = cast(dict[str, object], node)
         for name, value in table.items():
@@ -312,7 +316,7 @@ def _validated(tables: dict[str, object]) -> tuple[RunConfig, list[Problem]]:
 
 
 def _wrong_paths(error: ValidationError, tables: dict[str, object]) -> dict[KeyPath, str]:
-    """What validation refuses: path -> kind of error. Of a path and its parent only the path is kept."""
+    """Return the values that validation refuses: path -> kind of error. A path is kept instead of its parent."""
     kinds: dict[KeyPath, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         path, is_whole = _existing(tables, detail["loc"])
@@ -322,16 +326,12 @@ def _wrong_paths(error: ValidationError, tables: dict[str, object]) -> dict[KeyP
         elif not is_whole or kind == "missing":
             kind = "value"  # of a list that is too short, or of a union of kinds
         kinds.setdefault(path, kind)
-    paths = list(kinds)
-    return {
-        path: kind
-        for path, kind in kinds.items()
-        if not any(other != path and other[: len(path)] == path for other in paths)
-    }
+    parents = {path[:end] for path in kinds for end in range(len(path))}
+    return {path: kind for path, kind in kinds.items() if path not in parents}
 
 
 def _existing(tables: dict[str, object], location: KeyPath) -> tuple[KeyPath, bool]:
-    """The part of pydantic's location that was typed (a union adds names of its branches), and whether it is all."""
+    """Return the typed part of pydantic's location (a union adds names of its branches), and True if that is all."""
     node: object = tables
     for depth, part in enumerate(location):
         if isinstance(node, dict) and part in node:
@@ -345,7 +345,8 @@ def _existing(tables: dict[str, object], location: KeyPath) -> tuple[KeyPath, bo
 
 def _type_problem(path: KeyPath, kind: str, tables: dict[str, object]) -> Problem:
     if kind == "missing":
-        return Problem(dotted(path), missing_key(path))
+        example = first_line(path[:-1], str(path[-1]))
+        return Problem(dotted(path), f"{dotted(path)}: this key is missing. Add e.g. {example}.")
     if kind == "extra_forbidden" or node_at(path) is None:
         return Problem(dotted(path), unknown_key(path))
     node: object = tables
@@ -355,7 +356,7 @@ def _type_problem(path: KeyPath, kind: str, tables: dict[str, object]) -> Proble
 
 
 def _remove(tables: dict[str, object], path: KeyPath) -> None:
-    """Take a refused value out, so that the rest can be looked at. Of an array all goes: its indices must not move."""
+    """Remove a refused value, so that the rest can be checked; of an array all of it, so that no index changes."""
     node: object = tables
     for depth, part in enumerate(path):
         if not isinstance(node, dict):
@@ -365,3 +366,107 @@ def _remove(tables: dict[str, object], path: KeyPath) -> None:
         if depth == len(path) - 1 or isinstance(node, list):
             table.pop(part, None)
             return
+
+
+def apply_override(tables: dict[str, object], text: str, problems: list[Problem]) -> KeyPath | None:
+    """Apply one override to `tables` and return its path, or append to `problems` and return None."""
+    key, equals, value = text.partition("=")
+    try:
+        parts = split_key(key.strip())
+    except (ValueError, RecursionError):
+        parts = ()
+    if not equals or not parts:
+        problems.append(_problem(text, f"override {shown(text)!r}: an override is key=value. {_example(parts)}"))
+        return None
+    path = cast(KeyPath, ())
+    for part in parts:  # numbers are indices of arrays: data.train.0.path
+        is_index = part.isascii() and part.isdigit() and len(part) < 9
+        path = (*path, int(part) if is_index and (node_at(path) or {}).get("type") == "array" else part)
+    if path == ("task",):
+        path = ("task", "name")  # options that the file gives stay
+    parsed = override_value(path, value)
+    plan = tables.get("plan", RunConfig().plan)
+    if path[0] == "plan" and len(path) > 1 and isinstance(plan, str):
+        table, wrong = split_plan(plan)
+        if not wrong:  # else the text stays, and is refused with the line it was typed on
+            tables["plan"] = table
+    return path if _put(tables, path, parsed, problems) else None
+
+
+def override_value(path: KeyPath, text: str) -> object:
+    """Return the value of an override as TOML reads it, else its text. Keys of type text need no quotes."""
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    is_text = (node_at(path) or {}).get("type") == "string" and path != ("plan",)
+    return text if set(read) != {"value"} or (is_text and text.strip()[:1] not in "\"'") else read["value"]
+
+
+def _example(parts: tuple[str, ...]) -> str:
+    known = keys_of(node_at(()) or {})
+    hint = did_you_mean(parts[0], known).strip() if parts and parts[0] not in known else ""
+    return hint or "Write e.g. optimizer.lr=1e-4."
+
+
+def _problem(key: str, message: str) -> Problem:
+    return Problem(key, message, COMMAND_LINE)
+
+
+def _put(tables: dict[str, object], path: KeyPath, value: object, problems: list[Problem]) -> bool:
+    key = f"{dotted(path)}={shown(value)}"
+    node: object = tables
+    for depth, part in enumerate(path):
+        here = path[:depth]
+        is_last = depth == len(path) - 1
+        if isinstance(node, list) and isinstance(part, int):
+            elements = cast(list[object], node)
+            if part > len(elements):
+                rule = (
+                    f"{dotted(here)} has {len(elements)} elements. Use an index up to {len(elements)}; "
+                    f"{len(elements)} itself adds an element."
+                )
+                problems.append(_problem(dotted(path), f"{key}: {rule}"))
+                return False
+            if part == len(elements):
+                elements.append({})
+            if is_last:
+                elements[part] = value
+            node = elements[part]
+        elif isinstance(node, dict) and isinstance(part, str):
+            table = cast(dict[str, object], node)
+            if is_last:
+                table[part] = value
+            elif part not in table and (start := _start((*here, part))) is not None:
+                table[part] = start
+            node = table.get(part)
+        else:
+            problems.append(_problem(dotted(path), f"{key}: {_no_inside(here)}"))
+            return False
+        if not is_last and not isinstance(node, dict | list):
+            problems.append(_problem(dotted(path), f"{key}: {_no_inside(path[: depth + 1])}"))
+            return False
+    return True
+
+
+def _start(path: KeyPath) -> object:
+    """Return the initial value that an override changes: the default's elements of an array, else an empty table."""
+    schema = node_at(path)
+    if schema is None or schema.get("type") == "object" or path == ("plan",):
+        return {}
+    if schema.get("type") != "array":
+        return None  # a value with nothing inside
+    default: object = RunConfig().model_dump(by_alias=True, exclude_none=True)
+    for part in path:
+        default = cast(dict[str, object], default)[str(part)]
+    return list(cast(tuple[object, ...], default))
+
+
+def _no_inside(path: KeyPath) -> str:
+    schema = node_at(path)
+    key = dotted(path)
+    if schema is not None and schema.get("type") == "array":
+        return f"{key} is a list; address its elements by number. Use e.g. {key}.0."
+    if schema is not None and schema.get("type") == "object":
+        return f"{key} must be a table, and has another value. Correct {key} first."
+    return f"{key} is a single value with no keys inside. Use {key}=..."

@@ -113,7 +113,7 @@ def decoder_shape(config: object) -> DecoderSpec | None:
 
 
 def resize(config: Any, **sizes: int) -> None:
-    """Set numbers of a transformers config to other values, in place, under all names that the config uses.
+    """Change numbers of a transformers config under all names that the config uses.
 
     sizes: by the keys of `number`, or by the keyword names. Numbers that the config leaves to its model (None) or
     derives from others are unchanged.

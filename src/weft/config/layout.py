@@ -18,11 +18,9 @@ from typing import NamedTuple
 from weft.errors import LayoutError, did_you_mean
 
 #: colwise: shard the output features; rowwise: shard the input features, outputs are partial sums; vocab: shard the
-#: rows
-#: of an embedding or head; replicate: every rank has all of it; partial: every rank has all of it but uses its own
-#: heads
-#: or features only, so gradients are summed; expert: distribute experts; spread: every rank has the full encoder and
-#: computes some of its items; spread:data: also items of other data ranks.
+#: rows of an embedding or head; replicate: every rank has all of it; partial: every rank has all of it but uses its own
+#: heads or features only, so gradients are summed; expert: distribute experts; spread: every rank has the full encoder
+#: and computes some of its items; spread:data: also items of other data ranks.
 STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert", "spread", "spread:data")
 #: The style of a fused layer has the number of equal segments, or their sizes: colwise:3, colwise:64+16+16.
 _FUSED = re.compile(r"colwise:(?:[1-9][0-9]*)(?:\+[1-9][0-9]*)*", re.ASCII)
@@ -106,7 +104,7 @@ class Layout:
         return next((style for pattern, style in self.pairs if _compiled(pattern).fullmatch(path)), None)
 
     def style(self, path: str) -> Style | None:
-        """Return what `match` gives, read: the style's name and the segments of a fused layer."""
+        """Return the style's name and the segments of a fused layer, or None if no pattern matches."""
         text = self.match(path)
         if text is None:
             return None
@@ -114,13 +112,13 @@ class Layout:
         return Style(name, tuple(int(part) for part in parts.split("+")) if parts and name != "spread" else ())
 
     def divided_modules(self, paths: Iterable[str]) -> dict[str, bool]:
-        """Return the modules whose items are divided, and of each whether over data ranks too."""
+        """Return the modules whose items are divided, each with True if over data ranks too."""
         found = {path: self.match(path) for path in paths}
         return {path: style == "spread:data" for path, style in found.items() if style and style.startswith("spread")}
 
     @property
     def without_distributed(self) -> Layout:
-        """The layout's text without encoders that ranks share."""
+        """The layout without encoders that ranks share."""
         return Layout(tuple(pair for pair in self.pairs if not pair[1].startswith("spread")))
 
     def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
@@ -188,9 +186,7 @@ class Layout:
     @classmethod
     def from_mapping(cls, table: Mapping[str, object]) -> Layout:
         """Read a table such as `[layout]` in TOML: {"embed" = "vocab", "blocks.*.attn.o" = "rowwise"}."""
-        return cls(
-            tuple((pattern, style if isinstance(style, str) else repr(style)) for pattern, style in table.items())
-        )
+        return cls(tuple((name, style if isinstance(style, str) else repr(style)) for name, style in table.items()))
 
     def format(self) -> str:
         """Return the one-line text form."""
@@ -213,13 +209,8 @@ def _check_pair(pattern: str, style: str) -> None:
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(r"\.".join(_part_expression(part) for part in pattern.split(".")))
-
-
-def _part_expression(part: str) -> str:
-    if part == "*":
-        return r"[^.]+"
-    return f"(?:{part[1:-1].replace(',', '|')})" if part.startswith("{") else part
+    names = [f"(?:{part[1:-1].replace(',', '|')})" if part.startswith("{") else part for part in pattern.split(".")]
+    return re.compile(r"\.".join(r"[^.]+" if name == "*" else name for name in names))
 
 
 # Divisors, for rules about numbers that must divide evenly.

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from weft.config.plan import AXES, MISSING, OpenPlan, Plan, Undecided, plan_fields
-from weft.config.plan_rules import RULES
-from weft.config.rule import Facts, Rule, UnknownFact
+from weft.config.rules.plan_rules import RULES
+from weft.config.rules.rule import Facts, Rule, UnknownFact
 
 Choices = Mapping[str, Sequence[object]]
 #: A rule without a verdict, and the field that it asked for in vain; "" before it was asked.

@@ -1,8 +1,4 @@
-"""A decoder as widths and counts, dense or with experts, and the number of parameters of each of its parts.
-
-Weft's own decoders, configs of Hugging Face and rows of published tables all become these, and every count of a
-decoder's parameters by formula is made here.
-"""
+"""A decoder as widths and counts, dense or with experts, and the number of parameters of each of its parts."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from weft.config.decoder_shape import EXPERT_FIELDS, DecoderSpec
-from weft.config.model_rules import shape_problem, shape_problems
+from weft.config.decoder_shape import EXPERT_FIELDS, DecoderSpec, shape_problems
 from weft.errors import ConfigError, ModelError, Problem, did_you_mean
 
 if TYPE_CHECKING:
@@ -131,11 +126,6 @@ class DecoderWidths:
         return self.moe_shared_params + self.num_experts * self.expert_params
 
     @property
-    def idle_params(self) -> int:
-        """Parameters of the experts that one token does not visit, over all layers."""
-        return self.moe_layers * max(0, self.num_experts - self.top_k) * self.expert_params
-
-    @property
     def table_params(self) -> int:
         """Parameters of the embedding, and as many of the head."""
         return self.vocab * self.hidden
@@ -181,7 +171,10 @@ class ModelSpec:
     @property
     def num_active_params(self) -> int:
         """Parameters used by one token: all except the experts that it is not routed to."""
-        return self.num_params - (DecoderWidths.of_decoder(self.shape).idle_params if self.shape else 0)
+        if self.shape is None:
+            return self.num_params
+        widths = DecoderWidths.of_decoder(self.shape)
+        return self.num_params - widths.moe_layers * max(0, widths.num_experts - widths.top_k) * widths.expert_params
 
     @classmethod
     def named(cls, name: str) -> ModelSpec:
@@ -214,7 +207,7 @@ def _decoder_layers(spec: DecoderSpec) -> Iterator[LayerSpec]:
 
 
 def _block_path(layers: list[int], num_layers: int) -> str:
-    """Paths of like blocks: "blocks.*" for all, "blocks.0" for one, else "blocks.{1-3,5}"."""
+    """Return the path of equal blocks: "blocks.*" for all, "blocks.0" for one, else "blocks.{1-3,5}"."""
     if len(layers) == num_layers:
         return "blocks.*"
     runs: list[list[int]] = []
@@ -240,15 +233,9 @@ def _llama(
     dim: int, num_layers: int, num_heads: int, num_kv_heads: int, ffn_dim: int, vocab_size: int, max_seq_len: int
 ) -> DecoderSpec:
     return DecoderSpec(
-        family="llama",
-        vocab_size=vocab_size,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        ffn_dim=ffn_dim,
-        max_seq_len=max_seq_len,
-    )
+        family="llama", vocab_size=vocab_size, dim=dim, num_layers=num_layers, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, ffn_dim=ffn_dim, max_seq_len=max_seq_len,
+    )  # fmt: skip
 
 
 def _llama3(dim: int, num_layers: int, num_heads: int, ffn_dim: int, scale: float = 1.0) -> DecoderSpec:
@@ -258,16 +245,9 @@ def _llama3(dim: int, num_layers: int, num_heads: int, ffn_dim: int, scale: floa
 
 def _gpt2(dim: int, num_layers: int, num_heads: int, vocab_size: int = 50_257, max_seq_len: int = 1024) -> DecoderSpec:
     return DecoderSpec(
-        family="gpt2",
-        vocab_size=vocab_size,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        ffn_dim=4 * dim,
-        max_seq_len=max_seq_len,
-        tied=True,
-    )
+        family="gpt2", vocab_size=vocab_size, dim=dim, num_layers=num_layers, num_heads=num_heads,
+        num_kv_heads=num_heads, ffn_dim=4 * dim, max_seq_len=max_seq_len, tied=True,
+    )  # fmt: skip
 
 
 def _mixtral(dim: int, num_layers: int, num_heads: int, ffn_dim: int, vocab_size: int, max_seq_len: int) -> DecoderSpec:
@@ -275,28 +255,20 @@ def _mixtral(dim: int, num_layers: int, num_heads: int, ffn_dim: int, vocab_size
     return replace(base, rope_theta=1e6, num_experts=8, top_k=2)
 
 
-def _deepseek_moe() -> DecoderSpec:
-    base = replace(_llama(2048, 28, 16, 16, 10_944, 102_400, 4096), norm_eps=1e-6, first_moe_layer=1)
-    return replace(base, num_experts=64, top_k=6, expert_ffn_dim=1408, num_shared_experts=2, normalise_top_k=False)
-
-
 def named_sizes() -> tuple[NamedSize, ...]:
     """Return every built-in size, smallest first."""
+    tiny_moe = replace(
+        _llama(256, 6, 8, 4, 512, 4096, 1024), tied=True, num_experts=8, expert_ffn_dim=256, num_shared_experts=1
+    )
+    deepseek_moe = replace(
+        _llama(2048, 28, 16, 16, 10_944, 102_400, 4096), norm_eps=1e-6, first_moe_layer=1, num_experts=64, top_k=6,
+        expert_ffn_dim=1408, num_shared_experts=2, normalise_top_k=False,
+    )  # fmt: skip
     return (
         # Made for this project: heads and layers split evenly by 2 and 4, so that every plan can be tried on them.
         NamedSize("tiny", replace(_llama(256, 6, 8, 4, 768, 4096, 1024), tied=True), open_vocab=True),
         NamedSize("gpt2-tiny", _gpt2(256, 6, 8, 4096), open_vocab=True),
-        NamedSize(
-            "moe-tiny",
-            replace(
-                _llama(256, 6, 8, 4, 512, 4096, 1024),
-                tied=True,
-                num_experts=8,
-                expert_ffn_dim=256,
-                num_shared_experts=1,
-            ),
-            open_vocab=True,
-        ),
+        NamedSize("moe-tiny", tiny_moe, open_vocab=True),
         NamedSize("small", replace(_llama(512, 8, 8, 4, 1536, 4096, 2048), tied=True), open_vocab=True),
         # Radford et al. 2019, table 2.
         NamedSize("gpt2", _gpt2(768, 12, 12)),
@@ -313,7 +285,7 @@ def named_sizes() -> tuple[NamedSize, ...]:
         NamedSize("llama2-70b", _llama(8192, 80, 64, 8, 28_672, 32_000, 4096)),
         NamedSize("llama3-70b", _llama3(8192, 80, 64, 28_672)),
         # Dai et al. 2024 (arXiv 2401.06066), and the published config of the 16B model.
-        NamedSize("deepseek-moe-16b", _deepseek_moe()),
+        NamedSize("deepseek-moe-16b", deepseek_moe),
         # Jiang et al. 2024 (arXiv 2401.04088), table 1, and the model card of 8x22B.
         NamedSize("mixtral-8x7b", _mixtral(4096, 32, 32, 14_336, 32_000, 32_768)),
         NamedSize("mixtral-8x22b", _mixtral(6144, 56, 48, 16_384, 32_000, 65_536)),
@@ -357,10 +329,9 @@ def _named_size(name: str) -> NamedSize:
 
 
 def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
-    """Return the shape that a [model] section asks for: a named size with single fields changed.
+    """Return the shape of a [model] section: a named size with single fields changed.
 
-    tokenizer_vocab: entries of the tokenizer. Sizes that leave their vocabulary open take it; for all others it is
-    the least that the vocabulary may be.
+    tokenizer_vocab: entries of the tokenizer: the vocabulary of sizes that leave it open, the minimum for all others.
 
     Raises:
         ConfigError: with every problem found.
@@ -373,20 +344,19 @@ def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
     problems = list(shape_problems(spec))
     if spec.family == "gpt2" and section.rope_theta is not None:
         text = "the gpt2 family has learned positions and no rotary frequencies. Leave it out."
-        problems.append(shape_problem("rope_theta", section.rope_theta, text))
+        problems.append(Problem.of("model.rope_theta", section.rope_theta, text))
     if not spec.num_experts:
         for name, value in section:
             if name in EXPERT_FIELDS and value is not None:
                 text = "the model has no experts. Use model.num_experts=8 with it, or leave it out."
-                problems.append(shape_problem(name, value, text))
+                problems.append(Problem.of(f"model.{name}", value, text))
     if spec.vocab_size < tokenizer_vocab:
-        typed = section.vocab_size is not None
-        owner = "" if typed else f" (of {section.name})"
+        owner = "" if section.vocab_size is not None else f" (of {section.name})"
         text = (
             f"the tokenizer has {tokenizer_vocab} entries, and each needs a row of the embedding{owner}. "
             f"Use model.vocab_size={tokenizer_vocab}, or a tokenizer of at most {spec.vocab_size} entries."
         )
-        problems.append(shape_problem("vocab_size", spec.vocab_size, text))
+        problems.append(Problem.of("model.vocab_size", spec.vocab_size, text))
     if problems:
         raise ConfigError(problems)
     return spec

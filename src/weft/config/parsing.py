@@ -1,25 +1,63 @@
-"""Parsing of TOML keys, overrides and origins. A scanner finds the line of each key, which tomllib does not report.
+"""Keys and values in TOML notation, the line of each key (which tomllib does not report), and origins of values.
 
-The scanner expects text that tomllib has accepted, and never decides whether a file is valid.
+The scanner of lines expects text that tomllib has accepted, and never decides if a file is valid.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from typing import cast
 
-from weft.config.toml_values import BARE_KEY, KeyPath
+#: A path in nested tables and arrays: ("data", "train", 0, "path").
+KeyPath = tuple[str | int, ...]
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+#: Parts of a URL that may be a password or a token.
+_SECRETS = re.compile(r"(?<=://)[^/]*(?=@)|(?<=\?).+", re.DOTALL)
+
+
+def dotted(path: KeyPath) -> str:
+    """Return the path as it is typed in an override: data.train.0.path; a part that is no bare key is quoted."""
+    is_bare = [isinstance(part, int) or BARE_KEY.fullmatch(part) for part in path]
+    return ".".join(str(part) if bare else json.dumps(part) for part, bare in zip(path, is_bare, strict=True))
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """Return a value as TOML text, on one line and cut to `limit` characters."""
+    text = _plain_toml(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _plain_toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        value = _SECRETS.sub("***", value) if "://" in value else value
+        return value if value.isprintable() and value else json.dumps(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**40 else "(a huge number)"
+    if isinstance(value, Mapping):
+        pairs = cast(Mapping[str, object], value).items()
+        return "{" + ", ".join(f"{dotted((key,))} = {as_toml(item)}" for key, item in pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(as_toml(item) for item in cast(list[object], value)) + "]"
+    return str(value)
+
+
+def as_toml(value: object) -> str:
+    """Return a value as TOML on one line, texts in quotes."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else _plain_toml(value)
+
+
+#: A model named by its code: module:name, such as timm.models:resnet50.
+MODEL_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
 
 _HUGE_NUMBER = re.compile(r"[0-9_]{4000,}")
 _AT_LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
-
-
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line (from 1) of every key, table and array element of a valid TOML text, by path."""
-    scanner = _Scanner(text.replace("\r\n", "\n"))
-    scanner.scan()
-    return scanner.lines
 
 
 def error_line(error: Exception, text: str) -> tuple[int, str]:
@@ -49,10 +87,7 @@ def _unfinished_line(text: str) -> int:
 
 
 def split_key(text: str) -> tuple[str, ...]:
-    """Return the parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c").
-
-    Raise ValueError for anything else.
-    """
+    """Return the parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c"). Raises ValueError for others."""
     if "=" in text or "\n" in text or "#" in text:
         raise ValueError("not a dotted key")
     node: object = tomllib.loads(f"{text} = 0")
@@ -63,9 +98,14 @@ def split_key(text: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
-class _Scanner:
-    """One pass over the characters; `lines` fills up as it goes."""
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Return the line (from 1) of every key, table and array element of a valid TOML text, by path."""
+    scanner = _Scanner(text.replace("\r\n", "\n"))
+    scanner.scan()
+    return scanner.lines
 
+
+class _Scanner:
     def __init__(self, text: str):
         self.text = text
         self.at = 0
@@ -131,7 +171,7 @@ class _Scanner:
             start = self.at
             if self._peek() in ('"', "'"):
                 self._skip_string()
-                parts.append(_unquoted(self.text[start : self.at]))
+                parts.append(str(tomllib.loads(f"key = {self.text[start : self.at]}")["key"]))
             else:
                 match = BARE_KEY.match(self.text, self.at)
                 self.at = match.end() if match else len(self.text)
@@ -195,10 +235,6 @@ class _Scanner:
         self.at += len(close)
 
 
-def _unquoted(literal: str) -> str:
-    return str(tomllib.loads(f"key = {literal}")["key"])
-
-
 # Origins of values: "train.toml:12", "command line", or the default.
 
 COMMAND_LINE = "command line"
@@ -206,29 +242,18 @@ DEFAULT = "default"
 
 
 def origin_of(origins: Mapping[str, str], keys: Sequence[str], fallback: str = "") -> str:
-    """Return the origin of the first of these dotted keys that was typed. A key has the origin of its table.
+    """Return the origin of the first of these dotted keys, or of its table, that was typed; else `fallback`.
 
     Args:
         origins: dotted key -> origin.
-        keys: in order of preference.
-        fallback: for keys that were not typed.
+        keys, fallback: keys in order of preference, and the origin if none was typed.
     """
+    typed = {key: origin for key, origin in origins.items() if origin != DEFAULT}
     for key in keys:
-        origin = _around(origins, key) or _inside(origins, key)
-        if origin:
+        around = key
+        while around and around not in typed:
+            around = around.rpartition(".")[0]
+        inside = (origin for other, origin in typed.items() if other.startswith(f"{key}."))
+        if origin := typed[around] if around else next(inside, ""):
             return origin
     return fallback
-
-
-def _around(origins: Mapping[str, str], key: str) -> str:
-    while key:
-        origin = origins.get(key, DEFAULT)
-        if origin != DEFAULT:
-            return origin
-        key = key.rpartition(".")[0]
-    return ""
-
-
-def _inside(origins: Mapping[str, str], key: str) -> str:
-    typed = (origin for other, origin in origins.items() if other.startswith(f"{key}.") and origin != DEFAULT)
-    return next(typed, "")

@@ -87,8 +87,7 @@ def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches:
 
     Args:
         global_batch: samples of a step.
-        data_ranks: ranks with different samples; an array gives an array.
-        num_microbatches: microbatches per rank, or an array.
+        data_ranks, num_microbatches: ranks with different samples, and microbatches per rank; arrays give an array.
     """
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
@@ -110,12 +109,6 @@ def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int
 
     The batch is distributed as the first microbatch of every rank, then the second of every rank, and so on. So ranks
     differ by at most one sample, as do microbatches. The last ones may be empty.
-
-    Args:
-        global_batch: samples of a step.
-        data_ranks: ranks with different samples.
-        num_microbatches: microbatches per rank.
-        rank: index of this rank among them.
     """
     return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
 
@@ -141,7 +134,7 @@ def divide_layers(
 
 @functools.lru_cache(maxsize=256)
 def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: float) -> tuple[int, ...]:
-    """Compute the result of `divide_layers`. It is cached because a search repeats the same divisions."""
+    """Return the result of `divide_layers`, cached because a search repeats the same divisions."""
     num_layers = len(costs)
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")
@@ -267,10 +260,8 @@ def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> boo
     there are fewer heads than ranks.
 
     Args:
-        cp: ranks that share a sequence.
-        num_heads: query heads of the full model.
-        num_kv_heads: key-value heads of the full model.
-        tp: ranks that share the heads.
+        cp, tp: ranks that share a sequence, and those that share the heads.
+        num_heads, num_kv_heads: query and key-value heads of the full model.
     """
     heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
     return num_heads % (cp * tp) == 0 and heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
@@ -312,8 +303,7 @@ def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
 
     Args:
         mode: "gather", "ring" or "ulysses".
-        cp: ranks that share a sequence.
-        rank: on the axis cp.
+        cp, rank: ranks that share a sequence, and this rank on the axis cp.
     """
     return (rank,) if mode == "ulysses" else (rank, 2 * cp - 1 - rank)
 

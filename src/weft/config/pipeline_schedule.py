@@ -44,11 +44,8 @@ def parts(step: Step) -> tuple[Action, ...]:
     return (step.forward, step.backward) if isinstance(step, Pair) else (step,)
 
 
-# Writer of one rank's list. It counts the microbatches of each stage, so a generator names only the next stage.
-
-
 class Writer:
-    """Appends actions. The n-th forward (or backward) of a stage is for microbatch n.
+    """Appends actions to one rank's list. The n-th forward (or backward) of a stage is for microbatch n.
 
     num_microbatches: actions of microbatches from here on are counted but not appended.
     """
@@ -63,10 +60,6 @@ class Writer:
     def num_forwards(self, stage: int) -> int:
         """Return the number of forwards of this stage so far."""
         return self._forwards.get(stage, 0)
-
-    def num_backwards(self, stage: int) -> int:
-        """Return the number of backwards of this stage so far, including those of the input alone."""
-        return self._backwards.get(stage, 0)
 
     def forward(self, stage: int) -> None:
         """Append F of the stage's next microbatch."""
@@ -107,7 +100,7 @@ class Writer:
         return Action("F", stage, index)
 
     def _next_backward(self, stage: int, *, whole: bool) -> Action:
-        index = self.num_backwards(stage)
+        index = self._backwards.get(stage, 0)
         self._backwards[stage] = index + 1
         return Action("BW" if whole else "B", stage, index)
 
@@ -119,36 +112,11 @@ class Writer:
 # Looped schedules: stage s is on rank s % p.
 
 
-def gpipe(p: int, m: int, v: int, r: int) -> list[Step]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965). In flight: m."""
-    return _looped(p, m, 1, r, warmup=m)
-
-
-def one_f_one_b(p: int, m: int, v: int, r: int) -> list[Step]:
-    """A backward as soon as there is one (Narayanan et al. 2019, arXiv 1806.03377). In flight: min(m, p - r)."""
-    return _looped(p, m, 1, r, warmup=p - r - 1)
-
-
-def interleaved(p: int, m: int, v: int, r: int) -> list[Step]:
-    """1F1B with several stages on each rank (Narayanan et al. 2021, arXiv 2104.04473); m is a multiple of p.
-
-    In flight, of v chunks to a microbatch: 2(p - r - 1) + (v - 1)p + 1.
-    """
-    return _looped(p, m, v, r, warmup=2 * (p - r - 1) + (v - 1) * p)
-
-
-def zb_h1(p: int, m: int, v: int, r: int) -> list[Step]:
-    """1F1B in which a rank holds back r weight gradients (ZB-H1, Qi et al. 2023, arXiv 2401.10241). In flight: p."""
-    return _looped(p, m, 1, r, warmup=p - r - 1, held=r)
-
-
-def zb_interleaved(p: int, m: int, v: int, r: int) -> list[Step]:
-    """ZB-H1 with several stages on each rank; m is a multiple of p. In flight: p."""
-    return _looped(p, m, v, r, warmup=(v - 1) * p + p - r - 1, held=r)
-
-
 def _looped(p: int, m: int, v: int, r: int, *, warmup: int, held: int | None = None) -> list[Step]:
-    """held: weight gradients that are held back, or None for whole backwards."""
+    """Return the steps of rank r of p, with m microbatches and v stages on each rank.
+
+    warmup: forwards before the first backward. held: number of delayed weight gradients, or None for full backwards.
+    """
     forwards = [chunk * p + r for chunk in _chunks(p, m, v)]
     backwards = [(v - 1 - chunk) * p + r for chunk in _chunks(p, m, v)]
     warmup = min(warmup, len(forwards))
@@ -168,7 +136,7 @@ def _looped(p: int, m: int, v: int, r: int, *, warmup: int, held: int | None = N
 
 
 def _chunks(p: int, m: int, v: int) -> list[int]:
-    """The rank's chunks in the order of its forwards: p microbatches through each chunk in turn, then the next p."""
+    """Return a rank's chunks in the order of its forwards: p microbatches through each chunk, then the next p."""
     if v == 1:
         return [0] * m
     return [chunk for _ in range(m // p) for chunk in range(v) for _ in range(p)]
@@ -180,7 +148,7 @@ def _chunks(p: int, m: int, v: int) -> list[int]:
 def zb_v(p: int, m: int, v: int, r: int) -> list[Step]:
     """ZB-V (Qi et al. 2023, arXiv 2401.10241, section 6). In flight: p on each rank.
 
-    The pattern needs 2p - 1 microbatches; with fewer it is written for as many, and those that are not there left out.
+    The pattern needs 2p - 1 microbatches. With fewer, the steps of the missing ones are left out.
     """
     down, up = r, 2 * p - 1 - r
     total = max(m, 2 * p - 1)
@@ -233,7 +201,7 @@ def dualpipe_v(p: int, m: int, v: int, r: int) -> list[Step]:
         writer.forward(up)
     for index in range(m - 2 * p + r + 1):
         if index == 0 and r == p - 1:
-            # Beside each other the two would begin later than the first of them can.
+            # As a pair, the two would begin later than the first of them can.
             writer.forward(down)
             writer.backward(up)
         else:
@@ -242,22 +210,15 @@ def dualpipe_v(p: int, m: int, v: int, r: int) -> list[Step]:
     for _ in range(p - r - 1):
         writer.backward(up)
         writer.pair(up, down)
-    _drain(writer, p, r, down, up)
-    return writer.steps
-
-
-def _drain(writer: Writer, p: int, r: int, down: int, up: int) -> None:
-    """The last backwards: whole ones first; from the middle on the weight gradients wait, to fill the end."""
+    # The last backwards: full ones first; from the middle on, weight gradients are delayed to fill the end.
     for index in range(2 * (r + 1)):
         stage = (up, down)[index % 2]
-        if index <= r:
-            writer.backward(stage)
-        else:
-            writer.input_gradient(stage)
+        (writer.backward if index <= r else writer.input_gradient)(stage)
     for _ in range(p - r - 1):
         writer.weight_gradient()
         writer.input_gradient(down)
     writer.weight_gradients()
+    return writer.steps
 
 
 # The order of a pipeline: a list of actions in one optimizer step for each rank of `pp`.
@@ -281,11 +242,25 @@ class Form:
 
 
 FORMS: dict[str, Form] = {
-    "gpipe": Form(gpipe),
-    "1f1b": Form(one_f_one_b),
-    "interleaved": Form(interleaved, virtual_stages=None, in_groups=True),
-    "zb_h1": Form(zb_h1),
-    "zb_interleaved": Form(zb_interleaved, virtual_stages=None, in_groups=True),
+    # All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965). In flight: m.
+    "gpipe": Form(lambda p, m, v, r: _looped(p, m, 1, r, warmup=m)),
+    # Each backward as early as possible (Narayanan et al. 2019, arXiv 1806.03377). In flight: min(m, p - r).
+    "1f1b": Form(lambda p, m, v, r: _looped(p, m, 1, r, warmup=p - r - 1)),
+    # 1F1B with several stages on each rank (Narayanan et al. 2021, arXiv 2104.04473); m is a multiple of p.
+    # In flight, of v chunks to a microbatch: 2(p - r - 1) + (v - 1)p + 1.
+    "interleaved": Form(
+        lambda p, m, v, r: _looped(p, m, v, r, warmup=2 * (p - r - 1) + (v - 1) * p),
+        virtual_stages=None,
+        in_groups=True,
+    ),
+    # 1F1B in which a rank delays r weight gradients (ZB-H1, Qi et al. 2023, arXiv 2401.10241). In flight: p.
+    "zb_h1": Form(lambda p, m, v, r: _looped(p, m, 1, r, warmup=p - r - 1, held=r)),
+    # ZB-H1 with several stages on each rank; m is a multiple of p. In flight: p.
+    "zb_interleaved": Form(
+        lambda p, m, v, r: _looped(p, m, v, r, warmup=(v - 1) * p + p - r - 1, held=r),
+        virtual_stages=None,
+        in_groups=True,
+    ),
     "zb_v": Form(zb_v, is_v=True, virtual_stages=2),
     "dualpipe_v": Form(dualpipe_v, is_v=True, virtual_stages=2, least_per_rank=2),
 }
@@ -332,9 +307,7 @@ def stage_owner(name: str, num_ranks: int, stage: int) -> int:
     """Return the rank (on the axis pp) that holds a stage.
 
     Args:
-        name: name of the schedule.
-        num_ranks: size of the axis pp.
-        stage: index of the stage, counted from the embedding.
+        name, num_ranks, stage: the schedule, the size of the axis pp, and the stage, counted from the embedding.
     """
     if FORMS[name].is_v:
         return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
@@ -345,10 +318,7 @@ def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tupl
     """Return the stages of a rank, ascending.
 
     Args:
-        name: name of the schedule.
-        num_ranks: size of the axis pp.
-        virtual_stages: stages per rank; V-shaped schedules have two.
-        rank: index on the axis pp.
+        name, num_ranks, virtual_stages, rank: the schedule, the size of pp, stages per rank, and the rank on pp.
     """
     if FORMS[name].is_v:
         return rank, 2 * num_ranks - 1 - rank
@@ -356,13 +326,11 @@ def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tupl
 
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """Return the lists of all ranks.
+    """Return the lists of all ranks under the schedule `name`, one of SCHEDULES.
 
     Args:
         name: one of SCHEDULES.
-        num_ranks: size of the axis pp.
-        num_microbatches: microbatches per rank and step.
-        virtual_stages: stages per rank.
+        num_ranks, num_microbatches, virtual_stages: size of the axis pp, microbatches and stages per rank.
 
     Raises:
         PlanError: if the schedule does not support these numbers.
@@ -463,7 +431,8 @@ def with_transfers(schedule: Schedule) -> list[Program]:
         ready = [
             (rank, steps[place[rank]])
             for rank, steps in enumerate(schedule.ranks)
-            if place[rank] < len(steps) and done.issuperset(_step_needs(schedule, steps[place[rank]]))
+            if place[rank] < len(steps)
+            and done.issuperset(need for action in parts(steps[place[rank]]) for need in needs(schedule, action))
         ]
         if not ready:
             waiting = ", ".join(
@@ -536,10 +505,6 @@ def arrived_by(programs: list[Program], rank: int) -> dict[Key, list[Key]]:
                 found[step[1:4]] = there
                 there = []
     return found
-
-
-def _step_needs(schedule: Schedule, step: Step) -> list[Action]:
-    return [need for action in parts(step) for need in needs(schedule, action)]
 
 
 def _send(schedule: Schedule, programs: list[Program], rank: int, action: Action) -> None:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from weft.config import plan_values as kinds
 from weft.config.partitioning import CP_MODES, CP_WAYS
-from weft.config.plan_field import described, descriptions
 from weft.config.plan_text import (
-    microbatches_tried,
-    offloads_near,
+    FINE_SHARES,
+    SHARES,
     orders_near,
-    passes_tried,
-    precisions,
     read_values,
     recomputes,
     recomputes_near,
@@ -28,22 +26,8 @@ from weft.config.plan_text import (
     sizes_tried,
     split_plan,
     unknown_fields,
-)
-from weft.config.plan_values import (
-    AxisOrder,
-    Compression,
-    Counts,
-    Integer,
-    NamedShares,
-    OneOf,
-    PassCount,
-    PolicyOrBudget,
-    ReshardPolicy,
-    Switch,
-    SyncEvery,
-    refused,
-    share_of,
-)
+)  # fmt: skip
+from weft.config.plan_values import described, descriptions, share_of
 from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, sync_of
 from weft.errors import PlanError, Problem
 
@@ -74,43 +58,43 @@ class Plan:
     # One field after another, in the order in which they are printed.
     # fmt: off
     pp: int = described(
-        Integer(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
+        kinds.Integer(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
         tried=sizes_tried, asks="use", probed=True,
     )
-    dp_replicate: int = described(Integer(star=True), 1,
+    dp_replicate: int = described(kinds.Integer(star=True), 1,
         "Data parallel: replicas that hold the same states and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
-    dp_shard: int = described(Integer(star=True), 1,
+    dp_shard: int = described(kinds.Integer(star=True), 1,
         "Data parallel: ranks that shard states by `zero` and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
     cp: int = described(
-        Integer(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.", tried=sizes_tried,
-        asks="use", probed=True,
+        kinds.Integer(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.",
+        tried=sizes_tried, asks="use", probed=True,
     )
     tp: int = described(
-        Integer(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
+        kinds.Integer(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
         asks="use", probed=True,
     )
-    ep: int = described(Integer(), 1,
+    ep: int = described(kinds.Integer(), 1,
         "Expert parallel: ranks that share the experts of a layer; a second view over dp_shard x cp x tp.",
         tried=sizes_tried, asks="use", probed=True,
     )
     order: tuple[str, ...] = described(
-        AxisOrder(AXES), (),
+        kinds.AxisOrder(AXES), (),
         "Mesh axes in use, outermost first; by default in the order of this table. Neighbors on the innermost axis "
         "are neighbors on the machine.", nearby=orders_near, divides_work=False,
         tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
     )
     zero: int = described(
-        Integer(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
+        kinds.Integer(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
         "ZeRO stage: what is sharded over dp_shard and cp. 0: nothing; 1: optimizer states; 2: also gradients; 3: "
         "also parameters.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
     reshard: str = described(
-        ReshardPolicy(RESHARDS), RESHARDS[0],
+        kinds.ReshardPolicy(RESHARDS), RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
         "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same. "
         "after_forward:8 keeps an eighth of them on each of 8 neighboring ranks of dp_shard for backward's gathers, "
@@ -118,56 +102,56 @@ class Plan:
         needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
     )
     sp: bool = described(
-        Switch(), False, "Sequence parallelism between tensor-parallel regions.", needs=("tp",), searched=(False, True),
-        tried=(False, True), asks="use", probed=True,
+        kinds.Switch(), False, "Sequence parallelism between tensor-parallel regions.", needs=("tp",),
+        searched=(False, True), tried=(False, True), asks="use", probed=True,
     )
     tp_chunks: int = described(
-        Integer(dtype="int32"), 1,
+        kinds.Integer(dtype="int32"), 1,
         "Chunks of each rank's tokens under `sp=on`: sharded layers multiply one chunk while another is communicated "
         "over tp. `auto` never chooses more than 1.", needs=("tp",), tried=(1, 3), divides_work=False,
     )
     cp_mode: str = described(
-        OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
+        kinds.OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
         "Attention over a sequence that cp shards: gather (all-gathers keys and values), ring (passes them "
         "around, overlapped with compute), ulysses (exchanges tokens for heads by all_to_all), auto (chosen by "
         "heads, sequence length and memory).", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
         probed=True,
     )
     schedule: str = described(
-        OneOf(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
+        kinds.OneOf(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
         searched=schedules, tried=SCHEDULES, asks="value",
     )
     microbatches: int = described(
-        PassCount(), 1, "Microbatches of an optimizer step under a pipeline.", needs=("pp",), tried=microbatches_tried,
-        divides_work=False,
+        kinds.PassCount(), 1, "Microbatches of an optimizer step under a pipeline.", needs=("pp",), divides_work=False,
+        tried=lambda ranks, passes: sorted({*passes, ranks, 2 * ranks}),  # some schedules need two for each stage
     )
     virtual_stages: int = described(
-        Integer(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule", tried=(1, 2),
-        asks="value",
+        kinds.Integer(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule",
+        tried=(1, 2), asks="value",
     )
-    split: tuple[int, ...] = described(Counts(), (),
+    split: tuple[int, ...] = described(kinds.Counts(), (),
         "Number of the model's blocks in each stage, in order (`3+4+4+3`); by default stages of equal work.",
         needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
     )
     accumulation: int = described(
-        PassCount(), 1, "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
-        tried=passes_tried, divides_work=False, asks="value", probed=True,
+        kinds.PassCount(), 1, "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
+        tried=lambda ranks, passes: passes, divides_work=False, asks="value", probed=True,
     )
     precision: str = described(
-        OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
+        kinds.OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
         "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64). fp8 is bf16 "
         "with float8 products of the linear layers in blocks; tf32 is fp32 with the inputs of products and "
         "convolutions rounded to 10 bits of mantissa, on GPUs that support it.",
-        searched=precisions, tried=("fp64",), divides_work=False,
+        searched=lambda facts: (*facts.half_formats[:1], "fp32"), tried=("fp64",), divides_work=False,
     )
     reduce: str = described(
-        OneOf(REDUCES), "fp32",
+        kinds.OneOf(REDUCES), "fp32",
         "Format of gradients in collectives: fp32 (fp64 under fp64) or bf16, which halves the bytes. Gradients are "
         "rounded only for the collective; Weft accumulates and applies them in fp32.", tried=("fp32",),
         divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
     )
     compress: str = described(
-        Compression(COMPRESSES), "none",
+        kinds.Compression(COMPRESSES), "none",
         "For slow links: format of gradients over the outermost data axis only (dp_replicate, or dp_shard if "
         "dp_replicate is 1). int8: one byte per value, rounded stochastically, one scale per 256. int4: half a byte, "
         "one scale per 64. powersgd:4: each matrix as two factors of rank 4, after the first steps "
@@ -177,7 +161,7 @@ class Plan:
         divides_work=False,  # it rounds: tests/parity/test_compress.py
     )
     gather: str = described(
-        OneOf(GATHERS), "none",
+        kinds.OneOf(GATHERS), "none",
         "For slow links: format of gathered weights. int8, for zero=3: one byte per value, rounded to nearest, one "
         "scale per 256 of a row; vectors are sent exactly. diff4, for zero=1 and 2: differences to the weights that "
         "all ranks have, half a byte each, one scale per 64; the rounding error is added to the next difference. fp8, "
@@ -187,7 +171,7 @@ class Plan:
         divides_work=False,  # it rounds: tests/parity/test_gather.py
     )
     sync: str = described(
-        SyncEvery(), "step",
+        kinds.SyncEvery(), "step",
         "For slow links: synchronization of the replicas of dp_replicate. step: gradients are reduced in every step. "
         "average:H: replicas train separately, and every H steps weights are averaged. diloco:H: their mean change "
         "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); compress=int8 "
@@ -197,26 +181,27 @@ class Plan:
         divides_work=False,  # it trains otherwise: tests/parity/test_sync.py
     )
     recompute: str = described(
-        PolicyOrBudget(RECOMPUTES), "none",
+        kinds.PolicyOrBudget(RECOMPUTES), "none",
         "Activations that backward recomputes: a policy, a policy for the first blocks of each rank only, or "
         "a memory budget for the kept activations.",
         searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value", probed=True,
         tried=("none", "full", "selective", "attention", "full:1"),
     )
     offload: tuple[str, ...] = described(
-        NamedShares(OFFLOADS), (), "Tensors to keep in host memory.",
+        kinds.NamedShares(OFFLOADS), (), "Tensors to keep in host memory.",
         searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
                   ("params", "activations")),
         tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
-        nearby=offloads_near, divides_work=False, asks="value",
+        nearby=lambda plan, facts, fine: ((share,) for share in (FINE_SHARES if fine else SHARES)),
+        divides_work=False, asks="value",
     )
     compile: bool = described(
-        Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
+        kinds.Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
         tried=(False,),  # few plans compile deep models: tests/parity/test_compile.py
     )
     graphs: bool = described(
-        Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so small "
-        "that the host takes longer to launch kernels than the GPU to run them.", divides_work=False,
+        kinds.Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so "
+        "small that the host takes longer to launch kernels than the GPU to run them.", divides_work=False,
         tried=(False,),  # it needs a GPU, or a recorder: tests/parity/test_graphs.py
     )
     # fmt: on
@@ -241,17 +226,17 @@ class Plan:
 
     @property
     def second_shards(self) -> int:
-        """On how many neighbouring ranks of dp_shard zero=3 keeps secondary shards for backward; 0: none."""
+        """Number of neighboring ranks of dp_shard on which zero=3 keeps secondary shards for backward; 0: none."""
         return int(self.reshard.partition(":")[2] or 0)
 
     @property
     def sync_method(self) -> str:
-        """How replicas synchronize: "step", "average" or "diloco"."""
+        """Synchronization of replicas: "step", "average" or "diloco"."""
         return sync_of(self.sync)[0]
 
     @property
     def sync_every(self) -> int:
-        """After how many steps they do so."""
+        """Number of steps between synchronizations of replicas."""
         return sync_of(self.sync)[1]
 
     @property
@@ -270,11 +255,11 @@ class Plan:
 
     @property
     def recompute_blocks(self) -> int:
-        """How many of a rank's blocks, from the first, have the policy; 0: all."""
+        """Number of a rank's blocks, from the first, that have the policy; 0: all."""
         return int(self.recompute.partition(":")[2] or 0)
 
     def offload_share(self, name: str) -> float:
-        """Return which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
+        """Return the share of "optimizer", "params" or "activations" in host memory: 0.0 to 1.0."""
         return share_of(self.offload, name)
 
     @property
@@ -290,7 +275,7 @@ class Plan:
         """Return a new plan with some fields changed.
 
         Raises:
-            PlanError: for a name that is no field, and a value that its field does not take.
+            PlanError: for a name that is no field, and a value that its field does not accept.
         """
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
@@ -332,14 +317,12 @@ class Plan:
         if open_axis is None:
             return plan
         if world_size is None:
-            raise refused(open_axis, f"{open_axis}=*: the number of ranks is not known here. Write the number.")
+            rule = "the number of ranks is not known here. Write the number."
+            raise PlanError([Problem.of(open_axis, "*", rule)])
         rest = plan.world_size  # the open axis counts as 1 in it
         if world_size < 1 or world_size % rest:
-            raise refused(
-                open_axis,
-                f"{open_axis}=*: the other axes need {rest} ranks, and {world_size} is not a multiple of {rest}. "
-                f"Change them, or start a multiple of {rest} ranks.",
-            )
+            rule = f"the other axes need {rest} ranks, and {world_size} is not a multiple of {rest}. Change them, or "
+            raise PlanError([Problem.of(open_axis, "*", f"{rule}start a multiple of {rest} ranks.")])
         found: dict[str, object] = {open_axis: world_size // rest}
         streams = plan.zero == 3 and plan.offload_share("params") > 0
         if open_axis == "dp_shard" and world_size == rest and plan.cp == 1 and plan.zero and not streams:
@@ -389,7 +372,9 @@ def _fill(plan: Plan, values: Mapping[str, object]) -> None:
     problems: list[Problem] = []
     for name, value in values.items():
         try:
-            object.__setattr__(plan, name, _remembered(name, value))
+            # Of tuples each time, because (1, 2) and (True, 2) are equal.
+            check = _checked_once if isinstance(value, (str, int)) else _checked
+            object.__setattr__(plan, name, check(name, value))
         except PlanError as error:
             problems += error.problems
     if problems:
@@ -397,32 +382,26 @@ def _fill(plan: Plan, values: Mapping[str, object]) -> None:
 
 
 def _checked(name: str, value: object) -> Any:
-    """The value in its normal form, or PlanError."""
     return PLAN_FIELDS[name].kind.check(name, value)
 
 
-_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)
+_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)  # a search checks the values of thousands
 
 
-def _remembered(name: str, value: object) -> Any:
-    """`_checked`, once for each value of thousands of plans; of tuples each time, as (1, 2) and (True, 2) are equal."""
-    return _checked_once(name, value) if isinstance(value, (str, int)) else _checked(name, value)
+# Plans with undecided fields, for rules.
 
-
-# A plan of which only some fields are decided, as rules look at it.
-
-#: What `OpenPlan.decided` gives for a field that is not decided yet.
+#: Result of `OpenPlan.decided` for a field that is not decided yet.
 MISSING = object()
 
 
 class Undecided(Exception):
-    """A rule asked for a field that is not decided yet."""
+    """Raised when a rule reads a field that is not decided yet."""
 
 
 class OpenPlan:
-    """A plan whose fields are looked up as they are asked for; what Plan derives from its fields is derived from these.
+    """A plan that looks its fields up when they are read, with the properties and methods of Plan.
 
-    reads: the decided fields that were asked for. A field that is not decided raises Undecided.
+    reads: the decided fields that were read. A field that is not decided raises Undecided.
     """
 
     __slots__ = ("reads",)

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.config.layout import common_divisors
-from weft.config.plan_field import PlanField, SearchFacts
+from weft.config.plan_values import Integer, PlanField, SearchFacts
 from weft.errors import PlanError, Problem, did_you_mean
 
 
 def is_auto(text: str) -> bool:
-    """Return whether the planner is to choose: "auto", or "auto" and fields that are decided ("auto zero=3")."""
+    """Return True if the planner chooses: "auto", or "auto" and fields that are decided ("auto zero=3")."""
     return text.split()[:1] == ["auto"]
 
 
@@ -24,10 +24,8 @@ def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
     table: dict[str, object] = {}
     problems: list[Problem] = []
     if is_auto(text):
-        rule = (
-            "auto works only for a run of `weft train`, and an explicit plan is needed here. Use e.g. 'dp_replicate=*'."
-        )
-        return table, [Problem("", f"plan=auto: {rule}")]
+        rule = "auto works only for a run of `weft train`, and an explicit plan is needed here. Use e.g."
+        return table, [Problem("", f"plan=auto: {rule} 'dp_replicate=*'.")]
     for word in text.split():
         name, equals, value = word.partition("=")
         if not name or not equals or not value:
@@ -58,7 +56,8 @@ def read_values(
                 values[name] = kind.check(name, kind.read(value))
             except PlanError as error:
                 problems += error.problems
-    if len(stars) > 1 or not all(name in known and known[name].is_axis for name in stars):
+    axes = [name for name, field in known.items() if isinstance(field.kind, Integer) and field.kind.star]
+    if len(stars) > 1 or not set(stars) <= set(axes):
         where = f"{' and '.join(stars)} have '*'" if len(stars) > 1 else f"{stars[0]}=*"
         rule = "only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate."
         problems.append(Problem(stars[-1], f"{where}: {rule}"))
@@ -93,14 +92,14 @@ def unknown_fields(names: Iterable[str], known: Collection[str]) -> list[Problem
 #: Fractions of saved activations and optimizer states between all and nothing: round ones, and fine ones.
 _BUDGETS = ("75%", "50%", "25%")
 _FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 5, -5))
-_SHARES = ("optimizer:0.5", "activations:0.5")
-_FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
+SHARES = ("optimizer:0.5", "activations:0.5")
+FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
 #: Stages on a rank that interleaved schedules try.
 _DEEP = (2, 3, 4, 5, 6, 8, 10, 12)
 
 
 def schedules(facts: SearchFacts) -> list[tuple[str, int]]:
-    """Schedules with their virtual stages."""
+    """Return schedules with their virtual stages."""
     deep = [stages for stages in _DEEP if 2 * stages <= facts.layers]
     straight = [(name, 1) for name in ("gpipe", "1f1b", "zb_h1")]
     v_shaped = [(name, 2) for name in ("zb_v", "dualpipe_v")]
@@ -112,13 +111,8 @@ def recomputes(facts: SearchFacts) -> tuple[str, ...]:
     return ("none", "selective", "full", *(() if facts.flash else ("attention",)))
 
 
-def precisions(facts: SearchFacts) -> tuple[str, ...]:
-    """The device's best half format, and full precision."""
-    return (*facts.half_formats[:1], "fp32")
-
-
 def recomputes_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[str]:
-    """Recompute of some layers: by a budget, and of a pipeline's ranks by a number of blocks."""
+    """Yield values that recompute some layers: by a budget, and under a pipeline by a number of blocks."""
     if plan.pp == 1:
         yield from _FINE_BUDGETS if fine else _BUDGETS
         if fine and plan.recompute.endswith("%"):
@@ -133,31 +127,16 @@ def recomputes_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[str]:
         yield from (f"{policy}:{count}" for policy in ("full", "selective"))
 
 
-def offloads_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str, ...]]:
-    """A share of one thing on the host."""
-    yield from ((share,) for share in (_FINE_SHARES if fine else _SHARES))
-
-
 def orders_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str, ...]]:
-    """Return other orders of the axes in use: all of up to three, else those with two neighbors swapped."""
+    """Yield other orders of the axes in use: all of up to three, else those with two neighbors swapped."""
     now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
     if len(now) <= 3:
         yield from itertools.permutations(now)
         return
-    for place in range(len(now) - 1):
-        yield (*now[:place], now[place + 1], now[place], *now[place + 2 :])
+    for index in range(len(now) - 1):
+        yield (*now[:index], now[index + 1], now[index], *now[index + 2 :])
 
 
 def sizes_tried(num_ranks: int, passes: Sequence[int]) -> Sequence[int]:
-    """Every size of an axis that the ranks allow."""
+    """Return every size of an axis that the ranks allow."""
     return common_divisors(num_ranks)
-
-
-def microbatches_tried(num_ranks: int, passes: Sequence[int]) -> Sequence[int]:
-    """The passes, and as many as schedules want: some want two for each stage."""
-    return sorted({*passes, num_ranks, 2 * num_ranks})
-
-
-def passes_tried(num_ranks: int, passes: Sequence[int]) -> Sequence[int]:
-    """The passes."""
-    return passes

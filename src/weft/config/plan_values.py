@@ -5,14 +5,16 @@ A kind is independent of the plan. `plan_field.py` has the other properties of a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Any, cast
 
 from weft import units
@@ -50,7 +52,12 @@ class PlanColumn:
 
 
 class Kind(ABC):
-    """Type of a field's values. `check` returns the normal form, which all other methods then accept."""
+    """Type of a field's values. `check` returns the normal form, which all other methods accept.
+
+    By default the planner has one array of the type `dtype` for a field, and none if it is "".
+    """
+
+    dtype: str = ""
 
     def read(self, value: object) -> object:
         """Convert a value of a text or table to the field's type if possible; `check` refuses the rest."""
@@ -58,30 +65,30 @@ class Kind(ABC):
 
     @abstractmethod
     def check(self, name: str, value: object) -> Any:
-        """The value of the field `name` in its normal form. Raises PlanError."""
+        """Return the value of the field `name` in its normal form. Raises PlanError."""
 
     def write(self, value: Any) -> str:
-        """The value as it is typed."""
+        """Return the value as it is typed."""
         return str(value)
 
     @abstractmethod
     def words(self) -> str:
-        """The values that may be typed, for the documentation."""
+        """Return the values that may be typed, for the documentation."""
 
     @abstractmethod
     def schema(self) -> Schema:
-        """JSON Schema of the value in a TOML table."""
+        """Return the JSON Schema of the value in a TOML table."""
 
     def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        """The planner's arrays for the field `name`; none: its estimates do not depend on the field."""
-        return ()
+        """Return the planner's arrays for the field `name`; () if its estimates do not depend on the field."""
+        return (PlanColumn(name, self.dtype),) if self.dtype else ()
 
     def encode(self, value: Any) -> tuple[float, ...]:
-        """One number for each of the columns."""
-        return ()
+        """Return one number for each of the columns."""
+        return (value,) if self.dtype else ()
 
     def decode(self, *numbers: Any) -> Any:
-        """The value of these numbers."""
+        """Return the value of these numbers."""
         raise NotImplementedError
 
 
@@ -101,7 +108,7 @@ class Integer(Kind):
     def check(self, name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not self.low <= value <= self.high:
             size = f"a whole number from {self.low} to {self.high} is needed. Use {name}={self.low} to leave it out."
-            raise refused(name, f"{name}={shown(value)}: {self.rule or size}")
+            raise PlanError([Problem.of(name, shown(value), self.rule or size)])
         return value
 
     def words(self) -> str:
@@ -112,12 +119,6 @@ class Integer(Kind):
         whole: Schema = {"type": "integer", "minimum": self.low, "maximum": self.high}
         return {"anyOf": [whole, {"const": "*"}]} if self.star else whole
 
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, self.dtype),)
-
-    def encode(self, value: Any) -> tuple[float, ...]:
-        return (value,)
-
     def decode(self, *numbers: Any) -> int:
         return int(numbers[0])
 
@@ -126,23 +127,21 @@ class Integer(Kind):
 class PassCount(Integer):
     """Passes of a step. The planner counts them separately, by the same rule for every plan."""
 
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return ()
-
-    def encode(self, value: Any) -> tuple[float, ...]:
-        return ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Switch(Kind):
     """On or off."""
 
+    dtype: str = "bool"
+
     def read(self, value: object) -> object:
         return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
     def check(self, name: str, value: object) -> bool:
         if not isinstance(value, bool):
-            raise refused(name, f"{name}={shown(value)}: this is a switch. Use {name}=on or {name}=off.")
+            raise PlanError([Problem.of(name, shown(value), f"this is a switch. Use {name}=on or {name}=off.")])
         return value
 
     def write(self, value: Any) -> str:
@@ -153,12 +152,6 @@ class Switch(Kind):
 
     def schema(self) -> Schema:
         return {"type": "boolean"}
-
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, "bool"),)
-
-    def encode(self, value: Any) -> tuple[float, ...]:
-        return (value,)
 
     def decode(self, *numbers: Any) -> bool:
         return bool(numbers[0])
@@ -176,11 +169,12 @@ class OneOf(Kind):
     open: str = ""
     codes: tuple[str, ...] = ()
     instead: str = ""
+    dtype: str = "uint8"
 
     def check(self, name: str, value: object) -> str:
         if self.instead and value in self.codes and value not in self.known:
             rule = f"the planner estimates published runs in it, and Weft does not run it yet: {', '.join(self.known)}"
-            raise refused(name, f"{name}={value}: {rule}. Use {name}={self.instead}.")
+            raise PlanError([Problem.of(name, value, f"{rule}. Use {name}={self.instead}.")])
         return choice(name, value, self.known)
 
     def words(self) -> str:
@@ -188,9 +182,6 @@ class OneOf(Kind):
 
     def schema(self) -> Schema:
         return {"enum": list(self.known)}
-
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, "uint8"),)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return (0 if value == self.open else (self.codes or self.known).index(value),)
@@ -204,28 +195,25 @@ class Compression(OneOf):
     """A wire that rounds, by name; low rank with its rank, the largest values with their share."""
 
     def check(self, name: str, value: object) -> str:
-        if isinstance(value, str) and value.partition(":")[0] == LOW_RANK and rank_of(value) is None:
-            raise refused(
-                name,
-                f"{name}={shown(value)}: its rank is a whole number from 1 to {LARGEST_RANK}. Use {name}={LOW_RANK}:4.",
-            )
-        if isinstance(value, str) and value.partition(":")[0] == LARGEST_VALUES and num_values_sent(value) is None:
-            raise refused(
-                name,
-                f"{name}={shown(value)}: the share of values that are sent is above 0 and at most {MOST_SHARE}. Use "
-                f"{name}={LARGEST_VALUES}:0.02.",
-            )
+        kind = value.partition(":")[0] if isinstance(value, str) else ""
+        rule = ""
+        if kind == LOW_RANK and rank_of(str(value)) is None:
+            rule = f"its rank is a whole number from 1 to {LARGEST_RANK}. Use {name}={LOW_RANK}:4."
+        if kind == LARGEST_VALUES and num_values_sent(str(value)) is None:
+            rule = f"the share of values that are sent is above 0 and at most {MOST_SHARE}. Use {name}={kind}:0.02."
+        if rule:
+            raise PlanError([Problem.of(name, shown(value), rule)])
         return choice(name, value, self.known)
 
     def words(self) -> str:
         ranks = f"`{LOW_RANK}:R` with a rank R from 1 to {LARGEST_RANK}"
-        return f"{listed(self._fixed())}, {ranks}, `{LARGEST_VALUES}:X` with a share X to {MOST_SHARE}"
+        return f"{listed(self._names())}, {ranks}, `{LARGEST_VALUES}:X` with a share X to {MOST_SHARE}"
 
     def schema(self) -> Schema:
         patterns = (f"^{LOW_RANK}:[1-9][0-9]?$", rf"^{LARGEST_VALUES}:0\.[0-9]{{1,6}}$")
-        return {"anyOf": [{"enum": self._fixed()}, *({"type": "string", "pattern": one} for one in patterns)]}
+        return {"anyOf": [{"enum": self._names()}, *({"type": "string", "pattern": each} for each in patterns)]}
 
-    def _fixed(self) -> list[str]:
+    def _names(self) -> list[str]:
         return [word for word in self.known if not has_number(word)]
 
 
@@ -237,10 +225,9 @@ class ReshardPolicy(OneOf):
         if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
             number = value.partition(":")[2]
             if not _BLOCKS.fullmatch(number) or number == "1":
-                raise refused(
-                    name,
-                    f"{name}={shown(value)}: secondary shards are divided over a number of neighboring ranks, from 2 to "
-                    f"999999. Use {name}={self.known[0]}:8, for 8 ranks on a host.",
+                rule = "secondary shards are divided over a number of neighboring ranks, from 2 to 999999. Use "
+                raise PlanError(
+                    [Problem.of(name, shown(value), f"{rule}{name}={self.known[0]}:8, for 8 ranks on a host.")]
                 )
             return value
         return choice(name, value, self.known)
@@ -273,12 +260,11 @@ class SyncEvery(Kind):
             sync_of(value if isinstance(value, str) else "")
             return str(value)
         except ValueError:
-            raise refused(
-                name,
-                f"{name}={shown(value)}: not step, and not average or diloco with a number of steps from 1 to 999999, "
-                f"and where fragments are streamed no more of these. Use {name}=step, or e.g. {name}=diloco:50 or "
-                f"{name}=diloco:50/4.",
-            ) from None
+            rule = (
+                "not step, and not average or diloco with a number of steps from 1 to 999999, and where fragments are "
+                f"streamed no more of these. Use {name}=step, or e.g. {name}=diloco:50 or {name}=diloco:50/4."
+            )
+            raise PlanError([Problem.of(name, shown(value), rule)]) from None
 
     def words(self) -> str:
         return "`step`, `average:H` or `diloco:H` with a number H of steps, and `/N` for N fragments that are streamed"
@@ -307,38 +293,28 @@ class PolicyOrBudget(Kind):
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str):
-            if value in self.known or self._of_some_blocks(value) or _FRACTION.fullmatch(value):
+            policy, _, blocks = value.partition(":")
+            has_blocks = policy in self.known and policy != "none" and _BLOCKS.fullmatch(blocks) is not None
+            if value in self.known or has_blocks or _FRACTION.fullmatch(value):
                 return value
             try:
                 if not value.isdigit() and units.parse_bytes(value) > 0:
                     return "".join(value.split())
             except ValueError:
                 pass  # neither a name nor a size: rejected below with the legal values
-        raise refused(
-            name,
-            f"{name}={shown(value)}: not one of {', '.join(self.known)}, nor a budget. "
-            f"Use one of them, or e.g. {name}=full:8, {name}=12GiB or {name}=50%.",
-        )
-
-    def _of_some_blocks(self, value: str) -> bool:
-        name, colon, count = value.partition(":")
-        return bool(colon) and name in self.known and name != "none" and _BLOCKS.fullmatch(count) is not None
+        rule = f"not one of {', '.join(self.known)}, nor a budget. Use one of them, or e.g. {name}=full:8, "
+        raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=12GiB or {name}=50%.")])
 
     def words(self) -> str:
-        return (
-            f"{listed(self.known)}; all but `none` also for some blocks only (`full:8`); or a memory budget (`12GiB`, "
-            "`50%`)"
-        )
+        names = f"{listed(self.known)}; all but `none` also for some blocks only (`full:8`)"
+        return f"{names}; or a memory budget (`12GiB`, `50%`)"
 
     def schema(self) -> Schema:
         return {"type": "string"}
 
     def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (
-            PlanColumn(name, "uint8"),
-            PlanColumn(f"{name}_blocks", "int64"),
-            PlanColumn("activation_budget", "float64"),
-        )
+        columns = ((name, "uint8"), (f"{name}_blocks", "int64"), ("activation_budget", "float64"))
+        return tuple(PlanColumn(*column) for column in columns)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         """Return the policy, the number of blocks (0: all), and bytes (inf: no budget; below 1: a fraction)."""
@@ -355,15 +331,10 @@ class PolicyOrBudget(Kind):
 
 
 def _budget(text: str) -> float:
-    """ "50%" -> 0.5, "12GiB" -> bytes."""
+    """Return the number of a budget: "50%" is 0.5, and "12GiB" its bytes."""
     if text.endswith("%"):
         return float(text[:-1]) / 100
     return float(text) if text.startswith(("0.", ".")) else float(units.parse_bytes(text))
-
-
-def refused(field: str, message: str) -> PlanError:
-    """The error of one field."""
-    return PlanError([Problem(field, message)])
 
 
 def choice(name: str, value: object, known: Sequence[str]) -> str:
@@ -371,7 +342,7 @@ def choice(name: str, value: object, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
         hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
         rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"
-        raise refused(name, f"{name}={shown(value)}: {rule}")
+        raise PlanError([Problem.of(name, shown(value), rule)])
     return value
 
 
@@ -395,7 +366,7 @@ class _Listed(Kind):
         return tuple(cast(list[object], value)) if isinstance(value, list) else value
 
     def part(self, text: str) -> object:
-        """One of the values."""
+
         return text
 
     def write(self, value: Any) -> str:
@@ -419,7 +390,7 @@ class Counts(_Listed):
         if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= LARGEST for count in counts):
             return cast(tuple[int, ...], counts)
         rule = f"each stage has a whole number of blocks, at least 1. Use e.g. {name}=3+4+4+3, or leave it out."
-        raise refused(name, f"{name}={shown(cast(object, value))}: {rule}")
+        raise PlanError([Problem.of(name, shown(cast(object, value)), rule)])
 
     def words(self) -> str:
         return "whole numbers joined by `+`"
@@ -434,6 +405,7 @@ class AxisOrder(_Listed):
     """Some of the axes, each once, outermost first. Missing axes have one rank and precede the others."""
 
     axes: tuple[str, ...]
+    dtype: str = "uint8"
 
     def check(self, name: str, value: object) -> tuple[str, ...]:
         names = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
@@ -441,7 +413,7 @@ class AxisOrder(_Listed):
             choice(name, axis, self.axes)
         if len(set(names)) < len(names):
             rule = f"each axis may appear once. Use e.g. {name}=tp+dp_shard, or leave it out."
-            raise refused(name, f"{name}={'+'.join(map(str, names))}: {rule}")
+            raise PlanError([Problem.of(name, "+".join(map(str, names)), rule)])
         return cast(tuple[str, ...], names)
 
     def words(self) -> str:
@@ -450,9 +422,6 @@ class AxisOrder(_Listed):
     def schema(self) -> Schema:
         names: Schema = {"type": "array", "items": {"enum": list(self.axes)}, "uniqueItems": True}
         return {"anyOf": [names, {"type": "string"}]}
-
-    def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, "uint8"),)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return (orders(self.axes).index((*(axis for axis in self.axes if axis not in value), *value)),)
@@ -483,12 +452,12 @@ class NamedShares(_Listed):
             value = (value,)
         if not isinstance(value, tuple):
             rule = f"it lists what to keep in host memory. Use e.g. {name}=optimizer+activations."
-            raise refused(name, f"{name}={shown(value)}: {rule}")
+            raise PlanError([Problem.of(name, shown(value), rule)])
         chosen: dict[str, str] = {}
         for part in cast(tuple[object, ...], value):
             word, shared = self._shared(name, part)
             if chosen.setdefault(word, shared) != shared:
-                raise refused(name, f"{name}={shown(part)}: {word} already has another share. Keep one.")
+                raise PlanError([Problem.of(name, shown(part), f"{word} already has another share. Keep one.")])
         return tuple(chosen[word] for word in self.known if word in chosen)
 
     def _shared(self, name: str, part: object) -> tuple[str, str]:
@@ -502,7 +471,7 @@ class NamedShares(_Listed):
         fraction = Decimal(share.rstrip("%")) / (100 if "%" in share else 1) if _SHARE.fullmatch(share) else Decimal(0)
         if not 0 < fraction <= 1:
             rule = f"a share is a number above 0 and at most 1. Use e.g. {name}={word}:0.5."
-            raise refused(name, f"{name}={shown(part)}: {rule}")
+            raise PlanError([Problem.of(name, shown(part), rule)])
         return word, word if fraction == 1 else f"{word}:{fraction.normalize():f}"
 
     def words(self) -> str:
@@ -526,3 +495,95 @@ def share_of(value: Sequence[str], word: str) -> float:
     """Return the fraction of a name in a value of `NamedShares`: 0.0 to 1.0."""
     shares = [part.partition(":")[2] or "1" for part in value if part.partition(":")[0] == word]
     return float(shares[0]) if shares else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchFacts:
+    """Facts that decide which values are searched.
+
+    layers: number of layers. half_formats: which of bf16 and fp16 the device computes in. flash: attention stores no
+    scores.
+    """
+
+    layers: int
+    half_formats: tuple[str, ...] = ()
+    flash: bool = True
+
+
+#: The values that a search tries.
+Searched = Callable[[SearchFacts], Sequence[Any]]
+#: Further values near a plan, in round steps or in fine ones.
+Nearby = Callable[[Any, SearchFacts, bool], Iterable[Any]]
+#: The values that tests try, of a number of ranks and of numbers of passes.
+Tried = Callable[[int, Sequence[int]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanField:
+    """One field of the plan.
+
+    kind: reads, checks, prints and encodes its values. default: the value of plans that do not set it.
+    help: its meaning, for the documentation.
+    needs: axes; if none of them is in use the field has its default.
+    searched: the values that the planner enumerates; None: the default, or the user's value. If it decides several
+    fields together it has tuples, and these fields name it in `searched_with`.
+    nearby: additional values for refinement. tried: values that tests try. divides_work: True if it decides how ranks
+    divide the work, and not how one rank does its part.
+    asks: restrictions by the model: "" none, "use" it may reject any value but the default, "value" it may reject
+    single values.
+    probed: True if tests try it alone before they combine it.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    needs: tuple[str, ...]
+    searched: Searched | None
+    searched_with: str
+    nearby: Nearby | None
+    tried: Tried
+    divides_work: bool
+    asks: str
+    probed: bool
+
+    @property
+    def columns(self) -> tuple[PlanColumn, ...]:
+        """The planner's arrays of the field."""
+        return self.kind.columns(self.name)
+
+    @property
+    def auto_value(self) -> str:
+        """The value that leaves the choice to the planner, or ""."""
+        return self.kind.open if isinstance(self.kind, OneOf) else ""
+
+
+def described(
+    kind: Kind,
+    default: Any,
+    help: str,
+    *,
+    tried: Tried | Sequence[Any],
+    needs: tuple[str, ...] = (),
+    searched: Searched | Sequence[Any] | None = None,
+    searched_with: str = "",
+    nearby: Nearby | None = None,
+    divides_work: bool = True,
+    asks: str = "",
+    probed: bool = False,
+) -> Any:
+    """Declare a field of the plan: `tp: int = described(Integer(), 1, "...", tried=divisors)`; see `PlanField`."""
+    description = PlanField(
+        name="", kind=kind, default=default, help=help, needs=needs, nearby=nearby, divides_work=divides_work,
+        searched=searched if searched is None or callable(searched) else lambda _: searched, asks=asks,
+        searched_with=searched_with, tried=tried if callable(tried) else lambda _, passes: tried, probed=probed,
+    )  # fmt: skip
+    return dataclasses.field(default=default, metadata={"weft": description})
+
+
+def descriptions(plan: type[Any]) -> Mapping[str, PlanField]:
+    """Return the described fields of a dataclass by name, in their order."""
+    declared = dataclasses.fields(plan)
+    return MappingProxyType(
+        {each.name: dataclasses.replace(each.metadata["weft"], name=each.name) for each in declared}
+    )

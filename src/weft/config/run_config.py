@@ -14,26 +14,24 @@ from weft.config.sections import (
     AdapterSection,
     AlertSection,
     ChannelSection,
-    KernelSection,
-    LaunchSection,
-    MemorySection,
-    MonitorSection,
-    OptimizerSection,
-    ScheduleSection,
-    Section,
-    SinkSection,
-)
-from weft.config.setting_types import (
     ColumnPart,
     Count,
     Duration,
     Extent,
     Fraction,
+    KernelSection,
+    LaunchSection,
+    MemorySection,
+    MonitorSection,
     Name,
     NonNegative,
+    OptimizerSection,
     OptionValue,
     PositiveFloat,
     PositiveInt,
+    ScheduleSection,
+    Section,
+    SinkSection,
     StoreOrFolder,
     TaskName,
     Width,
@@ -52,8 +50,7 @@ class RunSection(Section):
     mode: Literal["private", "group", "umask"] = "private"
     """Access to a new run folder and to checkpoints of `checkpoint.dir`. private: only you (0700, files 0600); group:
     your group too (0750, 0640); umask: as your umask allows. An existing run folder keeps its permissions, and new
-    files in it get the same ones: use chmod to change them. Exported models and prepared data follow your umask.
-    """
+    files in it get the same ones: use chmod to change them. Exported models and prepared data follow your umask."""
 
 
 class TaskSection(Section):
@@ -62,8 +59,8 @@ class TaskSection(Section):
     name: TaskName | None = None
     """masked_lm, classify_text, classify_tokens, seq2seq, embed or transcribe, with the Hugging Face folder of
     model.path; prefer, which learns from preferred answers; distill, which follows a teacher; classify_images and
-    classify_audio, with pictures and recordings; or your own task as package.module:Class, importable from this
-    folder, or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
+    classify_audio, with pictures and recordings; or your own task as package.module:Class, importable from this folder,
+    or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
@@ -81,8 +78,7 @@ class ModelSection(Section):
     biases. This setting and those below override single fields of the named size."""
     vocab_size: Extent | None = None
     """Vocabulary size, the rows of the embedding; by default the named size's, or the tokenizer's if the size sets
-    none.
-    """
+    none."""
     dim: Width | None = None
     """Width of the hidden state; a multiple of num_heads."""
     num_layers: Width | None = None
@@ -120,9 +116,9 @@ class ModelSection(Section):
     route_scale: PositiveFloat | None = None
     """Factor on the scores of the chosen experts."""
     balance: Literal["aux_loss", "bias", "none"] | None = None
-    """Balancing of the experts' load. aux_loss: an auxiliary loss per sequence; bias: a routing bias that is
-    adjusted after each step; none: no balancing. Of model.path: aux_loss or none, by default aux_loss if its config
-    sets output_router_logits."""
+    """Balancing of the experts' load. aux_loss: an auxiliary loss per sequence; bias: a routing bias that is adjusted
+    after each step; none: no balancing. Of model.path: aux_loss or none, by default aux_loss if its config sets
+    output_router_logits."""
     balance_rate: PositiveFloat | None = None
     """Weight of the auxiliary loss, or how much a routing bias changes in one step. Of model.path: by default its
     config's router_aux_loss_coef."""
@@ -142,8 +138,7 @@ class TokenizerSection(Section):
     """For kind="file": a tokenizer.json, or a folder that holds one."""
     template: bool = False
     """For kind="file": render chats with the chat template in the folder of the tokenizer.json, as transformers does.
-    False: as ChatML.
-    """
+    False: as ChatML."""
     train_bytes: PositiveInt = 20_000_000
     """Maximum number of bytes of text read to train a tokenizer."""
 
@@ -162,9 +157,9 @@ class SourceSection(Section):
     """Kind of record. auto detects it from the first records and prints the result. preference and feedback are for
     task.name=prefer."""
     columns: dict[ColumnPart, str] = Field(default={})
-    """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from",
-    content = "value"}, {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"},
-    {ids = "input_ids", mask = "loss_mask"}, {chosen = "better", rejected = "worse"}, {label = "liked"}."""
+    """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from", content =
+    "value"}, {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"}, {ids =
+    "input_ids", mask = "loss_mask"}, {chosen = "better", rejected = "worse"}, {label = "liked"}."""
 
 
 class DataSection(Section):
@@ -182,8 +177,8 @@ class DataSection(Section):
     borders: bool = True
     """Positions restart at each document, and attention does not cross document borders."""
     bos: Literal["auto"] | bool = "auto"
-    """Begin each document with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by
-    its post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
+    """Begin each document with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by its
+    post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
     max_record_bytes: PositiveInt = 64 * 2**20
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in chunks and have no limit."""
     max_bad_fraction: Fraction = 0.01
@@ -201,17 +196,14 @@ class DataSection(Section):
     padded to long ones. Results are the same."""
     microbatch_cost: PositiveFloat | Literal["auto"] = "auto"
     """For batching=cost: the cost limit of a microbatch, in tokens: its FLOPs, padded to its longest sample, divided by
-    those of a single token. auto: the cost of the plan's microbatches of train.seq_len tokens.
-    """
+    those of a single token. auto: the cost of the plan's microbatches of train.seq_len tokens."""
     workers: Count | None = None
     """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
     one for each core that the machine's ranks leave, 1 to 8."""
     cache_features: bool = False
     """Compute the outputs of frozen image and audio encoders before the first step, and store them in `cache_dir` for
-    later
-    runs and epochs. It changes no number. It needs `lr = 0` for the encoder (optimizer.groups) and no random change of
-    the encoder's inputs.
-    """
+    later runs and epochs. It changes no number. It needs `lr = 0` for the encoder (optimizer.groups) and no random
+    change of the encoder's inputs."""
 
 
 class EarlyStopSection(Section):
@@ -233,8 +225,7 @@ class TrainSection(Section):
     global_cost: PositiveFloat | None = Field(default=None, examples=[8192.0])
     """For data.batching=cost, instead of global_batch in training: a step takes samples in their order up to this total
     cost, in tokens as in data.microbatch_cost, each by its own length. Evaluation, the planner and rules still count
-    global_batch samples.
-    """
+    global_batch samples."""
     max_bad_steps: Count = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run stops."""
     on_bad: Literal["stop", "restart", "leave_out"] = "stop"
@@ -245,9 +236,7 @@ class TrainSection(Section):
     stops with exit code 0; the same command resumes it. By default no limit."""
     collect_every: Count = 50
     """Steps between runs of Python's garbage collector, at the same step on all ranks; 0 leaves the time to Python, on
-    each
-    rank independently.
-    """
+    each rank independently."""
     compress_after: Count = 100
     """First steps of a run that plan.compress=powersgd:R leaves exact, as gradients change fast there. Set more where
     the learning rate warms up for longer."""
@@ -256,13 +245,11 @@ class TrainSection(Section):
     outer_momentum: Fraction = 0.9
     """Of plan.sync=diloco:H: the outer step's Nesterov momentum (arXiv 2311.08105)."""
     norm_group: Count = 0
-    """Batch norms take the statistics of groups of this many samples of the global batch, the same under every plan;
-    0: of the samples of one microbatch on one rank, which depend on the plan."""
+    """Batch norms take the statistics of groups of this many samples of the global batch, the same under every plan; 0:
+    of the samples of one microbatch on one rank, which depend on the plan."""
     check_batch: bool = True
     """Run a few samples some more times in the first step and warn of results that depend on how the plan divides a
-    batch:
-    samples that interact, noise in forward, buffers that forward changes.
-    """
+    batch: samples that interact, noise in forward, buffers that forward changes."""
     bf16_layers: tuple[str, ...] = Field(default=(), strict=False, examples=[["first:1", "last:1", "*.down_proj"]])
     """Of plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the
     layers of N blocks at an end of the model."""
@@ -299,9 +286,7 @@ class CheckpointSection(Section):
     """Never delete checkpoints whose step is a multiple of this; 0: off."""
     verify: Literal["auto", "start", "background"] = "auto"
     """When to check the digests of the checkpoint that a run resumes from (sizes are always checked first): before the
-    first
-    step, or in the background before the first save. auto: at the start up to 256 MiB per rank.
-    """
+    first step, or in the background before the first save. auto: at the start up to 256 MiB per rank."""
     background: bool = True
     """Write checkpoints in the background: training waits only for a copy in host memory."""
     busy: Literal["wait", "skip"] = "wait"
@@ -311,9 +296,7 @@ class CheckpointSection(Section):
     peer_every: Count = 0
     """Steps between copies of the state in memory, on each machine and the next one; 0: none. If ranks or a machine are
     lost, a restart resumes from the newest copy: at most this many steps are repeated, plus those done while a copy or
-    a
-    checkpoint was being written. The copies end with the command.
-    """
+    a checkpoint was being written. The copies end with the command."""
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last retry: stop the run, or hold training and keep retrying until the save succeeds."""
 
@@ -350,8 +333,7 @@ class RunConfig(Section):
     "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
     layout: str = ""
     """How tensor parallelism shards the model: pattern=style items, or a file of them. `weft layout MODEL --save FILE`
-    writes a file to edit. By default Weft derives the layout from the model.
-    """
+    writes a file to edit. By default Weft derives the layout from the model."""
     seed: Count = 0
     """Seed of initial weights, data order and sampling."""
     run: RunSection = RunSection()

@@ -2,26 +2,121 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal, cast
+from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Strict, WithJsonSchema
 
-from weft.config.setting_types import (
-    Address,
-    CodeName,
-    Count,
-    Duration,
-    Fraction,
-    HostPort,
-    Name,
-    NonNegative,
-    OptionValue,
-    PositiveFloat,
-    PositiveInt,
-    SecretRef,
-    ShareOrSize,
-    Width,
-)
+# TOML has 64-bit integers. Sizes have generous limits that still catch typing errors.
+PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Extent = Annotated[int, Field(gt=0, le=10**9)]
+Width = Annotated[int, Field(gt=0, le=10**6)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _text(pattern: str, rule: str, **more: bool) -> Any:
+    return Field(pattern=pattern, json_schema_extra={"x-rule": rule, **more})
+
+
+Name = Annotated[
+    str,
+    _text(
+        r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        "a name of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
+    ),
+]
+ShareOrSize = Annotated[
+    str,
+    _text(
+        r"^([1-9][0-9]?%|([1-9][0-9]{0,8}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])([KMGT]i?|k)B)$",
+        "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
+    ),
+]
+CodeName = Annotated[str, _text(r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$", "a class as package.module:Class")]
+#: Named tasks; `find_task` maps them to classes. These train the model of a Hugging Face folder.
+FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
+#: These train the text decoder by another loss.
+TEXT_TASKS = ("prefer", "distill")
+#: These train networks for pictures, sound and text, from new weights or a folder's.
+MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast")
+TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
+#: The goal of each named task on preferences and tables.
+TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
+TaskName = Annotated[
+    str,
+    _text(
+        rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$",
+        f"{', '.join(TASK_NAMES)}, or a class as package.module:Class or path/to/file.py:Class",
+    ),
+]
+OptionValue = Annotated[
+    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
+    WithJsonSchema({"x-rule": "true, false, a number, a string or a list of numbers"}),
+]
+StoreOrFolder = Annotated[
+    str,
+    _text(
+        r"^([^:?#@]|:[^/?#@])[^?#@]*$",
+        "a folder, or a URL of bucket and prefix alone (credentials belong in the environment)",
+    ),
+]
+_DURATION = "^(" + "|".join(
+    "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
+    for unit in "dhms"
+) + ")$"  # fmt: skip
+Duration = Annotated[str, _text(_DURATION, "a time such as 3h30m, 90s or 1d12h")]
+HostPort = Annotated[
+    str,
+    _text(
+        r"^[^\s:/]([^\s/]{0,250}[^\s:/])?:[1-9][0-9]{0,4}$", "the name or address of a machine and a port: HOST:PORT"
+    ),
+]
+_SECRET_REF = r"env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:/?[^/\x00][^\x00]{0,3999}"
+_SECRET_RULE = "env:NAME or file:PATH, with the secret (a config must not contain it)"
+SecretRef = Annotated[str, _text(rf"^({_SECRET_REF})$", _SECRET_RULE, **{"x-secret": True})]
+Address = Annotated[
+    str,
+    _text(
+        rf"^(https?://[^/?#@\s]+(/[^?#@\s]*)?|{_SECRET_REF})$",
+        "an http(s) URL without user, password and query, or env:NAME or file:PATH where a secret one is",
+        **{"x-secret": True},
+    ),
+]
+ColumnPart = Literal[
+    "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
+    "mask", "tools", "chosen", "rejected", "label",
+]  # fmt: skip
+
+
+# What differs between two configs, by dotted key.
+
+
+def value_at(tables: Any, key: str) -> Any:
+    """Return the value under a dotted key."""
+    for part in key.split("."):
+        tables = tables[part]
+    return tables
+
+
+def changed_keys(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """Return (old, new) by dotted key, of all values below `key` that differ.
+
+    Args:
+        key: dotted key of both values.
+        old: a value, or nested dicts of them.
+        new: the same; what only one of them has counts as None in the other.
+    """
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new else {key: (old, new)}
+    before, now = cast(dict[str, Any], old), cast(dict[str, Any], new)
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in dict.fromkeys([*before, *now]):
+        found |= changed_keys(f"{key}.{name}", before.get(name), now.get(name))
+    return found
 
 
 class Section(BaseModel):
@@ -57,9 +152,7 @@ class AdapterSection(Section):
     """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
     base: Literal["stored", "int8", "nf4"] = "stored"
     """Storage of frozen linear weights. stored: in the plan's precision; int8, nf4: quantized in blocks of 64, to 1.06
-    and
-    0.56 byte a weight, and unpacked in each product (QLoRA).
-    """
+    and 0.56 byte a weight, and unpacked in each product (QLoRA)."""
 
 
 # Resources of the machine: ranks and devices, pinned memory, GPU kernels.
@@ -73,48 +166,35 @@ class LaunchSection(Section):
     """auto: the GPUs if there are any, else the CPU."""
     numa: bool = True
     """On GPUs: bind each rank, its threads and its child processes to its share of the cores of its GPU's NUMA node.
-    Cores
-    chosen by taskset, SLURM or others stay. `weft doctor` shows the binding.
-    """
+    Cores chosen by taskset, SLURM or others stay. `weft doctor` shows the binding."""
     timeout: Duration = "30m"
     """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
     warn_after: Literal["auto"] | Duration = "auto"
     """Report a wait that has lasted this long: which rank is missing, in which collective, since when. auto: 20 usual
-    or
-    planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work. `timeout`
-    or
-    more: no reports.
-    """
+    or planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work.
+    `timeout` or more: no reports."""
     route: Literal["auto", "flat", "two_level"] = "auto"
     """Route of bytes between hosts of CPU ranks. auto: first within each host, then between hosts, if hosts have equal
     blocks of 2, 4, 8 ... neighboring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
-    but
-    an error if that is impossible. No result depends on it. GPUs use NCCL's choice.
-    """
+    but an error if that is impossible. No result depends on it. GPUs use NCCL's choice."""
     links: str | None = Field(default=None, examples=["links.json"])
     """Profile of the links between ranks, from `weft calibrate --hosts`: route=auto then uses the faster measured route
-    for
-    each collective of CPU ranks, by operation and size. Default: links.json in the cache folder (WEFT_HOME), if it
-    exists. The first rank of each axis reads it and sends it to the others.
-    """
+    for each collective of CPU ranks, by operation and size. Default: links.json in the cache folder (WEFT_HOME), if it
+    exists. The first rank of each axis reads it and sends it to the others."""
     restarts: Count = 0
     """Consecutive restarts of the ranks by `weft train` after a rank died, hung or failed: from the newest good
     checkpoint, or from the newest copy in memory (checkpoint.peer_every) if that is later. Progress since the restart
-    before resets the count. Not for ranks that torchrun or srun started.
-    """
+    before resets the count. Not for ranks that torchrun or srun started."""
     restart_pause: Duration = "5s"
     """Pause before the first restart in a row; each further pause is twice as long, up to 5 minutes."""
     min_ranks: Width | None = None
     """If the same rank fails twice in a row, continue without it, with at least this many ranks: the planner makes a
-    plan
-    for them, and the global batch stays. Default: always all ranks.
-    """
+    plan for them, and the global batch stays. Default: always all ranks."""
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last restart: stop, or pause with the devices free until `weft runs resume RUN`."""
     replicas_apart: bool = False
     """Under sync=diloco:H or average:H: start each replica as a separate world with its own processes, restarts and
-    checkpoints. A late or lost replica does not stop the others, and rejoins at a synchronization.
-    """
+    checkpoints. A late or lost replica does not stop the others, and rejoins at a synchronization."""
     meeting_timeout: Duration = "1m"
     """How long separate replicas wait at a synchronization for a late one, and for a message or data of another one."""
     replica: Count | None = Field(default=None, examples=[1])
@@ -123,8 +203,7 @@ class LaunchSection(Section):
     """HOST:PORT of the rendezvous of replicas on several machines. The machine of replica 0 listens there."""
     meeting_key: SecretRef | None = Field(default=None, examples=["env:WEFT_MEETING_KEY"])
     """Shared secret of replicas on several machines, of 16 characters or more: env:NAME or file:PATH. Required unless
-    meet_at is an address of this machine (127.0.0.1).
-    """
+    meet_at is an address of this machine (127.0.0.1)."""
 
 
 class MemorySection(Section):
@@ -138,17 +217,13 @@ class KernelSection(Section):
 
     attention: Literal["auto", "flash", "efficient", "cudnn", "fa3", "fa4"] = "auto"
     """Preferred kernels for attention in bf16 and fp16; calls that they cannot run (masks, wide heads) use the others.
-    auto:
-    torch's own order; flash, efficient, cudnn: these first; fa3, fa4: FlashAttention 3 (Hopper, package
-    flash_attn_interface) or 4 (Hopper, Blackwell, package flash_attn.cute) instead of flash.
-    """
+    auto: torch's own order; flash, efficient, cudnn: these first; fa3, fa4: FlashAttention 3 (Hopper, package
+    flash_attn_interface) or 4 (Hopper, Blackwell, package flash_attn.cute) instead of flash."""
     convolutions: Literal["auto", "measured", "guessed"] = "auto"
     """How cuDNN chooses convolution algorithms. measured: it tries them for each of the first 8 batch shapes and keeps
-    the
-    fastest, for faster steps, a slower first one, and possibly another choice in another run; guessed: by heuristics.
-    auto: measured if the model has convolutions, tp is 1 and torch is not set to be deterministic; an earlier benchmark
-    setting of torch stays.
-    """
+    the fastest, for faster steps, a slower first one, and possibly another choice in another run; guessed: by
+    heuristics. auto: measured if the model has convolutions, tp is 1 and torch is not set to be deterministic; an
+    earlier benchmark setting of torch stays."""
 
 
 # Monitoring of a run: metrics, sinks, alerts and their recipients.
@@ -159,8 +234,7 @@ class MonitorSection(Section):
 
     figures: bool = True
     """Report metrics of each rank and machine (CPU, memory, GPU, disk, network, step phases); events.jsonl has their
-    statistics over the ranks.
-    """
+    statistics over the ranks."""
     every: Duration = "10s"
     """Time between two reports."""
     update_ratio_every: Count = 10
@@ -172,7 +246,7 @@ class MonitorSection(Section):
 
 
 class SinkSection(Section):
-    """A destination of metrics besides events.jsonl.
+    """A destination of metrics in addition to events.jsonl.
 
     A separate process sends them, so that a sink never delays training. Data that cannot be sent now is sent later.
     """
@@ -242,15 +316,12 @@ class AlertSection(Section):
     20GiB"."""
     until: str | None = None
     """Condition that ends the alert; by default `when` is no longer true. A bound different from the one of `when`
-    keeps an
-    oscillating metric from repeating the alert.
-    """
+    keeps an oscillating metric from repeating the alert."""
     severity: Literal["info", "warning", "critical"] = "warning"
     """Severity in messages and events."""
     actions: tuple[str, ...] = Field(default=(), strict=False)
     """Names of channels, and actions of the run: checkpoint, hold (save, release devices, wait for `weft runs resume`),
-    stop, lower_lr, skip_data, roll_back.
-    """
+    stop, lower_lr, skip_data, roll_back."""
     quiet: Duration = "30m"
     """Time after an alert in which the same one is recorded and sends nothing."""
     after_step: Count = 0
@@ -291,8 +362,7 @@ class OptimizerSection(Section):
     states: Literal["fp32", "bf16", "fp8"] = "fp32"
     """AdamW: number format of its two running means. bf16 uses half the memory, fp8 (one-byte floats without scales) a
     quarter; both take more time. Rounding is stochastic, by seed, step and position in the parameter, so every plan
-    rounds identically.
-    """
+    rounds identically."""
     weight_decay: NonNegative = 0.1
     """Weight decay of matrices. Norms and biases are not decayed."""
     momentum: Fraction | None = None
@@ -331,3 +401,55 @@ class ScheduleSection(Section):
     def decay(self, num_steps: int) -> int:
         """Return the number of steps of the wsd schedule's decay in a run of `num_steps`."""
         return self.decay_steps or max(1, num_steps // 5)
+
+
+#: Services whose addresses are secrets, by a part of the URL.
+_SERVICES = re.compile(
+    r"hooks\.slack\.com|discord(app)?\.com/api/webhooks|webhook\.office\.com|outlook\.office\.com/webhook|"
+    r"logic\.azure\.com|powerplatform\.com|open\.feishu\.cn|open\.larksuite\.com|oapi\.dingtalk\.com|qyapi\.weixin|"
+    r"api\.telegram\.org/bot|chat\.googleapis\.com|hooks\.zapier\.com|maker\.ifttt\.com|webhook\.site/|ntfy\.sh/|"
+    r"\.pipedream\.net",
+    re.IGNORECASE,
+)
+_URL = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?P<query>[?#].*)?", re.DOTALL
+)
+#: A readable part of a path: up to three capitalized terms and a short number.
+_WORD = re.compile(r"([A-Z]?[a-z]{2,20}){1,3}\d{0,3}|[A-Za-z]\d{0,4}|[A-Z]{1,5}\d{0,3}|[A-Z]{2,4}[a-z]{1,12}|\d{1,5}|")
+_BETWEEN_WORDS = re.compile(r"[-_.~ :,+]")
+#: A path part after one of these is a secret, unless it is short and lowercase or one of the names below.
+_BEFORE_SECRETS = re.compile(r"(?i)services?|(web)?hooks?|bot|robots?|tokens?|(api)?keys?|secrets?|auth|integrations?")
+_PUBLIC = frozenset({"collector", "event", "events", "metrics", "messages", "training", "monitoring"})
+_SHORT = 8
+
+
+def holds_secret(url: str) -> bool:
+    """Return True if a URL may hold a secret: user info, a query, a listed service, or an unreadable path."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        return False
+    return "@" in match["host"] or bool(match["query"]) or _SERVICES.search(url) is not None or _in_path(match["path"])
+
+
+def hide_secret(url: str) -> str:
+    """Return a URL without user info, path and query if it holds a secret, else the URL."""
+    match = _URL.fullmatch(url)
+    if match is None or not holds_secret(url):
+        return url
+    _, at, host = match["host"].rpartition("@")
+    hides_path = _SERVICES.search(url) is not None or _in_path(match["path"])
+    path = "/(hidden)" if hides_path else match["path"]
+    return f"{match['scheme']}://{'(hidden)@' if at else ''}{host}{path}{'?(hidden)' if match['query'] else ''}"
+
+
+def _in_path(path: str) -> bool:
+    before = ""
+    for part in unquote(path).split("/"):
+        words = _BETWEEN_WORDS.split(part)
+        if not all(_WORD.fullmatch(word) for word in words) or sum(word.isdigit() for word in words) > 3:
+            return True
+        is_short_word = len(part) < _SHORT and part.islower()
+        if part and _BEFORE_SECRETS.fullmatch(before) and part not in _PUBLIC and not is_short_word:
+            return True
+        before = part or before
+    return False

@@ -57,9 +57,7 @@ class Matmul:
         """Return m, n, k and the number of products on one rank.
 
         Args:
-            batch: sequences.
-            seq: tokens of each sequence on this rank.
-            t: tensor-parallel ranks of a sharded layer.
+            batch, seq, t: sequences, tokens of each on this rank, and tensor-parallel ranks of a sharded layer.
         """
         found = [each.at(batch, seq) for each in (self.m, self.n, self.k, self.batch)]
         place = {"columns": 1, "rows": 2, "inside": 3}.get(self.cut)
@@ -71,9 +69,7 @@ class Matmul:
         """Return the FLOPs of forward on one rank.
 
         Args:
-            batch: sequences.
-            seq: tokens of each sequence on this rank.
-            t: tensor-parallel ranks of a sharded layer.
+            batch, seq, t: as in `sizes`.
         """
         m, n, k, count = self.sizes(batch, seq, t)
         return 2.0 * m * n * k * count
@@ -100,9 +96,7 @@ class TracedAttention:
         """Return the FLOPs of forward on one rank. A causal mask halves the scores.
 
         Args:
-            batch: sequences.
-            seq: tokens of each sequence on this rank.
-            t: tensor-parallel ranks, if heads are sharded.
+            batch, seq, t: sequences, tokens of each on this rank, and tensor-parallel ranks.
             c: context-parallel ranks; keys come from the full sequence.
         """
         heads = self.heads / t if self.cut else self.heads
@@ -122,9 +116,7 @@ class DividedBytes:
         """Return the bytes on one rank.
 
         Args:
-            batch: sequences.
-            seq: tokens of each sequence.
-            t: divisor of sharded tensors.
+            batch, seq, t: sequences, tokens of each, and the divisor of sharded tensors.
             between: divisor of activations outside sharded regions: t under sp, else 1.
         """
         return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
@@ -175,14 +167,11 @@ class TracedLayer:
         return self.params_cut + self.params_whole
 
     def flops(self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, backward: bool = False) -> Any:
-        """Count FLOPs of matrix products and attention on one rank, which has 1/cp of each sequence.
+        """Return the FLOPs of matrix products and attention on one rank, in forward or in backward.
 
         Args:
-            batch: sequences.
-            seq: tokens of each full sequence.
-            tp: tensor-parallel ranks.
-            cp: context-parallel ranks.
-            backward: count backward instead of forward.
+            batch, seq: sequences, and tokens of each full sequence, of which a rank has 1/cp.
+            tp, cp, backward: ranks of tp and cp; backward counts backward instead of forward.
         """
         part = seq / cp
         products = sum(each.flops(batch, part, tp) * (each.num_backward if backward else 1) for each in self.matmuls)
@@ -192,29 +181,22 @@ class TracedLayer:
     def saved_bytes(
         self, batch: Any, seq: Any, policy: str = "none", *, tp: Any = 1, cp: Any = 1, sp: bool = False
     ) -> Any:
-        """Return the bytes that one pass saves for backward on one rank.
+        """Return the bytes that one pass saves for backward on one rank under a recompute policy.
 
         Args:
-            batch: sequences.
-            seq: tokens of each full sequence.
-            policy: the recompute policy.
-            tp: tensor-parallel ranks.
-            cp: context-parallel ranks.
-            sp: True if tp also divides the other activations.
+            batch, seq, policy: sequences, tokens of each full sequence, and the recompute policy.
+            tp, cp, sp: ranks of tp and cp; True if tp also divides the other activations.
         """
         return dict(self.saved)[policy].at(batch, seq / cp, tp, tp if sp else 1)
 
     def moved_bytes(
         self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, sp: bool = False, backward: bool = False
     ) -> Any:
-        """Return the bytes that memory-bound kernels read and write on one rank.
+        """Return the bytes that memory-bound kernels read and write on one rank, in forward or in backward.
 
         Args:
-            batch: sequences.
-            seq: tokens of each full sequence.
-            tp: tensor-parallel ranks.
-            cp: context-parallel ranks.
-            sp: True if tp also divides the other activations.
+            batch, seq: sequences, and tokens of each full sequence.
+            tp, cp, sp: ranks of tp and cp; True if tp also divides the other activations.
             backward: count backward instead of forward.
         """
         return (self.moved_backward if backward else self.moved_forward).at(batch, seq / cp, tp, tp if sp else 1)
@@ -267,12 +249,11 @@ class TracedModel:
         return next((each for layer in self.layers for each in layer.attentions), None)
 
     def flops(self, batch: Any, seq: Any, *, causal: bool = True) -> Any:
-        """Return the model's own FLOPs of forward and backward, head included; what kernels do again is not counted.
+        """Return the model's own FLOPs of forward and backward, with the head and without recomputation.
 
         Args:
-            batch: sequences.
-            seq: tokens of each.
-            causal: False counts attention's whole square.
+            batch, seq: sequences, and tokens of each.
+            causal: False counts the full square of causal attention.
         """
         total = 6.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):
@@ -285,12 +266,7 @@ class TracedModel:
         return total
 
     def weight_flops(self, batch: Any, seq: Any) -> Any:
-        """Return the FLOPs of backward that make gradients of weights, the head's included.
-
-        Args:
-            batch: sequences.
-            seq: tokens of each.
-        """
+        """Return the FLOPs of backward for gradients of weights, with the head."""
         total = 2.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):
             total = total + layer.count * sum(
@@ -317,9 +293,8 @@ class TracedModel:
             values = {name: table[name] for name in (each.name for each in fields(cls))}
             values["layers"] = tuple(_layer(each) for each in values["layers"])
             values |= {name: _layer(values[name]) for name in ("before", "after")}
-            values["limits"] = tuple(
-                (name, Limit(tuple(each["values"]), each["reason"])) for name, each in values["limits"]
-            )
+            limits = ((name, Limit(tuple(each["values"]), each["reason"])) for name, each in values["limits"])
+            values["limits"] = tuple(limits)
             values["linears"] = tuple((int(i), int(o), int(count)) for i, o, count in values["linears"])
             return cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -87,14 +87,9 @@ def rank_of(name: str) -> int | None:
 def _low_rank(rank: int) -> WireSpec:
     # 2 r n values of an n x n matrix are sent; the planner assumes n = 1024, and later sums of the same size.
     return WireSpec(
-        f"{LOW_RANK}:{rank}",
-        "weft.comm.wire.low_rank:LowRank",
-        element_bytes=4.0 * 2 * rank / 1024,
-        state_bytes=4.0,
-        outer_only=True,
-        rank=rank,
-        exact_steps=100,
-    )
+        f"{LOW_RANK}:{rank}", "weft.comm.wire.low_rank:LowRank", element_bytes=4.0 * 2 * rank / 1024, state_bytes=4.0,
+        outer_only=True, rank=rank, exact_steps=100,
+    )  # fmt: skip
 
 
 #: Top-k formats end with the fraction of values that are sent, and its limit; values per block.
@@ -111,15 +106,9 @@ def num_values_sent(name: str) -> int | None:
 def _largest(name: str) -> WireSpec:
     kept = num_values_sent(name) or 1
     return WireSpec(
-        name,
-        "weft.comm.wire.codes:Largest",
-        element_bytes=2.0 * kept / _NEIGHBOURS,
-        block=_NEIGHBOURS,
-        block_bytes=2.0,
-        state_bytes=4.0,
-        outer_only=True,
-        kept=kept,
-    )
+        name, "weft.comm.wire.codes:Largest", element_bytes=2.0 * kept / _NEIGHBOURS, block=_NEIGHBOURS,
+        block_bytes=2.0, state_bytes=4.0, outer_only=True, kept=kept,
+    )  # fmt: skip
 
 
 #: Formats of weights: under zero=3 as `comm/wire/codes.py` encodes them, and under zero=1 and 2 as differences in the
@@ -151,7 +140,7 @@ def sync_of(text: str) -> tuple[str, int, int]:
 
 
 def has_number(name: str) -> bool:
-    """Return whether it is the name of a wire with a number, such as `powersgd:4` or `top:0.02`."""
+    """Return True for the name of a wire with a number, such as `powersgd:4` or `top:0.02`."""
     return rank_of(name) is not None or num_values_sent(name) is not None
 
 
@@ -201,15 +190,6 @@ COMPRESSES = _RoundingNames()
 register(WireSpec("fp32", "weft.comm.wire.codes:AsIs", exact=True))
 register(WireSpec("bf16", "weft.comm.wire.codes:Bf16", element_bytes=2.0))
 register(WireSpec("int8", "weft.comm.wire.codes:Int8", element_bytes=1.0, block=256, block_bytes=2.0))
-register(
-    WireSpec(
-        "int4",
-        "weft.comm.wire.codes:Int4",
-        element_bytes=0.5,
-        block=64,
-        block_bytes=2.0,
-        state_bytes=4.0,
-        outer_only=True,
-    )
-)
+register(WireSpec("int4", "weft.comm.wire.codes:Int4", element_bytes=0.5, block=64, block_bytes=2.0, state_bytes=4.0,
+                  outer_only=True))  # fmt: skip
 register(_low_rank(4))

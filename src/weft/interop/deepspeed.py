@@ -13,13 +13,12 @@ from typing import cast
 from weft import env
 from weft.config.files import by_line
 from weft.config.plan import Plan
-from weft.config.plan_rules import NOT_BUILT as NOT_BUILT_RULES
-from weft.config.plan_rules import check
-from weft.config.rule import Facts, Rule
+from weft.config.rules.plan_rules import NOT_BUILT as NOT_BUILT_RULES
+from weft.config.rules.plan_rules import check
+from weft.config.rules.rule import Facts, Rule
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, PlanError, Problem
-from weft.interop.deepspeed_keys import BECAME, MOST, NOT_BUILT, TYPO, Outcome, Reading
-from weft.interop.deepspeed_source import Source, read_source
+from weft.interop.deepspeed_keys import BECAME, MOST, NOT_BUILT, TYPO, Outcome, Reading, Source, read_source
 from weft.interop.deepspeed_training import read_clipping, read_optimizer, read_scheduler
 
 TOTAL, MICRO, PASSES = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -37,7 +36,6 @@ class _Batch:
 
 def read_batch(reading: Reading, world_size: int | None) -> int | None:
     """Read the batch into train.global_batch and the passes per step, and return the number of data-parallel ranks.
-
     world_size: number of all ranks, or None. The three batch sizes together determine the number of data-parallel
     ranks.
     """
@@ -188,18 +186,14 @@ def read_precision(reading: Reading) -> None:
         elif on and reading.is_auto(key):
             reading.nothing(key, f"off, because {on[0]} is true")
             reading.open.remove("plan.precision")
-    _read_reduction(reading)
-    _read_loss_scale(reading, of_fp16=given["fp16.enabled"] or (reading.is_auto("fp16.enabled") and not on))
-    _read_autocast(reading, on)
-
-
-def _read_reduction(reading: Reading) -> None:
     key = "communication_data_type"
     dtype = reading.choice(key, tuple(_DTYPES))
     if dtype and _DTYPES[dtype] == "fp16":
         reading.missing(key, "Weft sends gradients in fp32 or bf16, which have the same range; fp16 overflows")
     elif dtype:
         reading.set_plan_field(key, reduce=_DTYPES[dtype])
+    _read_loss_scale(reading, of_fp16=given["fp16.enabled"] or (reading.is_auto("fp16.enabled") and not on))
+    _read_autocast(reading, on)
 
 
 def _read_loss_scale(reading: Reading, of_fp16: bool | None) -> None:
@@ -462,14 +456,9 @@ def import_deepspeed(
 ) -> Imported:
     """Read a DeepSpeed config: a path, JSON text, or a dict.
 
-    Args:
-        source: the config.
-        world_size: number of ranks that will be started, or None.
-        not_built: rules of plans that are valid but not implemented. A key that such a rule refuses is translated, and
-            marked as not built.
-
-    Raises:
-        ConfigError: with every mistake found, each with its file and line.
+    world_size: number of ranks that will be started, or None. not_built: rules of plans that are valid but not
+    implemented. A key that such a rule refuses is translated, and marked as not built.
+    Raises ConfigError with every mistake found, each with its file and line.
     """
     read = read_source(source)
     reading = Reading(read)
@@ -520,14 +509,10 @@ def _mark_not_built(
 
 
 def plan_from_deepspeed(source: Path | str | Mapping[str, object], world_size: int | None = None) -> Plan:
-    """Return the plan of a DeepSpeed config: a path to ds_config.json, its text, or its dict.
-
-    world_size: number of ranks; by default the number that torchrun, srun or `weft train` started, or the number that
-    follows from the file's batch sizes. `import_deepspeed` also returns the settings and the outcome of each key.
-
-    Raises:
-        ConfigError: with every mistake in the file.
-        PlanError: if the number of ranks cannot be determined.
+    """Return the plan of a DeepSpeed config: a path to ds_config.json, its text, or its dict. world_size: number of
+    ranks; by default the number that torchrun, srun or `weft train` started, or the number that follows from the file's
+    batch sizes. `import_deepspeed` also returns the settings and the outcome of each key. Raises ConfigError with every
+    mistake in the file. Raises PlanError if the number of ranks cannot be determined.
     """
     place = env.rank_env() if world_size is None else None
     plan, open_axis = Plan.read_open(import_deepspeed(source, place.world_size if place else world_size).plan)

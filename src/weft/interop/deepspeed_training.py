@@ -26,9 +26,8 @@ REMOVED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """kind: Weft's schedule. final: its last factor. params: DeepSpeed's parameters.
-
-    near: description of DeepSpeed's schedule if Weft's is only similar, else "".
+    """kind: Weft's schedule. final: its last factor. params: DeepSpeed's parameters. near: description of DeepSpeed's
+    schedule if Weft's is only similar, else "".
     """
 
     kind: str
@@ -73,16 +72,10 @@ def read_clipping(reading: Reading) -> None:
         reading.follows(inner, key)
     elif other is not None:
         reading.set(inner, "optimizer.max_grad_norm", other)
-    _read_printing(reading)
-
-
-def _read_printing(reading: Reading) -> None:
     key = "steps_per_print"
     if reading.values.get(key) in ("inf", math.inf, 0):
         reading.nothing(key, f"DeepSpeed never prints with this value; log.every stays {default_text('log.every')}")
-        return
-    steps = reading.read_int(key)
-    if steps is not None:
+    elif (steps := reading.read_int(key)) is not None:
         reading.set(key, "log.every", steps)
 
 

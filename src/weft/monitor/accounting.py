@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.monitor.events import number
-from weft.units import format_seconds
+from weft.monitor.events import number, step_of
+from weft.units import counted, format_seconds
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]{3}|[$€£¥])\s*/\s*(s|min|h|d)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -61,9 +61,10 @@ _OF_THE_LOOP = frozenset({"start", "step", "eval", "trace", "end"})
 
 @dataclass
 class TimeLedger:
-    """Attributes a run's time to causes, from its events in order. `first` and `last` are the times (s) of its events.
+    """Attributes a run's time to causes, from its events in order. It can be read at any time.
 
-    It can be read at any time.
+    `first` and `last` are the times (s) of its events. `device_s` is seconds times number of devices, which may differ
+    between starts.
     """
 
     first: float = math.nan
@@ -72,7 +73,7 @@ class TimeLedger:
     starts: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
     _devices: int = 1
-    _device_s: float = 0.0
+    device_s: float = 0.0
     _step: array[int] = field(default_factory=lambda: array("q"))
     _work: array[float] = field(default_factory=lambda: array("d"))
     _data: array[float] = field(default_factory=lambda: array("d"))
@@ -127,24 +128,15 @@ class TimeLedger:
         """Share of the time spent on steps that count, 0 to 1."""
         return self.seconds()[PRODUCTIVE] / self.wall_s if self.wall_s > 0 else 0.0
 
-    @property
-    def device_s(self) -> float:
-        """Seconds times number of devices, which may differ between starts."""
-        return self._device_s
-
     def _begin(self, event: Mapping[str, Any], when: float) -> None:
-        if self._state in ("runs", "failed"):
-            # The launcher's failure event may be missing, because the launcher was killed too.
-            self.failures += self._state == "runs"
-            self._spend("restart", when - self._looped)
-        elif self._state == "held":
-            self._spend("held", when - self._looped)
-        elif self._state == "request to continue":
-            self._spend("restart", when - self._looped)
+        # The launcher's failure event may be missing, because the launcher was killed too.
+        self.failures += self._state == "runs"
+        if self._state in ("runs", "failed", "held", "request to continue"):
+            self._spend("held" if self._state == "held" else "restart", when - self._looped)
         if math.isnan(self.first):
             self.first = when
         devices = event.get("world_size")
-        self._forget_beyond(_step_of(event) or 0)
+        self._forget_beyond(step_of(event) or 0)
         self._devices = devices if type(devices) is int and 0 < devices < 2**31 else 1
         self._compiles = "compile" in str(event.get("plan", ""))
         self._state, self._looped, self._waits_for_first = "runs", when, True
@@ -188,17 +180,14 @@ class TimeLedger:
             data = data if type(data) is float else number(data)
         if not 0 < total < took:  # nan too
             total = took
-        if not data > 0:
-            data = 0.0
-        elif data > total:
-            data = total if data < math.inf else 0.0
+        data = min(data, total) if 0 < data < math.inf else 0.0
         if took > total:
             self._spend("start" if self._waits_for_first else "other", took - total)
-        self._device_s += total * self._devices
+        self.device_s += total * self._devices
         if self._waits_for_first:
             self._first_steps.append((total - data, self._compiles))
             self._waits_for_first = False
-        step = _step_of(event)
+        step = step_of(event)
         if event.get("skipped") or step is None:
             self._seconds["lost work"] = self._seconds.get("lost work", 0.0) + total
             return
@@ -211,7 +200,6 @@ class TimeLedger:
         self._kept[1] += data
 
     def _forget_beyond(self, step: int) -> None:
-        """Count later steps as lost work, because they are repeated."""
         while self._step and self._step[-1] > step:
             self._step.pop()
             work, data = self._work.pop(), self._data.pop()
@@ -222,7 +210,7 @@ class TimeLedger:
     def _spend(self, cause: str, seconds: float) -> None:
         if seconds > 0:
             self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
-            self._device_s += seconds * self._devices
+            self.device_s += seconds * self._devices
 
     def _typical_step(self) -> float:
         """Return the median work time of a step, over the last 10,000 steps."""
@@ -232,11 +220,6 @@ class TimeLedger:
         if not self._typical[0] or count >= self._typical[0] * 1.1 or count < self._typical[0]:
             self._typical = (count, float(statistics.median(self._work[-10_000:])))
         return self._typical[1]
-
-
-def _step_of(event: Mapping[str, Any]) -> int | None:
-    step = event.get("step")
-    return step if type(step) is int and abs(step) < 2**62 else None
 
 
 # Goodput: the productive share of a run's time, the losses, and the best save interval.
@@ -278,35 +261,26 @@ class Goodput:
         return max(1, round(best_interval(self.stall_s, self.between_failures_s) / self.step_s))
 
     def lines(self, every: int) -> list[str]:
-        """Return the lines to print at the end of a run with failures.
-
-        Args:
-            every: steps between saves (checkpoint.every).
-        """
+        """Return the lines to print at the end of a run with failures, with `every` steps between its saves."""
         if not self.failures:
             return []
-        count = f"{self.failures} failure{'s' if self.failures > 1 else ''}"
         lost = {"steps done again": self.redone_s, "starting again": self.away_s, "waiting for saves": self.stalls_s}
         parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in lost.items() if seconds > 0)
-        told = [f"goodput {self.share:.0%} of {format_seconds(self.wall_s)} made steps that count; {count}: {parts}"]
-        best = self.best_every()
-        if best is not None:
-            told.append(
+        head = f"goodput {self.share:.0%} of {format_seconds(self.wall_s)} made steps that count"
+        lines = [f"{head}; {counted(self.failures, 'failure')}: {parts}"]
+        if (best := self.best_every()) is not None:
+            lines.append(
                 f"        checkpoint.every={best} would have cost least (now {every}): a save stalls training for "
                 f"{format_seconds(self.stall_s)}, and a failure came every {format_seconds(self.between_failures_s)}"
             )
-        return told
+        return lines
 
 
 def best_interval(stall_s: float, between_failures_s: float) -> float:
     """Return the interval (s) between saves that minimizes the time lost to saves and repeated steps.
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37. Its
-    first term is Young's sqrt(2 stall M) of 1974.
-
-    Args:
-        stall_s: cost of one save.
-        between_failures_s: mean time between failures.
+    first term is Young's sqrt(2 stall M) of 1974. `stall_s` is the cost of one save.
     """
     if stall_s >= 2 * between_failures_s:
         return between_failures_s
@@ -336,8 +310,8 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
         if kind == "start":
             if begun and not in_order:
                 failures += 1
-                away += max(0.0, when - last)
-                wall += max(0.0, when - last)
+                gap = max(0.0, when - last)
+                away, wall = away + gap, wall + gap
             kept = {step: seconds for step, seconds in kept.items() if step <= int(event["step"])}
             begun, in_order = True, False
         elif begun:

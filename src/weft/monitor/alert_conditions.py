@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from weft.config import conditions as kinds
-from weft.config.conditions import Condition, RunSpan
-from weft.config.metrics import FIGURES
+from weft.config import metrics as kinds
+from weft.config.metrics import FIGURES, Condition, RunSpan, Series
 from weft.monitor.metrics import FigureReading
 from weft.units import format_bytes, format_seconds
 
@@ -27,7 +27,7 @@ _LEAST_DEVIATION = 1e-3
 
 
 class Streak:
-    """Tracks how long a condition has held."""
+    """Tracks the time for which a condition has been true."""
 
     def __init__(self, span: RunSpan | None):
         self._span = span
@@ -113,15 +113,22 @@ class Judge:
     """Base of all judges.
 
     `holds` is True while the condition is true. `message` is the reason as text. `since` is the first step at which it
-    held, if available. `figures` names the figures that the judge reads.
+    was true, if available. `figures` names the metrics that the judge reads.
     """
 
     figures: frozenset[str] = frozenset()
 
-    def __init__(self) -> None:
+    def __init__(self, series: Series | None = None) -> None:
         self.holds = False
         self.message = ""
         self.since: int | None = None
+        self._series = series
+        if series is not None:
+            self.figures = frozenset({series.name})
+
+    def reads(self, reading: FigureReading) -> bool:
+        """Return True for a reading of its series, whose label may be any if the condition names none."""
+        return self._series is None or self._series.label in ("", reading.label)
 
     def take(self, reading: FigureReading) -> None:
         """Add a reading of one of its figures."""
@@ -139,10 +146,9 @@ class Judge:
 
 class _CompareJudge(Judge):
     def __init__(self, condition: kinds.Compare):
-        super().__init__()
+        super().__init__(condition.series)
         self._condition = condition
-        name = condition.series.name
-        self.figures = frozenset({name, "planned"} if condition.of == "plan" else {name})
+        self.figures |= {"planned"} if condition.of == "plan" else set[str]()
         self._streaks: dict[str, Streak] = {}
         self._windows: dict[str, TimeWindow] = {}
         self._out: dict[str, int] = {}
@@ -155,15 +161,17 @@ class _CompareJudge(Judge):
             if reading.label == condition.series.name:
                 self._planned = reading.value
             return
-        if condition.series.label and reading.label != condition.series.label:
+        if not self.reads(reading):
             return
         high = condition.operator.startswith(">")
         value, who = (reading.high, reading.at_high) if high else (reading.low, reading.at_low)
         bound, base = self._bound(reading.label, value, reading)
-        is_so = bound is not None and _compared(value, condition.operator, bound)
+        is_so = bound is not None and _COMPARE[condition.operator](value, bound)
         streak = self._streaks.setdefault(reading.label, Streak(condition.hold))
         if streak.see(is_so, reading):
-            self._true[reading.label] = (self._text(reading, value, who, base), streak.since)
+            owner = f" on {who}" if who else ""
+            text = f"{reading.series} is {_shown(reading, value)}{owner}{f', {base}' if base else ''}"
+            self._true[reading.label] = (text, streak.since)
         else:
             self._true.pop(reading.label, None)
         self.holds = bool(self._true)
@@ -171,7 +179,6 @@ class _CompareJudge(Judge):
             self.message, self.since = next(iter(self._true.values()))
 
     def _bound(self, label: str, value: float, reading: FigureReading) -> tuple[float | None, str]:
-        """Return the bound for the value, and its description."""
         condition = self._condition
         if condition.of == "":
             return condition.value, ""
@@ -187,7 +194,7 @@ class _CompareJudge(Judge):
             middle, recent, spread = usual
             level = recent if condition.of == "sigma" else middle
             bound = level + way * condition.value * spread if condition.of == "sigma" else condition.value * level
-        if bound is None or not _compared(value, condition.operator, bound):
+        if bound is None or not _COMPARE[condition.operator](value, bound):
             self._out[label] = 0
             if math.isfinite(value):
                 window.add(value, reading.time)
@@ -199,21 +206,16 @@ class _CompareJudge(Judge):
                 window.clear()
         return bound, "" if usual is None else f"usually {_shown(reading, level)}"
 
-    def _text(self, reading: FigureReading, value: float, who: str, base: str) -> str:
-        of = f" on {who}" if who else ""
-        return f"{reading.series} is {_shown(reading, value)}{of}{f', {base}' if base else ''}"
-
 
 class _StateJudge(Judge):
     def __init__(self, condition: kinds.State):
-        super().__init__()
+        super().__init__(condition.series)
         self._condition, self._streaks = condition, dict[str, Streak]()
-        self.figures = frozenset({condition.series.name})
         self._true: dict[str, int | None] = {}
 
     def take(self, reading: FigureReading) -> None:
         condition = self._condition
-        if condition.series.label and reading.label != condition.series.label:
+        if not self.reads(reading):
             return
         values = (reading.value, reading.low, reading.high)
         is_nan, is_inf = any(map(math.isnan, values)), any(map(math.isinf, values))
@@ -230,16 +232,15 @@ class _StateJudge(Judge):
 
 class _NoImprovementJudge(Judge):
     def __init__(self, condition: kinds.NoImprovement):
-        super().__init__()
+        super().__init__(condition.series)
         self._condition = condition
-        self.figures = frozenset({condition.series.name})
         self._best: float | None = None
         self._best_at: tuple[int | None, float] = (None, 0.0)
         self._number = 0
 
     def take(self, reading: FigureReading) -> None:
         condition = self._condition
-        if condition.series.label and reading.label != condition.series.label:
+        if not self.reads(reading):
             return
         self._number += 1
         if self._is_better(reading.value):
@@ -264,16 +265,15 @@ class _NoImprovementJudge(Judge):
 
 class _TrendJudge(Judge):
     def __init__(self, condition: kinds.Trend):
-        super().__init__()
+        super().__init__(condition.series)
         self._condition = condition
-        self.figures = frozenset({condition.series.name})
         self._buckets: dict[str, deque[tuple[float, float, int]]] = {}  # (when, sum, count)
         self._numbers: dict[str, int] = {}
         self._true: dict[str, str] = {}
 
     def take(self, reading: FigureReading) -> None:
         condition = self._condition
-        if condition.series.label and reading.label != condition.series.label:
+        if not self.reads(reading):
             return
         value = reading.high if condition.rises else reading.low
         number = self._numbers[reading.label] = self._numbers.get(reading.label, -1) + 1
@@ -317,14 +317,13 @@ class _TrendJudge(Judge):
 
 class _MissingJudge(Judge):
     def __init__(self, condition: kinds.Missing):
-        super().__init__()
+        super().__init__(condition.series)
         self._condition = condition
-        self.figures = frozenset({condition.series.name})
         self._last: float | None = None
         self._step: int | None = None
 
     def take(self, reading: FigureReading) -> None:
-        if self._condition.series.label in ("", reading.label):
+        if self.reads(reading):
             self._last, self._step, self.holds = reading.time, reading.step, False
 
     def add_event(self, event: str, time: float) -> None:
@@ -378,31 +377,28 @@ class _JoinedJudge(Judge):
 
 def judge_of(condition: Condition) -> Judge:
     """Return the judge of a condition."""
-    if isinstance(condition, kinds.Every | kinds.Any_):
-        return _JoinedJudge(condition.parts, every=isinstance(condition, kinds.Every))
-    if isinstance(condition, kinds.Compare):
-        return _CompareJudge(condition)
-    if isinstance(condition, kinds.State):
-        return _StateJudge(condition)
-    if isinstance(condition, kinds.NoImprovement):
-        return _NoImprovementJudge(condition)
-    if isinstance(condition, kinds.Trend):
-        return _TrendJudge(condition)
-    return _MissingJudge(condition) if isinstance(condition, kinds.Missing) else _HappenedJudge(condition)
+    match condition:
+        case kinds.Every() | kinds.Any_():
+            return _JoinedJudge(condition.parts, every=isinstance(condition, kinds.Every))
+        case kinds.Compare():
+            return _CompareJudge(condition)
+        case kinds.State():
+            return _StateJudge(condition)
+        case kinds.NoImprovement():
+            return _NoImprovementJudge(condition)
+        case kinds.Trend():
+            return _TrendJudge(condition)
+        case kinds.Missing():
+            return _MissingJudge(condition)
+        case kinds.Happened():
+            return _HappenedJudge(condition)
 
 
-def _compared(value: float, operator: str, bound: float) -> bool:
-    if math.isnan(value):
-        return False
-    if operator == ">":
-        return value > bound
-    if operator == ">=":
-        return value >= bound
-    return value < bound if operator == "<" else value <= bound
+#: Comparisons, all False for nan.
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
 def _shown(reading: FigureReading, value: float) -> str:
-    """Return a value as text in the figure's unit."""
     unit = FIGURES[reading.name].unit
     if not math.isfinite(value):
         return str(value)

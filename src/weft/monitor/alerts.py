@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from weft.config.conditions import STANDARD, parse_condition
 from weft.config.files import format_config, parse_config
+from weft.config.metrics import STANDARD, parse_condition
 from weft.config.run_config import RunConfig
 from weft.config.sections import AlertSection
 from weft.errors import ConfigError, WeftError, did_you_mean
@@ -35,11 +35,7 @@ HELD = "held.json"
 
 
 class PauseFiles:
-    """The files in the run folder by which the launcher and the user communicate about a paused run.
-
-    Args:
-        folder: the run's folder.
-    """
+    """The files in the run folder by which the launcher and the user communicate about a paused run."""
 
     def __init__(self, folder: Path):
         self._word, self._note = folder / GO_ON, folder / HELD
@@ -117,31 +113,24 @@ class RunRequest:
         Raises:
             ValueError: if it is not a valid request.
         """
-        known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
-        wish = cls(**known)
-        since_fits = wish.since is None or (type(wish.since) is int and wish.since >= 0)
-        factor_fits = isinstance(wish.factor, int | float) and 0 < wish.factor <= 1
-        if wish.action not in RUN_ACTIONS or not since_fits or not factor_fits:
-            raise ValueError("not a wish")
-        return wish
-
-    def as_json(self) -> dict[str, object]:
-        """Return the request in the form that `from_json` reads."""
-        return asdict(self)
+        request = cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
+        since_fits = request.since is None or (type(request.since) is int and request.since >= 0)
+        factor_fits = isinstance(request.factor, int | float) and 0 < request.factor <= 1
+        if request.action not in RUN_ACTIONS or not since_fits or not factor_fits:
+            raise ValueError("not a request")
+        return request
 
 
-def ask(folder: Path, wish: RunRequest) -> None:
+def ask(folder: Path, request: RunRequest) -> None:
     """Send a request to the run in a folder. A training run receives it within a second.
 
     Raises:
         ConfigError: for an unknown action, or if the folder cannot be written.
     """
-    if wish.action not in RUN_ACTIONS:
-        raise ConfigError(
-            f"action={wish.action}: a run cannot do this.{did_you_mean(wish.action, RUN_ACTIONS)} "
-            f"Use one of {', '.join(RUN_ACTIONS)}."
-        )
-    line = json.dumps({"time": round(time.time(), 3), **wish.as_json()}) + "\n"
+    if request.action not in RUN_ACTIONS:
+        hint = did_you_mean(request.action, RUN_ACTIONS)
+        raise ConfigError(f"action={request.action}: a run cannot do this.{hint} Use one of {', '.join(RUN_ACTIONS)}.")
+    line = json.dumps({"time": round(time.time(), 3), **asdict(request)}) + "\n"
     try:
         mode = folder.stat().st_mode & 0o666  # as private as its folder
         handle = os.open(folder / WISHES, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
@@ -162,10 +151,10 @@ class RequestQueue:
     """
 
     def __init__(self, folder: Path, since: float = 0.0):
-        self._path, self._heard = folder / WISHES, folder / f".{WISHES}.heard"
+        self._path, self._offset_file = folder / WISHES, folder / f".{WISHES}.heard"
         self._since = since
         try:
-            self._offset = min(int(self._heard.read_text()), self._size())
+            self._offset = min(int(self._offset_file.read_text()), self._size())
         except (OSError, ValueError):
             self._offset = 0
 
@@ -185,37 +174,33 @@ class RequestQueue:
                 text = file.read()
         except OSError:
             return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        complete = text[: text.rfind(b"\n") + 1]
+        self._offset += len(complete)
         with contextlib.suppress(OSError):  # such as a full disk; the next start then reads these requests again
-            self._heard.write_text(f"{self._offset}\n")
-        return [wish for line in whole.splitlines() if (wish := _read(line, self._since)) is not None]
+            self._offset_file.write_text(f"{self._offset}\n")
+        requests: list[RunRequest] = []
+        for line in complete.splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                found = json.loads(line)
+                if isinstance(found, dict) and found.get("time", self._since) >= self._since:
+                    requests.append(RunRequest.from_json(cast(Mapping[str, Any], found)))
+        return requests
 
 
-def action_line(step: int, wish: RunRequest) -> str:
+def action_line(step: int, request: RunRequest) -> str:
     """Return the line that the terminal shows for a request, once all ranks have received it."""
     does = {
         "checkpoint": "saves a checkpoint",
         "hold": "saves and pauses",
         "stop": "saves and stops",
-        "lower_lr": f"continues with the learning rate times {wish.factor:g}",
+        "lower_lr": f"continues with the learning rate times {request.factor:g}",
         "skip_data": "goes back, and leaves out the data of the steps since",
         "roll_back": "goes back to an older checkpoint",
     }
-    why = f": {wish.why}" if wish.why else ""
-    if wish.action == "tell":
-        return f"{wish.by}{why}"
-    return f"step {step}: the run {does[wish.action]}, as {wish.by} asks{why}"
-
-
-def _read(line: bytes, since: float) -> RunRequest | None:
-    try:
-        found = json.loads(line)
-        if not isinstance(found, dict) or found.get("time", since) < since:
-            return None
-        return RunRequest.from_json(cast(Mapping[str, Any], found))
-    except (ValueError, TypeError):
-        return None
+    why = f": {request.why}" if request.why else ""
+    if request.action == "tell":
+        return f"{request.by}{why}"
+    return f"step {step}: the run {does[request.action]}, as {request.by} asks{why}"
 
 
 # All alerts of a run: given its events, they fire and end.
@@ -246,17 +231,8 @@ class AlertRule:
     @classmethod
     def of(cls, section: AlertSection) -> AlertRule:
         """Return the rule of an [[alert]] table."""
-        return cls(
-            name=section.name,
-            when=section.when,
-            severity=section.severity,
-            actions=section.actions,
-            until=section.until,
-            quiet_s=parse_seconds(section.quiet),
-            after_step=section.after_step,
-            factor=section.factor,
-            says=section.says,
-        )
+        values = dict(section)
+        return cls(quiet_s=parse_seconds(values.pop("quiet")), **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +279,6 @@ def rules_of(config: RunConfig) -> list[AlertRule]:
 
 
 class _Watched:
-    """An alert's rule, its judges and its state."""
-
     def __init__(self, rule: AlertRule):
         self.rule = rule
         self.judge = judge_of(parse_condition(rule.when))
@@ -312,20 +286,14 @@ class _Watched:
         self.fires = False
         self.sent_at = -math.inf
 
-    def judges(self) -> list[Judge]:
-        return [*self.judge.all(), *(self.until.all() if self.until else ())]
-
 
 class AlertDesk:
-    """Judges a run's events in order.
-
-    Args:
-        rules: the alerts.
-    """
+    """Judges a run's events in order."""
 
     def __init__(self, rules: Sequence[AlertRule]):
         self._alerts = [_Watched(rule) for rule in rules]
-        self._judges = [judge for alert in self._alerts for judge in alert.judges()]
+        tops = [judge for alert in self._alerts for judge in (alert.judge, alert.until) if judge is not None]
+        self._judges = [judge for top in tops for judge in top.all()]
         self._by_figure: dict[str, list[Judge]] = {}
         for judge in self._judges:
             for name in judge.figures:
@@ -364,8 +332,7 @@ class AlertDesk:
         found: list[Notice] = []
         for alert in self._alerts:
             if alert.fires:
-                ended = alert.until.holds if alert.until else not alert.judge.holds
-                if ended:
+                if alert.until.holds if alert.until else not alert.judge.holds:
                     alert.fires = False
                     found.append(self._notice(alert, "ended", now))
             elif alert.judge.holds and self._step >= alert.rule.after_step:
@@ -378,10 +345,12 @@ class AlertDesk:
         sends = state == "fired" and now - alert.sent_at >= rule.quiet_s
         if sends:
             alert.sent_at = now
-        said = (
-            judge.message if state == "fired" else (alert.until.message if alert.until else f"no longer: {rule.when}")
-        )
-        return Notice(rule, state, said, self._step or None, now, judge.since, self._good_before(judge.since), sends)
+        said = judge.message
+        if state == "ended":
+            said = alert.until.message if alert.until else f"no longer: {rule.when}"
+        before = ({"step": step, **values} for step, values in reversed(self._good))
+        good = next((each for each in before if judge.since is None or each["step"] < judge.since), {})
+        return Notice(rule, state, said, self._step or None, now, judge.since, good, sends)
 
     def _remember(self, kind: str, event: Mapping[str, Any]) -> None:
         step = event.get("step")
@@ -395,12 +364,6 @@ class AlertDesk:
                 known = self._evaluated is not None and math.isfinite(self._evaluated)
                 more = {"eval.loss": self._evaluated} if known and self._evaluated is not None else {}
                 self._good.append((self._step, {**values, **more}))
-
-    def _good_before(self, since: int | None) -> Mapping[str, float]:
-        for step, values in reversed(self._good):
-            if since is None or step < since:
-                return {"step": step, **values}
-        return {}
 
 
 # The monitor process: it follows a run's events, judges its alerts, and feeds its sinks.
@@ -416,37 +379,21 @@ class Companion:
     Args:
         folder: the run's folder.
         config: the run's config.
-        tell: called with a line for the user.
         pause_s: first pause between retries, or None for the default.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: RunConfig,
-        tell: Callable[[str], None] | None = None,
-        *,
-        pause_s: float | None = None,
-    ):
+    def __init__(self, folder: Path, config: RunConfig, *, pause_s: float | None = None):
         self._folder, self._config = folder, config
-        self._notify_all = tell or self._notify_run
         pauses = {} if pause_s is None else {"pause_s": pause_s}
         # Trackers keep a copy of the config that others may read.
         values = without_secrets(config.model_dump(mode="json", by_alias=True, exclude_none=True))
+        jobs = [SinkJob(sink, folder, config.run.name, values) for sink in config.sink]
         self._pumps = [
-            Pump(
-                one.name or one.kind,
-                make_sink,
-                SinkJob(one, folder, config.run.name, values),
-                self._notify_all,
-                **pauses,
-            )
-            for one in config.sink
+            Pump(job.settings.name or job.settings.kind, make_sink, job, self._notify_run, **pauses) for job in jobs
         ]
-        self._rooms = {one.name: NotificationSender(one, self._notify_all, **pauses) for one in config.channel}
+        self._senders = {each.name: NotificationSender(each, self._notify_run, **pauses) for each in config.channel}
         self._desk = AlertDesk(rules_of(config))
         self._follower = EventFollower(folder / "events.jsonl")
-        self._factors = {alert.name: alert.factor for alert in config.alert}
 
     @staticmethod
     def is_needed(config: RunConfig) -> bool:
@@ -455,7 +402,7 @@ class Companion:
 
     def start(self) -> None:
         """Start the threads, and read the run's past events without sending alerts."""
-        for thread in (*self._pumps, *self._rooms.values()):
+        for thread in (*self._pumps, *self._senders.values()):
             thread.start()
         self._follower.skip_to_tail(_PAST_BYTES)
         while self._read(lambda notice: None):
@@ -472,7 +419,7 @@ class Companion:
     def finish(self, grace_s: float) -> list[str]:
         """Judge the new events and send the queue, for at most `grace_s`. Returns the names of unfinished sinks."""
         self.look()
-        threads = [*self._pumps, *self._rooms.values()]
+        threads = [*self._pumps, *self._senders.values()]
         for thread in threads:
             thread.finish()
         end = time.monotonic() + grace_s
@@ -491,7 +438,6 @@ class Companion:
         return True
 
     def _act(self, notice: Notice) -> None:
-        """Record a notice, and run the actions of its alert."""
         try:
             with EventLog(self._folder / ALERTS) as log:
                 log.write(notice.as_json())
@@ -505,16 +451,16 @@ class Companion:
         for action in rule.actions:
             if action in RUN_ACTIONS:
                 self._ask(RunRequest(action, notice.said, f"alert {rule.name}", notice.since, rule.factor))
-            elif action in self._rooms:
-                self._rooms[action].put(message)
+            elif action in self._senders:
+                self._senders[action].put(message)
 
     def _notify_run(self, text: str, by: str = "monitor") -> None:
         print(f"{by}: {text}", flush=True)
         self._ask(RunRequest("tell", text, by))
 
-    def _ask(self, wish: RunRequest) -> None:
+    def _ask(self, request: RunRequest) -> None:
         try:
-            ask(self._folder, wish)
+            ask(self._folder, request)
         except WeftError as error:
             print(error, flush=True)
 
@@ -539,9 +485,8 @@ def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
     if rule.says:
         lines.append(rule.says.replace("RUN", str(folder)))
     resume = f"weft runs resume {folder}"
-    lines.append(
-        f"To continue: {resume} [key=value ...]" if "hold" in does else (f"To pause it: weft runs pause {folder}")
-    )
+    pause = f"To pause it: weft runs pause {folder}"
+    lines.append(f"To continue: {resume} [key=value ...]" if "hold" in does else pause)
     data = {"run": config.run.name, "folder": str(folder), "good": dict(notice.good), **notice.as_json()}
     if notice.rule.severity == "critical":
         data["resume"] = resume

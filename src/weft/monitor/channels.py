@@ -12,13 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.message import EmailMessage
 from typing import Any
 
 from weft.config.sections import ChannelSection
 from weft.errors import MissingExtra, WeftError
-from weft.monitor.sinks.base import Poster, SinkTrouble, address_of, secret_of
+from weft.monitor.sinks.base import Poster, SinkTrouble, address_of, one_line, secret_of
 from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
 from weft.units import parse_seconds
 
@@ -39,13 +39,19 @@ def send_message(channel: ChannelSection, message: AlertMessage) -> None:
         SinkTrouble: if it could not be sent now. The text contains no secret.
         WeftError: if a secret or a package is missing.
     """
-    {"mail": _mail, "webhook": _webhook, "apprise": _apprise, "command": _command}[channel.kind](channel, message)
+    if channel.kind == "webhook":
+        assert channel.url is not None
+        # Slack, Mattermost and many others show "text". Programs read the other fields.
+        body = {"text": f"{message.title}\n{message.text}", "title": message.title, **message.data}
+        Poster(channel.url, {}, parse_seconds(channel.timeout), f"channel {channel.name}: url").post("", body)
+    else:
+        {"mail": _mail, "apprise": _apprise, "command": _command}[channel.kind](channel, message)
 
 
 def _mail(channel: ChannelSection, message: AlertMessage) -> None:
     mail = EmailMessage()
-    mail["Subject"], mail["From"] = _one_line(message.title), _one_line(channel.sender)
-    mail["To"] = _one_line(", ".join(channel.to))
+    mail["Subject"], mail["From"] = one_line(message.title), one_line(channel.sender)
+    mail["To"] = one_line(", ".join(channel.to))
     mail.set_content(message.text.encode(errors="replace").decode())
     host, _, port = channel.server.rpartition(":")
     host, port = (host, int(port)) if port.isdigit() and host else (channel.server, 0)
@@ -92,19 +98,6 @@ class _Mail(smtplib.SMTP):
         return found
 
 
-def _one_line(text: str) -> str:
-    """Return a text for a header, without line breaks and other control characters."""
-    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
-
-
-def _webhook(channel: ChannelSection, message: AlertMessage) -> None:
-    assert channel.url is not None
-    # Slack, Mattermost and many others show "text". Programs read the other fields.
-    body = {"text": f"{message.title}\n{message.text}", "title": message.title, **message.data}
-    poster = Poster(channel.url, {}, parse_seconds(channel.timeout), f"channel {channel.name}: url")
-    poster.post("", body)
-
-
 def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
     try:
         import apprise
@@ -118,7 +111,7 @@ def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
         speaker = apprise.Apprise()
         if not speaker.add(url):
             raise SinkTrouble("apprise does not support this kind of address")
-        if not speaker.notify(title=_one_line(message.title), body=message.text):
+        if not speaker.notify(title=one_line(message.title), body=message.text):
             raise SinkTrouble("apprise could not send it")
 
     try:
@@ -155,13 +148,13 @@ class NotificationSender(threading.Thread):
 
     Args:
         channel: its table in the config.
-        tell: called with a line for the user if the channel cannot be reached.
+        notify: called with a line for the user if the channel cannot be reached.
         pause_s: first pause between retries.
     """
 
-    def __init__(self, channel: ChannelSection, tell: Callable[[str], None], *, pause_s: float = _FIRST_PAUSE_S):
+    def __init__(self, channel: ChannelSection, notify: Callable[[str], None], *, pause_s: float = _FIRST_PAUSE_S):
         super().__init__(name=f"weft-channel-{channel.name}", daemon=True)
-        self._channel, self._notify_all, self._first_pause_s = channel, tell, pause_s
+        self._channel, self._notify, self._first_pause_s = channel, notify, pause_s
         self._waiting: deque[tuple[float, AlertMessage]] = deque()
         self._wake, self._end = threading.Event(), threading.Event()
         self._num_dropped = 0
@@ -193,21 +186,19 @@ class NotificationSender(threading.Thread):
                 self._num_dropped = 0
             except (SinkTrouble, WeftError) as trouble:
                 if not is_away:
-                    self._notify_all(f"channel {self._channel.name}: {trouble}. It is tried again")
+                    self._notify(f"channel {self._channel.name}: {trouble}. It is tried again")
                 is_away = True
                 if time.monotonic() - when < _TOO_OLD_S:
                     threading.Event().wait(pause_s)
                     pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     continue
             except Exception as error:  # a channel that is wrong must not end its thread
-                self._notify_all(f"channel {self._channel.name}: {type(error).__name__}; a message is lost")
+                self._notify(f"channel {self._channel.name}: {type(error).__name__}; a message is lost")
             else:
                 pause_s, is_away = self._first_pause_s, False
             if self._waiting and self._waiting[0][1] is message:
                 self._waiting.popleft()
 
     def _with_dropped(self, message: AlertMessage) -> AlertMessage:
-        if not self._num_dropped:
-            return message
-        text = f"{message.text}\n({self._num_dropped} earlier messages were dropped.)"
-        return AlertMessage(message.title, text, message.data)
+        more = f"\n({self._num_dropped} earlier messages were dropped.)" if self._num_dropped else ""
+        return replace(message, text=message.text + more)

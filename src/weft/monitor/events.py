@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from weft import files
 from weft.errors import DataError, TrainingHalted
 
 #: Fields that a step event omits.
@@ -145,7 +146,6 @@ class EventLog:
         self._waiting_bytes += len(line)
 
     def _push(self) -> None:
-        """Write the waiting lines. The rest of a partly written line stays first."""
         while self._waiting:
             line = self._waiting[0]
             done = os.write(self._handle, line)
@@ -234,21 +234,10 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: if it is not a regular file, is missing, or may not be read.
     """
-    # Opening a device may have side effects, so the type is checked first, and again after opening in case the file
-    # changed.
-    _require_regular(os.stat(path))
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    try:
-        _require_regular(os.fstat(handle))
-    except OSError:
-        os.close(handle)
-        raise
-    return os.fdopen(handle, "rb")
-
-
-def _require_regular(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+    # Opening a device may have side effects, so the type is checked before opening, too.
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
+    return os.fdopen(files.open_regular(path), "rb")
 
 
 def number(value: object) -> float:
@@ -262,6 +251,12 @@ def number(value: object) -> float:
         except OverflowError:  # a whole number that no float holds
             return math.nan
     return float(value) if value in ("nan", "inf", "-inf") else math.nan
+
+
+def step_of(event: Mapping[str, Any]) -> int | None:
+    """Return the step of an event, or None if it is missing or no usable number."""
+    step = event.get("step")
+    return step if type(step) is int and 0 <= step < 2**62 else None
 
 
 def _encode(event: Mapping[str, object]) -> bytes:

@@ -46,8 +46,11 @@ class NonFiniteGuard:
             TrainingHalted: beyond the limit. The caller completes its sentence with the step at which the command
                 resumes.
         """
-        reason = _reason(loss, grad_norm)
-        if reason is None:
+        if not math.isfinite(loss):
+            reason = f"the loss is {loss}"
+        elif not math.isfinite(grad_norm):
+            reason = f"the gradient norm is {grad_norm}"
+        else:
             self._row.clear()
             return None
         if math.isfinite(loss) and loss_scale is not None and loss_scale > 1:
@@ -58,8 +61,7 @@ class NonFiniteGuard:
         return reason
 
     def _sentence(self, reason: str) -> str:
-        first, last = self._row[0][0], self._row[-1][0]
-        count = len(self._row)
+        first, last, count = self._row[0][0], self._row[-1][0], len(self._row)
         kinds = {kind for _, kind in self._row}
         what = " or ".join(sorted(kinds, reverse=True))
         where = f"at step {first}" if count == 1 else f"at {count} steps in a row ({first} to {last})"
@@ -73,14 +75,6 @@ class NonFiniteGuard:
             f"train.max_bad_steps={self.limit}: the {what} was not finite {where}; the last: {reason}."
             f" {advice}, and run the command again"
         )
-
-
-def _reason(loss: float, grad_norm: float) -> str | None:
-    if not math.isfinite(loss):
-        return f"the loss is {loss}"
-    if not math.isfinite(grad_norm):
-        return f"the gradient norm is {grad_norm}"
-    return None
 
 
 # Detection of steps at which the loss jumps far above its recent values.
@@ -133,15 +127,11 @@ class SpikeWatch:
             self._window.clear()
             self._best, self._in_a_row, self._alarmed = math.inf, 0, False
             return None
-        if self._alarmed or not self._is_alarm(loss, highest):
+        is_new = self._in_a_row > 1 or loss > _SINGLE_STEP_FACTOR * highest
+        if self._alarmed or not (self._in_a_row >= _LASTING if self._quiet_left else is_new):
             return None
         self._alarmed, self._quiet_left = True, self._quiet
         return usual
-
-    def _is_alarm(self, loss: float, highest: float) -> bool:
-        if self._quiet_left:
-            return self._in_a_row >= _LASTING
-        return self._in_a_row > 1 or loss > _SINGLE_STEP_FACTOR * highest
 
     def _bound(self) -> tuple[float, float]:
         """Return (median, bound). The bound is infinite while too few steps are in the window."""
@@ -161,9 +151,6 @@ class GarbageTurns:
     """A context in which Python collects garbage only after steps that are multiples of `every`.
 
     Objects that exist after the first step are frozen. Nothing changes if `every` is 0 or the collector was off before.
-
-    Args:
-        every: steps between collections.
     """
 
     def __init__(self, every: int):
@@ -185,14 +172,10 @@ class GarbageTurns:
         self._has_frozen = False
 
     def after_step(self, step: int | None = None) -> None:
-        """Run a collection if it is due.
-
-        Args:
-            step: number of the step, the same on all ranks. None uses the number of calls.
-        """
+        """Run a collection if it is due."""
         self._num_steps += 1
         if not self._was_on:
-            return  # who turned the collector off wants no turns
+            return  # every is 0, or the collector was off before
         if self._num_steps == 1:
             gc.disable()
             gc.collect()

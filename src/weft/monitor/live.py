@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from weft import env
 from weft.monitor.events import Metrics, StepRecord, last_per_step, number
-from weft.monitor.terminal import LastingStream, is_live, wrapped
+from weft.monitor.terminal import LastingStream, is_live, sparkline, wrapped
 from weft.units import format_bytes, format_count
 
 #: Number of steps for the estimate of the remaining time; includes evaluations and saves between them.
@@ -98,7 +97,6 @@ def format_clock(seconds: float | None) -> str:
 _DRAWS_PER_S = 4
 #: Shorter phases other than training are not named, because the line would flicker.
 _PHASE_SHOWS_S = 0.5
-_BARS = "▁▂▃▄▅▆▇█"
 #: Minimum width of the curve in columns. A longer evaluation text is shortened.
 _MIN_CURVE = 16
 #: Losses kept for the curve. When full, neighbors are averaged, so that memory and drawing time stay small.
@@ -131,15 +129,7 @@ class LossCurve:
 
     def draw(self, width: int) -> str:
         """Return the curve in at most `width` characters, each a mean of steps; '' with fewer than 3 points."""
-        points = self._points
-        if len(points) < 3 or width < 3:
-            return ""
-        width = min(width, len(points))
-        edges = [position * len(points) // width for position in range(width + 1)]
-        means = [sum(points[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-        low, high = min(means), max(means)
-        scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-        return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+        return sparkline(self._points, width) if len(self._points) >= 3 and width >= 3 else ""
 
 
 class LiveDisplay:
@@ -172,7 +162,15 @@ class LiveDisplay:
         self._evaluations: tuple[str, ...] = ()
         self._best: tuple[float, int] | None = None
         self._lock = threading.Lock()
-        self._recall(past)
+        # Draw the run's steps before it was resumed, as far as `past` covers them.
+        for event in last_per_step(past):
+            if event["step"] <= self._start:
+                self._curve.add(number(event.get("loss")))
+        for event in last_per_step(past, "eval"):
+            if event["step"] <= self._start:
+                found = [(event.get(name), label) for name, label in self._metrics.items()]
+                metrics_then = [(value, label) for value, label in found if isinstance(value, float)]
+                self.evaluation(event["step"], number(event.get("loss")), metrics_then)
         self._console = _TerminalConsole(LastingStream(stream))
         self._live = _SteadyLive(
             _Panel(self),
@@ -184,17 +182,6 @@ class LiveDisplay:
             redirect_stderr=_is_terminal(sys.stderr),
         )
         self._live.start()
-
-    def _recall(self, past: Sequence[Mapping[str, Any]]) -> None:
-        """Draw the run's steps before it was resumed, as far as `past` covers them."""
-        for event in last_per_step(past):
-            if event["step"] <= self._start:
-                self._curve.add(number(event.get("loss")))
-        for event in last_per_step(past, "eval"):
-            if event["step"] <= self._start:
-                found = [(event.get(name), label) for name, label in self._metrics.items()]
-                metrics = [(value, label) for value, label in found if isinstance(value, float)]
-                self.evaluation(event["step"], number(event.get("loss")), metrics)
 
     def phase(self, name: str) -> None:
         with self._lock:
@@ -249,19 +236,22 @@ class LiveDisplay:
         room = width - cell_len(head.plain) - cell_len(tail.plain)
         if room < 4:
             tail, room = Text(""), max(0, width - cell_len(head.plain))
-        lines: list[Text | tuple[Text, ProgressBar, Text]] = [self._head(done, width)] if self._title else []
+        lines: list[Text | tuple[Text, ProgressBar, Text]] = []
+        if self._title:
+            epoch = f"epoch {1 + done / self._steps_per_epoch:.2f}" if self._steps_per_epoch else ""
+            name, *rest = self._title
+            lines.append(_fit([(name, "bold"), *((part, "dim") for part in [epoch, *rest])], width, gap=" · "))
         lines.append((head, ProgressBar(total=max(1, self._total), completed=done, width=max(1, room)), tail))
         if record is not None:
-            lines.append(_number_line(record, width))
+            parts = [
+                (f"{label} {value}".strip(), "bold" if label == "loss" else "") for label, value in numbers(record)
+            ]
+            if record.skipped:
+                parts.insert(1, ("skipped", "yellow"))
+            lines.append(_fit(parts, width))
         if curve or evaluation:
             lines.append(_fit([(curve, "cyan"), (evaluation, "green")], width, gap="   "))
         return lines
-
-    def _head(self, done: int, width: int) -> Text:
-        """Return the line with the run's title and its epoch."""
-        epoch = f"epoch {1 + done / self._steps_per_epoch:.2f}" if self._steps_per_epoch else ""
-        name, *rest = self._title
-        return _fit([(name, "bold"), *((part, "dim") for part in [epoch, *rest])], width, gap=" · ")
 
 
 class _SteadyLive(Live):
@@ -338,15 +328,6 @@ def _unbroken(text: Text, width: int) -> Text:
     return text
 
 
-def _number_line(record: StepRecord, width: int) -> Text:
-    parts: list[tuple[str, str]] = []
-    for label, value in numbers(record):
-        parts.append((f"{label} {value}".strip(), "bold" if label == "loss" else ""))
-    if record.skipped:
-        parts.insert(1, ("skipped", "yellow"))
-    return _fit(parts, width)
-
-
 def _fit(parts: list[tuple[str, str]], width: int, gap: str = "  ") -> Text:
     """Join parts and omit from the end those that do not fit. The first is truncated instead."""
     line = Text()
@@ -419,18 +400,11 @@ def make_display(
         past: the last events before the run was resumed, with which the panel's curve begins.
         metrics: label of each metric in evaluation events, by name.
     """
-    if is_tty is None:
-        is_tty = is_live(stream)
-    if is_tty:
+    if is_live(stream) if is_tty is None else is_tty:
         return LiveDisplay(
-            stream,
-            total_steps=total_steps,
-            start_step=start_step,
-            title=title,
-            steps_per_epoch=steps_per_epoch,
-            past=past,
-            metrics=metrics,
-        )
+            stream, total_steps=total_steps, start_step=start_step, title=title, steps_per_epoch=steps_per_epoch,
+            past=past, metrics=metrics,
+        )  # fmt: skip
     return PlainDisplay(stream, total_steps=total_steps, start_step=start_step, every=every)
 
 
@@ -450,10 +424,8 @@ class PlainDisplay:
         if record.skipped:
             self._line(f"{place}  skipped: {record.skipped}")
         elif record.step % self._every == 0 or record.step in (self._first, self._total):
-            eta = format_clock(self._eta.seconds())
-            self._line(
-                "  ".join([place, *(f"{name} {value}".strip() for name, value in numbers(record)), f"eta {eta}"])
-            )
+            parts = (f"{name} {value}".strip() for name, value in numbers(record))
+            self._line("  ".join([place, *parts, f"eta {format_clock(self._eta.seconds())}"]))
 
     def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
         more = "".join(f"  {format_loss(value)} {label}" for value, label in metrics)

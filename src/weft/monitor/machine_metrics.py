@@ -6,9 +6,8 @@ Figures that a GPU or system does not report are omitted.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ _TROUBLE = (
     "nvmlClocksEventReasonSwThermalSlowdown",
     "nvmlClocksEventReasonHwPowerBrakeSlowdown",
 )
-_XID_EVENTS = 64  # told at most at each reading
+_XID_EVENTS = 64  # maximum number at each reading
 
 
 class GpuSource:
@@ -40,15 +39,40 @@ class GpuSource:
         self._nvlink: tuple[float, float] | None = None
 
     def read(self) -> Mapping[str, float]:
-        """Return the GPU's current figures, or {} without a driver or once the GPU is lost."""
+        """Return the GPU's current metrics, or {} without a driver or once the GPU is lost."""
         if self._is_lost or not self._open():
             return {}
+        nvml: Any = self._nvml
+        gpu = self._handle
+        readers: dict[str, Callable[[], float | None]] = {
+            "gpu.utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+            "gpu.memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+            "gpu.power": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+            "gpu.temperature": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            "gpu.sm_clock": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6,
+            "gpu.memory_clock": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6,
+            "gpu.throttled": lambda: bool(
+                nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & sum(getattr(nvml, name, 0) for name in _TROUBLE)
+            ),
+            "gpu.ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            "gpu.pcie_bytes_per_s": lambda: (
+                1000
+                * sum(
+                    nvml.nvmlDeviceGetPcieThroughput(gpu, way)
+                    for way in (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
+                )
+            ),
+            "gpu.nvlink_bytes_per_s": self._nvlink_rate,
+            "gpu.xid_errors": self._xid_errors,
+        }
         found: dict[str, float] = {}
-        for read in (self._utilization, self._memory, self._power, self._temperature, self._clocks, self._throttled,
-                     self._ecc, self._pcie, self._links, self._xid):  # fmt: skip
+        for name, read in readers.items():
             # Each separately: a card without NVLink still has a temperature.
-            with contextlib.suppress(self._nvml.NVMLError, AttributeError):
-                found.update(read())
+            with contextlib.suppress(nvml.NVMLError, AttributeError):
+                if (value := read()) is not None:
+                    found[name] = float(value)
         return found
 
     def _open(self) -> bool:
@@ -76,71 +100,31 @@ class GpuSource:
             self._nvml.nvmlDeviceRegisterEvents(self._handle, self._nvml.nvmlEventTypeXidCriticalError, self._events)
         return True
 
-    def _utilization(self) -> Iterator[tuple[str, float]]:
-        yield "gpu.utilization", float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
-
-    def _memory(self) -> Iterator[tuple[str, float]]:
-        yield "gpu.memory_bytes", float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-
-    def _power(self) -> Iterator[tuple[str, float]]:
-        yield "gpu.power", self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
-
-    def _temperature(self) -> Iterator[tuple[str, float]]:
-        yield (
-            "gpu.temperature",
-            float(self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)),
-        )
-
-    def _clocks(self) -> Iterator[tuple[str, float]]:
-        nvml = self._nvml
-        yield "gpu.sm_clock", nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM) * 1e6
-        yield "gpu.memory_clock", nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM) * 1e6
-
-    def _throttled(self) -> Iterator[tuple[str, float]]:
-        reasons = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
-        bad = sum(getattr(self._nvml, name, 0) for name in _TROUBLE)
-        yield "gpu.throttled", float(bool(reasons & bad))
-
-    def _ecc(self) -> Iterator[tuple[str, float]]:
-        nvml = self._nvml
-        yield (
-            "gpu.ecc_errors",
-            float(
-                nvml.nvmlDeviceGetTotalEccErrors(
-                    self._handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                )
-            ),
-        )
-
-    def _pcie(self) -> Iterator[tuple[str, float]]:
-        nvml = self._nvml
-        ways = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
-        yield "gpu.pcie_bytes_per_s", sum(nvml.nvmlDeviceGetPcieThroughput(self._handle, way) for way in ways) * 1000.0
-
-    def _links(self) -> Iterator[tuple[str, float]]:
-        """Yield the NVLink rate. NVLink counts kilobytes since the driver was loaded, over all links of the GPU."""
+    def _nvlink_rate(self) -> float | None:
+        """Return the NVLink rate. NVLink counts kilobytes since the driver was loaded, over all links of the GPU."""
         nvml, total = self._nvml, 0.0
         fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
         for value in nvml.nvmlDeviceGetFieldValues(self._handle, fields):
             if value.nvmlReturn != nvml.NVML_SUCCESS:
-                return
+                return None
             total += value.value.ullVal * 1024
         now, before = self._clock(), self._nvlink
         self._nvlink = (now, total)
-        if before is not None and now > before[0] and total >= before[1]:
-            yield "gpu.nvlink_bytes_per_s", (total - before[1]) / (now - before[0])
+        if before is None or now <= before[0] or total < before[1]:
+            return None
+        return (total - before[1]) / (now - before[0])
 
-    def _xid(self) -> Iterator[tuple[str, float]]:
-        """Yield the number of XID errors since the run began, without waiting."""
+    def _xid_errors(self) -> float | None:
+        """Return the number of Xid errors since the run began, without waiting."""
         if self._events is None:
-            return
+            return None
         for _ in range(_XID_EVENTS):
             try:
                 self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError:  # a timeout: no report is left
                 break
             self._num_xid += 1
-        yield "gpu.xid_errors", float(self._num_xid)
+        return self._num_xid
 
 
 # CPU, memory, disk and network of a rank's process and of its machine, through psutil.
@@ -160,12 +144,7 @@ class HostSource:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        with_machine: bool,
-        system: Any = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, folder: Path, *, with_machine: bool, system: Any = None, clock: Callable[[], float] = time.monotonic
     ):
         if system is None:
             import psutil
@@ -217,8 +196,3 @@ class HostSource:
         if before is None or now <= before[0] or total < before[1]:
             return None
         return (total - before[1]) / (now - before[0])
-
-
-def host_name() -> str:
-    """Return the machine's name for figures."""
-    return os.uname().nodename

@@ -105,13 +105,16 @@ def readings(event: Mapping[str, Any]) -> Iterator[FigureReading]:
 
 
 def _values(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of (series, value)."""
     kind = event.get("event")
     if kind == "step":
         yield from _of_step(event)
     elif kind == "eval":
         yield "eval.loss", event.get("loss")
-        yield from ((series("eval.metric", key), value) for key, value in event.items() if _is_metric(key, value))
+        yield from (
+            (series("eval.metric", key), value)
+            for key, value in event.items()
+            if key not in _OF_EVALUATION and (isinstance(value, float) or value in ("nan", "inf", "-inf"))
+        )
     elif kind == "figures":
         yield from _table(event.get("figures")).items()
     elif kind == "checkpoint":
@@ -138,11 +141,6 @@ def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _table(value: object) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
-
-
-def _is_metric(key: str, value: object) -> bool:
-    # An integer is a count, named by its unit.
-    return key not in _OF_EVALUATION and (isinstance(value, float) or value in ("nan", "inf", "-inf"))
 
 
 # A rank's own work per step, without its waits for others, for rank 0 to compare.
@@ -246,11 +244,126 @@ class StepFigures:
 Reader = Callable[[], Mapping[str, float]]
 
 
+class StepMeans:
+    """Means of the figures of a rank's steps since the last report."""
+
+    def __init__(self, totals: Reader | None):
+        self.step = 0
+        self._totals = totals
+        self._num_steps = 0
+        self._sums: dict[str, float] = {}
+        self._totals_before: tuple[int, Mapping[str, float]] = (0, {})
+        self._last: dict[str, float] = {}
+
+    def add(self, one: StepFigures) -> None:
+        """Add a step."""
+        self.step, self._num_steps = one.step, self._num_steps + 1
+        values = {"busy_s": one.busy_s, "data_wait_s": one.data_s}
+        values |= {series("phase_s", phase): spent for phase, spent in one.seconds.items() if phase != "total"}
+        values |= {series("exposed_s", axis): spent for axis, spent in one.exposed.items()}
+        for name, seconds in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """Return the means and reset, or the last means if no step has ended since."""
+        if self._num_steps:
+            self._last = {name: total / self._num_steps for name, total in self._sums.items()} | self._gained()
+            self._sums, self._num_steps = {}, 0
+        return dict(self._last)
+
+    def _gained(self) -> dict[str, float]:
+        """Return the increase of the totals per step since the last report."""
+        if self._totals is None:
+            return {}
+        (before_step, before), now = self._totals_before, dict(self._totals())
+        self._totals_before = (self.step, now)
+        num_steps = self.step - before_step
+        if num_steps <= 0 or not before_step:
+            return {}
+        return {name: (total - before.get(name, 0.0)) / num_steps for name, total in now.items()}
+
+
+class ReportJoiner:
+    """Makes events from the reports of all ranks, on rank 0.
+
+    Args:
+        every_s: seconds between reports.
+        publish: called with the event of all ranks.
+        groups, on_slow, clock: as in `Collector`.
+    """
+
+    def __init__(
+        self,
+        every_s: float,
+        publish: Callable[[Mapping[str, object]], None],
+        groups: Sequence[int],
+        on_slow: Callable[[Mapping[str, object]], None] | None,
+        clock: Callable[[], float],
+    ):
+        self._silent_s, self._publish, self._groups, self._on_slow = _SILENT_AFTER * every_s, publish, groups, on_slow
+        self._clock, self._published = clock, clock()
+        self._stragglers: StragglerWatch | None = None
+        self._received: dict[int, tuple[int, float]] = {}  # number of the newest report of a rank, and its time
+
+    def join(self, reports: Sequence[Mapping[str, Any]], step: int, pace_only: bool) -> None:
+        """Publish the event of all ranks, and slow ranks; with `pace_only` only slow ranks."""
+        now, silent = self._clock(), list[int]()
+        for rank, report in enumerate(reports):
+            number, since = self._received.get(rank, (-1, now))
+            is_new = report.get("number", -1) != number
+            self._received[rank] = (report.get("number", -1), now) if is_new else (number, since)
+            if not is_new and now - since >= self._silent_s:
+                silent.append(rank)
+        present = [{} if rank in silent else report for rank, report in enumerate(reports)]
+        if len(reports) > 1 and self._on_slow is not None:
+            if self._stragglers is None:
+                self._stragglers = StragglerWatch(self._groups or [0] * len(reports))
+            for event in self._stragglers.observe(present):
+                self._on_slow(event)
+        if not pace_only:
+            self._publish(self._event(present, silent, step, now))
+            self._published = now
+
+    def _event(
+        self, reports: Sequence[Mapping[str, Any]], silent: list[int], step: int, now: float
+    ) -> dict[str, object]:
+        """Return one event from the reports of all ranks. The report of a silent rank is {}."""
+        by_figure: dict[str, dict[str, float]] = {}
+        for rank, report in enumerate(reports):
+            for owner, values in ((f"rank {rank}", "values"), (str(report.get("host")), "of_host")):
+                for name, value in report.get(values, {}).items():
+                    by_figure.setdefault(name, {})[owner] = value
+        busy = by_figure.get("busy_s", {})
+        if lags := self._lags(busy, len(reports)):
+            by_figure["rank.lag"] = lags
+        folded = {name: found.as_json() for name, values in by_figure.items() if (found := fold(values))}
+        event: dict[str, object] = {"event": "figures", "step": step, "ranks": len(reports)}
+        event |= {"over_s": round(now - self._published, 3), "figures": {**folded, "rank.silent": len(silent)}}
+        if len(reports) > 1:
+            by_rank = [busy.get(f"rank {rank}") for rank in range(len(reports))]
+            event["by_rank"] = {"busy_s": [None if one is None else float(f"{one:.4g}") for one in by_rank]}
+        if silent:
+            event["silent"] = silent[:64]
+        return event
+
+    def _lags(self, busy: Mapping[str, float], number: int) -> dict[str, float]:
+        """Return each rank's busy seconds over the median of the other ranks that do the same work."""
+        found: dict[str, float] = {}
+        groups = self._groups or [0] * number
+        for group in dict.fromkeys(groups):
+            owners = [f"rank {rank}" for rank in range(number) if groups[rank] == group and f"rank {rank}" in busy]
+            ordered = sorted(busy[owner] for owner in owners)
+            for owner in owners if len(owners) > 1 else ():
+                others = median_without(ordered, busy[owner])
+                if others > 0:
+                    found[owner] = busy[owner] / others
+        return found
+
+
 class Collector(threading.Thread):
     """Reads and reports the figures of one rank.
 
     Args:
-        rank: this rank.
         host: name of its machine.
         board: channel for the reports.
         every_s: seconds between events. Ranks report at this interval, and their pace at least every 5 s.
@@ -265,7 +378,6 @@ class Collector(threading.Thread):
 
     def __init__(
         self,
-        rank: int,
         host: str,
         board: ReportChannel,
         every_s: float,
@@ -279,20 +391,13 @@ class Collector(threading.Thread):
         clock: Callable[[], float] = time.time,
     ):
         super().__init__(name="weft-figures", daemon=True)
-        self._rank, self._host, self._board, self._every_s = rank, host, board, every_s
-        self._of_rank, self._of_host, self._totals = [*of_rank], [*of_host], totals
-        self._publish, self._clock, self._on_slow = publish, clock, on_slow
-        self._groups = groups
-        self._stragglers: StragglerWatch | None = None
-        self._pace, self._newest = PaceWriter(), dict[str, object]()
+        self._host, self._board, self._every_s = host, board, every_s
+        self._of_rank, self._of_host = [*of_rank], [*of_host]
+        self._joiner = None if publish is None else ReportJoiner(every_s, publish, groups, on_slow, clock)
+        self._means, self._pace, self._newest = StepMeans(totals), PaceWriter(), dict[str, object]()
         self._queue: deque[StepFigures] = deque()
-        self._sums: dict[str, float] = {}
-        self._num_steps = self._num_dropped = self._number = self._step = 0
-        self._totals_before: tuple[int, Mapping[str, float]] = (0, {})
-        self._last: dict[str, float] = {}
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._num_dropped = self._number = 0
         self._end = threading.Event()
-        self._in_one_sentence = clock()
         #: The last error. Errors here do not stop training.
         self.trouble = ""
 
@@ -332,109 +437,23 @@ class Collector(threading.Thread):
         try:
             self._drain()
             if not pace_only or not self._newest:
-                self._newest = self._report()
+                values = self._means.take() | {"dropped_figures": self._num_dropped} | _read_all(self._of_rank)
+                host = _read_all(self._of_host)
+                report = {"step": self._means.step, "values": values, "host": self._host}
+                self._newest = {**report, "of_host": host} if host else report
             self._number += 1
             pace = self._pace.take()
             self._board.post(json.dumps({**self._newest, "number": self._number, **({"pace": pace} if pace else {})}))
-            if self._publish is not None:
-                self._look([_parsed(text) for text in self._board.read()], pace_only)
+            if self._joiner is not None:
+                self._joiner.join([_parsed(text) for text in self._board.read()], self._means.step, pace_only)
         except Exception as error:  # A store that is gone, a full disk: training says so itself.
             self.trouble = f"{type(error).__name__}: {error}"
 
-    def _look(self, reports: Sequence[Mapping[str, Any]], pace_only: bool) -> None:
-        """Make events from the reports of all ranks, on rank 0."""
-        now = self._clock()
-        silent = [rank for rank, report in enumerate(reports) if self._is_silent(rank, report, now)]
-        heard = [{} if rank in silent else report for rank, report in enumerate(reports)]
-        if len(reports) > 1 and self._on_slow is not None:
-            if self._stragglers is None:
-                self._stragglers = StragglerWatch(self._groups or [0] * len(reports))
-            for event in self._stragglers.observe(heard):
-                self._on_slow(event)
-        if not pace_only and self._publish is not None:
-            self._publish(self._event(heard, silent, now))
-
     def _drain(self) -> None:
-        """Add up the queued steps."""
         for _ in range(len(self._queue)):
             one = self._queue.popleft()
-            self._step, self._num_steps = one.step, self._num_steps + 1
+            self._means.add(one)
             self._pace.add(one.step, one.own)
-            values = {"busy_s": one.busy_s, "data_wait_s": one.data_s}
-            values |= {series("phase_s", phase): spent for phase, spent in one.seconds.items() if phase != "total"}
-            values |= {series("exposed_s", axis): spent for axis, spent in one.exposed.items()}
-            for name, seconds in values.items():
-                self._sums[name] = self._sums.get(name, 0.0) + seconds
-
-    def _report(self) -> dict[str, object]:
-        values = self._of_steps()
-        values["dropped_figures"] = self._num_dropped
-        values |= _read_all(self._of_rank)
-        host = _read_all(self._of_host)
-        report = {"step": self._step, "values": values, "host": self._host}
-        return {**report, "of_host": host} if host else report
-
-    def _of_steps(self) -> dict[str, float]:
-        """Return the means over the steps since the last report."""
-        if not self._num_steps:
-            return dict(self._last)  # steps that take longer than an interval
-        means = {name: total / self._num_steps for name, total in self._sums.items()}
-        self._sums, self._num_steps = {}, 0
-        self._last = means | self._gained(self._step)
-        return dict(self._last)
-
-    def _gained(self, step: int) -> dict[str, float]:
-        """Return the increase of the totals per step since the last report."""
-        if self._totals is None:
-            return {}
-        (before_step, before), now = self._totals_before, dict(self._totals())
-        self._totals_before = (step, now)
-        num_steps = step - before_step
-        if num_steps <= 0 or not before_step:
-            return {}
-        return {name: (total - before.get(name, 0.0)) / num_steps for name, total in now.items()}
-
-    def _event(self, reports: Sequence[Mapping[str, Any]], silent: list[int], now: float) -> dict[str, object]:
-        """Return one event from the reports of all ranks. The report of a silent rank is {}."""
-        by_figure: dict[str, dict[str, float]] = {}
-        for rank, report in enumerate(reports):
-            for owner, values in ((f"rank {rank}", "values"), (str(report.get("host")), "of_host")):
-                for name, value in report.get(values, {}).items():
-                    by_figure.setdefault(name, {})[owner] = value
-        busy = by_figure.get("busy_s", {})
-        if lags := self._lags(busy, len(reports)):
-            by_figure["rank.lag"] = lags
-        folded = {name: found.as_json() for name, values in by_figure.items() if (found := fold(values))}
-        event: dict[str, object] = {"event": "figures", "step": self._step, "ranks": len(reports)}
-        event["over_s"], self._in_one_sentence = round(now - self._in_one_sentence, 3), now
-        event["figures"] = {**folded, "rank.silent": len(silent)}
-        if len(reports) > 1:
-            by_rank = [busy.get(f"rank {rank}") for rank in range(len(reports))]
-            event["by_rank"] = {"busy_s": [None if one is None else float(f"{one:.4g}") for one in by_rank]}
-        if silent:
-            event["silent"] = silent[:64]
-        return event
-
-    def _lags(self, busy: Mapping[str, float], number: int) -> dict[str, float]:
-        """Return each rank's busy seconds over the median of the other ranks that do the same work."""
-        found: dict[str, float] = {}
-        groups = self._groups or [0] * number
-        for group in dict.fromkeys(groups):
-            owners = [f"rank {rank}" for rank in range(number) if groups[rank] == group and f"rank {rank}" in busy]
-            ordered = sorted(busy[owner] for owner in owners)
-            for owner in owners if len(owners) > 1 else ():
-                others = median_without(ordered, busy[owner])
-                if others > 0:
-                    found[owner] = busy[owner] / others
-        return found
-
-    def _is_silent(self, rank: int, report: Mapping[str, Any], now: float) -> bool:
-        number, since = self._heard.get(rank, (-1, now))
-        if report.get("number", -1) != number:
-            self._heard[rank] = (report.get("number", -1), now)
-            return False
-        self._heard.setdefault(rank, (number, now))
-        return now - since >= _SILENT_AFTER * self._every_s
 
 
 def _read_all(readers: list[Reader]) -> dict[str, float]:
@@ -449,7 +468,6 @@ def _read_all(readers: list[Reader]) -> dict[str, float]:
 
 
 def _parsed(text: str) -> Mapping[str, Any]:
-    """Return a parsed report, or {} if it is empty or damaged."""
     try:
         report = json.loads(text) if text else {}
     except ValueError:

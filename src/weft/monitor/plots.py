@@ -39,8 +39,7 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
 
     Args:
         events: from `read_events`; repeated steps are drawn once.
-        path: the PNG file; it is also the return value.
-        title: "" becomes "Training loss".
+        path, title: the PNG file, which is also the return value; title "" becomes "Training loss".
 
     Raises:
         DataError: if there is no step to draw, or the file cannot be written.
@@ -75,13 +74,11 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
 def _subtitle(events: list[Mapping[str, Any]], last: Mapping[str, Any]) -> str:
     """Return model, plan, steps and date of the curve, as far as the events contain them."""
     start = next((event for event in reversed(events) if event.get("event") == "start"), {})
-    ranks = (
-        f"{start['plan']} on {start.get('world_size', '?')} {start.get('device', '')} ranks" if "plan" in start else ""
-    )
+    where = f"on {start.get('world_size', '?')} {start.get('device', '')} ranks"
+    plan = f"{start['plan']} {where}" if "plan" in start else ""
     when = last.get("time")
     day = time.strftime("%Y-%m-%d", time.localtime(when)) if isinstance(when, int | float) else ""
-    steps = f"{last['step']:,} steps"
-    line = " · ".join(str(part) for part in (start.get("model", ""), ranks, steps, day) if part)
+    line = " · ".join(str(part) for part in (start.get("model", ""), plan, f"{last['step']:,} steps", day) if part)
     return textwrap.fill(line, 120, break_long_words=False)
 
 
@@ -112,6 +109,8 @@ def smoothed(values: list[float], reach: int) -> list[float]:
 
 
 def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     at = [event["step"] for event in steps]
     raw = [value if math.isfinite(value) else math.nan for value in (number(event.get("loss")) for event in steps)]
     reach = max(1, round(_SMOOTH_SHARE * len(raw)))
@@ -130,8 +129,12 @@ def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
         axis.plot([step], [loss], "o", markersize=11, fillstyle="none", color=_EVAL, label="_lowest", zorder=6)
     skipped = [event["step"] for event in steps if event.get("skipped")]
     finite = [value for value in (*smooth, *(loss for _, loss in points)) if math.isfinite(value)]
-    if finite and min(finite) > 0 and max(finite) / min(finite) > _LOG_RATIO:
-        _log_scale(axis, decades=math.log10(max(finite) / min(finite)))
+    if finite and min(finite) > 0 and (ratio := max(finite) / min(finite)) > _LOG_RATIO:
+        axis.set_yscale("log")
+        subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if math.log10(ratio) < 1.5 else (1, 2, 5)
+        axis.yaxis.set_major_locator(LogLocator(subs=subs))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
     if skipped:
         # At the lower edge of the axes, independent of the losses, because a skipped step often has no loss.
         edge = axis.get_xaxis_transform()
@@ -142,15 +145,6 @@ def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
     axis.set_ylabel("loss (nats per token)", fontsize=12)
     axis.legend(loc="upper right", fontsize=11, framealpha=0.9)
     _dress(axis)
-
-
-def _log_scale(axis: Any, decades: float) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if decades < 1.5 else (1, 2, 5)))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_lr(axis: Any, steps: list[dict[str, Any]]) -> None:
@@ -221,11 +215,7 @@ def check_grid(path: Path) -> None:
 
 
 def draw_grid(path: Path, entries: Sequence[GridSample]) -> None:
-    """Draw samples one below the other.
-
-    Args:
-        path: output file; its suffix selects the format.
-        entries: the samples.
+    """Draw samples one below the other into a file, whose suffix selects the format.
 
     Raises:
         DataError: for another suffix, or a file that cannot be written.
@@ -234,7 +224,11 @@ def draw_grid(path: Path, entries: Sequence[GridSample]) -> None:
     from matplotlib.figure import Figure
 
     check_grid(path)
-    heights = [_height(entry) for entry in entries]
+    heights: list[float] = []
+    for entry in entries:
+        has_media = entry.picture is not None or entry.wave is not None or entry.bands is not None
+        text_in = (1 + len(_lines(entry.text))) * _LINE_IN
+        heights.append(text_in + has_media * (_MEDIA_IN + _LINE_IN) + _MARGIN_IN)
     total = sum(heights) + _MARGIN_IN
     figure = Figure(figsize=(_WIDTH_IN, total))
     FigureCanvasAgg(figure)
@@ -249,13 +243,7 @@ def draw_grid(path: Path, entries: Sequence[GridSample]) -> None:
         raise DataError(f"--sheet={path}: it cannot be written ({why}). Give another file.") from error
 
 
-def _height(entry: GridSample) -> float:
-    has_media = entry.picture is not None or entry.wave is not None or entry.bands is not None
-    return (1 + len(_lines(entry.text))) * _LINE_IN + has_media * (_MEDIA_IN + _LINE_IN) + _MARGIN_IN
-
-
 def _draw(figure: Any, entry: GridSample, top: float, total: float) -> None:
-    """Draw one sample below a height, in inches from the bottom."""
     title = {"fontsize": 9, "weight": "bold", "parse_math": False}
     figure.text(_MARGIN_IN / _WIDTH_IN, (top - _LINE_IN) / total, _plain(entry.title)[:_COLUMNS], **title)
     top -= 1.6 * _LINE_IN
@@ -273,11 +261,12 @@ def _draw(figure: Any, entry: GridSample, top: float, total: float) -> None:
     for line in _lines(entry.text):
         top -= _LINE_IN
         column = 0
-        for stretch, weight in line:
+        for part, weight in line:
             x = _MARGIN_IN + column * _LETTER_IN
-            kind = {"fontsize": 8, "family": "monospace", "color": _colour(weight), "parse_math": False}
-            figure.text(x / _WIDTH_IN, top / total, stretch, **kind)
-            column += len(stretch)
+            colour = _CONTEXT if weight == 0 else _NEVER if weight < 0 else _LEARNT if weight == 1 else _OTHER
+            kind = {"fontsize": 8, "family": "monospace", "color": colour, "parse_math": False}
+            figure.text(x / _WIDTH_IN, top / total, part, **kind)
+            column += len(part)
 
 
 def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
@@ -332,12 +321,7 @@ def _lines(text: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
 
 
 def _plain(text: str, keep: str = "") -> str:
-    """Replace characters that a font cannot show."""
     return "".join(one if one.isprintable() or one in keep else "·" for one in text)
-
-
-def _colour(weight: float) -> str:
-    return _CONTEXT if weight == 0 else _NEVER if weight < 0 else _LEARNT if weight == 1 else _OTHER
 
 
 # Drawing of loss.png during a run, in a separate process with the lowest priority.
@@ -355,9 +339,7 @@ class Artist:
     """Draws a run's picture from time to time in another process. Calls do not block, except for `close`.
 
     Args:
-        events: the log to draw.
-        png: the picture, replaced each time.
-        title: above the picture.
+        events, png, title: the log, the picture that is replaced each time, and the text above it.
     """
 
     def __init__(self, events: Path, png: Path, title: str):
@@ -370,7 +352,12 @@ class Artist:
     def draw_soon(self) -> None:
         """Draw, because there is something new, unless the picture is recent or being drawn."""
         now = time.monotonic()
-        if self._is_busy(now) or now < self._free_at:
+        if self._process is not None:
+            if self._process.poll() is None:
+                return
+            self._process = None
+            self._free_at = max(self._free_at, now + min(LATE_S, REST * (now - self._began)))
+        if now < self._free_at:
             return
         self._began = now
         self._free_at = now + BETWEEN_S
@@ -390,15 +377,6 @@ class Artist:
             self._process.wait()
             unfinished_picture(self._png, self._process.pid).unlink(missing_ok=True)
             self._process = None
-
-    def _is_busy(self, now: float) -> bool:
-        if self._process is None:
-            return False
-        if self._process.poll() is None:
-            return True
-        self._process = None
-        self._free_at = max(self._free_at, now + min(LATE_S, REST * (now - self._began)))
-        return now < self._free_at
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from weft.config.secret_urls import hide_secret
+from weft.config.sections import hide_secret
 
 HIDDEN = "(hidden)"
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -24,12 +24,7 @@ _DEEPEST = 20
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a copy of JSON values in which values that look like secrets are replaced by "(hidden)".
-
-    Args:
-        value: tables, lists and plain values.
-        name: its key.
-    """
+    """Return a copy of a JSON value with the key `name` in which all that looks like a secret is "(hidden)"."""
     return _copied(value, name, "", 0)
 
 
@@ -52,17 +47,11 @@ def _copied(value: Any, name: str, hides: str, depth: int) -> Any:
         return {str(one): _copied(inside, str(one), hides, depth + 1) for one, inside in table.items()}
     if isinstance(value, list | tuple):
         return [_copied(inside, name, hides, depth + 1) for inside in cast("list[Any]", value)]
-    if isinstance(value, str):
-        return _text(value, key, bool(hides))
-    return HIDDEN if hides == "all" and value is not None and not isinstance(value, bool) else value
-
-
-def _text(text: str, key: str, hides: bool) -> str:
-    if not text or (hides and _REFERENCE.fullmatch(text)):
-        return text
+    if not isinstance(value, str):
+        return HIDDEN if hides == "all" and value is not None and not isinstance(value, bool) else value
     if hides:
-        return HIDDEN
-    scheme, separator, _ = text.partition("://")
+        return value if not value or _REFERENCE.fullmatch(value) else HIDDEN
+    scheme, separator, _ = value.partition("://")
     if separator and _ADDRESS.search(key) and scheme.lower() not in ("http", "https"):
         return f"{scheme}://{HIDDEN}"
-    return text_without_secrets(text)
+    return text_without_secrets(value)

@@ -148,11 +148,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        device: object = "cpu",
-        *,
-        clock: StepClock | None = None,
-        communication: Communication | None = None,
+        self, device: object = "cpu", *, clock: StepClock | None = None, communication: Communication | None = None
     ):
         self._communication = communication
         self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
@@ -187,12 +183,7 @@ class Meter:
         return times
 
     def count(self, times: StepTimes, number: int) -> None:
-        """Record the amount that a step trained: tokens or samples over all ranks. Waits for the step's end.
-
-        Args:
-            times: the step's times.
-            number: 0 if the step trained nothing.
-        """
+        """Record the amount that a step trained: tokens or samples over all ranks. Waits for the step's end."""
         self._recent.append((number, times.total_s))
 
     @property
@@ -236,10 +227,7 @@ _COLOURS = {
 _COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
 #: Advice by kind, given from this share of the time on.
 _ADVICE = {
-    "stages": (
-        0.1,
-        "use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) if the plan has none yet",
-    ),
+    "stages": (0.1, "use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) if the plan has none yet"),
     "data": (0.05, "loading data is too slow: check the storage of the token cache"),
     "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
     "host": (0.25, "Python takes longer than the computation: use a larger microbatch, or compile=on"),
@@ -326,31 +314,21 @@ class TimeBook:
 
 def busy_seconds(times: StepTimes) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step in which its rank computed without waiting, and its waits by axis."""
-    busy, waits = 0.0, dict[str, float]()
-    for phase, seconds in times.phases.items():
-        inside = times.exposed.get(phase, {})
-        for axis, spent in inside.items():
+    waits: dict[str, float] = {}
+    for phase in times.phases:
+        for axis, spent in times.exposed.get(phase, {}).items():
             waits[axis] = waits.get(axis, 0.0) + spent
-        if _KINDS.get(phase) == "compute":
-            busy += max(0.0, seconds - sum(inside.values()))
-    return busy, {axis: spent for axis, spent in waits.items() if spent > 0}
+    return own_seconds(times)["compute"], {axis: spent for axis, spent in waits.items() if spent > 0}
 
 
 def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
-    """Return the seconds that a rank spent on its own work in a step, by kind, without waits for other ranks.
-
-    Args:
-        times: the step's times.
-        data_s: seconds that the host waited for the step's data before it.
-    """
+    """Return the seconds that a rank spent on its own work in a step, by kind, without waits for other ranks."""
     found = {"compute": 0.0, "data": min(data_s, times.gap_s), "optimizer": 0.0, "host": 0.0}
-    known = 0.0
     for phase, seconds in times.phases.items():
-        known += seconds
         kind = _KINDS.get(phase, "host")
         if kind != "stages":
             found[kind] += max(0.0, seconds - sum(times.exposed.get(phase, {}).values()))
-    found["host"] += max(0.0, times.total_s - known)
+    found["host"] += max(0.0, times.total_s - sum(times.phases.values()))
     return found
 
 
@@ -441,7 +419,6 @@ def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, flo
 
 
 def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the kinds of any rank, compute first and host last."""
     found = {kind for one in ranks for kind in one if kind != "total"}
     axes = sorted(kind for kind in found if kind.startswith("over "))
     order = ["compute", "stages", *axes, "data", "optimizer", "checkpoint", "evaluation", "tracing", "host"]

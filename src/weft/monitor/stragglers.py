@@ -154,10 +154,10 @@ class StragglerWatch:
         own_s, peers_s = statistics.median(list(one.own_s)[-_LEAST:]), statistics.median(list(one.peers_s)[-_LEAST:])
         peers = [other for other in range(len(reports)) if other != rank and reports[other]
                  and self._group_of[other] == self._group_of[rank]]  # fmt: skip
-        beside = "its peers' median" if peers else "its usual time"
+        baseline = "its peers' median" if peers else "its usual time"
         text = (
             f"rank {rank} is slow, and the others wait for it: its own work takes {format_seconds(own_s)} a step, "
-            f"{lag:.2f} times {beside} ({format_seconds(peers_s)})"
+            f"{lag:.2f} times {baseline} ({format_seconds(peers_s)})"
         )
         parts, theirs = _parts(reports[rank]), [_parts(reports[peer]) for peer in peers]
         excess = {
@@ -211,7 +211,6 @@ def median_without(ordered: Sequence[float], value: float) -> float:
 
 
 def _clues(own: Mapping[str, float], peers: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return other differences of a slow rank from its peers."""
     found: list[str] = []
     for name, is_low, factor, words in _CLUES:
         others = [one[name] for one in peers if name in one]

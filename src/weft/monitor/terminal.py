@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TextIO
 
 from weft import env
 
 #: Width of labels such as "plan    ". Wrapped lines continue below the text next to them.
 LABEL_COLUMNS = 8
+_BLOCKS = "▁▂▃▄▅▆▇█"
 _DRAWS_PER_S = 4
 #: Shorter waits (s) draw nothing, because the line would only flash.
 _PATIENCE_S = 0.3
@@ -46,31 +49,38 @@ def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
     if width is None:
         return text
     wrapper = textwrap.TextWrapper(
-        width,
-        subsequent_indent=" " * min(indent, width // 2),
-        break_long_words=False,
-        break_on_hyphens=False,
+        width, subsequent_indent=" " * min(indent, width // 2), break_long_words=False, break_on_hyphens=False,
         replace_whitespace=False,
-    )
-    lines = text.splitlines()
-    return "\n".join(part for line in lines for part in (_broken(line, wrapper) if len(line) > width else [line]))
+    )  # fmt: skip
+    lines: list[str] = []
+    for line in text.splitlines():
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        # Do not break at the spaces of a label, which would leave it alone on its line.
+        label = re.match(r"\s*\S*\s\s*", line)
+        wrapper.initial_indent = label.group() if label and label.end() <= len(wrapper.subsequent_indent) else ""
+        lines += wrapper.wrap(line[len(wrapper.initial_indent) :])
+    return "\n".join(lines)
 
 
-def _broken(line: str, wrapper: textwrap.TextWrapper) -> list[str]:
-    # Do not break at the spaces of a label, which would leave it alone on its line.
-    label = re.match(r"\s*\S*\s\s*", line)
-    head = label.group() if label and label.end() <= len(wrapper.subsequent_indent) else ""
-    wrapper.initial_indent = head
-    return wrapper.wrap(line[len(head) :])
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return a curve as at most `width` block characters, each a mean of values. Non-finite values are left out."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    width = min(width, len(finite))
+    edges = [index * len(finite) // width for index in range(width + 1)]
+    means = [sum(finite[start:end]) / (end - start) for start, end in pairwise(edges)]
+    low, high = min(means), max(means)
+    return "".join(_BLOCKS[round((mean - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 1))] for mean in means)
 
 
 def print_wrapped(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> None:
-    """Print lines, wrapped if `stream` is a terminal.
+    """Print lines, each wrapped if `stream` is a terminal.
 
     Args:
-        stream: output stream.
-        lines: each is wrapped separately.
-        indent: columns before a continued line.
+        stream, lines, indent: the output, the lines, and the columns before a continued line.
     """
     width = columns_of(stream)
     print("\n".join(wrapped(line, width, indent) for line in lines), file=stream, flush=True)

@@ -26,19 +26,15 @@ def build_engine(
     seed: int | None = None,
     filled_later: bool = False,
 ) -> DataParallel:
-    """Shard the model's parameters in place for the plan's ZeRO stage, and materialize those on the meta device.
+    """Shard the model's parameters in place for the plan's ZeRO stage, and materialize those on the meta device. Raises
+    ModelError for parameters that the stage does not support. Raises CommError if ranks built different models.
 
     Args:
         model: model after all other techniques were applied.
-        mesh: mesh of the plan.
         placements: placements of parameters that techniques changed, by name.
         host: host memory for the plan's share of states, or None if nothing is offloaded.
         seed: seed of parameters on the meta device, or None if there are no such parameters.
         filled_later: `load_weights` fills parameters on the meta device instead of a seed.
-
-    Raises:
-        ModelError: for parameters that the stage does not support.
-        CommError: if ranks built different models.
     """
     kind = FullyShardedModel if mesh.plan.zero == 3 else FlatModel
     return kind(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)

@@ -27,9 +27,8 @@ from weft.private_torch import without_modes
 
 
 class OpaqueModule(nn.Module):
-    """A module that a compiled graph calls as one operator, because its forward reads values on the host.
-
-    Its output has the shape of its first argument, and its other arguments are tensors too.
+    """A module that a compiled graph calls as one operator, because its forward reads values on the host. Its output
+    has the shape of its first argument, and its other arguments are tensors too.
     """
 
     _weft_handle: Handle
@@ -41,7 +40,6 @@ class OpaqueModule(nn.Module):
             return super().__call__(*args, **kwargs)
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """Run the forward of the original class."""
         handle = self._weft_handle
         if not torch.compiler.is_compiling() or not handle.is_open or torch.is_autocast_enabled(x.device.type):
             return super().forward(x, *others)
@@ -77,11 +75,10 @@ def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[f
 
 
 class CachelessBlock(nn.Module):
-    """A compiled block that fills no key-value cache in training.
-
-    Transformers models create a cache in each forward unless use_cache=False is passed. Each layer uses its own cache
-    entry, so torch.compile would build a graph for each layer, and leave layers after the eighth uncompiled. Hooks with
-    which transformers captures layer outputs would break a graph, so they run outside of it.
+    """A compiled block that fills no key-value cache in training. Transformers models create a cache in each forward
+    unless use_cache=False is passed. Each layer uses its own cache entry, so torch.compile would build a graph for each
+    layer, and leave layers after the eighth uncompiled. Hooks with which transformers captures layer outputs would
+    break a graph, so they run outside of it.
     """
 
     _weft_captures: list[hugging_face.Capture]
@@ -144,7 +141,6 @@ class _OwnForward(nn.Module):
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each repeated block separately: compile time does not grow with depth. Without blocks, compile the model.
-
     Blocks of one class share one graph. backend: torch.compile's.
     """
     recompute = recompute_of(model)

@@ -22,7 +22,7 @@ from weft.comm.mesh import Axis, Mesh
 from weft.comm.replica_client import Call, ReplicaGroup
 from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.parallel.local_sgd import RareSync, keep_sync
+from weft.parallel.local_sgd import RareSync, keep_sync, put_anchor
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.gradients import DataParallel
 
@@ -46,14 +46,7 @@ class ElasticDiLoCo(RareSync):
     step: steps done; callers that skip steps set it before each. goes_to: step to continue from, if others were ahead
     in an outer step. over: information on the others, if they ended without this replica. owes_meeting: the last step
     should have ended with an outer step, which this replica left because it was asked to stop. terms: further settings
-    that must be equal on all replicas, as text.
-
-    Args:
-        model: model that is parallelized over the mesh of this replica.
-        engine: engine of the model.
-        mesh: mesh of this replica.
-        plan: plan of all replicas.
-        party: this rank's group of replicas.
+    that must be equal on all replicas, as text. model: model that is parallelized over the mesh of this replica.
     """
 
     is_apart = True
@@ -82,21 +75,13 @@ class ElasticDiLoCo(RareSync):
             self.began_with(0, self.token_of_anchor())
 
     def token_of_anchor(self) -> int:
-        """Return a checksum of the anchor. All ranks call it.
-
-        A replica with another anchor loads the weights of the others.
-        """
+        """Return a checksum of the anchor. All ranks call it. A replica with another one loads the others' weights."""
         own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
         whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
         return int(whole) & _MASK
 
     def began_with(self, step: int, token: int) -> None:
-        """Set the step and anchor to start from.
-
-        Args:
-            step: steps done.
-            token: identifies the anchor; equal only for equal anchors.
-        """
+        """Set the step and anchor to start from. token: identifies the anchor; equal only for equal anchors."""
         self.step, self.token = step, token
         self._log()
 
@@ -116,8 +101,7 @@ class ElasticDiLoCo(RareSync):
     def after_step(self) -> None:
         """Count a step, and run the outer step if it is due. All ranks of the replica call it after publishing weights.
 
-        Raises:
-            CommError: if this replica's weights are not finite, or another one trains a different model.
+        Raises CommError if this replica's weights are not finite, or another one trains a different model.
         """
         is_due, self.meets_now, self.goes_to = self.is_due, False, None
         self.since, self.differs = self.since + 1, True
@@ -197,7 +181,7 @@ class ElasticDiLoCo(RareSync):
             if one.momentum is not None and run.momentum is not None:
                 run.momentum.copy_(one.momentum)
             self._step(run, one.delta, averages=self._is_buffer(here))
-            self._put(here, run)
+            put_anchor(here, run)
         self._engine.publish()
         self.since, self.meetings, self.token, self.differs = 0, call.number, call.token, False
         self._notify_all(call)
@@ -221,15 +205,7 @@ class ElasticDiLoCo(RareSync):
 def attach_elastic_diloco(
     model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
 ) -> ElasticDiLoCo:
-    """Keep the sync of separate replicas with a model. Return the sync.
-
-    Args:
-        model: model that is parallelized over the mesh of this replica.
-        engine: engine of the model.
-        mesh: mesh of this replica.
-        plan: plan of all replicas.
-        party: this rank's group of replicas.
-    """
+    """Keep the sync of separate replicas with a model. Return the sync."""
     sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)
     return sync

@@ -49,10 +49,8 @@ from weft.private_torch import uncompiled, without_modes
 
 
 class ForeignRouter(nn.Module):
-    """A router that returns (logits, weights of the chosen experts, their ids), each with M rows.
-
-    span, aux_scale, load: as in `weft.models.experts.Router`. rows: samples of the layer's input, set before each
-    forward.
+    """A router that returns (logits, weights of the chosen experts, their ids), each with M rows. span, aux_scale,
+    load: as in `weft.models.experts.Router`. rows: samples of the layer's input, set before each forward.
     """
 
     load: Load
@@ -75,10 +73,7 @@ class ForeignRouter(nn.Module):
 
 
 class _Rows:
-    """Hook of the layer around a router, which flattens its samples.
-
-    An object, because copies of a module copy its hooks.
-    """
+    """Hook of the layer around a router, which flattens its samples. An object, as copies of a module copy hooks."""
 
     def __init__(self, name: str):
         self._name = name
@@ -92,10 +87,7 @@ def balance_routers(model: nn.Module, rate: float) -> int:
     """Add the auxiliary loss to the routers of a Hugging Face model, in place and before `parallelize`.
 
     rate: the value of router_aux_loss_coef in the model's config. The loss is the mean over layers of K times the
-    sequence-wise loss. Returns the number of routers.
-
-    Raises:
-        ModelError: for a model without such routers.
+    sequence-wise loss. Returns the number of routers. Raises ModelError for a model without such routers.
     """
     paths = [path.rpartition(".")[0] for path, _ in layers.find_experts(model)]
     around = [model.get_submodule(path) for path in paths]
@@ -139,9 +131,7 @@ class ShardedSequences(Protocol):
     axis: Axis
     in_use: bool
 
-    def order(self, seq_len: int) -> TokenOrder:
-        """Return the order of this rank's tokens in full sequences of that length."""
-        ...
+    def order(self, seq_len: int) -> TokenOrder: ...
 
 
 class DividedSpan(Span):
@@ -180,12 +170,8 @@ class DividedSpan(Span):
 
 
 def divide_sequences(model: nn.Module, mesh: Mesh, context: ShardedSequences | None) -> None:
-    """Set the sharding of sequences on routers if cp or sp divides them. Call it after both were applied.
-
-    Args:
-        model: model, with or without routers.
-        mesh: mesh of the ranks.
-        context: sequence sharding of cp, or None without it.
+    """Set the sharding of sequences on routers if cp or sp divides them. Call it after both were applied. model: model,
+    with or without routers. context: sequence sharding of cp, or None without it.
     """
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     if context is not None or tp.size > 1:
@@ -267,15 +253,9 @@ _COUNT = "num_experts"  # attribute of expert modules
 
 
 def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
-    """Distribute experts over ep, in place. Returns the placements of the experts' parameters.
-
-    Args:
-        model: full model, or a stage.
-        mesh: mesh with the axes ep and tp.
-        layout: modules with style `expert` are distributed too, in addition to those that are detected.
-
-    Raises:
-        ModelError: if the plan uses ep and the model has no experts, or they do not divide evenly.
+    """Distribute experts over ep, in place. Returns the placements of the experts' parameters. layout: modules with
+    style `expert` are distributed too, in addition to those that are detected. Raises ModelError if the plan uses ep
+    and the model has no experts, or they do not divide evenly.
     """
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(layers.find_experts(model, layout))
@@ -290,21 +270,16 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
     for path, experts in found.items():
         placements.update(_keep_own(path, experts, ep))
         spread = TokenDispatch(ep, whole_tokens, layers.num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
-        _refuse_distribution(experts)
+        if isinstance(experts, DistributedExperts):
+            kind = type(experts).__name__
+            raise ModelError(f"module of type {kind}: its experts are already divided over ep. Build a new model.")
         replace_class(experts, DistributedExperts, _members, spread=spread)
     return placements
 
 
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
-    """Refuse a plan that distributes experts if the model has no experts.
-
-    Args:
-        model: full model, since a stage may have no experts.
-        layout: modules with style `expert` count too.
-        ep: number of ranks.
-
-    Raises:
-        ModelError: if ep is above 1 and there are no experts.
+    """Refuse a plan that distributes experts if the model has no experts. layout: modules with style `expert` count
+    too. Raises ModelError if ep is above 1 and there are no experts.
     """
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
@@ -314,7 +289,6 @@ def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
 
 
 def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
-    """Replace parameters by this rank's experts."""
     count = layers.num_experts(path, experts)
     if count % ep.size:
         legal = [str(size) for size in range(1, count + 1) if count % size == 0]
@@ -335,10 +309,8 @@ def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
 
 
 class Traffic(NamedTuple):
-    """Rows exchanged between this rank and the other ranks of ep.
-
-    send, receive: rows to and from each rank. most: maximum between any two ranks. by_source: device tensor of the rows
-    from each rank for each local expert, (ep, L).
+    """Rows exchanged between this rank and the other ranks of ep. send, receive: rows to and from each rank. most:
+    maximum between any two ranks. by_source: device tensor of the rows from each rank for each local expert, (ep, L).
     """
 
     send: list[int]
@@ -360,11 +332,9 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class TokenDispatch:
-    """Dispatch of one module's tokens to their experts.
-
-    tp: ranks with the same tokens (size 1: none). hides: selective recompute ignores the module's operations, and so
-    recomputes all of it. Under zero=3, experts are separate units inside their block. Their gather runs other
-    operations in a replay than in the forward, and torch refuses that.
+    """Dispatch of one module's tokens to their experts. tp: ranks with the same tokens (size 1: none). hides: selective
+    recompute ignores the module's operations, and so recomputes all of it. Under zero=3, experts are separate units
+    inside their block. Their gather runs other operations in a replay than in the forward, and torch refuses that.
     """
 
     ep: Axis
@@ -403,9 +373,8 @@ class TokenDispatch:
 
 
 def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the index that sorts received rows (by rank, then expert) by expert, its inverse, and the ends.
-
-    by_source: rows from each rank for each local expert, (ep, L), whose sum is num_rows.
+    """Return the index that sorts received rows (by rank, then expert) by expert, its inverse, and the ends. by_source:
+    rows from each rank for each local expert, (ep, L), whose sum is num_rows.
     """
     num_ranks, num_here = by_source.shape
     device = by_source.device
@@ -415,31 +384,6 @@ def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor
     index_N = experts_N.argsort(stable=True)
     inverse_N = torch.empty_like(index_N).scatter_(0, index_N, torch.arange(num_rows, device=device))
     return index_N, inverse_N, by_source.sum(0).cumsum(0).to(torch.int32)
-
-
-class StackedGated(Protocol):
-    """Hugging Face's common form of stacked experts."""
-
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
-
-    def _apply_gate(self, gate_up_out: Tensor) -> Tensor: ...
-
-
-def _run_gated(experts: StackedGated, rows_ND: Tensor, ends_L: Tensor) -> Tensor:
-    ends = host_group_ends(ends_L, experts.gate_up_proj, experts.down_proj)
-    hidden_NF = experts._apply_gate(grouped_linear(rows_ND, experts.gate_up_proj, ends))
-    return grouped_linear(hidden_NF, experts.down_proj, ends)
-
-
-def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor, ends_L: Tensor) -> Tensor:
-    """Run the class's own forward, with one expert of weight 1 for each row."""
-    if not rows_ND.shape[0]:
-        return rows_ND  # many forwards have no gradient for empty input, but exchange needs one
-    ids_N = torch.searchsorted(
-        ends_L, torch.arange(rows_ND.shape[0], device=ends_L.device, dtype=torch.int32), right=True
-    )
-    return plain(experts, rows_ND, ids_N[:, None], rows_ND.new_ones(rows_ND.shape[0], 1))
 
 
 class DistributedExperts(nn.Module):
@@ -452,12 +396,6 @@ class DistributedExperts(nn.Module):
             return super().__call__(*args, **kwargs)
         with without_modes():
             return super().__call__(*args, **kwargs)
-
-
-def _refuse_distribution(experts: nn.Module) -> None:
-    if isinstance(experts, DistributedExperts):
-        kind = type(experts).__name__
-        raise ModelError(f"module of type {kind}: its experts are already divided over ep. Build a new model.")
 
 
 def _members(kind: type) -> dict[str, Any]:
@@ -474,8 +412,16 @@ def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if isinstance(self, Experts):
                 return self.run(rows_ND, ends_L)
             if hugging_face.has_gated_experts(self):
-                return _run_gated(self, rows_ND, ends_L)
-            return _run_plain(self, plain, rows_ND, ends_L)
+                ends = host_group_ends(ends_L, self.gate_up_proj, self.down_proj)
+                hidden_NF = self._apply_gate(grouped_linear(rows_ND, self.gate_up_proj, ends))
+                return grouped_linear(hidden_NF, self.down_proj, ends)
+            count = rows_ND.shape[0]
+            if not count:
+                return rows_ND  # many forwards have no gradient for empty input, but exchange needs one
+            # The class's own forward, with one expert of weight 1 for each row.
+            rows = torch.arange(count, device=ends_L.device, dtype=torch.int32)
+            ids_N = torch.searchsorted(ends_L, rows, right=True)
+            return plain(self, rows_ND, ids_N[:, None], rows_ND.new_ones(count, 1))
 
         drops = isinstance(self, Experts) and self.drops
         return spread(run, x_MD, ids_MK, weights_MK, drops)

@@ -24,12 +24,8 @@ _OWN_LOSS = "_weft_own_loss"
 
 
 def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
-    """Warn of batch norm now, and of a mean loss when a user's own loop runs backward through it.
-
-    Args:
-        model: model, parallelized or not.
-        mesh: mesh of the ranks.
-        groups_norms: batch norms use the statistics of groups, so they are the same under every plan.
+    """Warn of batch norm now, and of a mean loss when a user's own loop runs backward through it. groups_norms: batch
+    norms use the statistics of groups, so they are the same under every plan.
     """
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
@@ -51,11 +47,7 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 
     Its gradient is scaled so that the mean over ranks, which becomes `.grad`, is the gradient of the global mean. A
     collective of two numbers; nothing waits for the device.
-
-    Args:
-        loss_sum: sum over this rank's tokens, 0-d.
-        num_tokens: number of this rank's tokens; 0-d if it is a tensor.
-        mesh: mesh of the ranks.
+    loss_sum: sum over this rank's tokens, 0-d. num_tokens: number of this rank's tokens; 0-d if it is a tensor.
     """
     exact = {"dtype": torch.float64, "device": mesh.device}
     sums = torch.stack([loss_sum.detach().to(**exact), torch.as_tensor(num_tokens).to(**exact)])
@@ -100,9 +92,7 @@ def frequency_refusal(what: str) -> str:
 
 def refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
     """Refuse embeddings that depend on all indices of a microbatch. The model has all its stages, so all ranks refuse.
-
-    Raises:
-        ModelError: for an embedding with scale_grad_by_freq, or with max_norm on several ranks.
+    Raises ModelError for an embedding with scale_grad_by_freq, or with max_norm on several ranks.
     """
     if mesh.world_size * mesh.plan.microbatches_per_step == 1:
         return
@@ -154,7 +144,8 @@ class _OwnLoss:
         loss = output.get("loss")
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             # Only backward shows that the loop does not use run.global_mean.
-            counted = count_of_hugging_face(output)
+            labels, logits = 'batch["labels"][:, 1:]' if _shifts(output) else 'batch["labels"]', output.get("logits")
+            counted = f"len({labels})" if logits is not None and logits.ndim < 3 else f"({labels} != -100).sum()"
             loss.register_hook(lambda grad: self._warn(counted))
 
     def _warn(self, counted: str) -> None:
@@ -178,15 +169,6 @@ def is_hugging_face_output(output: Any) -> bool:
     return isinstance(output, dict) and type(output).__module__.startswith("transformers.")
 
 
-def count_of_hugging_face(output: Any) -> str:
-    """Write Python code that counts the labels in the mean of the model's own loss."""
-    labels = 'batch["labels"][:, 1:]' if _shifts(output) else 'batch["labels"]'
-    logits = output.get("logits")
-    if logits is not None and logits.ndim < 3:
-        return f"len({labels})"
-    return f"({labels} != -100).sum()"
-
-
 def sum_of_hugging_face(output: Any) -> str:
     """Write the body of a loss function for a Hugging Face output, to paste: the sum of the losses and their count."""
     logits = output.get("logits")
@@ -201,5 +183,4 @@ def sum_of_hugging_face(output: Any) -> str:
 
 
 def _shifts(output: Any) -> bool:
-    """Return True if each token's label is the next token."""
     return "CausalLM" in type(output).__name__

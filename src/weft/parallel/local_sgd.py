@@ -17,7 +17,6 @@ Method: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo; its outer step has lr 0
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,15 +24,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from weft.comm.collectives import all_gather, all_reduce, broadcast, start_all_reduce
-from weft.comm.mesh import Axis, Mesh
+from weft.comm.collectives import all_gather, all_reduce, broadcast, gather_json, start_all_reduce
+from weft.comm.mesh import Mesh
 from weft.comm.pending import Pending
 from weft.comm.wire.coder import Coder, Coders
 from weft.comm.wire.wire_format import find_wire
 from weft.config.plan import Plan
 from weft.errors import CommError
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
-from weft.parallel.state.gradients import DataParallel
+from weft.parallel.state.gradients import DataParallel, NotCopied
 
 #: Most elements in one collective: larger ones would need as much additional memory as the masters.
 _AT_ONCE = 2**24
@@ -67,7 +66,6 @@ class Bundle:
         return delta if self.owed is None else delta.add_(self.owed)
 
     def own_tensors(self, held: Sequence[FlatSlice]) -> list[FlatSlice]:
-        """Return the bundle's own tensors."""
         return [held[place] for place in self.places]
 
 
@@ -78,12 +76,8 @@ class RareSync:
     of this rank's replica. outer_lr, outer_momentum: of `diloco`. meets_now: the current step ends with an outer step
     regardless of the plan, because it is the last step. differs: weights may differ from the anchor, because this
     replica has trained.
-
-    Args:
-        model: parallelized model.
-        engine: engine of the model, on the mesh of its replica.
-        mesh: mesh of all replicas, or of one replica if each is a separate job.
-        plan: plan of all replicas, or None for the mesh's plan.
+    engine: engine of the model, on the mesh of its replica. mesh: mesh of all replicas, or of one replica if each is a
+    separate job. plan: plan of all replicas, or None for the mesh's plan.
     """
 
     #: True if each replica is a separate job, which communicates with others only in outer steps.
@@ -119,7 +113,7 @@ class RareSync:
         self._check_identical(held)
         for one in held:
             broadcast(one.flat, self._axis)
-            _bring_home(one)
+            one.bring_home()
         self._engine.publish()
         self.take_anchor()
 
@@ -141,8 +135,7 @@ class RareSync:
     def after_step(self) -> None:
         """Count a step, and run the outer step if it is due. All ranks call it after the weights are published.
 
-        Raises:
-            CommError: if weights are not finite. Nothing was exchanged then.
+        Raises CommError if weights are not finite. Nothing was exchanged then.
         """
         is_due, self.meets_now = self.is_due, False
         self.since, self.differs = self.since + 1, True
@@ -161,7 +154,7 @@ class RareSync:
             all_reduce(delta, self._axis, wire=self._coder(run, here))
             run.owed = None
             self._step(run, delta.div_(self.replicas), averages=self._is_buffer(here))
-            self._put(here, run)
+            put_anchor(here, run)
         if self._coders is not None:
             self._coders.commit()
         self._engine.publish()
@@ -172,16 +165,11 @@ class RareSync:
         return None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
 
     def _step(self, run: Bundle, delta: torch.Tensor, *, averages: bool) -> None:
-        """Run the outer step. Overwrites `delta`."""
         if averages or run.momentum is None:
             run.anchor.sub_(delta)
             return
         run.momentum.mul_(self.outer_momentum).add_(delta)
         run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
-
-    def _put(self, here: Sequence[FlatSlice], run: Bundle) -> None:
-        """Set the weights of a bundle to its anchor."""
-        _put(here, run.anchor, run.sizes)
 
     def master_slices(self) -> list[FlatSlice]:
         """Return this rank's masters, and buffers that training updates, in their own memory. No collective."""
@@ -213,10 +201,7 @@ class RareSync:
     def load_residual(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
         """Add the residuals of a checkpoint's replicas to the next outer step. All ranks call it.
 
-        Args:
-            source: the checkpoint's tensors.
-            whose: name prefixes of the residuals that this replica loads.
-            replicas: divisor of its share, because outer steps compute means.
+        replicas: divisor of its share, because outer steps compute means.
         """
         held = self.master_slices()
         for run in self._runs:
@@ -251,7 +236,7 @@ class RareSync:
         for run in self._runs:
             here = run.own_tensors(held)
             own = torch.cat([one.flat for one in here])
-            _put(here, run.anchor, run.sizes)
+            put_anchor(here, run)
             run.anchor.copy_(own)
         self._engine.publish()
 
@@ -272,7 +257,6 @@ class RareSync:
 
     def _split_part(self, held: Sequence[FlatSlice]) -> Iterator[list[int]]:
         """Yield the indices of tensors that are synchronized together: of one dtype, and stored by the same ranks.
-
         Tensors that several ranks of a replica store must be encoded identically on all of them, or their copies would
         diverge. A scale covers neighboring elements, and tp ranks have different shards next to replicated tensors.
         """
@@ -316,52 +300,29 @@ class RareSync:
             )
 
 
-def _put(here: Sequence[FlatSlice], flat: torch.Tensor, sizes: Sequence[int]) -> None:
-    for one, part in zip(here, flat.split(list(sizes)), strict=True):
+def put_anchor(here: Sequence[FlatSlice], run: Bundle) -> None:
+    """Set the weights of a bundle to its anchor."""
+    for one, part in zip(here, run.anchor.split(list(run.sizes)), strict=True):
         one.flat.copy_(part)
-        _bring_home(one)
+        one.bring_home()
 
 
 def move(here: Sequence[FlatSlice], by: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Add to flat slices in place.
-
-    Args:
-        here: flat slices of tensors.
-        by: values to add, concatenated, 1-D, in their dtype.
-        sizes: elements of each.
-    """
+    """Add to flat slices. by: values to add, concatenated, 1-D, in their dtype."""
     for one, part in zip(here, by.split(list(sizes)), strict=True):
         one.flat.add_(part)
-        _bring_home(one)
-
-
-def _bring_home(one: FlatSlice) -> None:
-    if one.home is not None:
-        one.home.copy_(one.flat.view(one.home.shape))
-
-
-class _SyncSlot:
-    """Stores the sync with its module, but not in copies and pickles of the module."""
-
-    def __init__(self, sync: RareSync):
-        self.sync = sync
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+        one.bring_home()
 
 
 def keep_sync(model: nn.Module, sync: RareSync) -> None:
     """Store the sync of a model's replicas with the model, replacing an earlier one."""
-    setattr(model, _ATTRIBUTE, _SyncSlot(sync))
+    setattr(model, _ATTRIBUTE, NotCopied(sync))
 
 
 def rare_sync(model: nn.Module) -> RareSync | None:
     """Return the sync of a model's replicas, or None if they synchronize in every step."""
     kept = getattr(model, _ATTRIBUTE, None)
-    return None if kept is None else kept.sync
+    return None if kept is None else kept.value
 
 
 def anchored(model: nn.Module) -> AbstractContextManager[None]:
@@ -385,12 +346,7 @@ class _Sent:
 class StreamedSync(RareSync):
     """Outer steps of one model's replicas, with fragments that synchronize one after another.
 
-    since: steps since the last round of H steps ended.
-
-    Args:
-        model: parallelized model.
-        engine: engine of the model, on the mesh of its replica.
-        mesh: mesh of all replicas.
+    since: steps since the last round of H steps ended. engine: engine of the model, on the mesh of its replica.
     """
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
@@ -410,7 +366,12 @@ class StreamedSync(RareSync):
     @torch.no_grad()
     def take_anchor(self) -> None:
         """Set the anchor to the current weights, and drop pending fragments."""
-        self._finish()
+        for one in self._sent:
+            one.pending.wait()
+        if self._coders is not None:
+            self._coders.discard()
+        self._sent.clear()
+        self._is_under_way = False
         super().take_anchor()
 
     @torch.no_grad()
@@ -418,9 +379,7 @@ class StreamedSync(RareSync):
         """Count a step, apply the pending fragment, and start one that is due.
 
         All ranks call it after the weights are published.
-
-        Raises:
-            CommError: if weights are not finite. Nothing was exchanged then.
+        Raises CommError if weights are not finite. Nothing was exchanged then.
         """
         meets_now, self.meets_now = self.meets_now, False
         self.since, self.differs = self.since + 1, True
@@ -438,12 +397,7 @@ class StreamedSync(RareSync):
 
     @torch.no_grad()
     def send_again(self, source: StateSource, start: str) -> None:
-        """Start again the fragment that was pending when a checkpoint was saved. All ranks call it.
-
-        Args:
-            source: the checkpoint's tensors.
-            start: name prefix of this replica's tensors.
-        """
+        """Start again the fragment that was pending when a checkpoint was saved. All ranks call it."""
         held = self.master_slices()
         self._is_under_way = any(name.startswith(start) for name in source.entries)
         for run in self._runs:
@@ -467,15 +421,9 @@ class StreamedSync(RareSync):
         if self._coders is not None:
             self._coders.take_turn(self.meetings)
         coder = self._coder(run, run.own_tensors(held))
-        self._sent.append(
-            _Sent(run, own, start_all_reduce(run.with_carried_residual(own.clone()), self._over, wire=coder))
-        )
-
-    @property
-    def _over(self) -> Axis:
-        # With an empty list of staged work: later collectives on the mesh must not wait for the first half of this
-        # one.
-        return replace(self._axis, staged=[])
+        # With an empty list of staged work: later collectives on the mesh must not wait for this one's first half.
+        over = replace(self._axis, staged=[])
+        self._sent.append(_Sent(run, own, start_all_reduce(run.with_carried_residual(own.clone()), over, wire=coder)))
 
     def _receive(self) -> None:
         """Apply the outer step of the pending fragment, and add this replica's changes since its start."""
@@ -494,31 +442,20 @@ class StreamedSync(RareSync):
         self._engine.publish()
         self.meetings, self._is_under_way = self.meetings + 1, False
 
-    def _finish(self) -> None:
-        """Wait for pending fragments, and drop them."""
-        for one in self._sent:
-            one.pending.wait()
-        if self._coders is not None:
-            self._coders.discard()
-        self._sent.clear()
-        self._is_under_way = False
-
     def _fragment_of(self, name: str) -> int:
         return self._places.get(name, 0)
 
 
 def _fragments(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) -> dict[str, int]:
-    """Return the fragment of each tensor, by its name in checkpoints.
-
-    Fragments contain neighboring tensors, with about equally many elements. Each pipeline stage is divided into all
-    fragments, so that its ranks send equal amounts each time. A tensor in two stages belongs to the fragment of the
-    first.
+    """Return the fragment of each tensor, by its name in checkpoints. Fragments contain neighboring tensors, with about
+    equally many elements. Each pipeline stage is divided into all fragments, so that its ranks send equal amounts each
+    time. A tensor in two stages belongs to the fragment of the first.
     """
     axes, own = engine.axes, dict[str, int]()
     for name, one in (*model.named_parameters(), *model.named_buffers()):
         own.setdefault(axes.saved_name(name), torch.Size(axes.full_shape(name, one.shape)).numel())
     found: dict[str, int] = {}
-    for sizes in _of_stages(own, mesh["pp"], mesh.device):
+    for sizes in gather_json(own, mesh["pp"], mesh.device):
         total, before = sum(sizes.values()), 0
         for name, numel in sizes.items():
             middle = before + numel / 2
@@ -527,22 +464,8 @@ def _fragments(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: in
     return found
 
 
-def _of_stages(own: dict[str, int], stages: Axis, device: torch.device) -> Iterator[dict[str, int]]:
-    text = json.dumps(own).encode()
-    length = int(all_reduce(torch.tensor([len(text)], device=device), stages, op="max"))
-    padded = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8).to(device)
-    for row in all_gather(padded, stages).view(stages.size, -1).cpu():
-        yield json.loads(bytes(row.tolist()))
-
-
 def attach_local_sgd(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
-    """Store the sync of a model's replicas with the model if the plan uses local SGD.
-
-    Args:
-        model: parallelized model.
-        engine: engine of the model.
-        mesh: mesh of all replicas.
-    """
+    """Store the sync of a model's replicas with the model if the plan uses local SGD."""
     if mesh.plan.sync != "step":
         kind = StreamedSync if mesh.plan.sync_fragments else RareSync
         keep_sync(model, kind(model, engine, mesh))

@@ -224,8 +224,7 @@ FINISH = (
     Technique(_always, lambda run: move(run.model, run.mesh.device)),
     # Compiled blocks include recomputation, so recompute comes before compilation.
     Technique(
-        _always,
-        lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"]),
+        _always, lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"])
     ),
     Technique(lambda run: run.plan.compile, _compile),
     # Offloading saves what compiled blocks save.

@@ -34,10 +34,9 @@ _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def leave_side_effects_to_forward(module: nn.Module) -> None:
-    """Make a compiled module skip a recomputed forward's side effects in the replay.
-
-    torch reads the flag whenever it traces, at the first call and at later calls with other inputs. The flag is on only
-    during the module's calls, so that code outside of Weft is traced with its own setting.
+    """Make a compiled module skip a recomputed forward's side effects in the replay. torch reads the flag whenever it
+    traces, at the first call and at later calls with other inputs. The flag is on only during the module's calls, so
+    that code outside of Weft is traced with its own setting.
     """
     call: Callable[..., Any] | None = module._compiled_call_impl
     flags: Any = torch._dynamo.config
@@ -207,16 +206,12 @@ def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:
 
 
 def wrap_waits(
-    module: FSDPModule,
-    gathered: Callable[[Callable[[], None]], None],
-    summed: Callable[[Callable[[], None]], None],
+    module: FSDPModule, gathered: Callable[[Callable[[], None]], None], summed: Callable[[Callable[[], None]], None]
 ) -> None:
     """Replace the waits of the compute stream for a unit by wrapped ones: for its gather, and for its sums.
 
-    Args:
-        module: the unit.
-        gathered: called with the wait for its gather, before each use.
-        summed: called with the wait for gradient sums at the end of a backward; once if one wait covers all units.
+    gathered: called with the wait for its gather, before each use. summed: called with the wait for gradient sums at
+    the end of a backward; once if one wait covers all units.
     """
     for group in _groups(module):
         await_gather, await_sums, shared = group.wait_for_unshard, group.finalize_backward, group.comm_ctx
@@ -272,25 +267,13 @@ def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def without_memory(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Build a tensor of a Weft class without elements.
-
-    Args:
-        kind: class of the tensor.
-        shape: shape of the tensor.
-        like: tensor with its dtype and device.
-    """
+    """Build a tensor of a Weft class without elements."""
     make: Any = torch.Tensor._make_wrapper_subclass
     return make(kind, shape, dtype=like.dtype, device=like.device)
 
 
 def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch without calling the classes of its arguments.
-
-    Args:
-        function: function to call.
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
+    """Call a function of torch without calling the classes of its arguments."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 

@@ -9,14 +9,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from weft.config.config_rules import config_problems
 from weft.config.files import format_config
 from weft.config.layout import Layout
+from weft.config.parsing import as_toml
 from weft.config.plan import Plan
-from weft.config.plan_rules import check
+from weft.config.rules.config_rules import config_problems
+from weft.config.rules.plan_rules import check
 from weft.config.run_config import RunConfig
-from weft.config.setting_types import changed_keys, value_at
-from weft.config.toml_values import as_toml
+from weft.config.sections import changed_keys, value_at
 from weft.errors import ConfigError, PlanError, Problem
 from weft.train.folder import RunFolder, free_name, new_files_like, run_folder, run_lock
 from weft.train.hooks import LEFT_OUT

@@ -25,8 +25,7 @@ from weft.comm.gpu_settings import CoreChoice, Topology, bind, choose_cores, for
 from weft.comm.hang_watch import Watch, hang_event
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import Mesh, build_mesh, join_ranks, leave_ranks
-from weft.comm.signed_store import share_store_key
-from weft.comm.store import StoreChannel, StoreReports
+from weft.comm.store import StoreChannel, StoreReports, share_store_key
 from weft.config.cluster import device_by_torch_name
 from weft.config.layout import Layout
 from weft.config.metrics import series

@@ -35,7 +35,10 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
             if "dropout" in name or "jitter" in name or name.endswith("pdrop"):
                 setattr(part, name, 0.0)
     if num_layers:
-        _reduce_depth(config, num_layers)
+        for part in _parts(config):
+            resize(part, layers=num_layers)
+            if getattr(part, "layer_types", None):
+                part.layer_types = list(part.layer_types)[:num_layers]
     if vocab_size and hasattr(config, "vocab_size"):
         config.vocab_size = vocab_size
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -46,15 +49,7 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return the config and the configs of its submodels."""
     return [config, *(found for name in _PARTS if (found := getattr(config, name, None)) is not None)]
-
-
-def _reduce_depth(config: Any, num_layers: int) -> None:
-    for part in _parts(config):
-        resize(part, layers=num_layers)
-        if getattr(part, "layer_types", None):
-            part.layer_types = list(part.layer_types)[:num_layers]
 
 
 def _reduce_width(config: Any, dim: int) -> None:
@@ -83,9 +78,8 @@ def has_inputs(model: nn.Module) -> bool:
 
 
 def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
-    """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them.
-
-    Tokens are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
+    """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them. Tokens
+    are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
     samples). The last sample has no trained token, so that ranks have uneven counts.
     """
     config: Any = model.config
@@ -106,13 +100,10 @@ def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng
 
 
 def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, seed: int) -> dry_run.LoadedSamples:
-    """Return random samples with one or two images each, for a model with images in token positions.
-
-    Such models are LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text
-    token. All have the same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token.
-
-    Raises:
-        ModelError: if the model's images cannot be created.
+    """Return random samples with one or two images each, for a model with images in token positions. Such models are
+    LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text token. All have the
+    same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token. Raises ModelError
+    if the model's images cannot be created.
     """
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config
@@ -167,7 +158,6 @@ def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Te
 
 
 def _tokens_of_image(model: Any, rng: torch.Generator) -> int:
-    """Return the number of text tokens that one image replaces."""
     dtype = next(model.parameters()).dtype
     image = {
         name: each.to(dtype) if each.is_floating_point() else each

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.legal_plans import legal_plans
 from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
-from weft.config.plan_rules import RULES
-from weft.config.rule import Facts, Rule
+from weft.config.rules.plan_rules import RULES
+from weft.config.rules.rule import Facts, Rule
 
 #: Fields that divide the work among ranks. All others concern the work of one rank.
 LAYOUT_FIELDS = tuple(name for name, field in PLAN_FIELDS.items() if field.divides_work)
@@ -67,7 +67,6 @@ def layout_of(plan: Plan) -> str:
 
 
 def pairs(columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all pairs of columns."""
     return list(itertools.combinations(columns, 2))
 
 
@@ -76,10 +75,7 @@ USUAL_GROUPS = (*pairs(plan_fields()), ("layout",))
 
 
 def covering(
-    rows: Sequence[Row],
-    groups: Sequence[tuple[str, ...]] = USUAL_GROUPS,
-    seed: int = 0,
-    besides: Sequence[Row] = (),
+    rows: Sequence[Row], groups: Sequence[tuple[str, ...]] = USUAL_GROUPS, seed: int = 0, besides: Sequence[Row] = ()
 ) -> list[int]:
     """Choose few rows that contain, for each group of columns, all values that occur in `rows`; return indices.
 

@@ -30,9 +30,8 @@ class Graphs:
 
 @contextmanager
 def counted_graphs() -> Iterator[Graphs]:
-    """Forget earlier compilation, and count inside the block. The numbers are set when the block ends.
-
-    Code that would run uncompiled after too many recompilations raises FailOnRecompileLimitHit.
+    """Forget earlier compilation, and count inside the block. The numbers are set when the block ends. Code that would
+    run uncompiled after too many recompilations raises FailOnRecompileLimitHit.
     """
     found = Graphs()
     limit = torch._dynamo.config.fail_on_recompile_limit_hit
@@ -136,7 +135,6 @@ class _Ops(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run the operators again."""
         for func, args, kwargs, new in self.calls:
             found = func(*args, **kwargs)
             if new:
@@ -155,9 +153,8 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
 
 
 class WireOracle:
-    """Sums over ranks with one wire format, step by step. It keeps the error feedback of every rank.
-
-    name: the wire format. key (of the methods): name of the tensor's coder.
+    """Sums over ranks with one wire format, step by step. It keeps the error feedback of every rank. name: the wire
+    format. key (of the methods): name of the tensor's coder.
     """
 
     def __init__(self, name: str):
@@ -168,7 +165,6 @@ class WireOracle:
         self._calls: dict[tuple[object, int], int] = {}
 
     def commit(self) -> None:
-        """Start the next step."""
         self.turn, self.calls, self._calls = self.turn + 1, 0, {}
 
     def reduce_scatter(self, flats: Sequence[torch.Tensor], key: object) -> list[torch.Tensor]:

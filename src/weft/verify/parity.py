@@ -76,7 +76,6 @@ class SampleCase:
         raise NotImplementedError
 
     def collate(self, samples: list[Any]) -> Any:
-        """Build a batch of some samples."""
         raise NotImplementedError
 
     def batch(self, step: int) -> Any:
@@ -323,9 +322,7 @@ def microbatches_of_case(case: Case, step: int, plan: Plan, dp_rank: int) -> Mic
 
 
 def local_microbatches(batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
-    """Return this rank's microbatches of a global batch whose rows are samples.
-
-    Raises:
-        ModelError: if rows are not samples.
+    """Return this rank's microbatches of a global batch whose rows are samples. Raises ModelError if rows are not
+    samples.
     """
     return Microbatches.of_rows(batch, plan, dp_rank)

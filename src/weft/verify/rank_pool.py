@@ -26,9 +26,8 @@ _AFTER_FAILURE_S = 5.0
 
 
 class RankError(CommError):
-    """A rank failed, or did not answer. said: message of its WeftError, or "" for other errors.
-
-    refusal: the same message, if the rank itself refused and did not fail because of another rank.
+    """A rank failed, or did not answer. said: message of its WeftError, or "" for other errors. refusal: the same
+    message, if the rank itself refused and did not fail because of another rank.
     """
 
     def __init__(self, message: str, said: str = "", refusal: str = ""):
@@ -53,9 +52,7 @@ class RankPool:
     """
 
     def __init__(self, num_ranks: int, timeout_s: float = 120.0, backend: str = "gloo"):
-        self.num_ranks = num_ranks
-        self._timeout_s = timeout_s
-        self._backend = backend
+        self.num_ranks, self._timeout_s, self._backend = num_ranks, timeout_s, backend
         self._start()
 
     def _start(self) -> None:
@@ -112,9 +109,8 @@ class RankPool:
         return [value for _, value in answers]
 
     def _answers(self) -> list[tuple[str, Any]]:
-        """Return each rank's answer: ("done", result), or a kind of failure with the arguments of a `RankError`.
-
-        The kinds are "error", "late" and "dead".
+        """Return each rank's answer: ("done", result), or a kind of failure with the arguments of a `RankError`. The
+        kinds are "error", "late" and "dead".
         """
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}

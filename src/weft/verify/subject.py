@@ -20,14 +20,13 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from weft.config import partitioning as shares
-from weft.config.decoder_shape import DecoderSpec
+from weft.config.decoder_shape import DecoderSpec, shape_problems
 from weft.config.files import load_config
 from weft.config.hugging_face_config import decoder_shape
 from weft.config.layout import Layout
-from weft.config.model_rules import shape_problems
 from weft.config.model_spec import decoder_spec, model_names, resolve_decoder
 from weft.config.plan import PLAN_FIELDS, Plan
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.config.sections import OptimizerSection
 from weft.data.batches import map_tensors
@@ -221,11 +220,7 @@ class Subject:
         return self.settings.global_batch if self.kind in ("decoder", "task") else None
 
     def build(self) -> BuiltCase:
-        """Return the model with its data and loss.
-
-        Raises:
-            ModelError: if it cannot be built.
-        """
+        """Return the model with its data and loss. Raises ModelError if it cannot be built."""
         torch.manual_seed(self.settings.seed)
         dtype = DTYPES[self.settings.dtype]
         if self.kind == "decoder":
@@ -277,9 +272,8 @@ class _Called(Exception):
 
 
 class BuiltCase(SampleCase):
-    """A `Case` for a built model; `model()` returns that model once.
-
-    data: samples of a loader, or batch_fn(step, size). task: the task whose batches a rank reads, as in a run.
+    """A `Case` for a built model; `model()` returns that model once. data: samples of a loader, or batch_fn(step,
+    size). task: the task whose batches a rank reads, as in a run.
     """
 
     def __init__(
@@ -305,7 +299,10 @@ class BuiltCase(SampleCase):
         self.norm_group = subject.settings.global_batch if has_norms else 0
         self.notes = _quieten(model)
         if subject.settings.dtype == "float64":
-            _loop_over_experts(model)
+            # transformers multiplies experts one by one: its default grouped product does not support float64.
+            choices = (getattr(module, "set_experts_implementation", None) for module in model.modules())
+            if (choose := next(filter(None, choices), None)) is not None:
+                choose("eager")  # also in submodels
         # The same loss object as in a run, with the attributes that plans use.
         own = token_cross_entropy if subject.kind == "decoder" else None if task is None else task.loss
         self.loss = self._loss if own is None else own
@@ -317,9 +314,8 @@ class BuiltCase(SampleCase):
         return build_optimizer(model.named_parameters(), self._optimizer)
 
     def batch(self, step: int) -> Any:
-        """Return a batch of the subject's data, or of random tokens or images.
-
-        The last random sample has no trained token, so that counts are uneven.
+        """Return a batch of the subject's data, or of random tokens or images. The last random sample has no trained
+        token, so that counts are uneven.
         """
         size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
         if self._task is not None:
@@ -394,9 +390,8 @@ class BuiltCase(SampleCase):
 def find_subject(source: str, settings: Settings) -> Subject:
     """Return the subject of `source`: a model name, a config file, a Hugging Face folder, or package.module:function.
 
-    Raises:
-        ModelError: if no model is found or its sizes cannot be changed.
-        ConfigError: for a config file that breaks rules.
+    Raises ModelError if no model is found or its sizes cannot be changed. Raises ConfigError for a config file that
+    breaks rules.
     """
     path = Path(source)
     if path.suffix == ".toml":
@@ -431,7 +426,6 @@ def find_subject(source: str, settings: Settings) -> Subject:
 
 
 def layout_of(config: RunConfig) -> Layout | None:
-    """Return the layout of a config."""
     return Layout.read(config.layout) if config.layout else None
 
 
@@ -486,14 +480,6 @@ def _quieten(model: nn.Module) -> list[str]:
             "microbatches cannot, and is refused"
         )
     return notes
-
-
-def _loop_over_experts(model: nn.Module) -> None:
-    """Make transformers multiply experts one by one: its default grouped product does not support float64."""
-    for module in model.modules():
-        if (choose := getattr(module, "set_experts_implementation", None)) is not None:
-            choose("eager")  # also in submodels
-            return
 
 
 def _floats(batch: Any, dtype: torch.dtype) -> Any:

@@ -31,7 +31,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.config.plan import Plan
-from weft.config.plan_rules import check_plan
+from weft.config.rules.plan_rules import check_plan
 from weft.errors import CommError, ModelError, WeftError
 from weft.private_torch import graph_task, tree_leaves
 from weft.train.microbatches import Microbatches
@@ -62,9 +62,8 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One compared number or tensor. what: "loss", "grad norm", "gradient" or "weight".
-
-    relative: difference as a share of its scale. limit: maximum that counts as equal.
+    """One compared number or tensor. what: "loss", "grad norm", "gradient" or "weight". relative: difference as a share
+    of its scale. limit: maximum that counts as equal.
     """
 
     what: str
@@ -94,10 +93,7 @@ def number_differences(
 def tensor_difference(
     what: str, name: str, ours: torch.Tensor, theirs: torch.Tensor | None, least: float, tolerance: Tolerance
 ) -> Difference:
-    """Return the difference of one full gradient or weight.
-
-    least: its minimum scale, from `ParityResult.least_scales`.
-    """
+    """Return the difference of one full gradient or weight. least: its scale from `ParityResult.least_scales`."""
     if theirs is None or ours.shape != theirs.shape:
         return Difference(what, name, float("inf"), tolerance.tensor)
     if not theirs.numel():
@@ -124,9 +120,8 @@ class OutputRecorder:
 
 
 class Watcher:
-    """Compares outputs of microbatches with the recorded rows of the same samples.
-
-    own: the microbatches. every: the full batch as one. Both have sample numbers.
+    """Compares outputs of microbatches with the recorded rows of the same samples. own: the microbatches. every: the
+    full batch as one. Both have sample numbers.
     """
 
     def __init__(self, outputs: dict[Key, torch.Tensor], own: Microbatches, every: Microbatches, limit: float):
@@ -289,10 +284,7 @@ class _Reference:
 class Verifier:
     """Verifies plans of one number of ranks for one subject. It is a context manager that owns ranks and a folder.
 
-    Args:
-        subject: the model, and the amount of training.
-        num_ranks: ranks of every plan.
-        pool: running ranks, to share them among subjects; they are left running. None starts new ones.
+    pool: running ranks, to share them among subjects; they are left running. None starts new ones.
     """
 
     def __init__(self, subject: Subject, num_ranks: int, pool: RankPool | None = None):

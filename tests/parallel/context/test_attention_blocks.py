@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.parallel.context import kernels as kernel
 from weft.parallel.context.kernels import BOTH_WAYS, CAUSAL, AttentionBlock, AttentionWindow, Scoring, attention_blocks
-from weft.parallel.context.sequence_order import SequenceOrder
+from weft.parallel.context.modes import SequenceOrder
 
 MODES = ("gather", "ring", "ulysses")
 

@@ -10,8 +10,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.partitioning import sent_bytes
 from weft.config.plan import Plan
 from weft.parallel.context.kernels import BOTH_WAYS, AttentionWindow, Scoring
-from weft.parallel.context.modes import View, attend_sharded
-from weft.parallel.context.sequence_order import SequenceOrder
+from weft.parallel.context.modes import SequenceOrder, View, attend_sharded
 
 BATCH, WIDTH = 2, 8
 MODES = ("gather", "ring", "ulysses")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tools.live_memory import LiveTensors
 from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
@@ -16,7 +17,6 @@ from weft.models.registry import build_decoder
 from weft.parallel.layers.deferred_gradients import DeferredWeightGrad
 from weft.parallel.parallelize import Application, shard
 from weft.parallel.pipeline.runtime import defer_weight_gradients, deliver
-from weft.verify.memory import LiveTensors
 
 
 class Conv1D(nn.Module):

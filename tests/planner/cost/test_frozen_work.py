@@ -116,9 +116,9 @@ def test_a_pipeline_fills_for_forwards_too():
 
 def test_logits_of_a_teacher_are_as_many_bytes_as_are_alive():
     torch = pytest.importorskip("torch")
+    from tools.live_memory import LiveTensors
     from weft.planner.cost.memory_terms import TWO_LOGITS
     from weft.train.tasks.distill import distilled_losses
-    from weft.verify.memory import LiveTensors
 
     hidden, head = torch.randn(64, 8).bfloat16().requires_grad_(), torch.randn(8, 2048).bfloat16()
     labels = torch.zeros(64, dtype=torch.int64)
@@ -144,7 +144,7 @@ def test_logits_of_a_teacher_are_as_many_bytes_as_are_alive():
 )
 def test_the_fullest_moment_beside_a_frozen_base_is_as_planned(text, base):
     pytest.importorskip("torch")
-    from weft.verify.memory import adapter_peaks
+    from tools.live_memory import adapter_peaks
 
     live, planned = adapter_peaks(text, base)
     assert planned == pytest.approx(live, rel=0.06)

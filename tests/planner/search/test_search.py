@@ -12,7 +12,7 @@ import pytest
 import weft
 from tests.choice import gate_runs
 from weft.config.plan import RECOMPUTES, Plan
-from weft.config.plan_rules import LASTING, RULES, check
+from weft.config.rules.plan_rules import LASTING, RULES, check
 from weft.planner.report.explanation import search
 from weft.planner.report.scenario import change
 from weft.planner.search.best_plans import answer

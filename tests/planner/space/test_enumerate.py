@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.config.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
-from weft.config.plan_rules import LASTING, RULES, check
+from weft.config.rules.plan_rules import LASTING, RULES, check
 from weft.planner.search.question import Question
 from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns
 from weft.planner.space.enumerate import Space, Tally, enumerate_space

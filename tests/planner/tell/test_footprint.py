@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tools.live_memory import LiveTensors
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import decoder_spec
 from weft.config.plan import Plan
-from weft.config.plan_rules import NOT_BUILT, check
-from weft.config.rule import Facts
+from weft.config.rules.plan_rules import NOT_BUILT, check
+from weft.config.rules.rule import Facts
 from weft.memory.recompute import apply_recompute
 from weft.models.registry import build_decoder
 from weft.planner.report.verdict import Usage, activation_bytes, remedies
 from weft.train.tasks.decoder_loss import token_cross_entropy
-from weft.verify.memory import LiveTensors
 
 GIB = 2**30
 STATES = Usage(parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, activations=8 * GIB, num_rows=4, num_blocks=32)

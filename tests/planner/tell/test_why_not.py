@@ -8,7 +8,7 @@ import pytest
 
 from tests.planner import stub
 from weft.config.cluster import ClusterSpec, device
-from weft.config.plan_rules import LASTING, check
+from weft.config.rules.plan_rules import LASTING, check
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.planner.report.comparison import compare
 from weft.planner.report.tables import comparison_table, why_not_table

@@ -38,16 +38,9 @@ def copy_home(place: env.RankEnv) -> CopyHome | None:
             return home if alone else replace(home, host=_reachable(place))
         if place.local_rank == 0 and not started:
             started = True
-            words = [sys.executable, "-m", __name__, str(agent), "127.0.0.1" if alone else ""]
+            words, null = [sys.executable, "-m", __name__, str(agent), "127.0.0.1" if alone else ""], subprocess.DEVNULL
             # A new session, because torchrun kills the process groups of its ranks.
-            subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=env.bare_env(),
-                start_new_session=True,
-            )
+            subprocess.Popen(words, stdin=null, stdout=null, stderr=null, env=env.bare_env(), start_new_session=True)
         time.sleep(_LOOK_S)
     return None
 
@@ -58,7 +51,6 @@ def _name(agent: int) -> str:
 
 
 def _reachable(place: env.RankEnv) -> str:
-    """Return the address at which other hosts reach this one."""
     with socket.socket(socket.AF_INET6 if ":" in place.master_addr else socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((place.master_addr, place.master_port))  # sends nothing, but selects the interface
         own = str(way.getsockname()[0])

@@ -56,6 +56,9 @@ class Failure:
         """Return the record of an exception that ends this rank."""
         expected = isinstance(error, WeftError)
         step = getattr(error, "step", None)
+        lost = isinstance(error, CommError) or type(error).__name__ in _LOST_PEER_TYPES
+        if isinstance(error, RuntimeError | OSError):
+            lost = lost or any(part in str(error).lower() for part in _LOST_PEER_TEXTS)
         return cls(
             rank=rank,
             exit_code=exit_code_of(error),
@@ -63,7 +66,7 @@ class Failure:
             message=str(error),
             traceback="".join(traceback.format_exception(error)),
             expected=expected,
-            lost_peer=_lost_peer(error),
+            lost_peer=lost,
             step=step if isinstance(step, int) else None,
             when=time.time(),
             first_bad=getattr(error, "first_bad", None),
@@ -121,19 +124,9 @@ def write_failure(logs: Path, failure: Failure) -> None:
 
 def first_failure(failures: list[Failure]) -> Failure:
     """Return the earliest failure that is not the consequence of another."""
-    return min(failures, key=lambda failure: (_is_consequence(failure), failure.when))
-
-
-def _is_consequence(failure: Failure) -> bool:
     # The launcher ends the other ranks with SIGTERM, and gloo's threads abort when a peer is gone.
-    return failure.lost_peer or (not failure.kind and -failure.exit_code in (signal.SIGTERM, signal.SIGABRT))
-
-
-def _lost_peer(error: BaseException) -> bool:
-    if isinstance(error, CommError) or type(error).__name__ in _LOST_PEER_TYPES:
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(piece in text for piece in _LOST_PEER_TEXTS)
+    ended = [each for each in failures if not each.kind and -each.exit_code in (signal.SIGTERM, signal.SIGABRT)]
+    return min(failures, key=lambda failure: (failure.lost_peer or failure in ended, failure.when))
 
 
 def _signal_text(number: int) -> str:

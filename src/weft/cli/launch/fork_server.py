@@ -39,10 +39,8 @@ def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -
     """Yield the starter of a run's ranks: if possible a fork server, which begins to import their modules.
 
     Args:
-        run_dir: the run's folder.
-        config: the run's config.
-        num_ranks: number of ranks of the first start.
-        cores: cores of this machine, which the ranks divide.
+        run_dir, config: the run's folder and config.
+        num_ranks, cores: ranks of the first start, and cores of this machine, which the ranks divide.
     """
     from weft.cli.launch.launch import threads_variables
     from weft.cli.launch.start import Programs, preloaded_modules
@@ -129,7 +127,6 @@ class ForkServer:
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive_message(self) -> dict[str, Any]:
-        """Return the next message, or an empty one if the server is gone."""
         try:
             return json.loads(self._messages.readline() or "{}")
         except (OSError, ValueError):
@@ -160,18 +157,15 @@ class _Forks:
         while len(self._codes) < len(self.pids):
             said = self._server._receive_message()
             if not said:  # the server was killed, and its ranks with it
-                _wait_for_end([pid for rank, pid in self.pids.items() if rank not in self._codes])
+                # Wait until they have ended, so that their memory and ports are free for the next start.
+                killed = [pid for rank, pid in self.pids.items() if rank not in self._codes]
+                until = time.monotonic() + _END_S
+                while time.monotonic() < until and any(map(_is_running, killed)):
+                    time.sleep(0.02)
             ended = {said["rank"]: said["code"]} if said else dict.fromkeys(self.pids.keys() - self._codes, _KILLED)
             with self._in_one_sentence:
                 self._codes |= ended
                 self._in_one_sentence.notify_all()
-
-
-def _wait_for_end(pids: Sequence[int]) -> None:
-    """Wait until killed processes have ended, so that their memory and ports are free for the next start."""
-    until = time.monotonic() + _END_S
-    while time.monotonic() < until and any(map(_is_running, pids)):
-        time.sleep(0.02)
 
 
 def _is_running(pid: int) -> bool:
@@ -214,7 +208,12 @@ class _Server:
             ready = select.select([self._line, *self._ranks], [], [], 0 if read else None)[0]
             for descriptor in ready:
                 if isinstance(descriptor, int):
-                    self._report_end(descriptor)
+                    rank, pid = self._ranks.pop(descriptor)
+                    os.close(descriptor)
+                    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                    assert end is not None
+                    code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+                    self.send({"rank": rank, "code": code})
             if read or self._line in ready:
                 order = self._order()
                 if order is None:
@@ -257,7 +256,9 @@ class _Server:
         for rank, variables in ranks.items():
             pid = self._fork(int(rank))
             if pid is None:
-                self._close_all()
+                self._line.close()
+                for descriptor in (*self._ranks, *(self._store or ())[1:]):
+                    os.close(descriptor)
                 own = {**variables, **env.own_rank(int(rank), len(ranks), port, server)}
                 return functools.partial(_be_rank, own, self.said, self.threads)
             pids[rank] = pid
@@ -276,7 +277,6 @@ class _Server:
         return pid
 
     def _prepare(self, asked: Mapping[str, Any]) -> None:
-        """Prepare the run in a fork, and send the result to the launcher."""
         from weft.cli.launch.rank import name_process
         from weft.cli.launch.start import Preparation
 
@@ -306,14 +306,6 @@ class _Server:
             raise OSError("the loopback interface gives no port")
         return int(port)
 
-    def _report_end(self, descriptor: int) -> None:
-        rank, pid = self._ranks.pop(descriptor)
-        os.close(descriptor)
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert end is not None
-        code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        self.send({"rank": rank, "code": code})
-
     def _let_go(self) -> None:
         """Reap ended processes, once the launcher sends no more signals to them."""
         if self._store is not None:
@@ -325,12 +317,6 @@ class _Server:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-
-    def _close_all(self) -> None:
-        """Close the server's descriptors in a fork."""
-        self._line.close()
-        for descriptor in (*self._ranks, *(self._store or ())[1:]):
-            os.close(descriptor)
 
 
 def _host_store(parent: int, told: int, held: int) -> None:

@@ -70,16 +70,10 @@ class JobAsked:
     @property
     def limit_comment(self) -> str:
         """A comment for jobs whose scheduler sends no warning before it ends them."""
-        if self.time_s is None:
-            return ""
-        return (
+        text = (
             f"# The run saves and ends {self.warn_s} s before the limit, finished or not; start it again to resume.\n"
         )
-
-    @property
-    def limit_words(self) -> list[str]:
-        """The setting that saves and stops before the scheduler's limit."""
-        return [] if self.time_s is None else [f"train.max_time={self.time_s - self.warn_s}s"]
+        return "" if self.time_s is None else text
 
     def torchrun_words(self, endpoint: str) -> list[str]:
         """Return torchrun's arguments on one machine. `endpoint` is the rendezvous address, which is not quoted."""
@@ -94,18 +88,13 @@ class JobAsked:
             f"--signals-to-handle={_SIGNALS}",
             "-m",
             *self.train_words,
-            *self.limit_words,
+            *([] if self.time_s is None else [f"train.max_time={self.time_s - self.warn_s}s"]),
         ]
 
     def entering(self) -> list[str]:
         """Lines of a shell script that enter the shared folder and the environment."""
         lines = [f"cd {shlex.quote(self.workdir)}"]
         return lines if self.venv is None else [*lines, f"source {shlex.quote(f'{self.venv}/bin/activate')}"]
-
-    @property
-    def is_finished(self) -> str:
-        """A shell command that succeeds once all steps are done."""
-        return f"tail -n 1 {shlex.quote(self.events)} 2>/dev/null | grep -q '\"finished\"'"
 
 
 def shell_line(words: Sequence[str]) -> str:
@@ -154,12 +143,7 @@ def kubernetes_job(job: JobAsked) -> str:
         f"            - {json.dumps(word)}" for word in job.torchrun_words(f"{job.label}-0.{job.label}:{job.port}")
     )
     gpus = (
-        f"""
-          resources:
-            limits:
-              nvidia.com/gpu: {job.ranks}"""
-        if job.on_gpus
-        else ""
+        f"\n          resources:\n            limits:\n              nvidia.com/gpu: {job.ranks}" if job.on_gpus else ""
     )
     limit = f"\n  activeDeadlineSeconds: {job.time_s}" if job.time_s is not None else ""
     return (
@@ -328,20 +312,17 @@ def slurm_job(job: JobAsked) -> str:
         inside += [f"--container-workdir={job.workdir}"]
     run = ["srun", "--kill-on-bad-exit=1", *inside, *job.train_words]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", *job.entering()]
-    lines.append(
-        f"# {job.warn_s} s before the time limit SLURM sends SIGUSR1; the run saves and ends with exit code 0."
-    )
+    warning = f"# {job.warn_s} s before the time limit SLURM sends SIGUSR1; the run saves and ends with exit code 0."
     if job.array:
-        lines.append(
-            "# The tasks of the array run one after another; each resumes the run, or ends if it has finished."
-        )
-        lines.append(shell_line(run))
-    else:
-        lines += [
-            f"{shell_line(run)} || exit",
-            '# The last event is "finished" after all steps. Until then, queue the job again.',
-            f'{job.is_finished} || scontrol requeue "$SLURM_JOB_ID"',
-        ]
+        comment = "# The tasks of the array run one after another; each resumes the run, or ends if it has finished."
+        return "\n".join([*lines, warning, comment, shell_line(run)]) + "\n"
+    is_finished = f"tail -n 1 {shlex.quote(job.events)} 2>/dev/null | grep -q '\"finished\"'"
+    lines += [
+        warning,
+        f"{shell_line(run)} || exit",
+        '# The last event is "finished" after all steps. Until then, queue the job again.',
+        f'{is_finished} || scontrol requeue "$SLURM_JOB_ID"',
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -361,7 +342,6 @@ def torchrun_job(job: JobAsked) -> str:
 
 
 def _clock(seconds: int) -> str:
-    """Return a duration in SLURM's format: 4:00:00 for 4 hours."""
     minutes, rest = divmod(seconds, 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import signal
@@ -100,16 +101,21 @@ def visible_gpus() -> int:
 def usable_cores() -> int:
     """Return the number of cores for this process: its affinity, limited by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _quota_cores(cores)))
-
-
-def _quota_cores(otherwise: int) -> int:
-    """Return the cgroup's CPU quota in whole cores, or `otherwise` without a quota."""
-    try:
+    with suppress(OSError, ValueError):  # a machine without cgroups, or no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return int(quota) // int(period) or 1
-    except (OSError, ValueError):
-        return otherwise
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
+@contextmanager
+def stop_signals(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Handle stop signals during a block, and restore the former handlers."""
+    old = {signum: signal.signal(signum, handler) for signum in heeded_signals()}
+    try:
+        yield
+    finally:
+        for signum, former in old.items():
+            signal.signal(signum, former)
 
 
 # Start the ranks of one machine, pass signals on, and report the rank that failed first.
@@ -186,7 +192,7 @@ def launch_ranks(
     with switchboard(settings, lock) as board:
         threads = threads_variables(num_ranks, cores) if cores is not None else {}
         children = {**threads, "WEFT_LAUNCHED": str(os.getpid()), "WEFT_LINE": board.address}
-        with watch.signals():
+        with stop_signals(watch.on_signal):
             try:
                 started = starter.start(dict.fromkeys(range(num_ranks), children))
             except (OSError, RuntimeError) as error:
@@ -259,7 +265,8 @@ class _Watch:
         """Watch processes that have just been started."""
         self.pids = dict(started.pids)
         for rank in self.pids:
-            thread = threading.Thread(target=self._await, args=(rank, started), name=f"weft-watch-{rank}", daemon=True)
+            watch = functools.partial(self._record_end, rank, started)
+            thread = threading.Thread(target=watch, name=f"weft-watch-{rank}", daemon=True)
             self._threads.append(thread)
             thread.start()
         if self.first_signal is not None:
@@ -280,17 +287,8 @@ class _Watch:
         """Return True if this launcher sent `signum` to that rank."""
         return (rank, signum) in self._sent
 
-    @contextmanager
-    def signals(self) -> Generator[None]:
-        """Handle signals in a block: a stop signal asks the ranks to save and stop, and a second SIGINT kills them."""
-        old = {signum: signal.signal(signum, self._on_signal) for signum in heeded_signals()}
-        try:
-            yield
-        finally:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Request the ranks to save and stop. A second SIGINT kills them."""
         now = time.monotonic()
         if self.first_signal is None:
             self.first_signal, self._first_signal_at = signum, now
@@ -302,8 +300,7 @@ class _Watch:
         elif signum == signal.SIGINT and now - self._first_signal_at > _SAME_KEYPRESS_S:
             self._send(signal.SIGKILL)
 
-    def _await(self, rank: int, started: Started) -> None:
-        """Record the end of a rank's process. The first failure ends the others."""
+    def _record_end(self, rank: int, started: Started) -> None:
         code = started.wait(rank)
         self.codes[rank], self.ended[rank] = code, time.time()
         if code:

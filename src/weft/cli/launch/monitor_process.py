@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from weft import env
 from weft.config.run_config import RunConfig
@@ -31,8 +30,7 @@ def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None])
     """Run the monitor process during a block, if the config has alerts or sinks.
 
     Args:
-        folder: the run's folder, which the caller holds.
-        config: the run's config.
+        folder, config: the run's folder, which the caller locks, and its config.
         say: shows a line to the user.
     """
     if not Companion.is_needed(config):
@@ -65,21 +63,16 @@ def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None])
             say(f"not all figures and alerts were sent ({logs / 'beside.log'}); to send them: weft runs send {folder}")
 
 
-def forward_events(folder: Path, config: RunConfig, line: IO[bytes]) -> int:
-    """Follow a run until the line is closed. Return 1 if data remains unsent, else 0."""
+def main() -> None:
+    """Follow a run until the standard input is closed. The exit code is 1 if data remains unsent, else 0."""
+    folder, line = Path(sys.argv[1]), sys.stdin.buffer
+    config = RunConfig.model_validate_json(line.readline(), strict=False)
+    restrict_new_files(folder)
     companion = Companion(folder, config)
     companion.start()
     while not select.select([line], [], [], _LOOK_S)[0]:
         companion.look()
-    return 1 if companion.finish(_GRACE_S) else 0
-
-
-def main() -> None:
-    """Run the monitor process."""
-    line = sys.stdin.buffer
-    config = RunConfig.model_validate_json(line.readline(), strict=False)
-    restrict_new_files(Path(sys.argv[1]))
-    sys.exit(forward_events(Path(sys.argv[1]), config, line))
+    sys.exit(1 if companion.finish(_GRACE_S) else 0)
 
 
 if __name__ == "__main__":

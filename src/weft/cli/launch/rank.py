@@ -48,7 +48,12 @@ def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | Non
     """
     argv = sys.argv if argv is None else argv
     if parent is None:
-        parent = _parent()
+        import psutil
+
+        parent = []
+        with contextlib.suppress(psutil.Error):  # not permitted, or gone
+            found = psutil.Process().parent()
+            parent = found.cmdline() if found is not None else []
     for place, word in enumerate(parent):
         if word in _TORCHRUN or Path(word).name == "torchrun":
             launcher = ["torchrun"] if Path(word).name == "torchrun" else ["python", "-m", word]
@@ -56,16 +61,6 @@ def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | Non
     name = Path(argv[0]).name
     program = ["python", "-m", "weft"] if name == "__main__.py" else [name]
     return [*program, *argv[1:]]
-
-
-def _parent() -> list[str]:
-    import psutil
-
-    try:
-        found = psutil.Process().parent()
-        return found.cmdline() if found is not None else []
-    except psutil.Error:
-        return []  # not permitted, or gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +141,6 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
     """Run `body` as one rank. On failure, report it and end the process with the error's exit code.
 
     File descriptors 1 and 2 are redirected to logs/rank_N.log. The process dies with its launcher.
-
-    Args:
-        logs: folder of the logs, and of a failure record.
-        place: the rank and the world size.
-        body: the rank's function, called with the terminal's stream.
-        line: connection to the launcher for the failure; None to write it to the original stderr.
     """
     die_with(env.parent_pid())
     outcry = None
@@ -177,7 +166,6 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
 
 
 def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherLine | None) -> None:
-    """Report a failure, first without the disk, which may be the cause of the failure."""
     if line is not None:
         line.report_failure(failure)
     with contextlib.suppress(OSError):

@@ -16,14 +16,13 @@ from types import FrameType
 from typing import IO
 
 from weft import env
-from weft.cli.launch.launch import Stopped, threads_variables
+from weft.cli.launch.launch import Stopped, stop_signals, threads_variables
 from weft.cli.launch.spec import LaunchSpec
 from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.train.engine import ReplicaWorld
 from weft.train.folder import run_folder
-from weft.train.loop.signals import heeded_signals
 from weft.units import parse_seconds
 
 # Rendezvous server for replicas on several machines, hosted by the machine of replica 0.
@@ -36,8 +35,7 @@ def rendezvous_server(config: RunConfig, world: ReplicaWorld, say: Callable[[str
     On exit, the server runs until the other replicas have ended, or sent nothing for `launch.meeting_timeout`.
 
     Args:
-        config: the run's config.
-        world: the replica that this machine starts.
+        config, world: the run's config, and the replica that this machine starts.
         say: shows a line to the user.
 
     Raises:
@@ -66,12 +64,7 @@ _LOOK_S = 0.05
 
 @dataclass
 class _Replica:
-    """The launcher of one replica.
-
-    Attributes:
-        begins_at: time of its next start, in seconds of time.monotonic.
-        code: exit code, once it has ended.
-    """
+    """The launcher of one replica."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -85,17 +78,16 @@ class Replicas:
 
     Args:
         config: the run's config with its full plan.
-        gpus: number of GPUs for ranks; 0 to run ranks on CPU cores.
-        cores: number of usable cores.
-        command: the command line of the user.
-        say: shows a line to the user.
+        gpus, cores: number of GPUs for ranks (0: CPU cores), and of usable cores.
+        command, say: the command line of the user, and a function that shows a line to the user.
     """
 
     def __init__(self, config: RunConfig, gpus: int, cores: int, command: Sequence[str], say: Callable[[str], None]):
         self._config, self._command, self._say = config, list(command), say
         plan = Plan.parse(config.plan)
         self._ranks = plan.world_size // plan.dp_replicate
-        self._gpus = _visible(gpus)
+        named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES").split(",") if name.strip()]
+        self._gpus = (named or [str(number) for number in range(gpus)])[:gpus]
         self._threads = threads_variables(plan.world_size, cores)
         self._replicas = [_Replica(number) for number in range(plan.dp_replicate)]
         self._first_signal: int | None = None
@@ -113,7 +105,7 @@ class Replicas:
             until_over.callback(place.close)
             self._meet_at = place.address
             until_over.callback(self._kill)
-            until_over.enter_context(self._signals())
+            until_over.enter_context(stop_signals(self._on_signal))
             first, *others = self._replicas
             if not self._start_first(first):
                 assert first.process is not None
@@ -173,7 +165,6 @@ class Replicas:
             threading.Thread(target=_pass_on, args=(process.stderr, one.number), daemon=True).start()
 
     def _look_at(self, one: _Replica) -> None:
-        """Record the end of a replica's launcher, or restart it if it was killed."""
         if one.code is not None:
             return
         if one.process is None:
@@ -199,7 +190,6 @@ class Replicas:
             self._say(f"replica {one.number} has failed (exit code {one.code}); {_listed(others)} without it")
 
     def _ended(self) -> int:
-        """Return the exit code of the run."""
         failed = [one for one in self._replicas if one.code]
         if not failed:
             return 0
@@ -212,22 +202,11 @@ class Replicas:
             self._say(f"replica {names} failed, and the others have ended. {remedy}")
         return failed[0].code or 1
 
-    @contextmanager
-    def _signals(self) -> Generator[None]:
-        """Pass stop signals on to the launchers during a block."""
-        old = {signum: signal.signal(signum, self._pass_signal) for signum in heeded_signals()}
-        try:
-            yield
-        finally:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
-
-    def _pass_signal(self, signum: int, frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._first_signal = self._first_signal or signum
         self._send(signum)
 
     def _kill(self) -> None:
-        """Kill remaining launchers. Their ranks die with them."""
         self._send(signal.SIGKILL)
 
     def _send(self, signum: int) -> None:
@@ -236,19 +215,12 @@ class Replicas:
                 one.process.send_signal(signum)
 
 
-def _visible(gpus: int) -> list[str]:
-    """Return the names of the GPUs for ranks."""
-    given = [one.strip() for one in env.get("CUDA_VISIBLE_DEVICES").split(",") if one.strip()]
-    return (given or [str(number) for number in range(gpus)])[:gpus]
-
-
 def _listed(others: Sequence[int]) -> str:
     one = len(others) == 1
     return f"replica{'' if one else 's'} {', '.join(map(str, others))} {'goes' if one else 'go'} on"
 
 
 def _pass_on(stream: IO[bytes], number: int) -> None:
-    """Print the output of a replica's launcher, each line with the replica's number."""
     for line in stream:
         text = line.decode(errors="replace").rstrip()
         if text:

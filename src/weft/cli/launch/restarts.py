@@ -77,26 +77,20 @@ class Restarts:
                 if ranks == self.num_ranks or ranks - 1 < (self.config.launch.min_ranks or ranks):
                     raise
                 ranks -= 1
-            config = self._next_config(config, ranks)
-
-    def _next_config(self, config: RunConfig, ranks: int) -> RunConfig:
-        """Return the config of the next start."""
-        step, newest = config.resume.step, self._newest()
-        still_to_go_back = step is not None and newest is not None and newest == self._saved and newest > step
-        if step is not None and not still_to_go_back:
-            # The run has resumed from that step, and must not return to it again.
-            config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
-        return config if ranks == self.num_ranks else for_ranks(config, ranks)
+            step, newest = config.resume.step, self._newest()
+            still_to_go_back = step is not None and newest is not None and newest == self._saved and newest > step
+            if step is not None and not still_to_go_back:
+                # The run has resumed from that step, and must not return to it again.
+                config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
+            config = config if ranks == self.num_ranks else for_ranks(config, ranks)
 
     def _act(self, failure: Failure, config: RunConfig) -> RunConfig:
-        """Handle the request of a user or an alert, after which the ranks have ended in order."""
         if failure.action == "hold":
             return self._wait_paused(failure.sentence(), failure.step, config)
         self.say(failure.sentence())
         return config
 
     def _after(self, failed: RankFailed, ranks: int, config: RunConfig) -> tuple[int, RunConfig]:
-        """Return the number of ranks and the config of the next start, or raise the failure."""
         launch, failure = self.config.launch, failed.failure
         cause = cause_of(failure)
         if cause == "refused" or (cause in ("bad steps", "data") and self.config.train.on_bad == "stop"):
@@ -117,10 +111,18 @@ class Restarts:
                 f"{told}. To continue: weft runs resume {self.folder.path}", failure.step, config
             )
         if cause in ("bad steps", "data") and self.config.train.on_bad == "leave_out":
-            self._leave_out(failure)
+            last = failure.step or 0
+            first = failure.first_bad or last
+            if last:
+                leave_out(self.folder, range(first, last + 1))
+                which = f"step {last}" if first == last else f"steps {first} to {last}"
+                self.say(f"the data of {which} is left out (train.on_bad=leave_out)")
         self._culprit = None if twice else failure.rank
         if twice and launch.min_ranks is not None:
-            ranks = self._fewer(failed, ranks, launch.min_ranks)
+            if ranks - 1 < launch.min_ranks:
+                raise failed
+            self.say(f"rank {failed.failure.rank} failed twice in a row: going on with {ranks - 1} of {ranks} ranks")
+            ranks -= 1
         if self._in_row:
             self._pause(failed)
         return ranks, config
@@ -130,7 +132,6 @@ class Restarts:
         return max((step for step in (*found, self.copied()) if step is not None), default=None)
 
     def _note(self, failure: Failure, cause: str) -> None:
-        """Write the failure to the run's events, for the report."""
         event = {"event": "failure", "cause": cause, "rank": failure.rank, "text": failure.sentence()}
         self._log(event if failure.step is None else {**event, "at_step": failure.step})
 
@@ -141,20 +142,6 @@ class Restarts:
                 log.write(event)
         except TrainingHalted as full:  # the disk may be the cause of the failure
             self.say(str(full))
-
-    def _leave_out(self, failure: Failure) -> None:
-        last = failure.step or 0
-        first = failure.first_bad or last
-        if last:
-            leave_out(self.folder, range(first, last + 1))
-            which = f"step {last}" if first == last else f"steps {first} to {last}"
-            self.say(f"the data of {which} is left out (train.on_bad=leave_out)")
-
-    def _fewer(self, failed: RankFailed, ranks: int, least: int) -> int:
-        if ranks - 1 < least:
-            raise failed
-        self.say(f"rank {failed.failure.rank} failed twice in a row: going on with {ranks - 1} of {ranks} ranks")
-        return ranks - 1
 
     def _pause(self, failed: RankFailed) -> None:
         first = parse_seconds(self.config.launch.restart_pause)

@@ -80,8 +80,7 @@ class LaunchSpec:
 
         Args:
             config: the run's config.
-            num_ranks: ranks of this world.
-            num_local: ranks on this machine.
+            num_ranks, num_local: ranks of this world, and those on this machine.
         """
         from weft.cli.launch.start import Preparation
 

@@ -87,11 +87,7 @@ class Started(Protocol):
 
 
 class Programs:
-    """Starts each rank as a separate program, and hosts their rendezvous store.
-
-    Args:
-        command: command line of a rank.
-    """
+    """Starts each rank as a separate program, and hosts their rendezvous store."""
 
     def __init__(self, command: Sequence[str]):
         self._command = list(command)
@@ -144,15 +140,7 @@ class _Programs:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Inputs of a preparation, under a lock that the launcher holds.
-
-    Attributes:
-        config: the run's config.
-        num_ranks: ranks of this world.
-        num_local: ranks of this world on this machine.
-        replica: index of this world, if each replica is a separate world.
-        num_replicas: number of replicas with separate worlds.
-    """
+    """Inputs of a preparation, under a lock that the launcher holds."""
 
     config: RunConfig
     num_ranks: int

@@ -24,7 +24,7 @@ from weft.comm.private_torch import (
     broadcast,
     reduce_scatter_single,
 )
-from weft.comm.transports.link import Combiner, Operation, SentBytes, failed, unobserved
+from weft.comm.transports.link import Combiner, Link, Operation, SentBytes, failed, unobserved
 from weft.comm.transports.routes import same_memory
 from weft.comm.transports.scattered_tensor import Parts
 
@@ -68,7 +68,7 @@ Stages = Generator[list[dist.Work], None, None]
 _SHORT = {torch.float32: (torch.bfloat16, torch.float16)}
 
 
-class BackendLink:
+class BackendLink(Link):
     """A link on which each operation is one call of the process group.
 
     It cannot be polled: gloo's reduce_scatter reports completion only when waited for, and nccl's works are bound to
@@ -77,21 +77,15 @@ class BackendLink:
     Within a host, bf16 or fp16 gradients whose sum is requested in fp32 are sent unconverted by an all_to_all, and each
     rank adds its slice in fp32. This equals an fp32 reduce_scatter with half the bytes, always in rank order. Between
     hosts a reduce_scatter sends less, because it adds along the route.
-
-    Args:
-        group: process group of these ranks.
-        ranks: their global ranks, in order of the axis.
-        reason: why this link was chosen, for the user.
-        on_one_host: returns True if all ranks are on one host. A collective, called once.
+    ranks: their global ranks, in order of the axis. on_one_host: returns True if all ranks are on one host. A
+    collective, called once.
     """
 
     transport = "backend"
     self_driven = True
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], reason: str, on_one_host: Callable[[], bool]):
-        self.reason = reason
-        self._group = group
-        self._ranks = ranks
+        self.reason, self._group, self._ranks = reason, group, ranks
         self._works: dict[Operation, dist.Work] = {}
         self._on_one_host = on_one_host
 
@@ -100,13 +94,7 @@ class BackendLink:
         """True if summands in a shorter format than their sum are sent unconverted. The first access is collective."""
         return self._on_one_host()
 
-    @property
-    def busy(self) -> bool:
-        """Always False: the backend runs its calls in the background."""
-        return False
-
     def start(self, operation: Operation) -> None:
-        """Call the process group."""
         try:
             short = self._short_format(operation)
             self._works[operation] = self._call(operation) if short is None else self._send_short(operation, short)
@@ -127,7 +115,13 @@ class BackendLink:
         with torch.no_grad(), unobserved():
             operation.source = flat = parts.joined(dtype) if parts.full_part is None else parts.full_part
             received = torch.empty_like(flat)
-        operation.then = functools.partial(_add_rows, received.view(len(self._ranks), -1), operation.out)
+        rows_RN, out = received.view(len(self._ranks), -1), operation.out
+
+        def add_rows() -> None:
+            with torch.no_grad(), unobserved():
+                torch.sum(rows_RN, 0, dtype=out.dtype, out=out)
+
+        operation.then = add_rows
         return all_to_all_single(as_bytes(received), as_bytes(flat), None, None, group=self._group, async_op=True)
 
     def _call(self, operation: Operation) -> dist.Work:
@@ -149,12 +143,7 @@ class BackendLink:
             case _:
                 return barrier(group=group, async_op=True)
 
-    def advance(self) -> bool:
-        """Return False: the backend runs in the background."""
-        return False
-
     def block(self, operation: Operation) -> bool:
-        """Wait for the group's call. Always returns True."""
         work = self._works.pop(operation)
         try:
             work.wait()
@@ -163,32 +152,18 @@ class BackendLink:
         operation.finished = True
         return True
 
-    def late(self) -> tuple[int, ...]:
-        """Return (): the backend does not report which rank is late."""
-        return ()
 
-    def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: the backend enforces the group's timeout."""
-
-
-class ExchangeLink:
+class ExchangeLink(Link):
     """gloo moves the bytes, and sums are computed here in one tree over ranks: the same bits as over shared memory.
 
     Relative to gloo's collectives (measured with torch 2.13), reduce_scatter as all_to_all plus a local sum takes 0.4
     to 0.9 of the time, and all_gather as one broadcast from each rank 0.3 to 0.8. Only with two ranks and little data
     it takes more.
-
-    Args:
-        group: process group of these ranks.
-        ranks: their global ranks, in order of the axis.
-        rank: this rank's index among them.
-        reason: why this link was chosen, for the user.
-        hosts: a number for each rank's host; empty if all are on one host.
-        purpose: distinguishes groups of the same ranks that must stay separate.
+    ranks: their global ranks, in order of the axis. hosts: a number for each rank's host; empty if all are on one host.
+    purpose: distinguishes groups of the same ranks that must stay separate.
     """
 
     transport = "gloo exchange"
-    self_driven = False
 
     def __init__(
         self,
@@ -199,8 +174,7 @@ class ExchangeLink:
         hosts: tuple[int, ...] = (),
         purpose: str = "exchange",
     ):
-        self.reason = reason
-        self._group = group
+        self.reason, self._group = reason, group
         self._ranks, self._rank = ranks, rank
         self._sent = SentBytes(rank, hosts or (0,) * len(ranks))
         self._combine = Combiner()
@@ -213,11 +187,9 @@ class ExchangeLink:
 
     @property
     def busy(self) -> bool:
-        """True if an operation is in flight."""
         return bool(self._queue)
 
     def start(self, operation: Operation) -> None:
-        """Post the first stage of the operation."""
         _joined(operation)
         stages = self._stages(operation)
         try:
@@ -228,7 +200,6 @@ class ExchangeLink:
         self._queue.append((operation, stages))
 
     def advance(self) -> bool:
-        """Post the next stages of operations whose posted stages are complete. Returns True if there were any."""
         moved = False
         while self._queue and all(work.is_completed() for work in self._works[self._queue[0][0]]):
             self._next_stage()
@@ -236,7 +207,6 @@ class ExchangeLink:
         return moved
 
     def block(self, operation: Operation) -> bool:
-        """Wait for all stages of the operation. Always returns True."""
         while not operation.finished:
             self._next_stage()
         return True
@@ -255,13 +225,6 @@ class ExchangeLink:
         except RuntimeError as error:
             raise failed(operation, error) from error
 
-    def late(self) -> tuple[int, ...]:
-        """Return (): gloo does not report which rank is late."""
-        return ()
-
-    def look(self, operation: Operation, waited_s: float) -> None:
-        """Do nothing: the backend enforces the group's timeout."""
-
     def _stages(self, operation: Operation) -> Stages:
         match operation.kind:
             case "all_reduce":
@@ -279,7 +242,10 @@ class ExchangeLink:
 
     def _all_reduce(self, operation: Operation) -> Stages:
         out, size = operation.out, len(self._ranks)
-        if self._order_is_free(operation):
+        # gloo's all_reduce gives the same bits for integers, and for two ranks with a single rounding. Its maximum may
+        # drop a NaN, depending on the order.
+        is_whole = out.dtype in (torch.int8, torch.uint8, torch.int32, torch.int64)
+        if is_whole or (size == 2 and operation.op == "sum" and out.dtype in (torch.float32, torch.float64)):
             self._sent.ring(operation, out.nbytes)
             yield [all_reduce(out, op=_OPS[operation.op], group=self._group, async_op=True)]
             return
@@ -329,14 +295,6 @@ class ExchangeLink:
     def _barrier(self) -> Stages:
         yield [barrier(group=self._group, async_op=True)]
 
-    def _order_is_free(self, operation: Operation) -> bool:
-        """Return True if gloo's all_reduce gives the same bits: integers, or two ranks with a single rounding."""
-        dtype = operation.out.dtype
-        if dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
-            return True
-        # gloo's maximum may drop a NaN, depending on the order.
-        return len(self._ranks) == 2 and operation.op == "sum" and dtype in (torch.float32, torch.float64)
-
     def _all_to_all(
         self,
         operation: Operation,
@@ -360,19 +318,12 @@ class ExchangeLink:
     def _broadcast_parts(
         self, operation: Operation, parts: list[torch.Tensor], group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        """Broadcast parts[r] from rank r to all."""
         for place, part in enumerate(parts):
             self._sent.tree(operation, place, part.nbytes)
         return [
             broadcast(as_bytes(part), src=source, group=group, async_op=True)
             for source, part in zip(self._ranks, parts, strict=True)
         ]
-
-
-def _add_rows(rows_RN: torch.Tensor, out: torch.Tensor) -> None:
-    """Sum over the rows in the dtype of `out`, reading each value once."""
-    with torch.no_grad(), unobserved():
-        torch.sum(rows_RN, 0, dtype=out.dtype, out=out)
 
 
 def _joined(operation: Operation) -> torch.Tensor:

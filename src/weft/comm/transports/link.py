@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -42,8 +41,7 @@ class StreamWait:
     def end(self, arrived: torch.cuda.Event | None = None) -> StreamWait:
         """End the timed wait.
 
-        Args:
-            arrived: event of the awaited result on another stream, perhaps before the wait. None records an event now.
+        arrived: event of the awaited result on another stream, perhaps before the wait. None records an event now.
         """
         if arrived is None:
             self._end.record()
@@ -61,10 +59,7 @@ class StreamWait:
 def waited(wait: StreamWait | None, device: torch.device, host_s: float) -> float | StreamWait:
     """Return the seconds of a wait that ends now, for the ledger.
 
-    Args:
-        wait: result of `StreamWait.begin`.
-        device: device of the awaited tensor.
-        host_s: seconds by the host's clock, used if the host itself waits.
+    wait: result of `StreamWait.begin`. host_s: seconds by the host's clock, used if the host itself waits.
     """
     if wait is not None:
         return wait.end()
@@ -123,9 +118,8 @@ def combined_in(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 class SentBytes:
-    """Counts the bytes that a rank sends over gloo.
-
-    `rank` is its index on the axis. `hosts` holds a host number for each index.
+    """Counts the bytes that a rank sends over gloo. `rank` is its index on the axis. `hosts` holds a host number for
+    each index.
     """
 
     def __init__(self, rank: int, hosts: tuple[int, ...]):
@@ -151,7 +145,7 @@ class SentBytes:
             step *= 2
 
 
-class Link(Protocol):
+class Link:
     """The ranks of one axis, joined by one transport. `reason` is why this transport was chosen.
 
     With `self_driven`, operations progress without this thread, and only `block` is needed. With nccl, `block` orders
@@ -160,35 +154,31 @@ class Link(Protocol):
 
     transport: str
     reason: str
-    self_driven: bool
+    self_driven = False
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. Never waits for another rank."""
-        ...
+        raise NotImplementedError
 
     def advance(self) -> bool:
         """Continue the operations in flight without waiting. Returns True if there was progress."""
-        ...
+        return False
 
     @property
     def busy(self) -> bool:
         """True if an operation is in flight that `advance` can progress."""
-        ...
+        return False
 
     def block(self, operation: Operation) -> bool:
         """Wait for `operation` in the backend, with no progress of others. Returns False if the link cannot."""
-        ...
+        return False
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks that this rank waits for. Empty if the transport cannot determine them.
-
-        May be called from any thread.
-        """
-        ...
+        """Return the global ranks that this rank waits for, or () if unknown. Any thread may call it."""
+        return ()
 
     def look(self, operation: Operation, waited_s: float) -> None:
         """Raise CommError if `operation` can no longer complete: a rank has exited, or the timeout has passed."""
-        ...
 
 
 #: time.sleep(0) returns immediately on Linux without yielding the core.
@@ -196,11 +186,10 @@ _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class SpinBackoff:
-    """A wait loop that yields the core to other ranks, of which there may be more than cores.
-
-    It yields the core at first, because the next message usually arrives soon, then sleeps, for longer over time.
-    Measured on 2 cores: small steps of 8 ranks take 0.8 of the time if they yield for 2 ms instead of 0.1 ms, because a
-    sleep is longer than the wait. Steps of a second, and steps of 4 ranks, take the same time.
+    """A wait loop that yields the core to other ranks, of which there may be more than cores. It yields the core at
+    first, because the next message usually arrives soon, then sleeps, for longer over time. Measured on 2 cores: small
+    steps of 8 ranks take 0.8 of the time if they yield for 2 ms instead of 0.1 ms, because a sleep is longer than the
+    wait. Steps of a second, and steps of 4 ranks, take the same time.
     """
 
     YIELD_S, LOOK_S = 0.002, 0.1
@@ -233,15 +222,9 @@ def unobserved() -> AbstractContextManager[object]:
 
 
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
-    """Continue all `links` until `operation` is finished.
+    """Continue all `links` until `operation` is finished. links: all links of this rank, including `link`.
 
-    Args:
-        operation: a started operation.
-        link: the link that carries it.
-        links: all links of this rank, including `link`.
-
-    Raises:
-        CommError: with axis and operation, if a rank has exited or the group's timeout has passed.
+    Raises CommError with axis and operation, if a rank has exited or the group's timeout has passed.
     """
     if link.self_driven:
         link.block(operation)
@@ -330,10 +313,8 @@ class Combiner:
         self._scratch: list[torch.Tensor] = []
 
     def __call__(self, parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-        """Combine parts in the order of the tree. `out` may be the memory of one of the parts.
-
-        Sums of bf16 and fp16 are accumulated in fp32 and rounded once. Two parts need no scratch, because their sum is
-        rounded once anyway.
+        """Combine parts in the order of the tree. `out` may be the memory of one of the parts. Sums of bf16 and fp16
+        are accumulated in fp32 and rounded once. Two parts need no scratch, because their sum is rounded once anyway.
         """
         function, size = _FUNCTIONS[op], len(parts)
         if size == 2:
@@ -386,11 +367,10 @@ class _Staged:
     on_host: Operation
 
 
-class StagedLink:
+class StagedLink(Link):
     """Copies to the host, runs the operation there on `inner`, and copies the result back."""
 
     transport = "staged through the host"
-    self_driven = False
 
     def __init__(self, inner: Link, reason: str):
         self.reason = f"{reason}; {inner.transport} on the host: {inner.reason}"
@@ -399,23 +379,19 @@ class StagedLink:
 
     @property
     def busy(self) -> bool:
-        """True if an operation is in flight."""
         return bool(self._under_way)
 
     def start(self, operation: Operation) -> None:
-        """Copy the operation's input to the host, and start it there."""
         with torch.no_grad(), unobserved():
             on_host = _on_host(operation)
         self._under_way.append(_Staged(operation, on_host))
         self._inner.start(on_host)
 
     def advance(self) -> bool:
-        """Continue the host's link, and copy finished results to the device."""
         moved = self._inner.advance()
         return self._bring_back() or moved
 
     def block(self, operation: Operation) -> bool:
-        """Wait on the host's link and copy the result to the device. Returns False if that link cannot block."""
         staged = next((one for one in self._under_way if one.on_device is operation), None)
         if staged is None:
             return operation.finished
@@ -425,11 +401,9 @@ class StagedLink:
         return True
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks that the host's link waits for."""
         return self._inner.late()
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise the error of the host's link, if any."""
         staged = next((one for one in self._under_way if one.on_device is operation), None)
         self._inner.look(staged.on_host if staged is not None else operation, waited_s)
 

@@ -14,11 +14,8 @@ class Parts:
     """A flat tensor stored in non-overlapping parts.
 
     Elements that no part stores count as zero. When a result is written, they are left unchanged.
-
-    Args:
-        parts: (first element, 1-D tensor) of each part.
-        numel: number of elements of the flat tensor.
-        dtype: dtype of the flat tensor, which may differ from the parts'. Defaults to the first part's.
+    parts: (first element, 1-D tensor) of each part. dtype: dtype of the flat tensor, which may differ from the parts'.
+    Defaults to the first part's.
     """
 
     def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], numel: int, dtype: torch.dtype | None = None):

@@ -25,9 +25,8 @@ from pathlib import Path
 import torch
 
 from weft import env
-from weft.comm.transports.link import Combiner, Operation, explain_signature, sign, unobserved
-from weft.comm.transports.route_choice import route
-from weft.comm.transports.routes import Route, Span
+from weft.comm.transports.link import Combiner, Link, Operation, explain_signature, sign, unobserved
+from weft.comm.transports.routes import Route, Span, route
 from weft.comm.transports.scattered_tensor import Parts
 from weft.errors import CommError
 
@@ -67,12 +66,8 @@ def slot_bytes(size: int) -> int:
 
 
 class Segment:
-    """The mapped memory from the view of one rank. Memory and file are freed with the object.
-
-    Args:
-        fd: file descriptor of the memory. It is closed with the object.
-        rank: this rank's index on the axis.
-        size: number of ranks on the axis.
+    """The mapped memory from the view of one rank. Memory and file are freed with the object. fd: file descriptor of
+    the memory. It is closed with the object.
     """
 
     def __init__(self, fd: int, rank: int, size: int):
@@ -113,15 +108,8 @@ class Segment:
 
     @classmethod
     def find(cls, address: tuple[int, int, bytes], rank: int, size: int) -> Segment:
-        """Map the memory that rank 0 made, on the other ranks.
-
-        Args:
-            address: (process, descriptor, token) of that memory.
-            rank: this rank's index on the axis.
-            size: number of ranks on the axis.
-
-        Raises:
-            OSError: if the memory does not exist.
+        """Map the memory that rank 0 made, on the other ranks. address: (process, descriptor, token) of that memory.
+        Raises OSError if the memory does not exist.
         """
         pid, descriptor, token = address
         fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -139,7 +127,6 @@ class Segment:
         return min(self._lines[which : self.size * _LINE : _LINE])
 
     def publish(self, which: int, value: int) -> None:
-        """Set this rank's counter."""
         self._lines[self.rank * _LINE + which] = value
 
     def slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -163,24 +150,16 @@ class Segment:
 # The shared-memory transport: ranks of one host pass spans through slots of one segment.
 
 
-class SharedLink:
+class SharedLink(Link):
     """A link between ranks of one host over a segment.
 
-    Args:
-        segment: the shared memory.
-        ranks: their global ranks, in order of the axis.
-        timeout_s: seconds without progress after which an operation fails.
-        reason: why this link was chosen, for the user.
+    ranks: their global ranks, in order of the axis. timeout_s: seconds without progress after which an operation fails.
     """
 
     transport = "shared memory"
-    self_driven = False
 
     def __init__(self, segment: Segment, ranks: tuple[int, ...], timeout_s: float, reason: str):
-        self.reason = reason
-        self._segment = segment
-        self._ranks = ranks
-        self._timeout_s = timeout_s
+        self.reason, self._segment, self._ranks, self._timeout_s = reason, segment, ranks, timeout_s
         self._combine = Combiner()
         self._lock = threading.Lock()
         # Acquiring a lock is a locked instruction: other cores observe all stores before it before the stores after
@@ -192,11 +171,9 @@ class SharedLink:
 
     @property
     def busy(self) -> bool:
-        """True if a span is in flight."""
         return self._consumed < self._enqueued
 
     def start(self, operation: Operation) -> None:
-        """Begin the operation: add its spans to the queue, and process them as far as possible."""
         self._refuse_if_broken(operation)
         with unobserved():
             way = route(operation, self._segment.rank, self._segment.size, self._combine)
@@ -207,10 +184,6 @@ class SharedLink:
                 self._pieces[self._enqueued] = (way, span, signature, span is spans[-1])
                 self._enqueued += 1
         self.advance()
-
-    def block(self, operation: Operation) -> bool:
-        """Return False: there is no backend to wait in."""
-        return False
 
     def advance(self) -> bool:
         """Publish, reduce and collect spans while there is progress. Returns True if there was any."""
@@ -279,7 +252,6 @@ class SharedLink:
         )
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks whose counters are behind the values that this rank needs."""
         segment = self._segment
         return tuple(self._ranks[at] for at in range(segment.size) if at != segment.rank and self._holds_up(at))
 

@@ -65,12 +65,7 @@ class Hosts:
 
 
 def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
-    """Exchange the ranks' hosts. The result is stored on the axis for its mesh. A collective.
-
-    Args:
-        axis: the ranks.
-        group: gloo group of these ranks.
-    """
+    """Exchange the ranks' hosts. The result is stored on the axis for its mesh. A collective."""
     mark, why = host_mark()
     own = torch.frombuffer(bytearray(mark.ljust(_MARK_BYTES, b"\0") + _network_mark()), dtype=torch.uint8)
     found = [as_bytes(row) for row in _all_rows(axis, group, own)]
@@ -89,12 +84,7 @@ def share_memory(axis: Axis, group: dist.ProcessGroup, block: int, number: int =
     """Map segments that each block of `block` neighbors shares, or return none and the reason. A collective.
 
     The result is the same on all ranks of the axis.
-
-    Args:
-        axis: the ranks.
-        group: gloo group of these ranks.
-        block: number of ranks that share one memory. The size of the axis means all.
-        number: number of segments.
+    block: number of ranks that share one memory. The size of the axis means all.
     """
     place, why = axis.rank % block, ""
     segments: list[Segment] = []
@@ -164,20 +154,14 @@ class _Passing:
     under_way: list[Operation] = field(default_factory=list[Operation])
 
 
-class TwoLevelLink:
+class TwoLevelLink(Link):
     """A link that runs operations in levels: within each host, between hosts, and within each host again.
 
-    Args:
-        within: links of the ranks of this host, one for the first level and one for the last.
-        between: link of the ranks that have the same index as this one on each host.
-        flat: link of all ranks.
-        place: this rank's index on the axis.
-        block: number of ranks of each host.
-        reason: why this link was chosen, for the user.
+    within: links of the ranks of this host, one for the first level and one for the last. between: link of the ranks
+    that have the same index as this one on each host.
     """
 
     transport = "two levels"
-    self_driven = False
 
     def __init__(self, within: tuple[Link, Link], between: Link, flat: Link, place: int, block: int, reason: str):
         self.reason = reason
@@ -189,11 +173,9 @@ class TwoLevelLink:
 
     @property
     def busy(self) -> bool:
-        """True if an operation is in flight."""
         return bool(self._queue) or self.flat.busy
 
     def start(self, operation: Operation) -> None:
-        """Begin the operation's first level, if all earlier operations have begun theirs."""
         stages = None if operation.out.nbytes <= LITTLE_BYTES else self._stages(operation)
         if stages is None:
             self.flat.start(operation)
@@ -202,7 +184,6 @@ class TwoLevelLink:
         self.advance()
 
     def advance(self) -> bool:
-        """Continue all levels, and move operations from one level to the next."""
         moved = self.flat.advance()
         for link in self._links.values():
             moved = link.advance() or moved
@@ -251,7 +232,6 @@ class TwoLevelLink:
         return self.flat.block(operation)
 
     def late(self) -> tuple[int, ...]:
-        """Return the ranks of this host that one of its links waits for."""
         found = (self._links[one.level].late() for one in tuple(self._queue) if one.level in self._links)
         return tuple(sorted({rank for ranks in found for rank in ranks}))
 
@@ -351,18 +331,8 @@ class TwoLevelLink:
 # A link for an axis whose calls use the fastest measured transport for their operation and size.
 
 
-class ChosenLink:
-    """A link that runs each operation on one of several links, chosen by measurement.
-
-    Args:
-        links: by transport.
-        fixed: the transport of operations that were not measured.
-        size: number of ranks of the axis.
-        ways: the measured choices.
-        reason: why the links were chosen, for the user.
-    """
-
-    self_driven = False
+class ChosenLink(Link):
+    """A link that runs each operation on one of several links, chosen by measurement."""
 
     def __init__(self, links: Mapping[str, Link], fixed: str, size: int, ways: RouteChoices, reason: str):
         self.reason = reason
@@ -375,11 +345,9 @@ class ChosenLink:
 
     @property
     def busy(self) -> bool:
-        """True if an operation is in flight."""
         return any(link.busy for link in self._links.values())
 
     def start(self, operation: Operation) -> None:
-        """Begin the operation on its link."""
         num_bytes = operation.out.nbytes * (self._size if operation.kind == "reduce_scatter" else 1)
         transport = self._ways.transport(operation.kind, num_bytes, self._fixed)
         self.planned_s += self._ways.seconds(operation.kind, num_bytes, transport)
@@ -388,7 +356,6 @@ class ChosenLink:
         self._links[transport].start(operation)
 
     def advance(self) -> bool:
-        """Continue all links. Returns True if there was progress."""
         moved = [link.advance() for link in self._links.values() if link.busy]
         return any(moved)
 
@@ -400,11 +367,9 @@ class ChosenLink:
         return own.block(operation)
 
     def late(self) -> tuple[int, ...]:
-        """Return the ranks that one of the links waits for."""
         return tuple(sorted({rank for link in self._links.values() for rank in link.late()}))
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """Raise the error of the operation's link, if any."""
         if operation in self._carried:
             self._carried[operation].look(operation, waited_s)
 
@@ -421,13 +386,6 @@ def measured_routes(
     """Return the measured route choices and the reason, or None and why not ("" if there is no file).
 
     All ranks of the axis call this. The first one reads its file and sends the result, so all ranks have the same.
-
-    Args:
-        axis: the ranks.
-        group: gloo group of these ranks.
-        hosts: the hosts of the ranks.
-        fixed: the transport of the fixed rule.
-        usable: transports that the axis can use.
 
     Raises:
         ConfigError: on all ranks, if the given file is missing or invalid.

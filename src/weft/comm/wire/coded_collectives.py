@@ -66,10 +66,8 @@ class CodedExchange(Pending):
 
 
 class CodedSum(Pending):
-    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in rank order.
-
-    `rows_RN` holds the row for each rank. `out` is this rank's row of the sums, or with `whole` all sums, flat as in
-    CodedGather.
+    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in rank order. `rows_RN` holds the row for
+    each rank. `out` is this rank's row of the sums, or with `whole` all sums, flat as in CodedGather.
     """
 
     def __init__(self, rows_RN: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, whole: bool):
@@ -135,17 +133,8 @@ def sum_coded(
 ) -> Pending:
     """Begin an all_reduce or a reduce_scatter of encoded values, into `out`.
 
-    Args:
-        name: the operation and its axis, for errors.
-        what: a tensor of any shape, or parts of a flat one.
-        axis: the ranks.
-        out: contiguous: all elements, or this rank's 1/size of them.
-        op: one of the wire's ops.
-        coder: encodes, and keeps the wire's state.
-        whole: True for all_reduce, False for reduce_scatter.
-
-    Raises:
-        CommError: for an op that the wire cannot combine.
+    what: a tensor of any shape, or parts of a flat one. coder: encodes, and keeps the wire's state. whole: True for
+    all_reduce, False for reduce_scatter. Raises CommError for an op that the wire cannot combine.
     """
     if op not in coder.wire.ops:
         raise CommError(
@@ -174,12 +163,8 @@ def gather_coded(shard: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Code
     """Begin an all_gather of encoded shards into `out`.
 
     This rank's shard is decoded too, so that all ranks have the same bits.
-
-    Args:
-        shard: tensor of any shape, with the same number of elements on every rank.
-        axis: the ranks.
-        out: contiguous, of the shard's dtype, with size * numel elements.
-        coder: encodes, and keeps the wire's state.
+    shard: tensor of any shape, with the same number of elements on every rank. out: contiguous, of the shard's dtype,
+    with size * numel elements. coder: encodes, and keeps the wire's state.
     """
     return CodedGather(shard.detach().reshape(1, -1), axis, out, coder, "shard", counts=True)
 

@@ -24,8 +24,7 @@ class Coder:
     """
 
     def __init__(self, wire: Wire, name: str = ""):
-        self.wire = wire
-        self.name = name
+        self.wire, self.name = wire, name
         self.turn = self.calls = 0
         self.unit = 1.0
         #: Positions of matrices in the tensor, for a wire that sums matrices.
@@ -34,13 +33,7 @@ class Coder:
         self._next: dict[str, State] = {}
 
     def encode(self, role: str, x_RN: torch.Tensor, place: int) -> torch.Tensor:
-        """Encode rows.
-
-        Args:
-            role: which tensor of a collective this is: its summands, or their sums.
-            x_RN: the rows.
-            place: this rank's index on the axis.
-        """
+        """Encode rows. role: which tensor of a collective this is: its summands, or their sums."""
         key = f"{role}-{x_RN.shape[0]}x{x_RN.shape[1]}"
         wire = self.wire
         if wire.by_chance:
@@ -48,17 +41,14 @@ class Coder:
             self.calls += 1
         kept = self._next.get(key, self._kept.get(key))
         if wire.feeds_back:
-            return self._encode_with_residual(key, x_RN, kept)
+            # The new rounding error becomes the residual if the step is applied.
+            owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
+            codes, _ = self.wire.encode(owing_RN, None)
+            self.owe(key, owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype))
+            return codes
         codes, state = wire.encode(x_RN, kept)
         if state is not None:
             self._next[key] = state
-        return codes
-
-    def _encode_with_residual(self, key: str, x_RN: torch.Tensor, kept: State | None) -> torch.Tensor:
-        """Encode values plus residual. The new rounding error becomes the residual if the step is applied."""
-        owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
-        codes, _ = self.wire.encode(owing_RN, None)
-        self.owe(key, owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype))
         return codes
 
     def with_residual(self, key: str, x_RN: torch.Tensor) -> torch.Tensor:
@@ -86,11 +76,9 @@ class Coder:
     def commit(self, clip: float = 1.0, taken: torch.Tensor | None = None) -> None:
         """Keep the states of this step, which was applied.
 
-        Args:
-            clip: factor by which gradients were clipped. Residuals are scaled by it too, because clipped gradient would
-                otherwise return with the next step.
-            taken: True if the step was applied, as a 0-d bool tensor, if only the device has the value. Not allowed if
-                the coder `begins`.
+        clip: factor by which gradients were clipped. Residuals are scaled by it too, because clipped gradient would
+        otherwise return with the next step. taken: True if the step was applied, as a 0-d bool tensor, if only the
+        device has the value. Not allowed if the coder `begins`.
         """
         if self.wire.feeds_back and clip != 1.0:
             for state in self._next.values():
@@ -130,9 +118,7 @@ class Coder:
 class Coders:
     """The coders of an engine's tensors, by name.
 
-    Args:
-        wire: wire of gradients.
-        outer: wire of gradients over the outermost data axis, or None for the same one.
+    outer: wire of gradients over the outermost data axis, or None for the same one.
     """
 
     def __init__(self, wire: Wire, outer: Wire | None = None):
@@ -195,11 +181,7 @@ class Coders:
             coder.unit = unit
 
     def commit(self, clip: float = 1.0) -> None:
-        """Keep the states of this step, which was applied unless `taken` is False.
-
-        Args:
-            clip: factor by which gradients were clipped.
-        """
+        """Keep the states of this step, which was applied unless `taken` is False."""
         taken, self.taken = self.taken, None
         self.turn += 1
         self.owed.clear()
@@ -250,12 +232,7 @@ class Coders:
 def chance_key(turn: int, call: int, name: str, role: str, place: int) -> int:
     """Return a 64-bit key for stochastic rounding that differs by step, tensor, use and rank.
 
-    Args:
-        turn: number of applied steps before.
-        call: number of uses of the coder in this step before.
-        name: the coder's name.
-        role: which tensor of a collective.
-        place: index of the rank on the axis.
+    turn: number of applied steps before. call: number of uses of the coder in this step before.
     """
     text = f"{turn} {call} {place} {role} {name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -110,9 +110,8 @@ class Int4(Wire):
 
 
 def scales_of(blocks_BK: torch.Tensor, largest: int) -> torch.Tensor:
-    """Return a bf16 scale (B,) for each block, at least its largest magnitude / `largest`.
-
-    A block with a non-finite value gets a non-finite scale.
+    """Return a bf16 scale (B,) for each block, at least its largest magnitude / `largest`. A block with a non-finite
+    value gets a non-finite scale.
     """
     exact = blocks_BK.abs().amax(-1) / largest
     scales = exact.to(torch.bfloat16)
@@ -162,10 +161,8 @@ class RowSlice(NamedTuple):
 class RowCodes:
     """Encoding of one rank's weight parts of a unit, stored one after another.
 
-    Args:
-        spec: gives the block size. fp8 uses e4m3 with one scale per row.
-        stretches: shapes of the parts, in their order in the flat tensor.
-        dtype: dtype of the flat tensor.
+    spec: gives the block size. fp8 uses e4m3 with one scale per row. stretches: shapes of the parts, in their order in
+    the flat tensor.
     """
 
     def __init__(self, spec: WireSpec, stretches: Sequence[RowSlice], dtype: torch.dtype):
@@ -193,11 +190,7 @@ class RowCodes:
             at, first = at + numel, first + size
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a rank's parts, uint8 (num_bytes,).
-
-        Args:
-            flat: their values, (numel,).
-        """
+        """Return the bytes of a rank's parts, uint8 (num_bytes,). flat: their values, (numel,)."""
         codes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=flat.device)
         for one, values, place in self._ranges():
             x, out = flat[values], codes[place]
@@ -207,7 +200,8 @@ class RowCodes:
             if self._is_float:
                 scales, steps = _as_floats(x.view(one.rows, one.columns))
             else:
-                blocks = self._in_blocks(x.view(one.rows, one.columns))
+                x_RC, rest = x.view(one.rows, one.columns), -one.columns % self._block
+                blocks = (pad(x_RC, (0, rest)) if rest else x_RC).reshape(-1, self._block)
                 scales = scales_of(blocks, 127)
                 steps = (blocks / usable(scales, x.dtype)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
             out[: 2 * scales.numel()].copy_(scales.view(torch.uint8))
@@ -215,16 +209,10 @@ class RowCodes:
             out[2 * scales.numel() :][: rows.numel()].copy_(rows.view(torch.uint8))
         return codes
 
-    def _in_blocks(self, x_RC: torch.Tensor) -> torch.Tensor:
-        rest = -x_RC.shape[1] % self._block
-        return (pad(x_RC, (0, rest)) if rest else x_RC).reshape(-1, self._block)
-
     def decode(self, codes_RB: torch.Tensor, out_RN: torch.Tensor) -> None:
         """Write the values of several ranks' parts.
 
-        Args:
-            codes_RB: uint8 (ranks, num_bytes).
-            out_RN: output, (ranks, numel).
+        codes_RB: uint8 (ranks, num_bytes). out_RN: output, (ranks, numel).
         """
         ranks = len(codes_RB)
         for one, values, place in self._ranges():
@@ -347,9 +335,8 @@ class Largest(Wire):
         return out_RN
 
     def _chunks(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first value, number of chunks, values per chunk, kept values per chunk).
-
-        The full chunks come first, then the shorter rest.
+        """Yield (first value, number of chunks, values per chunk, kept values per chunk). The full chunks come first,
+        then the shorter rest.
         """
         block, kept = self.spec.block, self.spec.kept
         whole, rest = divmod(numel, block)

@@ -53,13 +53,8 @@ def matrices_of(shape: Sequence[int], start: int, end: int, offset: int, rank: i
     """Return the matrix of a parameter, limited to the full rows in a flat slice, or [] if it would save too little.
 
     Several dims are grouped into rows and columns such that the matrix is closest to a square.
-
-    Args:
-        shape: the parameter's shape, in memory order.
-        start: first element of the flat slice.
-        end: end of the flat slice.
-        offset: index of the parameter's first element in the flat tensor.
-        rank: rank of the approximation. Its two thin matrices must have less than half of the elements.
+    shape: the parameter's shape, in memory order. offset: index of the parameter's first element in the flat tensor.
+    rank: rank of the approximation. Its two thin matrices must have less than half of the elements.
     """
     if len(shape) < 2 or end <= start:
         return []
@@ -73,14 +68,7 @@ def matrices_of(shape: Sequence[int], start: int, end: int, offset: int, rank: i
 
 
 def first_basis(matrix: Matrix, rank: int, name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the initial basis (columns, rank), the same numbers on all ranks and in every run.
-
-    Args:
-        matrix: its position.
-        rank: number of columns of the basis.
-        name: the coder's name.
-        like: tensor that gives the dtype and device.
-    """
+    """Return the initial basis (columns, rank), the same numbers on all ranks and in every run."""
     seed = hashlib.blake2b(f"{name} {matrix.start}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
     return torch.randn(matrix.columns, rank, generator=generator, dtype=torch.float64).to(like)

@@ -14,15 +14,7 @@ from weft.comm.wire.low_rank import BASIS, Matrix, first_basis, orthonormal
 
 
 class LowRankSum(Pending):
-    """The sum of the ranks' flat tensors. The coder's matrices are sent in low rank, the rest unchanged.
-
-    Args:
-        name: the operation and its axis.
-        flat: this rank's summand.
-        axis: the ranks.
-        out: contiguous: all elements, or this rank's 1/size of them.
-        coder: keeps the residual and the bases.
-    """
+    """The sum of the ranks' flat tensors. The coder's matrices are sent in low rank, the rest unchanged."""
 
     def __init__(self, name: str, flat: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
         self._coder, self._over, self._out, self._name = coder, axis, out, name
@@ -32,7 +24,13 @@ class LowRankSum(Pending):
         self._done = False
         with torch.no_grad(), unobserved():
             self._owing = coder.with_residual(self._key(flat), flat[None])[0]
-            self._bases = self._first_bases()
+            kept = coder.carried(BASIS)
+            sizes = [one.columns * self._rank for one in self._matrices]
+            if kept is not None and kept["q"].numel() == sum(sizes):
+                parts = torch.split(kept["q"], sizes) if sizes else ()
+                self._bases = [part.view(-1, self._rank) for part in parts]
+            else:
+                self._bases = [first_basis(one, self._rank, coder.name, self._owing) for one in self._matrices]
             products = [one.of(self._owing) @ basis for one, basis in zip(self._matrices, self._bases, strict=True)]
             self._gaps = _gaps_of(self._matrices, flat.numel())
             rest = [self._owing[gap] for gap in self._gaps]
@@ -45,14 +43,6 @@ class LowRankSum(Pending):
     @staticmethod
     def _key(flat: torch.Tensor) -> str:
         return f"summands-1x{flat.numel()}"
-
-    def _first_bases(self) -> list[torch.Tensor]:
-        kept = self._coder.carried(BASIS)
-        sizes = [one.columns * self._rank for one in self._matrices]
-        if kept is not None and kept["q"].numel() == sum(sizes):
-            parts = torch.split(kept["q"], sizes) if sizes else ()
-            return [part.view(-1, self._rank) for part in parts]
-        return [first_basis(one, self._rank, self._coder.name, self._owing) for one in self._matrices]
 
     def go_on(self) -> None:
         """Finish the first sums and begin the second. Called once."""
@@ -114,7 +104,6 @@ def _scaled(products: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 def _gaps_of(matrices: Sequence[Matrix], numel: int) -> list[slice]:
-    """Return the slices between the matrices."""
     gaps: list[slice] = []
     end = 0
     for one in matrices:

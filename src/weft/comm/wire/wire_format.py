@@ -51,30 +51,22 @@ class Wire:
         return None
 
     def at(self, key: int) -> Wire:
-        """Return a wire that rounds under the given key. Wires without stochastic rounding return themselves.
-
-        Args:
-            key: differs between steps, ranks and tensors.
-        """
+        """Return a wire that rounds under the given key. Wires without stochastic rounding return themselves."""
         del key
         return self
 
     def encode(self, x_RN: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Return R rows of N values as uint8 (R, bytes), each decodable separately, and the next state.
 
-        Args:
-            x_RN: the values. They must not be changed.
-            state: the state that the last step's `encode` of these rows returned; None in the first step.
+        x_RN: the values. They must not be changed. state: the state that the last step's `encode` of these rows
+        returned; None in the first step.
         """
         raise NotImplementedError
 
     def decode(self, codes_RC: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of each row in a new tensor of shape (R, numel).
 
-        Args:
-            codes_RC: encoded rows, uint8 (R, bytes).
-            numel: number of values of a row.
-            dtype: dtype of the values.
+        codes_RC: encoded rows, uint8 (R, bytes).
         """
         raise NotImplementedError
 

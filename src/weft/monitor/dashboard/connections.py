@@ -149,12 +149,7 @@ def protocol_of(connections: Connections) -> type[H11Protocol]:
 
 
 class PageServer(uvicorn.Server):
-    """uvicorn's server with deadlines. It reports a lack of descriptors at most once a minute.
-
-    Args:
-        config: uvicorn's config.
-        connections: the connections of its listener.
-    """
+    """uvicorn's server with deadlines. It reports a lack of descriptors at most once a minute."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections):
         super().__init__(config)
@@ -206,11 +201,7 @@ class _Wrong:
 
 
 class GuessLimit:
-    """Counts wrong tokens. While an address must wait, its tokens are not compared.
-
-    Args:
-        clock: seconds; replaced in tests.
-    """
+    """Counts wrong tokens. While an address must wait, its tokens are not compared."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -227,12 +218,7 @@ class GuessLimit:
         return max(0.0, wait)
 
     def note(self, address: str, *, right: bool) -> None:
-        """Record a guess.
-
-        Args:
-            address: address of the client.
-            right: True if it was the token.
-        """
+        """Record a guess."""
         key, now = _network(address), self._clock()
         known = self._wrong.pop(key, None)
         if right:

@@ -23,9 +23,6 @@ class BoundedSeries:
     """A figure over a run: minimum, mean and maximum of its readings, in at most `places` buckets.
 
     When all buckets are full, neighbors are merged and each bucket covers twice as many readings.
-
-    Args:
-        places: maximum number of buckets; even.
     """
 
     def __init__(self, places: int = 1024):
@@ -67,11 +64,7 @@ def _joined(one: list[float], other: list[float]) -> list[float]:
 
 
 class RankHeat:
-    """Seconds of each rank over a run: one row per rank, at most `places` columns.
-
-    Args:
-        places: maximum number of columns; even.
-    """
+    """Seconds of each rank over a run: one row per rank, at most `places` columns."""
 
     def __init__(self, places: int = 480):
         self._places, self._width, self._inside = places, 1, 0
@@ -97,10 +90,10 @@ class RankHeat:
         at = len(self._steps) - 1
         self._steps[at] = step
         values = np.asarray([number(value) for value in by_rank], np.float32)
-        told = np.isfinite(values) & (values >= 0)
+        usable = np.isfinite(values) & (values >= 0)
         rows = slice(0, len(values))
-        self._sum[rows, at] += np.where(told, values, 0)
-        self._count[rows, at] += told
+        self._sum[rows, at] += np.where(usable, values, 0)
+        self._count[rows, at] += usable
         self._inside += 1
 
     def picture(self) -> tuple[list[float], np.ndarray]:
@@ -157,11 +150,7 @@ _LONGEST = 64 * 2**20
 
 
 class LogTail:
-    """Returns the complete lines that were appended to a log since the last call.
-
-    Args:
-        path: the log, which may not exist yet.
-    """
+    """Returns the complete lines that were appended to a log since the last call."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -182,11 +171,7 @@ class LogTail:
         return found.st_size != self.offset or found.st_ino != self._file
 
     def read(self, limit: int = PIECE) -> tuple[list[bytes], bool]:
-        """Return the lines of the next chunk, and True if earlier lines are void because the file was replaced.
-
-        Args:
-            limit: maximum number of bytes to read.
-        """
+        """Return the lines of the next chunk, and True if earlier lines are void because the file was replaced."""
         try:
             with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())
@@ -302,7 +287,10 @@ class StepColumns:
             return
         self.truncate_after(int(new[0]) - 1)
         start, end = self._count, self._count + len(new)
-        self._reserve(end)
+        if end > len(self._step):
+            size = max(end, len(self._step) * 2)
+            self._step, self._time = np.resize(self._step, size), np.resize(self._time, size)
+            self._values = {name: np.resize(column, size) for name, column in self._values.items()}
         self._step[start:end], self._time[start:end] = new, _floats(times)
         for name in self._values.keys() - values.keys():
             self._values[name][start:end] = np.nan
@@ -322,14 +310,6 @@ class StepColumns:
         """Return the rows with first <= step <= last."""
         begin = int(np.searchsorted(self.steps, first, side="left"))
         return slice(begin, max(begin, int(np.searchsorted(self.steps, last, side="right"))))
-
-    def _reserve(self, count: int) -> None:
-        if count <= len(self._step):
-            return
-        size = max(count, len(self._step) * 2)
-        self._step = np.resize(self._step, size)
-        self._time = np.resize(self._time, size)
-        self._values = {name: np.resize(column, size) for name, column in self._values.items()}
 
 
 def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[float | None], list[float | None]]:
@@ -368,7 +348,6 @@ def bucket_edges(count: int, points: int) -> np.ndarray:
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
-    """Return a list of floats with six digits, which are more than a screen shows."""
     return [None if math.isnan(one) else float(f"{one:.6g}") for one in values.tolist()]
 
 

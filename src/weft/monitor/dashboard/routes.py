@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import json
 import math
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
 from weft.monitor.dashboard.server import COOKIE, HEADERS, AccessRules, Guard, too_many_guesses
 from weft.monitor.events import number
 from weft.monitor.redact import text_without_secrets, without_secrets
+from weft.monitor.sinks.request_limit import OutOfTime, within
 
 #: Maximum number of points of a curve, which is more than a screen has pixels.
 MOST_POINTS = 2000
@@ -87,14 +88,7 @@ def ledger_view(ledger: TimeLedger, price: Price | None) -> dict[str, Any]:
 
 
 def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, Any]:
-    """Return a run's curves between two steps, in at most `points` buckets, with evaluations and figures.
-
-    Args:
-        run: the run.
-        first: first step.
-        last: last step.
-        points: maximum number of buckets.
-    """
+    """Return a run's curves between two steps, in at most `points` buckets, with evaluations and figures."""
     points = max(2, min(points, MOST_POINTS))
     with run.lock:
         rows = run.steps.rows(first, last)
@@ -117,7 +111,7 @@ def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, A
                 if (picture := one.picture())["step"] and not name.startswith("planned")
             },
             "last": {name: one.last for name, one in run.figures.items() if one.last},
-            "bad": run.bad_steps,
+            "bad": sorted(run.bad_steps),
             "planned": _planned(run),
         }
 
@@ -207,7 +201,6 @@ def _planned(run: RunIndex) -> dict[str, float]:
 
 
 def _numbers(table: object) -> dict[str, float]:
-    """Return the numbers in a table of an event, at most 100 of them."""
     pairs = list(table.items())[:100] if isinstance(table, Mapping) else []
     return {str(name): found for name, value in pairs if (found := _finite(value)) is not None}
 
@@ -279,7 +272,7 @@ class Page:
             Route("/api/heat", self.heat),
             Route("/api/marks", self.marks),
             Route("/api/config", self.config),
-            Route("/api/beside", self.serve_planned_and_measured),
+            Route("/api/planned", self.serve_planned_and_measured),
             Route("/api/stream", self.stream),
             Route("/api/ask", self.ask, methods=["POST"]),
         ]
@@ -294,9 +287,8 @@ class Page:
         if request.method == "GET":
             return Response(static_files()["login.html"], media_type="text/html")
         body = (await _body(request)).decode(errors="replace")
-        said = next(
-            (value for key, _, value in (part.partition("=") for part in body.split("&")) if key == "token"), ""
-        )
+        pairs = (part.partition("=") for part in body.split("&"))
+        said = next((value for key, _, value in pairs if key == "token"), "")
         address = request.client.host if request.client else ""
         if wait_s := self.access.guesses.wait_s(address):
             return too_many_guesses(wait_s)
@@ -384,10 +376,11 @@ class Page:
             if action == "resume":
                 if self.go_on is None:
                     raise ConfigError(f"Type weft runs resume {run.folder}.")
-                await _in_time(self.go_on, run.folder)
+                act = functools.partial(self.go_on, run.folder)
             else:
-                await _in_time(ask, run.folder, RunRequest(action, by="a person at the page"))
-        except TimeoutError:
+                act = functools.partial(ask, run.folder, RunRequest(action, by="a person at the page"))
+            await asyncio.to_thread(within, _ASK_S, act)  # its file system may hang
+        except OutOfTime:
             return JSONResponse({"error": f"The folder of this run does not answer within {_ASK_S:.0f} s."}, 504)
         except (WeftError, OSError) as error:
             return JSONResponse({"error": str(error)}, 409)
@@ -429,25 +422,6 @@ class Page:
                 sent[name] = now
                 changed.append(run_line(run, self.price))
         return changed
-
-
-async def _in_time(act: Callable[..., object], *given: object) -> None:
-    """Run `act` in a separate thread, because its file system may hang. Raises TimeoutError after a few seconds."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act(*given)
-        except BaseException as error:
-            errors.append(error)
-        with contextlib.suppress(RuntimeError):  # the server has ended in the meantime
-            loop.call_soon_threadsafe(done.set)
-
-    threading.Thread(target=run, name="weft-ask", daemon=True).start()
-    await asyncio.wait_for(done.wait(), _ASK_S)
-    if errors:
-        raise errors[0]
 
 
 def make_app(page: Page) -> Starlette:

@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.monitor.accounting import TimeLedger
 from weft.monitor.dashboard.history import BoundedSeries, LogTail, Marks, RankHeat, StepColumns, decode
 from weft.monitor.dashboard.timed_calls import Late, TimedCalls
-from weft.monitor.events import number, open_regular
+from weft.monitor.events import number, open_regular, step_of
 from weft.monitor.metrics import readings
 
 #: Columns of a step in addition to its phases. The counted items per second are named "rate" for any unit.
@@ -53,7 +53,7 @@ class RunState:
         self.num_events = 0
         self.last_time = math.nan
         self._state, self._reason = "starting", ""
-        self._bad: set[int] = set()
+        self.bad_steps: set[int] = set()
 
     @property
     def step(self) -> int:
@@ -70,11 +70,6 @@ class RunState:
         found = config.get("train") if isinstance(config, dict) else None
         wanted = found.get("steps") if isinstance(found, dict) else None
         return wanted if type(wanted) is int and 0 < wanted < 2**62 else None
-
-    @property
-    def bad_steps(self) -> list[int]:
-        """Steps whose loss was not finite."""
-        return sorted(self._bad)
 
     @property
     def phases(self) -> list[str]:
@@ -100,17 +95,12 @@ class RunState:
         return self._state, self._reason
 
     def feed(self, events: Sequence[dict[str, Any]], *, with_ledger: bool = True) -> None:
-        """Add events.
-
-        Args:
-            events: the next ones.
-            with_ledger: add them to the time ledger too.
-        """
+        """Add events."""
         if with_ledger:
             self.ledger.feed_all(events)
         batch: list[dict[str, Any]] = []
         for event in events:
-            if event.get("event") == "step" and _step_of(event) is not None:
+            if event.get("event") == "step" and step_of(event) is not None:
                 batch.append(event)
                 continue
             if batch:
@@ -139,19 +129,19 @@ class RunState:
         times: list[Any] = [event.get("time") for event in batch]
         self.steps.append(steps, times, columns)
         for event in batch:
-            if isinstance(event.get("loss"), str) and len(self._bad) < 1000:
-                self._bad.add(event["step"])
+            if isinstance(event.get("loss"), str) and len(self.bad_steps) < 1000:
+                self.bad_steps.add(event["step"])
         self._state = "running" if self._state != "held" else self._state
         self._record_time(times[-1])
 
     def _add(self, event: dict[str, Any]) -> None:
-        kind, step = event.get("event"), _step_of(event)
+        kind, step = event.get("event"), step_of(event)
         self._record_time(event.get("time"))
         self.marks.add(event)
         if kind in ("start", "resume"):
             self.steps.truncate_after(step or 0)
             self.evals.truncate_after(step or 0)
-            self._bad = {one for one in self._bad if one <= (step or 0)}
+            self.bad_steps = {one for one in self.bad_steps if one <= (step or 0)}
         if kind == "start":
             self.start = {**event, "step": step or 0}
             self._state, self._reason = "starting", ""
@@ -190,7 +180,7 @@ class RunState:
         by_rank = event.get("by_rank")
         busy = by_rank.get("busy_s") if isinstance(by_rank, Mapping) else None
         if isinstance(busy, list) and len(busy) <= 100_000:
-            step = _step_of(event)
+            step = step_of(event)
             self.heat.add(self.step if step is None else step, busy)
 
     def _record_time(self, when: object) -> None:
@@ -215,10 +205,6 @@ class RunIndex(RunState):
 
     For a long log, the beginning and the end are read first, so that the newest step is shown immediately. The rest is
     read into a second state in the background, which then replaces the first.
-
-    Args:
-        folder: the run's folder.
-        name: its name on the page.
     """
 
     def __init__(self, folder: Path, name: str):
@@ -265,7 +251,10 @@ class RunIndex(RunState):
         with self.lock:
             self._trouble = trouble
             if found.void or found.old_void:
-                self._begin_again(found)
+                vars(self).update(vars(RunState()))
+                self._old, self._old_state = None, RunState()
+                if found.old_void:
+                    self.tail = LogTail(self.tail.path)
             self.feed(events, with_ledger=self._old is None)
             if self._old is not None and not found.void:
                 self._old_state.feed(old)
@@ -284,13 +273,6 @@ class RunIndex(RunState):
             with self.lock:
                 self._trouble = text
                 self.version += 1
-
-    def _begin_again(self, found: _Fetched) -> None:
-        """Drop all state, because the file was replaced."""
-        vars(self).update(vars(RunState()))
-        self._old, self._old_state = None, RunState()
-        if found.old_void:
-            self.tail = LogTail(self.tail.path)
 
     def _new_measured(self) -> dict[str, Any] | None:
         """Return the run's measured.json, or None if it is unchanged since the last call."""
@@ -324,11 +306,6 @@ class RunIndex(RunState):
         return ("unreadable", f"events.jsonl: {self._trouble}") if self._trouble else super().state(now)
 
 
-def _step_of(event: Mapping[str, Any]) -> int | None:
-    step = event.get("step")
-    return step if type(step) is int and 0 <= step < 2**62 else None
-
-
 # All runs below a folder, and the thread that reads them.
 
 #: Seconds between two scans for runs, and between two reads of their logs.
@@ -341,9 +318,6 @@ _MOST_RUNS = 500
 
 class RunCatalog:
     """The runs of a folder: the folder itself, or runs up to two levels below it.
-
-    Args:
-        root: a run folder, or a folder of run folders.
 
     Raises:
         ConfigError: if there is no run.
@@ -418,7 +392,6 @@ class RunCatalog:
         return changed
 
     def _refresh(self, run: RunIndex) -> bool:
-        """Read a chunk of one run's log, unless its file system hangs."""
         try:
             found = self._calls.call(run.name, run.fetch)
         except Late:
@@ -461,7 +434,6 @@ class RunCatalog:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Return the folders in a folder. Links are included without resolving them."""
     with os.scandir(root) as entries:
         return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) or entry.is_symlink()]
 

@@ -13,11 +13,11 @@ import socket
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -66,7 +66,10 @@ class AccessRules:
 
     def knows_host(self, header: str | None) -> bool:
         """Return True if a Host header names this server."""
-        return header is not None and _host_of(header) in self.hosts
+        text = (header or "").strip().lower()
+        if text.startswith("["):
+            return text[1:].partition("]")[0] in self.hosts
+        return (text.rpartition(":")[0] if text.count(":") == 1 else text) in self.hosts
 
     def knows_origin(self, headers: Mapping[str, str]) -> bool:
         """Return True if a request comes from this server's page. A request without Origin is not from another page."""
@@ -77,24 +80,11 @@ class AccessRules:
         scheme = "https" if self.secure else "http"
         return origin is None or origin == f"{scheme}://{headers.get('host', '')}"
 
-    def has_shown_token(self, cookie: str | None) -> bool:
-        """Return True if no token is required, or if the cookie proves that this browser has sent it."""
-        return self.token is None or (cookie is not None and _same(cookie, self.cookie))
-
     def is_token(self, said: str, address: str) -> bool:
-        """Return True if this is the token, and record the guess. Check `guesses.wait_s` first.
-
-        Args:
-            said: the token from the request.
-            address: address of the client.
-        """
+        """Return True if this is the token, and record the guess. Check `guesses.wait_s` first."""
         right = self.token is not None and _same(said, self.token)
         self.guesses.note(address, right=right)
         return right
-
-    def may_ask(self, headers: Mapping[str, str]) -> bool:
-        """Return True if a request with side effects comes from the page, by its Origin and its CSRF secret."""
-        return self.knows_origin(headers) and _same(headers.get(CSRF_HEADER, ""), self.csrf)
 
 
 def is_loopback(host: str) -> bool:
@@ -135,13 +125,6 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _host_of(header: str) -> str:
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.rpartition(":")[0] if text.count(":") == 1 else text
-
-
 def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
 
@@ -154,12 +137,7 @@ _OPEN = frozenset({"/login", "/static/style.css", "/static/icon.svg"})
 
 
 class Guard:
-    """Middleware that enforces the access rules.
-
-    Args:
-        app: the wrapped application.
-        access: the rules.
-    """
+    """Middleware that enforces the access rules."""
 
     def __init__(self, app: ASGIApp, access: AccessRules):
         self.app, self.access = app, access
@@ -178,15 +156,17 @@ class Guard:
                     headers[name] = value
             await send(message)
 
-        client = scope.get("client")
-        answer = self._refusal(scope["method"], scope["path"], Headers(scope=scope), client[0] if client else "")
-        await (answer or self.app)(scope, receive, with_headers)
+        await (self._refusal(scope) or self.app)(scope, receive, with_headers)
 
-    def _refusal(self, method: str, path: str, headers: Headers, address: str) -> Response | None:
-        access = self.access
+    def _refusal(self, scope: Scope) -> Response | None:
+        access, request = self.access, Request(scope)
+        method, path, headers = request.method, scope["path"], request.headers
+        address = request.client.host if request.client else ""
         if not access.knows_host(headers.get("host")):
             return PlainTextResponse("This server does not go by this name. Start it with --name NAME.", 421)
-        if path not in _OPEN and not access.has_shown_token(_cookie(headers.get("cookie"))):
+        cookie = request.cookies.get(COOKIE)
+        has_access = access.token is None or (cookie is not None and _same(cookie, access.cookie))
+        if path not in _OPEN and not has_access:
             refusal = self._without_cookie(path, headers.get("authorization"), address)
             if refusal is not None:
                 return refusal
@@ -195,7 +175,11 @@ class Guard:
         if method != "POST":
             return PlainTextResponse("This address is only read.", 405)
         # The CSRF secret is not available before login, which changes only the browser's cookie.
-        fits = access.knows_origin(headers) if path == "/login" else access.may_ask(headers)
+        fits = (
+            access.knows_origin(headers)
+            if path == "/login"
+            else (access.knows_origin(headers) and _same(headers.get(CSRF_HEADER, ""), access.csrf))
+        )
         return None if fits else PlainTextResponse("Only this server's own page may send requests.", 403)
 
     def _without_cookie(self, path: str, authorization: str | None, address: str) -> Response | None:
@@ -216,14 +200,6 @@ def too_many_guesses(wait_s: float) -> Response:
     seconds = math.ceil(wait_s)
     text = f"There were too many wrong tokens. Try again in {seconds} s."
     return PlainTextResponse(text, 429, headers={"retry-after": str(seconds)})
-
-
-def _cookie(header: str | None) -> str | None:
-    try:
-        found = SimpleCookie(header or "").get(COOKIE)
-    except CookieError:
-        return None
-    return found.value if found is not None else None
 
 
 # Start of the dashboard's server.
@@ -278,9 +254,8 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
     """Serve the runs of a folder until Ctrl-C.
 
     Args:
-        root: a run folder, or a folder of run folders.
-        serving: settings of the server.
-        say: called with lines for the user.
+        root, serving: a run folder or folder of run folders, and the settings.
+        say: shows a line to the user.
 
     Raises:
         ConfigError: if there is no run, or the page would be open to others.

@@ -20,9 +20,6 @@ class TimedCalls:
     """Runs calls in a thread. A thread that is stuck in a call is abandoned and replaced by another.
 
     `call` must be called from one thread.
-
-    Args:
-        limit_s: time limit of a call.
     """
 
     def __init__(self, limit_s: float):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.monitor.accounting import CAUSES, PRODUCTIVE, Price
 from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
+from weft.monitor.terminal import sparkline
 from weft.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -29,10 +30,8 @@ def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | No
     """Show a run, or all runs of a folder, until Ctrl-C. Shows them once if the output is not a terminal.
 
     Args:
-        root: a run folder, or a folder of run folders.
-        terminal: output stream.
-        once: show once and return.
-        price: price of one device.
+        root, terminal: a run folder or folder of run folders, and the output.
+        once, price: show once and return; price of one device.
 
     Raises:
         ConfigError: if there is no run.
@@ -58,10 +57,8 @@ def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: boo
     """Print the runs of a folder as a table, and how their time was spent.
 
     Args:
-        root: a run folder, or a folder of run folders.
-        out: output stream.
-        price: price of one device.
-        as_json: print one JSON value instead, with the state, figures and time of each run.
+        root, out, price: a run folder or folder of run folders, the output, and the price of one device.
+        as_json: print one JSON value with the state, figures and time of each run.
 
     Raises:
         ConfigError: if there is no run.
@@ -105,7 +102,6 @@ def comparison(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
 
 def _figures(run: RunIndex) -> dict[str, Any]:
-    """Return a run's state and newest figures."""
     evals = run.evals.values("loss")
     finite = evals[evals == evals]
     return {
@@ -208,17 +204,17 @@ def _one(run: RunIndex, price: Price | None) -> RenderableType:
         f"  {reason}" if reason else "",
     )  # fmt: skip
     step_s, wanted = run.step_s(), run.num_steps
-    left = (
-        f", about {format_seconds((wanted - run.step) * step_s)} left"
-        if wanted and step_s and wanted > run.step
-        else ""
-    )
+    left = ""
+    if wanted and step_s and wanted > run.step:
+        left = f", about {format_seconds((wanted - run.step) * step_s)} left"
+    planned, rate = run.planned.get("figures", {}).get("tokens_per_s"), run.steps.last("rate")
+    against = f" ({rate / planned - 1:+.0%} against the plan)" if planned and rate else ""
     facts = [
         f"step {run.step}{f' of {wanted}' if wanted else ''}{left if state == 'running' else ''}",
         f"loss {_number(run.steps.last('loss'))}   eval {_number(run.evals.last('loss'))}   "
         f"lr {_number(run.steps.last('lr'))}   gradient norm {_number(run.steps.last('grad_norm'))}   "
         f"update {_number(run.steps.last('update_ratio'))}",
-        f"{_number(run.steps.last('rate'))} {run.rate_unit}/s{_against(run)}   step "
+        f"{_number(rate)} {run.rate_unit}/s{against}   step "
         f"{format_seconds(step_s) if step_s else '-'}   "
         f"memory {format_bytes(int(run.steps.last('memory_bytes') or 0))}",
     ]
@@ -228,15 +224,10 @@ def _one(run: RunIndex, price: Price | None) -> RenderableType:
         body.append(Panel(ranks, title="ranks, newest reports", title_align="left", border_style="dim"))
     told = [mark for mark in run.marks if mark["level"] != "quiet"][-6:]
     if told:
-        lines = "\n".join(
-            f"{time.strftime('%H:%M:%S', time.localtime(mark['time']))}  {mark['kind']}: {mark['text']}"
-            for mark in told
-        )
-        body.append(
-            Panel(
-                Text(lines, overflow="ellipsis", no_wrap=True), title="events", title_align="left", border_style="dim"
-            )
-        )
+        clock = (time.strftime("%H:%M:%S", time.localtime(mark["time"])) for mark in told)
+        lines = (f"{when}  {mark['kind']}: {mark['text']}" for when, mark in zip(clock, told, strict=True))
+        events = Text("\n".join(lines), overflow="ellipsis", no_wrap=True)
+        body.append(Panel(events, title="events", title_align="left", border_style="dim"))
     return Group(*body)
 
 
@@ -274,29 +265,5 @@ def _ranks_text(run: RunIndex) -> Any:
     return text
 
 
-def _against(run: RunIndex) -> str:
-    planned, rate = run.planned.get("figures", {}).get("tokens_per_s"), run.steps.last("rate")
-    return f" ({rate / planned - 1:+.0%} against the plan)" if planned and rate else ""
-
-
-def _clock(when: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(when))
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """Return a curve as one line of block characters, without non-finite values."""
-    finite = [value for value in values if value == value and abs(value) != float("inf")]
-    if not finite:
-        return ""
-    width = min(width, len(finite))
-    means = [
-        sum(part) / len(part)
-        for at in range(width)
-        if (part := finite[at * len(finite) // width : (at + 1) * len(finite) // width])
-    ]
-    low, high = min(means), max(means)
-    return "".join(_BLOCKS[1 + round((value - low) / ((high - low) or 1.0) * 7)] for value in means)

@@ -6,6 +6,7 @@ Secrets are read from the environment or a file on use, and are never written.
 from __future__ import annotations
 
 import base64
+import functools
 import http.client
 import json
 import re
@@ -32,10 +33,6 @@ _LONGEST = 64 * 1024
 def secret_of(reference: str | None, key: str) -> str | None:
     """Return the secret of env:NAME or file:PATH, or None for None.
 
-    Args:
-        reference: the value in the config.
-        key: key in the config, for the error.
-
     Raises:
         ConfigError: if there is no secret.
     """
@@ -46,21 +43,17 @@ def secret_of(reference: str | None, key: str) -> str | None:
         if not (value := env.get(place).strip()):
             raise ConfigError(f"{key}={reference}: this variable is not set. Set it where `weft train` starts.")
     else:
-        value = _file_text(Path(place).expanduser(), f"{key}={reference}")
+        try:
+            with open_regular(Path(place).expanduser()) as file:
+                value = file.read(_LONGEST).decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no text"
+            raise ConfigError(f"{key}={reference}: this file cannot be read ({reason}). Check its path.") from None
         if not value:
             raise ConfigError(f"{key}={reference}: this file is empty. Write the secret into it.")
     if not value.isprintable():
         raise ConfigError(f"{key}={reference}: the secret has more than one line. Leave one line without blanks.")
     return value
-
-
-def _file_text(path: Path, setting: str) -> str:
-    try:
-        with open_regular(path) as file:
-            return file.read(_LONGEST).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
-        raise ConfigError(f"{setting}: this file cannot be read ({reason}). Check its path.") from None
 
 
 def address_of(reference: str, key: str) -> str:
@@ -80,10 +73,6 @@ def http_address_of(reference: str, key: str) -> tuple[str, str | None]:
     """Return an http or https URL without user info, and "user:password" if it has any.
 
     Errors show no part of it.
-
-    Args:
-        reference: the value in the config.
-        key: key in the config, for the error.
 
     Raises:
         ConfigError: if it is not an http or https URL.
@@ -181,8 +170,6 @@ _MOST_QUOTED = 300
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, so that a token is sent to its server only."""
-
     def redirect_request(self, *_: Any) -> None:
         return None
 
@@ -196,17 +183,13 @@ class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         """Open a connection without TLS."""
-        return self.do_open(self._plain, req)  # pyright: ignore[reportArgumentType]  # any callable will do
+        connect: Any = functools.partial(_Connection, opened=self._opened, tls=None)
+        return self.do_open(connect, req)
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         """Open a connection with TLS."""
-        return self.do_open(self._secure, req)  # pyright: ignore[reportArgumentType]  # as above
-
-    def _plain(self, host: str, **more: Any) -> http.client.HTTPConnection:
-        return _Connection(host, self._opened, None, **more)
-
-    def _secure(self, host: str, **more: Any) -> http.client.HTTPConnection:
-        return _Connection(host, self._opened, self._tls, **more)
+        connect: Any = functools.partial(_Connection, opened=self._opened, tls=self._tls)
+        return self.do_open(connect, req)
 
 
 class _Connection(http.client.HTTPConnection):
@@ -298,13 +281,9 @@ class Poster:
     ) -> bytes:
         """Send one request and return the body of its answer. Errors contain no secret."""
         opener = urllib.request.OpenerDirector()
-        for handler in (
-            urllib.request.ProxyHandler(),
-            _Handler(opened),
-            urllib.request.HTTPDefaultErrorHandler(),
-            urllib.request.HTTPErrorProcessor(),
-            _NoRedirects(),
-        ):
+        parts = (urllib.request.ProxyHandler(), _Handler(opened), urllib.request.HTTPDefaultErrorHandler(),
+                 urllib.request.HTTPErrorProcessor(), _NoRedirects())  # fmt: skip
+        for handler in parts:
             opener.add_handler(handler)
         try:
             request = urllib.request.Request(self._url + path, data, dict(headers), method=method)
@@ -323,9 +302,8 @@ class Poster:
 
 
 def _body_of(error: urllib.error.HTTPError) -> str:
-    """Return the start of an error answer's body in one line; "" if the connection ends before it."""
     try:
-        return _one_line(error.read(_MOST_QUOTED).decode(errors="replace"))
+        return one_line(error.read(_MOST_QUOTED).decode(errors="replace"))
     except (OSError, http.client.HTTPException):
         return ""
 
@@ -342,5 +320,6 @@ def _reason(error: Exception) -> str:
     return type(cause).__name__ if isinstance(cause, Exception) else "no connection"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return a text without line breaks and other control characters."""
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())

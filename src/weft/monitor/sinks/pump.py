@@ -7,6 +7,7 @@ server's answer was lost.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -26,12 +27,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class EventFollower:
-    """Reads complete lines of a growing events.jsonl, beginning at an offset.
-
-    Args:
-        path: the file.
-        offset: in bytes.
-    """
+    """Reads complete lines of a growing events.jsonl, beginning at an offset."""
 
     def __init__(self, path: Path, offset: int = 0):
         self._path = path
@@ -73,7 +69,7 @@ class Pump(threading.Thread):
         name: the sink's name.
         make: creates the sink; retried if it fails.
         job: inputs of the sink. `kept` is filled with its stored state.
-        tell: called with a line for the user when the sink becomes unreachable or is back.
+        notify: called with a line for the user when the sink becomes unreachable or is back.
         pause_s: first pause between retries.
     """
 
@@ -82,14 +78,17 @@ class Pump(threading.Thread):
         name: str,
         make: Callable[[SinkJob], FigureSink],
         job: SinkJob,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
         pause_s: float = _FIRST_PAUSE_S,
     ):
         super().__init__(name=f"weft-sink-{name}", daemon=True)
-        self._called, self._make, self._job, self._notify_all, self._first_pause_s = name, make, job, tell, pause_s
+        self._called, self._make, self._job, self._notify, self._first_pause_s = name, make, job, notify, pause_s
         self._state = job.folder / ".sinks" / f"{name}.json"
-        kept = _filter_event(self._state)
+        kept: Mapping[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(self._state.read_text())
+            kept = found if isinstance(found, dict) else {}
         job.kept.update(kept.get("kept", {}))
         self._follower = EventFollower(job.folder / "events.jsonl", int(kept.get("offset", 0)))
         self._end = threading.Event()
@@ -111,11 +110,11 @@ class Pump(threading.Thread):
                 sent = self._send()
                 if self._is_away:
                     self._is_away, pause_s = False, self._first_pause_s
-                    self._notify_all(f"sink {self._called} is back; nothing was lost")
+                    self._notify(f"sink {self._called} is back; nothing was lost")
             except (SinkTrouble, WeftError) as trouble:
                 if not self._is_away:
                     self._is_away = True
-                    self._notify_all(f"sink {self._called}: {trouble}. Training continues, and Weft retries")
+                    self._notify(f"sink {self._called}: {trouble}. Training continues, and Weft retries")
                 self._end.wait(pause_s) if not self._end.is_set() else threading.Event().wait(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                 continue
@@ -152,7 +151,7 @@ class Pump(threading.Thread):
             if self._sink is not None:
                 self._sink.close()
         except Exception as error:
-            self._notify_all(f"sink {self._called}: {type(error).__name__} at its end")
+            self._notify(f"sink {self._called}: {type(error).__name__} at its end")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -161,14 +160,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) else None
-
-
-def _filter_event(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}
 
 
 def _keep(path: Path, state: Mapping[str, Any]) -> None:

@@ -43,8 +43,7 @@ def within(seconds: float, act: Callable[[], _T], end: Callable[[], None] = lamb
     """Run `act` with a time limit, and return its value or raise its error.
 
     Args:
-        seconds: the limit.
-        act: the call, run in a separate thread.
+        seconds, act: the limit, and the call, which runs in a thread.
         end: called after the limit, so that the thread ends soon.
 
     Raises:

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from weft.config.metrics import FIGURES
 from weft.errors import MissingExtra
+from weft.monitor.events import step_of
 from weft.monitor.metrics import FigureReading, readings
 from weft.monitor.sinks.base import FigureSink, Poster, SinkJob, SinkTrouble, flat_config, flat_values, secret_of
 
@@ -43,7 +44,14 @@ class OtlpSink(FigureSink):
         if not points:
             return
         attributes = [_text("service.name", "weft"), _text("weft.run", self.job.run)]
-        metrics = [_metric(name, found) for name, found in points.items()]
+        metrics: list[dict[str, Any]] = []
+        for name, found in points.items():
+            figure = FIGURES[name]
+            # CUMULATIVE: growing figures are totals since the run began.
+            kind = {"sum": {"dataPoints": found, "aggregationTemporality": 2, "isMonotonic": True}}
+            data = kind if figure.grows else {"gauge": {"dataPoints": found}}
+            unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(figure.unit, figure.unit)
+            metrics.append({"name": f"weft.{name}", "unit": unit, "description": figure.help, **data})
         scope = {"scope": {"name": "weft"}, "metrics": metrics}
         body = {"resourceMetrics": [{"resource": {"attributes": attributes}, "scopeMetrics": [scope]}]}
         path = "" if self.job.settings.url and self.job.settings.url.endswith("/v1/metrics") else "/v1/metrics"
@@ -59,27 +67,11 @@ class OtlpSink(FigureSink):
                     ("max", reading.high, reading.at_high)]  # fmt: skip
         for stat, value, who in ends:
             more = [_text(key, word) for key, word in (("stat", stat), ("owner", who)) if word]
-            yield {"timeUnixNano": at, "asDouble": _proto_double(value), "attributes": [*attributes, *more]}
-
-
-def _metric(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
-    figure = FIGURES[name]
-    # CUMULATIVE: growing figures are totals since the run began.
-    kind = {"sum": {"dataPoints": points, "aggregationTemporality": 2, "isMonotonic": True}}
-    data = kind if figure.grows else {"gauge": {"dataPoints": points}}
-    unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(figure.unit, figure.unit)
-    return {"name": f"weft.{name}", "unit": unit, "description": figure.help, **data}
+            yield {"timeUnixNano": at, "asDouble": _value(value), "attributes": [*attributes, *more]}
 
 
 def _text(key: str, value: str) -> dict[str, Any]:
     return {"key": key, "value": {"stringValue": value}}
-
-
-def _proto_double(value: float) -> float | str:
-    """Return a float as in protobuf's JSON format."""
-    if math.isnan(value):
-        return "NaN"
-    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 # MLflow through its REST API, so that the package is not needed on the training machine.
@@ -99,7 +91,7 @@ class MlflowSink(FigureSink):
         """Send the figures of the events. Start, failure and end events also update the run's status."""
         run = self.job.kept.get("run_id") or self._create(events)
         metrics = [
-            {"key": name, "value": _value(value), "timestamp": round(event["time"] * 1000), "step": _step(event)}
+            {"key": name, "value": _value(value), "timestamp": round(event["time"] * 1000), "step": step_of(event) or 0}
             for event in events
             for name, value in flat_values(event).items()
         ]
@@ -139,12 +131,8 @@ class MlflowSink(FigureSink):
         return answer if isinstance(answer, dict) else {}
 
 
-def _step(event: Mapping[str, Any]) -> int:
-    step = event.get("step")
-    return step if type(step) is int else 0
-
-
 def _value(value: float) -> float | str:
+    """Return a float as in protobuf's JSON format."""
     return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
@@ -170,9 +158,8 @@ class _TrackerSink(FigureSink):
             if self._run is None:
                 self._run = self._begin()
             for event in events:
-                values, step = flat_values(event), event.get("step")
-                if values:
-                    self._log(values, step if type(step) is int else None)
+                if values := flat_values(event):
+                    self._log(values, step_of(event))
         except Exception as error:  # whatever the package raises, its secret among the words of none of it
             raise SinkTrouble(f"{self.package}: {type(error).__name__}") from None
 

@@ -30,8 +30,6 @@ _NAMES = {
 
 @dataclass(slots=True)
 class BatchNormCall:
-    """Arguments of one call of a batch_norm function."""
-
     func: Any
     input: Tensor
     running_mean: Tensor | None = None
@@ -54,13 +52,7 @@ class BatchNormCall:
 
 
 def batch_norm_call(func: Any, args: Any, kwargs: dict[str, Any]) -> BatchNormCall | None:
-    """Return the arguments of a call of torch's batch_norm functions, or None for another function.
-
-    Args:
-        func: function that __torch_function__ received.
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
+    """Return the arguments of a call of torch's batch_norm functions, or None for another function."""
     try:
         names = _NAMES.get(func)
     except TypeError:  # an unhashable function
@@ -77,22 +69,14 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def is_plain_forward(norm: nn.Module) -> bool:
-    """Return True if the module's forward is torch's own, which a grouped forward may replace."""
     return getattr(class_before(norm), "forward", None) in _PLAIN
 
 
 @torch.no_grad()
 def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise ModelError if samples interact in a subclass's forward outside of its calls of batch_norm.
-
-    Runs the forward twice, with batch_norm reduced to scale and shift: on the input, and on the input followed by more
-    samples. The input's rows must give the same output. Buffers and generators are restored.
-
-    Args:
-        norm: the module.
-        forward: the forward of its class.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
+    """Raise ModelError if samples interact in a subclass's forward outside of its calls of batch_norm. Runs the forward
+    twice, with batch_norm reduced to scale and shift: on the input, and on the input followed by more samples. The
+    input's rows must give the same output. Buffers and generators are restored.
     """
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.ndim]
     if len(tensors) != 1 or not args or args[0] is not tensors[0]:

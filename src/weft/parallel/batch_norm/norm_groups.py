@@ -27,12 +27,10 @@ from weft.private_torch import Function, uncompiled
 
 @dataclass(frozen=True, slots=True)
 class GroupSplit:
-    """Layout of the groups of one microbatch.
-
-    index: index of the microbatch in the step. samples: this rank's samples. first: number of the first group with
-    samples in the microbatch. num_groups: groups in the microbatch, over the ranks of `axis`. axis: ranks that share
-    groups, or None if groups are local. ends_alone: the last group of the global batch is one sample. runs: samples of
-    each rank of `axis`, or only of this rank.
+    """Layout of the groups of one microbatch. index: index of the microbatch in the step. samples: this rank's samples.
+    first: number of the first group with samples in the microbatch. num_groups: groups in the microbatch, over the
+    ranks of `axis`. axis: ranks that share groups, or None if groups are local. ends_alone: the last group of the
+    global batch is one sample. runs: samples of each rank of `axis`, or only of this rank.
     """
 
     index: int
@@ -47,11 +45,7 @@ class GroupSplit:
 class SampleGroups:
     """Division of a global batch into groups of `size` samples.
 
-    Args:
-        mesh: mesh of the ranks.
-        size: samples per group; the last group of a batch may be smaller.
-        said: the setting and its value, for errors.
-        name: name of the setting.
+    size: samples per group; the last group of a batch may be smaller.
     """
 
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):
@@ -60,12 +54,7 @@ class SampleGroups:
     def split_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
         """Return the layout of a microbatch's groups.
 
-        Args:
-            samples: this rank's samples.
-            index: index of the microbatch in the step.
-
-        Raises:
-            ModelError: if a group has samples in another microbatch.
+        Raises ModelError if a group has samples in another microbatch.
         """
         size, data, parts = self.size, self._mesh.data, self._mesh.plan.microbatches_per_step
         numbers, num_ranks = samples.numbers, data.size
@@ -85,22 +74,20 @@ class SampleGroups:
         if all(_on_borders(run, size, count) for run in runs):
             return GroupSplit(index, samples, own.start // size, max(1, -(-len(own) // size)), None, alone, (own,))
         axis = self._sharing(len(own), count % (num_ranks * parts) == 0)
-        among = (
-            runs if axis is data else [runs[data.rank // axis.size * axis.size + place] for place in range(axis.size)]
-        )
+        start = data.rank // axis.size * axis.size
+        among = runs if axis is data else runs[start : start + axis.size]
         first = among[0].start // size
         return GroupSplit(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone, tuple(among))
 
     def _check_own_samples(self, samples: SampleNumbers, index: int, count: int) -> GroupSplit:
         """Return the layout of samples that Weft did not distribute. They are valid if they are complete groups."""
         numbers = samples.numbers
-        is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
-        if not is_run or not _on_borders(range(numbers[0], numbers[-1] + 1), self.size, count):
+        own = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+        if not numbers or list(numbers) != list(own) or not _on_borders(own, self.size, count):
             raise ModelError(
                 f"{self._said}: this rank's microbatch has parts of groups, and the other parts are unknown. Pass "
                 "the DataLoader through run.shard, which divides samples in order."
             )
-        own = range(numbers[0], numbers[-1] + 1)
         return GroupSplit(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None, runs=(own,))
 
     def _sharing(self, rows: int, is_even: bool) -> Axis:
@@ -153,10 +140,8 @@ class NormGroups:
 
     @contextlib.contextmanager
     def microbatch(self, samples: SampleNumbers, index: int) -> Iterator[None]:
-        """Set the samples of the global batch that the model processes inside the context.
-
-        Raises:
-            ModelError: if a group has samples in another microbatch.
+        """Set the samples of the global batch that the model processes inside the context. Raises ModelError if a group
+        has samples in another microbatch.
         """
         with self._at(self._groups.split_of(samples, index)):
             yield
@@ -175,7 +160,6 @@ class NormGroups:
 
     @property
     def split(self) -> GroupSplit:
-        """Layout of the groups in the current computation."""
         if self._split_part is None:
             raise ModelError(
                 f"norm_group={self.size}: in training, only run.train_step passes the sample numbers to the model. "
@@ -189,13 +173,15 @@ class NormGroups:
         """Store the statistics of a norm's groups in this microbatch. A replay stores the same values again."""
         cut = self.split
         found = torch.cat([mean_GC, var_GC, mean_GC.new_ones(len(mean_GC), 1)], 1).double()
-        begins = _begins(cut, self.size)
+        # A group counts on the rank that has its first sample.
+        numbers = cut.samples.numbers
+        own = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+        begins = [float((cut.first + group) * self.size in own) for group in range(cut.num_groups)]
         if not all(begins):
             found = found * found.new_tensor(begins)[:, None]
         self._seen.setdefault(id(norm), {})[cut.index] = found.sum(0)
 
     def begin(self) -> None:
-        """Begin a step."""
         self._seen.clear()
         self._pending = None
 
@@ -210,9 +196,8 @@ class NormGroups:
 
     @torch.no_grad()
     def finish(self, *, moved: bool | Tensor) -> None:
-        """Update the running statistics at the end of a step, unless the step was skipped.
-
-        moved: True if the weights changed; a 0-d bool on the device if the host does not have the decision yet.
+        """Update the running statistics at the end of a step, unless the step was skipped. moved: True if the weights
+        changed; a 0-d bool on the device if the host does not have the decision yet.
         """
         if self._pending is None:
             return
@@ -239,15 +224,6 @@ def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
         running.copy_(torch.where(is_moved, running + (mean.to(running.dtype) - running) * factor, running))
 
 
-def _begins(cut: GroupSplit, size: int) -> list[float]:
-    """Return 1 for each group of a microbatch whose first sample is on this rank, which counts it, else 0."""
-    numbers = cut.samples.numbers
-    if not numbers:
-        return [0.0] * cut.num_groups
-    own = range(numbers[0], numbers[-1] + 1)
-    return [float((cut.first + group) * size in own) for group in range(cut.num_groups)]
-
-
 class TwoStates:
     """Combined state of two owners that a replay needs."""
 
@@ -262,7 +238,6 @@ class TwoStates:
             yield
 
     def travelling(self) -> AbstractContextManager[None]:
-        """Return the context that a replay runs in."""
         return self._inside([state.travelling() for state in self._states])
 
 
@@ -296,26 +271,19 @@ class GroupedCalls(nn.Module):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         groups: NormGroups | None = self._weft_groups
         if not self.training or groups is None:
             return super().forward(*args, **kwargs)
         if not self._weft_is_checked:
             refuse_own_statistics(self, super().forward, args, kwargs)
             self._weft_is_checked = True
-        with _OwnCounts(self), _GroupedFunctions(self, groups):
+        with _own_counts(self), _GroupedFunctions(self, groups):
             return super().forward(*args, **kwargs)
 
 
 @uncompiled
 def _normalise(
-    norm: Any,
-    groups: NormGroups,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    moves: bool,
+    norm: Any, groups: NormGroups, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, moves: bool
 ) -> Tensor:
     cut = groups.split
     if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows are not counted
@@ -469,22 +437,18 @@ class _GroupedFunctions(TorchFunctionMode):
         return _normalise(self._norm, self._groups, call.input, call.weight, call.bias, call.eps, moves)
 
 
-class _OwnCounts:
-    """Restores num_batches_tracked, which is updated once per step, after the module's own forward incremented it."""
-
-    def __init__(self, norm: Any):
-        self._norm = norm
-
-    def __enter__(self) -> None:
-        self._counter: Tensor | None = self._norm.num_batches_tracked
-        self._count = None if self._counter is None else self._counter.clone()
-
-    def __exit__(self, *error: object) -> None:
-        if self._counter is not None and self._count is not None:
-            counted = self._norm.num_batches_tracked
-            self._norm._weft_counts = not torch.equal(counted, self._count)
-            self._norm.num_batches_tracked = self._counter
-            self._counter.copy_(self._count)
+@contextlib.contextmanager
+def _own_counts(norm: Any) -> Iterator[None]:
+    """Restore num_batches_tracked, which is updated once per step, after the module's own forward incremented it."""
+    counter: Tensor | None = norm.num_batches_tracked
+    count = None if counter is None else counter.clone()
+    try:
+        yield
+    finally:
+        if counter is not None and count is not None:
+            norm._weft_counts = not torch.equal(norm.num_batches_tracked, count)
+            norm.num_batches_tracked = counter
+            counter.copy_(count)
 
 
 def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
@@ -493,15 +457,8 @@ def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
     A subclass that overrides forward keeps it: groups replace the statistics of the batch_norm calls inside. Returns
     None for a model without batch norms.
 
-    Call it after the model was sharded and after `drop_by_position`, before recompute.
-
-    Args:
-        model: model, with or without batch norms.
-        mesh: mesh of the ranks.
-        size: samples per group.
-
-    Raises:
-        ModelError: for a size below 1.
+    Call it after the model was sharded and after `drop_by_position`, before recompute. model: model, with or without
+    batch norms. Raises ModelError for a size below 1.
     """
     if size < 1:
         raise ModelError(f"norm_group={size}: it is a number of samples. Use 1 or more, such as 32.")

@@ -19,21 +19,14 @@ from weft.config.partitioning import choose_cp_mode, num_chunks, ulysses_fits
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.context.kernels import Scoring
-from weft.parallel.context.modes import View, attend_sharded, find_borders
-from weft.parallel.context.sequence_order import SequenceOrder, sequence_length, shard_batch
+from weft.parallel.context.modes import SequenceOrder, View, attend_sharded, find_borders, sequence_length, shard_batch
 
 
 class Context:
     """State of context parallelism for one model on one rank.
 
     `in_use` is True while the model receives sharded sequences. Otherwise, as in generation, the model uses its
-    original attention and each rank computes full sequences.
-
-    Args:
-        plan: provides `cp_mode` and `tp`.
-        axis: cp axis.
-        num_heads: query heads of the full model.
-        num_kv_heads: key-value heads of the full model.
+    original attention and each rank computes full sequences. plan: provides `cp_mode` and `tp`.
     """
 
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
@@ -68,8 +61,7 @@ class Context:
     def order(self, seq_len: int) -> SequenceOrder:
         """Return the order of this rank's tokens in sequences of `seq_len` tokens.
 
-        Raises:
-            ModelError: if tokens or heads do not divide evenly.
+        Raises ModelError if tokens or heads do not divide evenly.
         """
         cp, (heads, kv_heads) = self.axis.size, self._heads
         mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
@@ -88,8 +80,7 @@ class Context:
     def shard(self, batch: Any) -> Any:
         """Return this rank's shard of a batch of full sequences. See `shard_batch`.
 
-        Raises:
-            ModelError: if no tensor of the batch is (batch, sequence), or the sequence does not divide evenly.
+        Raises ModelError if no tensor of the batch is (batch, sequence), or the sequence does not divide evenly.
         """
         seq_len = sequence_length(batch)
         if seq_len is None:
@@ -110,17 +101,14 @@ class Context:
     ) -> Tensor:  # fmt: skip
         """Return the attention over the full sequence, (B, H, T, C).
 
+        Raises ModelError if there are more keys than queries, as with a cache.
+
         Args:
-            q_BHTC: queries of this rank's tokens.
             k_BKTC: keys of the same tokens.
             v_BKTC: values of the same tokens.
-            scoring: scale, softcap, attention window and dropout.
             ids_BT: document ids. Tokens attend only to tokens with the same id, which must be contiguous. Pass the same
                 tensor in all layers.
             sink_H: attention sink: one additional score per head, without a value.
-
-        Raises:
-            ModelError: if there are more keys than queries, as with a cache.
         """
         self.num_calls += 1
         if q_BHTC.shape[2] != k_BKTC.shape[2]:
@@ -153,8 +141,7 @@ class Context:
     def check_labels(self, batch: Any) -> None:
         """Check once that labels are not the unshifted inputs.
 
-        Raises:
-            ModelError: if labels equal the inputs, since the loss cannot shift labels across ranks.
+        Raises ModelError if labels equal the inputs, since the loss cannot shift labels across ranks.
         """
         if self._labels_checked:
             return

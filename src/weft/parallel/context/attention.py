@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +32,7 @@ from weft.parallel.context.kernels import (
     attend_plainly,
     plain_gradients,
 )
-from weft.parallel.context.modes import PADDING
-from weft.parallel.context.positions import positions_of
-from weft.parallel.context.sequence_order import full_values, remember_full
+from weft.parallel.context.modes import PADDING, full_sequence, full_values, remember_full
 from weft.private_torch import uncompiled, without_modes
 
 
@@ -43,15 +42,9 @@ def dropped_attention(
 ) -> Tensor:  # fmt: skip
     """Attend as F.scaled_dot_product_attention does, with dropout by position. Returns (B, H, T, C).
 
-    Args:
-        q_BHTC: queries.
-        k_BKSC: keys. K divides H.
-        v_BKSC: values.
-        mask: bool (True means visible) or a float added to scores, broadcastable to (B, H, T, S). None: everything is
-            visible.
-        is_causal: each token attends only to itself and earlier tokens.
-        scale: factor of the scores.
-        drop: dropout of attention weights, by position.
+    mask: bool (True means visible) or a float added to scores, broadcastable to (B, H, T, S). None: everything is
+    visible. is_causal: each token attends only to itself and earlier tokens. drop: dropout of attention weights, by
+    position.
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -106,9 +99,8 @@ class ContextCore(SdpaCore):
 
     @property
     def takes_ids(self) -> bool:
-        """True while the sequence is sharded.
-
-        A document can continue past this rank's tokens, so ids mark documents instead of start positions.
+        """True while the sequence is sharded. A document can continue past this rank's tokens, so ids mark documents
+        instead of start positions.
         """
         return self.context is not None and self.context.in_use
 
@@ -140,7 +132,6 @@ def replace_cores(model: nn.Module, context: Context) -> int:
 
 
 def register_core_operators(model: nn.Module, opaque: Opaque) -> None:
-    """Register attention over sharded sequences as an operator for compiled blocks."""
     for core in [module for module in model.modules() if isinstance(module, ContextCore)]:
         core.handle = opaque.handle(_attend, core)
 
@@ -194,9 +185,8 @@ _UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
-    """Replace the attention functions that the model looks up by name.
-
-    The new functions call `attend_sharded` while the context is in use.
+    """Replace the attention functions that the model looks up by name. The new functions call `attend_sharded` while
+    the context is in use.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -222,7 +212,6 @@ def replace_attention(model: Any, context: Context) -> None:
 
 
 def register_attention_operator(model: nn.Module, opaque: Opaque) -> None:
-    """Register attention over sharded sequences, without dropout, as an operator for compiled blocks."""
     for module in model.modules():
         if hasattr(module, _ATTRIBUTE) and hasattr(module, _OWN):
             setattr(module, _HANDLE, opaque.handle(_attend_hugging_face, module))
@@ -289,7 +278,12 @@ def _attend_sharded(
 ) -> Tensor:
     """Read the layer's attention options and attend. Returns (B, T, H, C)."""
     _refuse(module, context, dropout, asked)
-    refuse_chunks(module, context, key.shape[2] * context.axis.size)
+    seq_len = key.shape[2] * context.axis.size
+    if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:  # Llama 4, which only a mask could express
+        raise ModelError(
+            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "
+            f"sharded sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
+        )
     if not context.has_looked:
         context.callers.add(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -318,15 +312,6 @@ def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str
 
 def _unknown(asked: dict[str, Any]) -> list[str]:
     return [name for name in _UNKNOWN if asked.get(name) is not None]
-
-
-def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
-    """Raise ModelError for chunked attention (Llama 4), which only a mask could express."""
-    if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:
-        raise ModelError(
-            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "
-            f"sharded sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
-        )
 
 
 def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -371,10 +356,8 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 def _document_ids(
     context: Context, mask: Tensor | None, positions: Tensor | None, places_T: Tensor, batch: int
 ) -> Tensor | None:
-    """Return a document id per token, by the rules of transformers.
-
-    A mask marks padding. Without a mask, a document begins where positions restart, if the model fills no cache
-    (`use_cache=False`).
+    """Return a document id per token, by the rules of transformers. A mask marks padding. Without a mask, a document
+    begins where positions restart, if the model fills no cache (`use_cache=False`).
     """
     if mask is not None:
         if mask.shape != (batch, places_T.shape[0]):
@@ -423,3 +406,62 @@ def _check_blocks(model: nn.Module, context: Context) -> None:
                 f"cp={context.axis.size}: {path} ({type(block).__name__}) called no attention, and sequences are "
                 "sharded only through attention. Use cp=1 for this model."
             )
+
+
+# Default positions of a model.
+
+
+#: RoBERTa's position counter in transformers: a method of the embeddings, in earlier versions a module-level function.
+_COUNTS = "create_position_ids_from_input_ids"
+
+#: Function from a rank's (tokens or their embeddings, mask, token indices) to positions, (B, T) or (1, T).
+Positions = Callable[[Context, Tensor, Tensor | None, Tensor], Tensor]
+
+
+def positions_of(model: nn.Module) -> Positions:
+    """Return the function that computes this model's default positions."""
+    for module in model.modules():
+        count = getattr(module, _COUNTS, None) or getattr(sys.modules.get(type(module).__module__), _COUNTS, None)
+        padding = getattr(module, "padding_idx", None)
+        if (
+            count is not None
+            and isinstance(padding, int)
+            and isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
+        ):
+            return _PastPadding(count, padding)
+        if isinstance(module, nn.Embedding) and {"attention_mask", "position_ids"} <= _arguments(module):
+            return _by_mask
+    return _positions
+
+
+def _arguments(module: nn.Module) -> set[str]:
+    return set(inspect.signature(module.forward).parameters)
+
+
+def _positions(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
+    del context, tokens, mask
+    return places_T[None]
+
+
+class _PastPadding:
+    """Positions that start at padding_idx + 1. Padding has position padding_idx."""
+
+    def __init__(self, count: Callable[[Tensor, int], Any], padding_idx: int):
+        self._count, self._padding_idx = count, padding_idx
+        self.first = padding_idx + 1
+
+    def __call__(self, context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
+        del mask
+        if tokens.is_floating_point():  # embeddings do not show which tokens are padding
+            return places_T[None] + self.first
+        order = context.order(places_T.shape[0] * context.axis.size)
+        return order.shard(self._count(full_sequence(tokens, context.axis, order), self._padding_idx))
+
+
+def _by_mask(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
+    del tokens
+    if mask is None:
+        return places_T[None]
+    order = context.order(places_T.shape[0] * context.axis.size)
+    seen_BS = full_sequence(mask.to(torch.int64), context.axis, order)
+    return order.shard(seen_BS.cumsum(1) * seen_BS - 1)

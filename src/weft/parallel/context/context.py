@@ -39,16 +39,10 @@ _MIXERS = "_weft_mixers"  # modules of a user's own model that need all tokens
 def check_sequences(model: nn.Module, mesh: Mesh, example: Any = None) -> str:
     """Check a full model before it is sharded, and return the reason why its attention needs all tokens.
 
-    Returns "" if attention itself can be sharded. Pass the result to `apply_context`.
-
-    Args:
-        model: full model.
-        mesh: mesh of the plan.
-        example: arguments of a forward of a user's own model, or None to generate them.
-
-    Raises:
-        ModelError: if attention can neither be replaced nor get all tokens.
-        LayoutError: if a block mixes tokens outside of the modules that would get all tokens.
+    Returns "" if attention itself can be sharded. Pass the result to `apply_context`. example: arguments of a forward
+    of a user's own model, or None to generate them.
+    Raises ModelError if attention can neither be replaced nor get all tokens. Raises LayoutError if a block mixes
+    tokens outside of the modules that would get all tokens.
     """
     if mesh["cp"].size == 1 or isinstance(model, Decoder):
         return ""
@@ -79,16 +73,9 @@ def apply_context(
 ) -> dict[str, Placement]:
     """Make `model` take sequences that are sharded over `mesh["cp"]`, in place. Does nothing if cp is 1.
 
-    Returns the placements of changed parameters, which is empty: every cp rank stores full parameters.
-
-    Args:
-        model: the full model, or this rank's pipeline stages.
-        mesh: the plan's mesh.
-        why: result of `check_sequences` for the full model.
-        runs: paths of the blocks of each pipeline stage on this rank. None if all blocks are here.
-
-    Raises:
-        ModelError: if the model's attention cannot be replaced from outside.
+    Returns the placements of changed parameters, which is empty: every cp rank stores full parameters. why: result of
+    `check_sequences` for the full model. runs: paths of the blocks of each pipeline stage on this rank. None if all
+    blocks are here. Raises ModelError if the model's attention cannot be replaced from outside.
     """
     if mesh["cp"].size == 1:
         return {}

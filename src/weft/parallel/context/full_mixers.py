@@ -27,8 +27,7 @@ from weft.errors import LayoutError, ModelError
 from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
-from weft.parallel.context.modes import full_sequence
-from weft.parallel.context.sequence_order import SequenceOrder, shard_tensor
+from weft.parallel.context.modes import SequenceOrder, full_sequence, shard_tensor
 from weft.private_torch import tree_flatten, tree_unflatten
 
 #: Inputs that are not tokens: every rank reads them in full.
@@ -42,13 +41,8 @@ _Rebuild = Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 class FullSequenceMixers(Context):
     """Context in which mixing modules get all tokens. Each rank holds one contiguous range, independent of `cp_mode`.
-
-    Args:
-        plan: the run's plan.
-        axis: cp axis.
-        blocks: paths of the blocks within which tokens are sharded.
-        whole: paths of the modules in these blocks that get all tokens.
-        is_own: the model is the user's own, so its arguments and outputs may have any names.
+    whole: paths of the modules in these blocks that get all tokens. is_own: the model is the user's own, so its
+    arguments and outputs may have any names.
     """
 
     def __init__(
@@ -60,10 +54,8 @@ class FullSequenceMixers(Context):
         self.length = 0  #: length of the full sequences whose tokens the loss counts, in this forward
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Return the order of this rank's tokens in sequences of `seq_len` tokens.
-
-        Raises:
-            ModelError: if tokens do not divide evenly, or a rank would get a single token.
+        """Return the order of this rank's tokens in sequences of `seq_len` tokens. Raises ModelError if tokens do not
+        divide evenly, or a rank would get a single token.
         """
         cp = self.axis.size
         if seq_len % cp or seq_len < 2 * cp:
@@ -74,10 +66,8 @@ class FullSequenceMixers(Context):
         return SequenceOrder("ulysses", cp, self.axis.rank, seq_len)
 
     def shard(self, batch: Any) -> Any:
-        """Return this rank's shard of a batch. Encoder and decoder tokens are sharded by their own lengths.
-
-        Raises:
-            ModelError: if the batch has no tokens, or they do not divide evenly.
+        """Return this rank's shard of a batch. Encoder and decoder tokens are sharded by their own lengths. Raises
+        ModelError if the batch has no tokens, or they do not divide evenly.
         """
         if self.is_own or not isinstance(batch, Mapping):
             return super().shard(batch)
@@ -127,9 +117,8 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside of its mixers.
-
-    Call it with the full model: a pipeline stage cannot be traced.
+    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside of its mixers. Call it with the
+    full model: a pipeline stage cannot be traced.
     """
     blocks, mixers = repeated_blocks(model), mixers_of(model)
     chains = {layers.parent_of(path) for path in blocks}
@@ -148,10 +137,8 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
 
 
 def find_own_mixers(model: nn.Module, axis: Axis, example: Any = None) -> tuple[str, ...]:
-    """Return the modules of a user's own model that need all tokens, found by one traced forward.
-
-    Raises:
-        ModelError: if the model has no blocks, no embedding, or blocks that mix tokens in their own code.
+    """Return the modules of a user's own model that need all tokens, found by one traced forward. Raises ModelError if
+    the model has no blocks, no embedding, or blocks that mix tokens in their own code.
     """
     where, remedy = f"cp={axis.size}", "Use cp=1 for this model."
     table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
@@ -170,7 +157,6 @@ def gather_mixers(
     model: nn.Module, context: FullSequenceMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]
 ) -> None:
     """Register hooks so that blocks get this rank's tokens and `whole` modules get all, while the context is in use.
-
     `runs` holds the paths of the blocks of each chain, or of each pipeline stage, on this rank.
     """
     modules = dict(model.named_modules())
@@ -197,10 +183,8 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 
 class _Hooks:
-    """Base of the hook objects.
-
-    Hooks are objects because copies of a module copy its hooks. A copied hook has the context None, so the copied model
-    is a plain one.
+    """Base of the hook objects. Hooks are objects because copies of a module copy its hooks. A copied hook has the
+    context None, so the copied model is a plain one.
     """
 
     def __init__(self, context: FullSequenceMixers, names: tuple[str, ...]):
@@ -211,7 +195,6 @@ class _Hooks:
         return self._context is None or not self._context.in_use
 
     def _own(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of a tensor with all tokens."""
         order = self._context.order(x.shape[_TOKEN_DIM])
         return x.narrow(_TOKEN_DIM, order.rank * order.chunk_len, order.chunk_len)
 
@@ -219,9 +202,8 @@ class _Hooks:
         return gather_from(x, self._context.axis, _TOKEN_DIM)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Rebuild]:
-        """Return arguments by name, and a function that rebuilds args and kwargs from them.
-
-        Hidden states come before other arguments. Outputs of an encoder are left out.
+        """Return arguments by name, and a function that rebuilds args and kwargs from them. Hidden states come before
+        other arguments. Outputs of an encoder are left out.
         """
         given = dict(zip(self._names, args, strict=False))
         given |= {str(place): value for place, value in enumerate(args) if place >= len(self._names)}
@@ -297,7 +279,6 @@ class _Mixer(_Hooks):
         return rebuilt(tree_unflatten(leaves, tree))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keep this rank's tokens."""
         del args
         if self._is_idle:
             return None
@@ -311,7 +292,6 @@ class _Outer(_Hooks):
     """Hooks of the model and its head."""
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace this rank's shards by full sequences."""
         if self._is_idle:
             return None
         signature = inspect.signature(model.forward)

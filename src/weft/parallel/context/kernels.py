@@ -29,9 +29,8 @@ Shape: TypeAlias = Literal["all", "lower", "upper"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Numbers of tokens before and after itself that a token attends to. None means no limit.
-
-    A token always attends to itself.
+    """Numbers of tokens before and after itself that a token attends to. None means no limit. A token always attends to
+    itself.
     """
 
     before: int | None = None
@@ -44,7 +43,6 @@ BOTH_WAYS = AttentionWindow(None, None)
 
 class AttentionBlock(NamedTuple):
     """Queries q0..q1 that attend to keys k0..k1: to all of them, or to a triangle. Indices are within a rank's tokens.
-
     `rows` is the range of batch sequences, end exclusive; None means all. Queries and keys are divided into `tiles`
     equal tiles, and each query tile attends only to its key tile.
     """
@@ -70,7 +68,6 @@ def attention_blocks(
     sight: AttentionWindow = CAUSAL,
 ) -> list[AttentionBlock]:
     """Return the blocks in which queries of the chunks `mine` attend to keys of the chunks `theirs`. May be empty.
-
     Chunks ascend, have `length` tokens each, and are equal or disjoint as sets. `borders` holds the documents of each
     sequence of the batch. None means that each sequence is one document.
     """
@@ -148,9 +145,8 @@ def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterato
 
 
 def _window(start: int, end: int, before: int, after: int) -> Iterator[AttentionBlock]:
-    """Yield blocks for queries whose full window is visible.
-
-    The blocks have tiles as long as the window, and one shorter block covers the rest.
+    """Yield blocks for queries whose full window is visible. The blocks have tiles as long as the window, and one
+    shorter block covers the rest.
     """
     length = max(1, before + after)
     whole = (end - start) // length
@@ -215,10 +211,8 @@ class AttentionDrop:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Scores of one attention call: products times `scale`, then softcap * tanh(score / softcap).
-
-    `sight` is the attention window, which the blocks implement and kernels ignore. `drop` is the dropout of the
-    weights.
+    """Scores of one attention call: products times `scale`, then softcap * tanh(score / softcap). `sight` is the
+    attention window, which the blocks implement and kernels ignore. `drop` is the dropout of the weights.
     """
 
     scale: float
@@ -309,9 +303,8 @@ def attend_plainly(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool, scoring: Scoring, noise: Noise | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `attend` in plain arithmetic, some queries per iteration. A query without visible keys gets zeros.
-
-    `mask` is bool (True means visible) or a float added to scores, of four dims that expand to (B, H, T, S).
+    """Compute `attend` in plain arithmetic, some queries per iteration. A query without visible keys gets zeros. `mask`
+    is bool (True means visible) or a float added to scores, of four dims that expand to (B, H, T, S).
     """
     dtype = sum_dtype(q_BHTC.dtype)
     k_BKSC, v_BKSC = k_BKSC.to(dtype), v_BKSC.to(dtype)
@@ -363,9 +356,8 @@ KeysValues: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class PartialAttention:
-    """Output and log-sum-exp of queries over the keys added up to now. Initially zero and -inf.
-
-    `places_T` holds the queries' positions in the sequence.
+    """Output and log-sum-exp of queries over the keys added up to now. Initially zero and -inf. `places_T` holds the
+    queries' positions in the sequence.
     """
 
     def __init__(self, q_BHTC: Tensor, scoring: Scoring, places_T: Tensor):
@@ -392,9 +384,8 @@ class PartialAttention:
             whole_lse.copy_(total)
 
     def result(self, sink_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return output (B, H, T, C) in the queries' dtype, and log-sum-exp (B, H, T).
-
-        `sink_H` is an additional score per head that takes its share of the weights and has no value.
+        """Return output (B, H, T, C) in the queries' dtype, and log-sum-exp (B, H, T). `sink_H` is an additional score
+        per head that takes its share of the weights and has no value.
         """
         if sink_H is not None:
             total = torch.logaddexp(self._lse, sink_H.to(self._lse.dtype)[:, None])
@@ -423,7 +414,6 @@ class Gradients:
         self.q_BHTC = torch.zeros_like(q_BHTC, dtype=sum_dtype(q_BHTC.dtype))
 
     def add(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor, grad_kv: KeysValues) -> None:
-        """Add the gradients for one set of keys and values, to the queries' gradient and to `grad_kv`."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
             queries, keys = (piece.q0, piece.q1), (piece.k0, piece.k1)
@@ -437,7 +427,6 @@ class Gradients:
 
 
 def _lines(q_BHTC: Tensor, scoring: Scoring, places_T: Tensor) -> Tensor | None:
-    """Return the dropout numbers of the queries, (B, H, T)."""
     return scoring.drop.lines(q_BHTC.shape[1], places_T) if scoring.drop else None
 
 
@@ -446,7 +435,6 @@ def _noise(lines_BHT: Tensor | None, scoring: Scoring, places_S: Tensor) -> Nois
 
 
 def _noise_of(noise: Noise | None, piece: AttentionBlock) -> Noise | None:
-    """Return the dropout of the block's queries and keys."""
     if noise is None:
         return None
     lines = _taken(noise.lines_BHT, piece, piece.q0, piece.q1)

@@ -6,6 +6,8 @@ mode replaces the calls. Attention with dropout then runs unfused, because no fu
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
@@ -31,24 +33,17 @@ from weft.private_torch import uncompiled
 _ATTRIBUTE = "_weft_drops"
 
 
-class _Hook:
-    """Hook of the full model. An object, because copies of a module copy its hooks."""
-
-    def __init__(self, drops: Drops | None):
-        self._drops = drops
+# Hooks of the full model. Copies and pickles of a module include its hooks, so they are not closures.
 
 
-class _Begin(_Hook):
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._drops is not None:
-            self._drops.before_forward(model, [args, kwargs])
+def _begin(drops: Drops | None, model: nn.Module, args: Any, kwargs: Any) -> None:
+    if drops is not None:
+        drops.before_forward(model, [args, kwargs])
 
 
-class _End(_Hook):
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        del model, args, output
-        if self._drops is not None:
-            self._drops.after_forward()
+def _end(drops: Drops | None, model: nn.Module, args: Any, output: Any) -> None:
+    if drops is not None:
+        drops.after_forward()
 
 
 class PositionDropout(nn.Module):
@@ -58,7 +53,6 @@ class PositionDropout(nn.Module):
     inplace: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements of x. Return the same shape."""
         rate: Any = self.p
         if not self.training or rate == 0 or self._weft_site.is_plain:
             return super().forward(x)
@@ -90,7 +84,6 @@ class UncompiledDropout(FunctionalDropout):
     """A torch layer with dropout inside, which runs outside of compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
             return self._uncompiled(*args, **kwargs)
         return super().forward(*args, **kwargs)
@@ -102,7 +95,6 @@ class NoisyModule(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if not self.training or self._weft_site.is_plain or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with ByPosition(self._weft_site):
@@ -113,7 +105,6 @@ class RecurrentDropout(UncompiledDropout):
     """A recurrent network with dropout between its layers."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         if not self._weft_site.is_plain:
             self._weft_site.packed_order = input.sorted_indices if isinstance(input, PackedSequence) else None
         return super().forward(input, *args, **kwargs)
@@ -125,7 +116,6 @@ class DroppingBlock(nn.Module):
     _weft_sites: list[DropSite]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
         for site in self._weft_sites:
             site.calls = 0
         return super().forward(*args, **kwargs)
@@ -141,18 +131,14 @@ def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
 
 
 def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
-    """Make dropout and draws of weft.randn_like depend on positions in training. In place.
+    """Make dropout and draws of weft.randn_like depend on positions in training.
 
     Call it after the model was sharded, before recompute. Other random numbers of a forward come from torch's
     generators, which are seeded for each microbatch.
-
-    Args:
-        model: model, with or without modules that drop.
-        mesh: mesh of the ranks.
-        seed: seed of steps and forwards without a key.
+    model: model, with or without modules that drop. seed: seed of steps and forwards without a key.
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
-    drops.name_modules(model)
+    drops.model = weakref.ref(model)
     known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
     kinds: dict[str, type[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -179,8 +165,8 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         if sites:
             replace_class(block, DroppingBlock, sites=sites)
         block.__dict__["_weft_travels"] = drops
-    model.register_forward_pre_hook(_Begin(drops), with_kwargs=True)
-    model.register_forward_hook(_End(drops), always_call=True)
+    model.register_forward_pre_hook(functools.partial(_begin, drops), with_kwargs=True)
+    model.register_forward_hook(functools.partial(_end, drops), always_call=True)
     setattr(model, _ATTRIBUTE, drops)
     return drops
 

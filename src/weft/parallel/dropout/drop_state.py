@@ -43,10 +43,9 @@ def marked_samples(batch: Any) -> SampleNumbers | None:
 
 @dataclass
 class _Forward:
-    """State of the current forward.
-
-    is_driven: a train step chose key and samples. samples: samples of the microbatch, or None if a rank's samples
-    follow the previous rank's. draws: number of tensors that each module drew. is_replay: backward replays a forward.
+    """State of the current forward. is_driven: a train step chose key and samples. samples: samples of the microbatch,
+    or None if a rank's samples follow the previous rank's. draws: number of tensors that each module drew. is_replay:
+    backward replays a forward.
     """
 
     is_driven: bool = False
@@ -59,11 +58,8 @@ class _Forward:
 class Drops:
     """State of one model's random numbers on one rank: the step's key and the microbatch's samples.
 
-    Args:
-        mesh: mesh of the ranks.
-        seed: seed of keys that the caller does not pass.
-        part: this rank's position in tp shards, or None if nothing is sharded.
-        context: sequence sharding of cp, or None without it.
+    part: this rank's position in tp shards, or None if nothing is sharded. context: sequence sharding of cp, or None
+    without it.
     """
 
     def __init__(self, mesh: Mesh, seed: int, part: ShardPosition | None, context: Context | None):
@@ -76,8 +72,7 @@ class Drops:
         self._data = mesh.data
         self._cp, self._plan = mesh["cp"], mesh.plan
         self.device = mesh.device
-        self._context = context
-        self._seed = seed
+        self._context, self._seed = context, seed
         self.num_keys = 0  #: number of keys drawn here
         self._forward = _Forward()
         self._compiled_key: int | None = None  # the key in compiled blocks
@@ -87,7 +82,7 @@ class Drops:
         #: generators.
         self.may_place_noise = self._cp.size == 1 and not mesh.plan.compile and not mesh.plan.graphs
         self.places_noise = False  #: True if it does now: not in a step with given seeds.
-        self._model: weakref.ref[nn.Module] | None = None
+        self.model: weakref.ref[nn.Module] | None = None  #: its paths are part of the keys of draws in forward
         self._paths: dict[int, str] = {}  # by id of the module, filled at the first draw
         self._draw_sites: dict[str, DropSite] = {}
 
@@ -113,11 +108,8 @@ class Drops:
     ) -> Iterator[None]:
         """Set the samples of the global batch that the model processes inside the context.
 
-        Args:
-            key: key of the step.
-            samples: samples of the microbatch, or None if a rank's samples follow those on the rank before.
-            replayed: number of tensors that each module had drawn when the replayed forward began, or None for a
-                forward.
+        samples: samples of the microbatch, or None if a rank's samples follow those on the rank before. replayed:
+        number of tensors that each module had drawn when the replayed forward began, or None for a forward.
         """
         before = self._forward
         self._forward = _Forward(True, key, samples, dict(replayed or {}), replayed is not None)
@@ -160,19 +152,10 @@ class Drops:
         """Return the context that a later replay of the current computation must run in."""
         return _Replay(self, self._forward.key, self._forward.samples, dict(self._forward.draws))
 
-    def name_modules(self, model: nn.Module) -> None:
-        """Use the paths of the model's modules for keys of draws in forward."""
-        self._model = weakref.ref(model)
-
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
         """Return the key of the next tensor drawn in forward, and the position of its elements in each dim.
 
-        Args:
-            like: a tensor of the drawn shape.
-            modules: modules whose forward draws, innermost first.
-
-        Raises:
-            ModelError: if positions do not follow from the shape, or draws cannot be counted.
+        Raises ModelError if positions do not follow from the shape, or draws cannot be counted.
         """
         if self._plan.graphs:
             raise ModelError("graphs=on: the model draws with weft.randn_like or a similar function. Use graphs=off.")
@@ -192,7 +175,7 @@ class Drops:
 
     def _path_of(self, modules: Iterable[nn.Module]) -> str:
         """Return the path of the innermost module that belongs to the model, or "" outside of all."""
-        model = None if self._model is None else self._model()
+        model = None if self.model is None else self.model()
         for module in modules:
             if id(module) not in self._paths and model is not None:
                 self._paths = {id(one): path for path, one in model.named_modules()}
@@ -201,15 +184,7 @@ class Drops:
         return ""
 
     def draw_rows(self, count: int, device: torch.device) -> Tensor:
-        """Return a number for each row of a drawn tensor.
-
-        Args:
-            count: number of rows.
-            device: device of the numbers.
-
-        Raises:
-            ModelError: if rows do not belong to samples.
-        """
+        """Return a number for each row of a drawn tensor. Raises ModelError if rows do not belong to samples."""
         samples = self._forward.samples
         if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
             raise ModelError(
@@ -221,14 +196,7 @@ class Drops:
     def check_draw(self, like: Tensor, is_inside: bool, is_cut: bool, is_whole: bool) -> None:
         """Refuse a random tensor if its shape does not show which part of it this rank has.
 
-        Args:
-            like: a tensor of the drawn shape.
-            is_inside: the rank has a part of the features.
-            is_cut: the tp rank has a part of the tokens.
-            is_whole: the module has all tokens despite cp.
-
-        Raises:
-            ModelError: with the field of the plan.
+        Raises ModelError with the field of the plan.
         """
         in_context = self._context is not None and self._context.in_use and not is_whole
         field = f"tp={self.part.axis.size}" if is_inside or is_cut else f"cp={self._cp.size}" if in_context else ""
@@ -270,11 +238,7 @@ class Drops:
         """Return the seed of torch's generators for a microbatch, from the key of its step and its first sample.
 
         Ranks of tp share it. Ranks of cp have other tokens of the same samples and do not share it.
-
-        Args:
-            key: key of the step.
-            samples: samples of the microbatch, or None if unknown.
-            model: model whose forward draws.
+        samples: samples of the microbatch, or None if unknown.
         """
         numbers = (self._data.rank,) if samples is None else samples.numbers
         first = min(numbers, default=-1 - self._data.rank)
@@ -322,31 +286,23 @@ class Drops:
         return known and self.places_noise and self.may_place_noise
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """Return a number for each row, if rows are samples, or tokens of all sequences that may be sharded.
-
-        Args:
-            count: number of rows.
-            is_cut: tokens are sharded over tp.
-            is_whole: the module has all tokens despite cp.
-            device: device of the numbers.
-        """
+        """Return a number for each row, if rows are samples, or tokens of all sequences that may be sharded."""
         context = self._context
         in_context = context is not None and context.in_use and not is_whole
-        sequences = self._num_sequences() if is_cut or in_context else 0
+        sequences = 0  # unknown, or not needed
+        if is_cut or in_context:
+            samples = self._forward.samples
+            if self.part.sequences:
+                sequences = self.part.sequences
+            elif self.reads_tensors and self.told_samples is not None:
+                sequences = len(self.told_samples)
+            elif samples is not None and not samples.rows:
+                sequences = len(samples.numbers)
         if not sequences or count % sequences or (count == sequences and not is_cut):
             return self.samples(count, device)
         here = self.tokens(count // sequences, is_cut, is_whole, device)
         cuts = (self.part.axis.size if is_cut else 1) * (self._cp.size if in_context else 1)
         return self.samples(count * cuts, device).view(sequences, -1)[:, here].flatten()
-
-    def _num_sequences(self) -> int:
-        """Return the number of sequences in the microbatch, or 0 if unknown."""
-        if self.part.sequences:
-            return self.part.sequences
-        if self.reads_tensors and self.told_samples is not None:
-            return len(self.told_samples)
-        samples = self._forward.samples
-        return len(samples.numbers) if samples is not None and not samples.rows else 0
 
     def sees_full_sequence(self, path: str) -> bool:
         """Return True if a module has all tokens despite cp."""
@@ -355,11 +311,7 @@ class Drops:
     def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
         """Return the sequence positions of this rank's tokens.
 
-        Args:
-            count: number of local tokens.
-            is_cut: tokens are sharded over tp, as between sharded layers under sp.
-            is_whole: the module has all tokens despite cp.
-            device: device of the positions.
+        is_cut: tokens are sharded over tp, as between sharded layers under sp.
         """
         tp = self.part.axis
         whole = count * tp.size if is_cut else count
@@ -372,13 +324,8 @@ class Drops:
 
 
 class _Replay:
-    """Context of a replayed forward. It can be entered again, for a second backward.
-
-    Args:
-        drops: the model's random numbers.
-        key: the step's key.
-        samples: the microbatch's samples.
-        draws: number of tensors that each module had drawn when the forward began.
+    """Context of a replayed forward. It can be entered again, for a second backward. draws: number of tensors that each
+    module had drawn when the forward began.
     """
 
     def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
@@ -431,9 +378,8 @@ class DropSite:
         return self.key(self._drops.key, self.calls)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
-        """Set elements of x to zero with probability `rate`, and scale up the others. Return the same shape.
-
-        x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), each possibly sharded.
+        """Set elements of x to zero with probability `rate`, and scale up the others. Return the same shape. x:
+        (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), each possibly sharded.
         """
         if rate >= 1:
             return x * 0.0
@@ -444,13 +390,7 @@ class DropSite:
         return self._drop_in_order(x, rate)
 
     def keep(self, shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
-        """Return a bool mask of the elements to keep in this shape. Not for compiled code.
-
-        Args:
-            shape: shape of x in `drop`.
-            rate: probability of dropping an element.
-            device: device of the mask.
-        """
+        """Return a bool mask of the elements to keep, in the shape of x in `drop`. Not for compiled code."""
         if rate >= 1:
             return torch.zeros(shape, dtype=torch.bool, device=device)
         if len(shape) == 1:
@@ -460,12 +400,9 @@ class DropSite:
         return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
 
     def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
-        """Drop values of packed sequences at the same positions as `drop` would in padded ones.
-
-        Args:
-            values: data of nn.utils.rnn.PackedSequence, (tokens of all samples, features).
-            batch_sizes: number of samples with a token at each position of the sequence.
-            rate: probability of dropping a value.
+        """Drop values of packed sequences at the same positions as `drop` would in padded ones. values: data of
+        nn.utils.rnn.PackedSequence, (tokens of all samples, features). batch_sizes: number of samples with a token at
+        each position of the sequence.
         """
         sizes = batch_sizes.tolist()
         kept = self.keep((sizes[0], len(sizes), values.shape[1]), rate, values.device)
@@ -550,9 +487,7 @@ class DropSite:
 class FixedDraws:
     """Memory from which a recording reads its dropout state: keys of the sites' calls, and sample numbers.
 
-    Args:
-        drops: random numbers of the model.
-        samples: samples of a microbatch. All replayed microbatches have the same number of samples.
+    samples: samples of a microbatch. All replayed microbatches have the same number of samples.
     """
 
     def __init__(self, drops: Drops, samples: SampleNumbers):
@@ -563,12 +498,7 @@ class FixedDraws:
         self._sent: int | None = None  # the key in memory
 
     def fill(self, key: int, samples: SampleNumbers) -> None:
-        """Write the state of a microbatch for the next replay.
-
-        Args:
-            key: key of the step.
-            samples: samples of the microbatch.
-        """
+        """Write the state of a microbatch for the next replay."""
         if key != self._sent:
             send_numbers(self._drops.keys_of(key, self._calls), self.keys)
             self._sent = key

@@ -44,11 +44,8 @@ CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, n
 
 
 def calls_dropout(module: nn.Module, known: dict[tuple[type, bool], bool] | None = None) -> bool:
-    """Return True if a module may drop values in its own forward: by its class, or by calls in its code.
-
-    Args:
-        module: module of a model, without its submodules.
-        known: results for classes whose code was read, extended by this call.
+    """Return True if a module may drop values in its own forward: by its class, or by calls in its code. module: module
+    of a model, without its submodules. known: results for classes whose code was read, extended by this call.
     """
     if isinstance(module, CHANNEL_DROPOUTS):
         return module.p > 0
@@ -82,19 +79,15 @@ def _is_unread(module: str | None) -> bool:
 
 
 def recomputes_itself(module: nn.Module) -> bool:
-    """Return True if a module's code calls torch.utils.checkpoint, which runs parts of its forward a second time.
-
-    No mode is active in that run. torch's generators restart from their earlier state.
+    """Return True if a module's code calls torch.utils.checkpoint, which runs parts of its forward a second time. No
+    mode is active in that run. torch's generators restart from their earlier state.
     """
     return any("checkpoint" in method.__code__.co_names for method in _methods(type(module)))
 
 
 def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool:
-    """Return True if a module's code draws torch random numbers, except in the initialization of its weights.
-
-    Args:
-        module: module of a model, without its submodules.
-        known: results for classes whose code was read, extended by this call.
+    """Return True if a module's code draws torch random numbers, except in the initialization of its weights. module:
+    module of a model, without its submodules. known: results for classes whose code was read, extended by this call.
     """
     key = type(module), False
     if key not in known:
@@ -104,12 +97,7 @@ def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool
 
 
 class _Reader:
-    """Reads the bytecode of a function and of the functions that it calls by name.
-
-    Args:
-        has_rate: their module holds a rate.
-        wanted: the functions to search for.
-    """
+    """Reads the bytecode of a function and of the functions that it calls by name."""
 
     def __init__(self, has_rate: bool, wanted: frozenset[str] = _DROPS):
         self._has_rate, self._is_expected = has_rate, wanted
@@ -157,23 +145,13 @@ class _Reader:
 
 
 def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the noise of a call of torch, or None if it is not noise for samples.
-
-    Args:
-        func: function of torch, or method of Tensor.
-        site: dropout site of the calling module.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
+    """Return the noise of a call of torch, or None if it is not noise for samples. func: function of torch, or method
+    of Tensor.
     """
-    draw = _DRAWS_sample_noise.get(func)
+    draw = _NOISE.get(func)
     if draw is None or kwargs.get("generator") is not None or kwargs.get("out") is not None:
         return None
     return draw(site, *args, **kwargs)
-
-
-def draws(func: Any) -> bool:
-    """Return True if `noise_of` replaces a function of torch."""
-    return func in _DRAWS_sample_noise
 
 
 def _uniform(site: DropSite, shape: Sequence[int], device: torch.device | str | None) -> Tensor | None:
@@ -246,7 +224,7 @@ def _same(uniform: Tensor) -> Tensor:
     return uniform
 
 
-_DRAWS_sample_noise: dict[Any, Callable[..., Tensor | None]] = {
+_NOISE: dict[Any, Callable[..., Tensor | None]] = {
     torch.randn_like: _like(_normal),
     torch.rand_like: _like(_same),
     torch.randn: _sized(_normal),
@@ -263,9 +241,6 @@ _DRAWS_sample_noise: dict[Any, Callable[..., Tensor | None]] = {
 
 # torch functions that drop values, by position: a mode replaces their calls while a module's forward runs.
 
-#: Attention of nn.MultiheadAttention, without its override, so an active mode intercepts the calls inside.
-_ATTEND_HEADS = without_override(F.multi_head_attention_forward)
-_CHOOSE = without_override(F.gumbel_softmax)
 #: The constant of torch's alpha dropout: the negative of SELU's limit at minus infinity.
 _ALPHA = 1.7580993408473766
 #: Number of dims of an input without samples.
@@ -273,11 +248,7 @@ _UNBATCHED = {F.dropout1d: 2, F.dropout3d: 4}
 
 
 class ByPosition(TorchFunctionMode):
-    """Mode in which torch functions drop by position, if a module calls them in its own code.
-
-    Args:
-        site: dropout site of the module.
-    """
+    """Mode in which torch functions drop by position, if a module calls them in its own code."""
 
     def __init__(self, site: DropSite):
         super().__init__()
@@ -299,7 +270,7 @@ class ByPosition(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             if func in _OTHERS and self._is_callers():
                 return _OTHERS[func](self, func, *args, **kwargs)
-            if draws(func) and self._is_callers():
+            if func in _NOISE and self._is_callers():
                 found = noise_of(func, self.site, args, kwargs)
                 return func(*args, **kwargs) if found is None else found
         return func(*args, **kwargs)
@@ -357,18 +328,14 @@ class ByPosition(TorchFunctionMode):
         return out.reshape(*lead, *out.shape[-2:])
 
 
-def _attend_heads(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `F.multi_head_attention_forward`, whose parts drop by position."""
-    del func
-    with mode:
-        return _ATTEND_HEADS(*args, **kwargs)
+def _with_parts_by_position(function: Callable[..., Any]) -> Callable[..., Any]:
+    body = without_override(function)  # so that the mode intercepts the calls inside
 
+    def run(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return body(*args, **kwargs)
 
-def _choose(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `F.gumbel_softmax` with noise by sample."""
-    del func
-    with mode:
-        return _CHOOSE(*args, **kwargs)
+    return run
 
 
 def _drop_channels(
@@ -402,10 +369,9 @@ def _drop_alpha(
 
 
 def _run_layers(mode: ByPosition, func: Any, *args: Any) -> tuple[Tensor, ...]:
-    """Run a recurrent network, layer by layer, with dropout between its layers.
-
-    args: (input, hx, weights, has_biases, num_layers, dropout, training, bidirectional, batch_first), or (values,
-    batch_sizes, hx, weights, ..., bidirectional) of packed sequences.
+    """Run a recurrent network, layer by layer, with dropout between its layers. args: (input, hx, weights, has_biases,
+    num_layers, dropout, training, bidirectional, batch_first), or (values, batch_sizes, hx, weights, ...,
+    bidirectional) of packed sequences.
     """
     is_packed = isinstance(args[3], list | tuple)
     lead, rest = args[: 1 + is_packed], args[1 + is_packed :]
@@ -429,8 +395,7 @@ def _run_layers(mode: ByPosition, func: Any, *args: Any) -> tuple[Tensor, ...]:
 
 
 _OTHERS: dict[Any, Callable[..., Any]] = {
-    F.multi_head_attention_forward: _attend_heads,
-    F.gumbel_softmax: _choose,
+    **{one: _with_parts_by_position(one) for one in (F.multi_head_attention_forward, F.gumbel_softmax)},
     **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _drop_channels),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _drop_alpha),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _run_layers),

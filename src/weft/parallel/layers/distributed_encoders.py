@@ -53,23 +53,12 @@ class ItemCost:
         return cls(2.0 * max(weights, 1), 4.0 * width * len(blocks))
 
     def __call__(self, rows: int, span: int) -> float:
-        """Return the cost of an item.
-
-        Args:
-            rows: rows of the item.
-            span: number of rows that attend to each other.
-        """
         return rows * (self.per_row + self.per_pair * span)
 
 
 def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
     """Return the items of each rank, ascending. The most costly remaining item goes to the rank with the least cost.
-
-    Args:
-        costs: cost of each item.
-        homes: data rank that owns each item.
-        num_ranks: number of ranks that share all items.
-        ranks_per_home: number of consecutive ranks per data rank. Of equally costly items a rank gets its home's first.
+    ranks_per_home: number of consecutive ranks per data rank. Of equally costly items a rank gets its home's first.
     """
     alike: dict[float, dict[int, list[int]]] = {}
     for item in reversed(range(len(costs))):
@@ -101,14 +90,8 @@ Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Encoder:
-    """One module whose items are distributed.
-
-    Args:
-        path: the module's path.
-        module: the encoder.
-        mesh: the ranks.
-        shares: distribute items. If False, ranks only ensure that all of them call the module.
-        over_data: distribute over data ranks too.
+    """One module whose items are distributed. module: the encoder. shares: distribute items. If False, ranks only
+    ensure that all of them call the module.
     """
 
     def __init__(self, path: str, module: nn.Module, mesh: Mesh, *, shares: bool, over_data: bool):
@@ -130,18 +113,13 @@ class Encoder:
         return self  # a copy of the model runs on the same ranks
 
     def begin(self) -> None:
-        """Begin a forward of the model."""
         self.calls, self.made, self._call, self._stands_by = 0, [], None, False
 
     def before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Outer | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the arguments of a call by this rank's items.
-
-        Args:
-            args: positional arguments of the call.
-            kwargs: named arguments of the call.
-            outer: the enclosing call of the model's method, or None.
+        """Replace the arguments of a call by this rank's items. outer: the enclosing call of the model's method, or
+        None.
         """
         self.calls += 1
         self._call = None
@@ -165,9 +143,8 @@ class Encoder:
         return self._divided(items, known) if max(counts) > 0 else None
 
     def _divided(self, home: Items, known: Items) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with this rank's items.
-
-        `home` holds the items of this rank's batch. A rank without items computes the cheapest item of `known` instead.
+        """Return the arguments with this rank's items. `home` holds the items of this rank's batch. A rank without
+        items computes the cheapest item of `known` instead.
         """
         home = home if len(home) else known.without_any
         division = self._divide(home)
@@ -202,10 +179,8 @@ class Encoder:
         return Division(self._ranks, rows, homes, dealt)
 
     def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
-        """Gather the number of items of each data rank. A collective.
-
-        Returns the calls of another rank if some ranks do not call the module, else None. `items` are this rank's; None
-        means that it does not call the module.
+        """Gather the number of items of each data rank. A collective. Returns the calls of another rank if some ranks
+        do not call the module, else None. `items` are this rank's; None means that it does not call the module.
         """
         said = b""
         if items is not None and len(items):
@@ -247,9 +222,8 @@ class Encoder:
         self.made += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def stand_by(self, model: nn.Module) -> None:
-        """Call the module if the model did not but other ranks' models did.
-
-        If the other ranks called it through a method, the same method of `model` is called.
+        """Call the module if the model did not but other ranks' models did. If the other ranks called it through a
+        method, the same method of `model` is called.
         """
         others = self._ask(None)
         if others is None:
@@ -261,12 +235,7 @@ class Encoder:
 
 
 class Encoders:
-    """Encoders of one model on one rank, in the order in which its forward calls them.
-
-    Args:
-        encoders: the model's encoders.
-        holder: module whose methods call them.
-    """
+    """Encoders of one model on one rank, in the order in which its forward calls them."""
 
     def __init__(self, encoders: list[Encoder], holder: nn.Module):
         self._encoders, self._holder = encoders, holder
@@ -276,7 +245,6 @@ class Encoders:
         return self  # a copy of the model runs on the same ranks
 
     def begin(self) -> None:
-        """Begin a forward of the model."""
         self._outer = None
         for encoder in self._encoders:
             encoder.begin()
@@ -290,9 +258,8 @@ class Encoders:
             self._outer = before
 
     def enter(self, encoder: Encoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call of an encoder.
-
-        Earlier encoders that the model has not called are called first, for the other ranks.
+        """Begin a call of an encoder. Earlier encoders that the model has not called are called first, for the other
+        ranks.
         """
         for one in self._encoders[: self._encoders.index(encoder)]:
             self._stand_by(one)
@@ -308,9 +275,8 @@ class Encoders:
     def prepare_text(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call the encoders that the model did not call, and tie all encoder outputs to the graph.
-
-        Runs before the first text block.
+        """Call the encoders that the model did not call, and tie all encoder outputs to the graph. Runs before the
+        first text block.
         """
         for encoder in self._encoders:
             self._stand_by(encoder)
@@ -352,7 +318,6 @@ class _Hooks:
         self._encoders, self._encoder = encoders, encoder
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook of the encoder."""
         del module
         if graph_task() != -1:
             raise ModelError(
@@ -362,7 +327,6 @@ class _Hooks:
         return self._encoders.enter(self._encoder, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook of the encoder."""
         del module, args
         return self._encoder.after(output)
 
@@ -374,24 +338,19 @@ class _Text:
         self._encoders = encoders
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the model."""
         del module, args
         if graph_task() == -1:
             self._encoders.begin()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook of the block."""
         del module
         return self._encoders.prepare_text(args, kwargs) if graph_task() == -1 else None
 
 
 def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
-    """Register the hooks in front of existing ones, so that other techniques' collectives run later.
-
-    Args:
-        model: the full model, or a pipeline stage.
-        text: first block that reads encoder outputs. None if it is not on this rank or does not exist.
-        encoders: encoders by module, in call order.
+    """Register the hooks in front of existing ones, so that other techniques' collectives run later. text: first block
+    that reads encoder outputs. None if it is not on this rank or does not exist. encoders: encoders by module, in call
+    order.
     """
     inner = getattr(model, "model", None)
     holder = inner if isinstance(inner, nn.Module) and any(hasattr(inner, name) for name in FEATURES) else model
@@ -439,15 +398,9 @@ class EncoderChoice:
 
 
 def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> EncoderChoice:
-    """Return the encoders of a full model.
+    """Return the encoders of a full model. model: the model before it is sharded.
 
-    Args:
-        model: the model before it is sharded.
-        mesh: the plan's mesh.
-        layout: names the modules whose items are distributed.
-
-    Raises:
-        LayoutError: if a module's items cannot be distributed.
+    Raises LayoutError if a module's items cannot be distributed.
     """
     modules = dict(model.named_modules())
     named = layout.divided_modules(modules) if layout is not None else {}
@@ -472,10 +425,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
     """Make ranks share the items of the encoders on this rank. Call it after all other hooks are registered.
 
-    Args:
-        model: the full model, or a pipeline stage.
-        mesh: the plan's mesh.
-        choice: encoders of the full model.
+    choice: encoders of the full model.
     """
     here = {path: module for path, module in model.named_modules() if not isinstance(module, StandIn)}
     found = {

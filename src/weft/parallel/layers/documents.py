@@ -33,14 +33,9 @@ _MOST_KINDS = 4
 
 
 def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.Module:
-    """Build a small transformers model of the same class and config, with random weights in fp32.
-
-    It has enough layers to include one of each kind. Propagates the errors of transformers if the sizes do not fit.
-
-    Args:
-        model_class: the model's class.
-        config: the model's config. It is not modified.
-        window: tokens of its windows and chunks, if it has any.
+    """Build a small transformers model of the same class and config, with random weights in fp32. It has enough layers
+    to include one of each kind. Propagates the errors of transformers if the sizes do not fit. window: tokens of its
+    windows and chunks, if it has any.
     """
     config = copy.deepcopy(config)
     for part in _parts(config):
@@ -49,7 +44,6 @@ def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return the config and its sub-configs."""
     inner = [part for name, part in vars(config).items() if name.endswith("_config")]
     return [config, *(part for part in inner if hasattr(part, "to_dict"))]
 
@@ -139,10 +133,9 @@ def attend_in_documents(model: nn.Module) -> None:
 
 
 def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the forward arguments that mark where the documents of a loader's batch begin.
-
-    Empty if the model does not read borders: then positions mark them. If the batch has no border the mask is empty, so
-    that transformers does not search for borders.
+    """Return the forward arguments that mark where the documents of a loader's batch begin. Empty if the model does not
+    read borders: then positions mark them. If the batch has no border the mask is empty, so that transformers does not
+    search for borders.
     """
     if not reads_borders(model):
         return {}
@@ -158,11 +151,8 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor:
     """Return the attention mask that encodes document borders: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
-
-    Args:
-        starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device
-            sync.
-        ids_BT: ascending document id per token, used if `starts_BM` is None.
+    starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device sync.
+    ids_BT: ascending document id per token, used if `starts_BM` is None.
     """
     if starts_BM is not None:
         return starts_BM[:, None, None]
@@ -200,10 +190,9 @@ def has_documents(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
-    """Keep every mask that transformers builds over these tokens within documents, inside this context.
-
-    Some models (OPT, gpt-oss) have positions but do not pass them when they build a mask. Others (BioGPT) pass a mask
-    of ones, and then transformers ignores positions.
+    """Keep every mask that transformers builds over these tokens within documents, inside this context. Some models
+    (OPT, gpt-oss) have positions but do not pass them when they build a mask. Others (BioGPT) pass a mask of ones, and
+    then transformers ignores positions.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     known: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {})
@@ -253,9 +242,8 @@ def _attend(
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute attention with the interface of transformers: (B, H, T, C) in, (B, T, H, C) out.
-
-    `own` is the function that this one replaces. It is bound here because compiled blocks cannot look up a name.
+    """Compute attention with the interface of transformers: (B, H, T, C) in, (B, T, H, C) out. `own` is the function
+    that this one replaces. It is bound here because compiled blocks cannot look up a name.
     """
     how = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
     if attention_mask is None or attention_mask.dtype not in (_PLACES, _IDS):
@@ -342,7 +330,6 @@ def _difference(model: Any) -> float:
 
 
 def _packed(*documents: Tensor) -> dict[str, Tensor]:
-    """Return one row of documents in the loader's format."""
     lengths = torch.tensor([len(one) for one in documents])
     return {
         "input_ids": torch.cat(documents)[None],
@@ -371,9 +358,8 @@ def separate_by_position_ids(model: nn.Module) -> None:
 
 
 class _Follower:
-    """Hooks of a model that handle restarting positions.
-
-    The model is tested when it first gets such positions, since most scripts pass none.
+    """Hooks of a model that handle restarting positions. The model is tested when it first gets such positions, since
+    most scripts pass none.
     """
 
     def __init__(self, model: Any):
@@ -415,9 +401,8 @@ class _Follower:
             self._open.pop().close()
 
     def _expect_separate(self, positions_BT: Tensor, ids_BT: Tensor) -> None:
-        """Refuse restarting positions in a model in which documents of a row affect each other.
-
-        If positions are only on the device, such a model syncs in each call. No other model does.
+        """Refuse restarting positions in a model in which documents of a row affect each other. If positions are only
+        on the device, such a model syncs in each call. No other model does.
         """
         if self._why is None:
             self._why = why_kind_mixes(self._kind, self._config)
@@ -430,7 +415,6 @@ class _Follower:
 
 def _document_ids(given: dict[str, Any]) -> Tensor | None:
     """Return an ascending document id per token, int64 (B, T), or None if the call does not need separated documents.
-
     Computed on the host if it has the values of positions and mask, else on their device. A document begins where a
     position is not its predecessor plus 1. Padding forms separate documents.
     """
@@ -455,7 +439,6 @@ def _document_ids(given: dict[str, Any]) -> Tensor | None:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device, copied without blocking the host."""
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

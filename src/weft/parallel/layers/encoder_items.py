@@ -33,7 +33,7 @@ _BORDERS = "cu_seqlens"
 
 
 def attend_by_borders(model: nn.Module) -> None:
-    """Make the encoders of a transformers model attend to all pictures in one call, in place."""
+    """Make the encoders of a transformers model attend to all pictures in one call."""
     if not hugging_face.is_hugging_face(model):
         return
     attending = [module for module in model.modules() if _calls_by_picture(module)]
@@ -89,10 +89,9 @@ _GRIDS = (2, 3)
 
 @dataclass(frozen=True)
 class Items:
-    """Arguments of one encoder call, divided into items.
-
-    `rows` holds the rows per item, and `spans` how many of them attend to each other. `leaves` and `tree` are the
-    flattened arguments. `by_row` and `by_item` hold the indices of leaves with one entry per row or per item.
+    """Arguments of one encoder call, divided into items. `rows` holds the rows per item, and `spans` how many of them
+    attend to each other. `leaves` and `tree` are the flattened arguments. `by_row` and `by_item` hold the indices of
+    leaves with one entry per row or per item.
     """
 
     rows: tuple[int, ...]
@@ -107,7 +106,6 @@ class Items:
 
     @property
     def are_rows(self) -> bool:
-        """True if each item is one row."""
         return all(count == 1 for count in self.rows)
 
     def sizes(self, place: int) -> tuple[int, ...]:
@@ -116,7 +114,6 @@ class Items:
 
     @property
     def without_any(self) -> Items:
-        """The same call with zero items."""
         places = {*self.by_row, *self.by_item}
         leaves = tuple(leaf[:0] if place in places else leaf for place, leaf in enumerate(self.leaves))
         return Items((), (), leaves, self.tree, self.by_row, self.by_item)
@@ -131,12 +128,8 @@ class Items:
 
 
 def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
-    """Return the rows of the chosen items, concatenated.
-
-    Args:
-        tensor: (rows of all items, ...).
-        sizes: rows of each item.
-        chosen: item numbers, in output order.
+    """Return the rows of the chosen items, concatenated. tensor: (rows of all items, ...). chosen: item numbers, in
+    output order.
     """
     if list(chosen) == list(range(len(sizes))):
         return tensor
@@ -147,19 +140,10 @@ def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
 
 
 def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Items:
-    """Return the items of a call.
-
-    An integer tensor can define how many rows of the first float tensor belong to each item: (N, 3) grids of frames,
-    height and width, (N, 2) grids of height and width, or (N,) counts. They must add up to the number of rows. Without
-    such a tensor each row is one item.
-
-    Args:
-        path: the module's path, for errors.
-        args: positional arguments.
-        kwargs: named arguments.
-
-    Raises:
-        LayoutError: if the borders of items cannot be determined.
+    """Return the items of a call. An integer tensor can define how many rows of the first float tensor belong to each
+    item: (N, 3) grids of frames, height and width, (N, 2) grids of height and width, or (N,) counts. They must add up
+    to the number of rows. Without such a tensor each row is one item. Raises LayoutError if the borders of items cannot
+    be determined.
     """
     leaves, tree = tree_flatten((args, kwargs))
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
@@ -212,7 +196,6 @@ class Ranks:
 
     @property
     def per_home(self) -> int:
-        """Number of ranks with the same batch."""
         return self.tp.size
 
     @property
@@ -223,10 +206,8 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Division:
-    """Assignment of one call's items to ranks.
-
-    `ranks` are the sharing axes. `rows` holds the rows of each item of all data ranks, in data rank order. `homes`
-    holds each item's data rank, and `dealt` the items of each rank.
+    """Assignment of one call's items to ranks. `ranks` are the sharing axes. `rows` holds the rows of each item of all
+    data ranks, in data rank order. `homes` holds each item's data rank, and `dealt` the items of each rank.
     """
 
     ranks: Ranks
@@ -236,7 +217,6 @@ class Division:
 
     @cached_property
     def own(self) -> list[int]:
-        """Items that this rank computes."""
         return self.dealt[self.ranks.data.rank * self.ranks.per_home + self.ranks.batch_index]
 
     @cached_property
@@ -245,7 +225,6 @@ class Division:
         return sum(home < self.ranks.data.rank for home in self.homes)
 
     def _at(self, data_rank: int, place: int, home: int) -> list[int]:
-        """Return the items of a home that a rank computes."""
         return [item for item in self.dealt[data_rank * self.ranks.per_home + place] if self.homes[item] == home]
 
     @cached_property
@@ -272,9 +251,8 @@ class Division:
     def _exchanged(
         self, rows: Tensor, sizes: Sequence[int], sent: list[list[int]], received: list[list[int]]
     ) -> Tensor:
-        """Send rows of items that other data ranks need, and return the rows that this rank needs.
-
-        `sizes` holds the rows of each item.
+        """Send rows of items that other data ranks need, and return the rows that this rank needs. `sizes` holds the
+        rows of each item.
         """
         data, place = self.ranks.data, self.ranks.batch_index
         send, receive = ([sum(sizes[item] for item in part) for part in parts] for parts in (sent, received))
@@ -286,11 +264,8 @@ class Division:
         """Return the rows of all items of this data rank in the module's outputs, in item order.
 
         A collective over `data`, then over tp.
-
-        Args:
-            outputs: each (rows, ...). The number of rows equals the number of input rows, or a multiple or fraction of
-                it.
-            given: number of input rows, from this rank's items or from the substitute item.
+        outputs: each (rows, ...). The number of rows equals the number of input rows, or a multiple or fraction of it.
+        given: number of input rows, from this rank's items or from the substitute item.
         """
         scaled = [self._rows_of(output.shape[0], given) for output in outputs]
         if not self.own:
@@ -300,7 +275,6 @@ class Division:
         return [self._joined(output, rows) for output, rows in zip(outputs, scaled, strict=True)]
 
     def _rows_of(self, made: int, given: int) -> list[int]:
-        """Return the rows of every item in an output."""
         if not given or any(rows * made % given for rows in self.rows):
             raise LayoutError(
                 f"spread: of {given} rows of items the module made {made}, so the rows of each item are unknown. Use "
@@ -361,10 +335,9 @@ _MOST_NUMBERS = 1024
 
 @dataclass(frozen=True)
 class ReplicatedCalls:
-    """Another rank's call of an encoder, with one item of zeros.
-
-    `method` is the model's method that calls the encoder, or "". `outer` holds the method's arguments, or the encoder's
-    if there is no method. `inner` holds the encoder's arguments.
+    """Another rank's call of an encoder, with one item of zeros. `method` is the model's method that calls the encoder,
+    or "". `outer` holds the method's arguments, or the encoder's if there is no method. `inner` holds the encoder's
+    arguments.
     """
 
     method: str
@@ -373,37 +346,20 @@ class ReplicatedCalls:
 
 
 def encode_calls(path: str, method: str, outer: Items, inner: Items, chosen: int) -> bytes:
-    """Encode a call for `parse_calls`.
-
-    Args:
-        path: the encoder's path, for errors.
-        method: as in `ReplicatedCalls`.
-        outer: arguments of the method.
-        inner: arguments of the encoder.
-        chosen: number of the item to include.
-
-    Raises:
-        LayoutError: if an argument of the call cannot be encoded.
+    """Encode a call for `parse_calls`. path: the encoder's path, for errors. method: as in `ReplicatedCalls`. inner:
+    arguments of the encoder. Raises LayoutError if an argument of the call cannot be encoded.
     """
     return json.dumps([method, _recorded_call(path, outer, chosen), _recorded_call(path, inner, chosen)]).encode()
 
 
 def parse_calls(text: bytes, device: torch.device) -> ReplicatedCalls:
-    """Build the calls that another rank encoded."""
     method, outer, inner = json.loads(text)
     return ReplicatedCalls(method, _made_call(outer, device), _made_call(inner, device))
 
 
 def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
-    """Return the JSON form of the call with one of its items.
-
-    Args:
-        path: the module's path, for errors.
-        items: items of the call.
-        chosen: number of the item.
-
-    Raises:
-        LayoutError: if an argument of the call cannot be encoded.
+    """Return the JSON form of the call with one of its items. Raises LayoutError if an argument of the call cannot be
+    encoded.
     """
     args, kwargs = items.arguments({})
     if len(args) + len(kwargs) != len(items.leaves):
@@ -412,7 +368,7 @@ def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
             "without items. Call it with tensors and plain values, or use a plan without zero=3 and spread without "
             ":data."
         )
-    said = [_to_json(path, leaf if not _is_divided(items, place) else items.taken(place, [chosen]))
+    said = [_to_json(path, items.taken(place, [chosen]) if place in (*items.by_row, *items.by_item) else leaf)
             for place, leaf in enumerate(items.leaves)]  # fmt: skip
     named = dict(zip(kwargs, said[len(args) :], strict=True))
     sizes = items.rows[chosen], items.spans[chosen]
@@ -420,7 +376,6 @@ def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
 
 
 def _made_call(text: list[Any], device: torch.device) -> Items:
-    """Build a call with one item of zeros."""
     said, named, (rows, span), by_row, by_item = text
     args = tuple(_made(one, device) for one in said)
     kwargs = {name: _made(one, device) for name, one in named.items()}
@@ -429,23 +384,14 @@ def _made_call(text: list[Any], device: torch.device) -> Items:
 
 
 def first_recorded(own: bytes, sizes: list[int], axis: Axis, device: torch.device) -> bytes:
-    """Return the message of the first rank that has one. A collective.
-
-    Args:
-        own: this rank's message, or b"".
-        sizes: message size of each rank of the axis, in bytes.
-        axis: the ranks.
-        device: device of the communicated tensors.
+    """Return the message of the first rank that has one. A collective. sizes: message size of each rank of the axis, in
+    bytes.
     """
     filled = torch.zeros(max(sizes), dtype=torch.uint8)
     filled[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else filled[:0]
     every = all_gather(filled.to(device), axis).view(axis.size, -1).cpu()
     speaker = next(rank for rank, size in enumerate(sizes) if size)
     return bytes(every[speaker, : sizes[speaker]].tolist())
-
-
-def _is_divided(items: Items, place: int) -> bool:
-    return place in items.by_row or place in items.by_item
 
 
 def _to_json(path: str, value: Any) -> Any:
@@ -488,10 +434,8 @@ class ZeroGradDependency(Function):
 
 @dataclass(frozen=True)
 class ItemCall:
-    """State of one call between its pre-hook and its hook.
-
-    `given` is the number of rows that the module got. `expected` is the number of rows that a substitute call passed
-    and expects back; 0 for an ordinary call.
+    """State of one call between its pre-hook and its hook. `given` is the number of rows that the module got.
+    `expected` is the number of rows that a substitute call passed and expects back; 0 for an ordinary call.
     """
 
     division: Division

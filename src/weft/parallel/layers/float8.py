@@ -32,7 +32,6 @@ class Float8Linear(HoldingLayer):
     """A linear layer that multiplies in float8."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., O) from (..., I)."""
         transposed = layers.is_transposed(self)
         out = linear(x, self.weight, self.bias, self._weft_held, transposed=transposed, form=self._weft_float8)
         return self.adapt(out, x) if isinstance(self, AdaptedLinear) else out
@@ -43,15 +42,9 @@ def choose_float8(
 ) -> None:
     """Choose the layers that will multiply in float8. Call it on the full model, before any technique shards it.
 
-    Args:
-        model: the full model.
-        device: device that the model will run on.
-        keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16.
-        recipe: scale recipe, one of RECIPES.
-        speaks: this rank warns of layers that stay in bf16, and of a device without float8 products.
-
-    Raises:
-        ModelError: if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
+    keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16. speaks: this rank
+    warns of layers that stay in bf16, and of a device without float8 products.
+    Raises ModelError if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
     """
     if recipe not in RECIPES:
         raise ModelError(f"fp8_recipe={recipe!r}: it is {' or '.join(RECIPES)}. Use fp8_recipe={RECIPES[0]!r}.")
@@ -101,11 +94,7 @@ def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
 
 
 def _bf16_paths(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[str]) -> set[str]:
-    """Return the paths of `fitting` that an entry of `keep` matches.
-
-    Raises:
-        ModelError: if an entry matches none.
-    """
+    """Return the paths of `fitting` that an entry of `keep` matches. Raises ModelError if an entry matches none."""
     kept = set[str]()
     for word in keep:
         named = {path for path in fitting if fnmatchcase(path, word)}
@@ -123,7 +112,7 @@ def _bf16_paths(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Seque
 
 
 def use_float8(model: nn.Module) -> None:
-    """Make the chosen layers that no technique has sharded multiply in float8, in place."""
+    """Make the chosen layers that no technique has sharded multiply in float8."""
     for module in model.modules():
         if getattr(module, "_weft_float8", None) is not None and not isinstance(module, HoldingLayer):
             replace_class(module, Float8Linear)
@@ -132,12 +121,7 @@ def use_float8(model: nn.Module) -> None:
 def refuse_partial(path: str, module: nn.Module) -> None:
     """Refuse a chosen layer whose output gradient is a partial sum on each rank.
 
-    Args:
-        path: the layer's path.
-        module: the layer, or any other module.
-
-    Raises:
-        PlanError: because rounding summands is not rounding their sum.
+    Raises PlanError because rounding summands is not rounding their sum.
     """
     if getattr(module, "_weft_float8", None) is not None:
         raise PlanError(

@@ -31,13 +31,7 @@ def watch_indices(model: nn.Module) -> None:
 def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
     """Refuse labels outside of the head's range, if the host has their values.
 
-    Args:
-        labels: integers of any shape.
-        num_classes: entries of the head.
-        ignored: label of untrained positions.
-
-    Raises:
-        ModelError: with the label and the remedy.
+    Raises ModelError with the label and the remedy.
     """
     if torch.compiler.is_compiling() or leave_check(labels, lambda values: check_labels(values, num_classes, ignored)):
         return

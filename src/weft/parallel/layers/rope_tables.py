@@ -46,8 +46,6 @@ def _kind(module: nn.Module) -> str:
 
 
 class _RowTables:
-    """Hooks of a model and its rotary embeddings."""
-
     def __init__(self, model: Any, rotaries: list[nn.Module], cp: int):
         self._names = list(inspect.signature(model.forward).parameters)
         self._cp = cp

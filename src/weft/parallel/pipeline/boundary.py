@@ -60,12 +60,10 @@ class SentForm(NamedTuple):
 
     @classmethod
     def of(cls, carried: Carried) -> SentForm:
-        """Return the form of some tensors."""
         tensors = carried.tensors
         return cls(carried.slots, tuple(each.shape for each in tensors), tuple(each.dtype for each in tensors))
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized message of this form."""
         if len(self.slots) == 1:
             return torch.empty(self.shapes[0], dtype=self.dtypes[0], device=device)
         return torch.empty(sum(map(_padded, self._sizes())), dtype=torch.uint8, device=device)
@@ -106,12 +104,7 @@ class Left(BaseException):
 
 
 class Flow:
-    """State of one forward of a stage: its calls, and the tensors that enter and leave.
-
-    Args:
-        stage: stage number.
-        survey: the model's survey.
-    """
+    """State of one forward of a stage: its calls, and the tensors that enter and leave."""
 
     def __init__(self, stage: int, survey: ValueSurvey):
         self.stage, self.survey = stage, survey
@@ -125,7 +118,6 @@ class Flow:
 
     @property
     def is_active(self) -> bool:
-        """True while a forward is running."""
         return self.route is not None
 
     def begin(self, route: StageRoute, incoming: Carried | None) -> None:
@@ -141,7 +133,6 @@ class Flow:
         self._incoming = dict(zip(route.values[self.stage], tensors[count:], strict=False))
 
     def end(self) -> None:
-        """End the forward."""
         self.route = None
         self._calls = 0
         self._incoming, self._made = {}, {}
@@ -243,10 +234,8 @@ class Flow:
         return remote_outputs(probe, args, kwargs, number, device, self._incoming)
 
     def outgoing(self) -> Carried:
-        """Return the tensors for the next stage.
-
-        Raises:
-            ModelError: if forward ended too early, or changed a tensor in place after it was used.
+        """Return the tensors for the next stage. Raises ModelError if forward ended too early, or changed a tensor in
+        place after it was used.
         """
         assert self.route is not None
         following = self.route.entry.get(self.stage + 1)
@@ -313,12 +302,10 @@ class Relay(StandIn):
 
     @property
     def number(self) -> int:
-        """Number of the module in the chain."""
         return self.__dict__["_at"][0]
 
     @property
     def flow(self) -> Flow:
-        """Flow of the stage."""
         return self.__dict__["_at"][1]
 
     @property
@@ -357,12 +344,7 @@ class Relay(StandIn):
 
 
 def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.Module:
-    """Move the module's parameters and buffers to the meta device, in place. The tensors themselves are not modified.
-
-    Args:
-        module: a module of another stage.
-        kept: submodules that also belong to this stage.
-    """
+    """Move the parameters and buffers of a module to the meta device. The tensors themselves are not modified."""
     for part in module.modules():
         if part in kept:
             continue
@@ -390,18 +372,10 @@ _MOST_SENDS = 64
 
 
 class Boundary:
-    """Sends and receives of one rank, over the pp axis.
-
-    Args:
-        axis: pp axis.
-        device: device of the communicated tensors.
-        lanes: process group per direction, see `comm.peer.join_lanes`.
-    """
+    """Sends and receives of one rank, over the pp axis. lanes: process group per direction (`peer.join_lanes`)."""
 
     def __init__(self, axis: Axis, device: torch.device, lanes: Mapping[PeerLane, Axis]):
-        self._axis = axis
-        self._lanes = lanes
-        self._device = device
+        self._axis, self._lanes, self._device = axis, lanes, device
         self._kinds: dict[object, int] = {}
         self._forms: dict[tuple[int, int], SentForm] = {}  # by (entered stage, kind)
         self._known: set[int] = set()
@@ -491,11 +465,7 @@ class Boundary:
 
     @staticmethod
     def check(stage: int, carried: Carried) -> SentForm:
-        """Return the form of the inputs of a stage.
-
-        Raises:
-            ModelError: if a message cannot carry them.
-        """
+        """Return the form of the inputs of a stage. Raises ModelError if a message cannot carry them."""
         form = SentForm.of(carried)
         is_standard = all(len(shape) <= _MAX_DIMS for shape in form.shapes) and set(form.dtypes) <= set(_DTYPES)
         if not is_standard or len(form.slots) > _MAX_PARTS:

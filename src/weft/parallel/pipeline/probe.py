@@ -32,11 +32,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Outputs of a call on the meta device.
-
-    `value` is the return value. `set_tensors` holds the attributes with tensors that the call set, by (path in the
-    module, name). `set_others` holds other attributes that it changed. If `is_guess`, the first argument substitutes
-    the output.
+    """Outputs of a call on the meta device. `value` is the return value. `set_tensors` holds the attributes with
+    tensors that the call set, by (path in the module, name). `set_others` holds other attributes that it changed. If
+    `is_guess`, the first argument substitutes the output.
     """
 
     value: Any
@@ -57,10 +55,8 @@ class Probe:
         self._known: dict[Any, Returned] = {}
 
     def returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        """Return the outputs for arguments of this form.
-
-        Raises:
-            ModelError: if the module changes its arguments or stores a tensor that no stage can find.
+        """Return the outputs for arguments of this form. Raises ModelError if the module changes its arguments or
+        stores a tensor that no stage can find.
         """
         form = self.module.training, _form((args, kwargs))
         if form in self._known:
@@ -154,11 +150,7 @@ class Probe:
         return Returned(_plain(first), is_guess=True)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Compare the module's real output with the assumption of other stages.
-
-        Raises:
-            ModelError: if it differs.
-        """
+        """Compare the module's real output with the assumption of other stages. Raises ModelError if it differs."""
         expected = next(tensors_in((args, kwargs)), None)
         is_alike = isinstance(output, torch.Tensor) and expected is not None and output.shape == expected.shape
         if self.guesses and not is_alike:
@@ -248,7 +240,6 @@ def _is_same(value: list[Any], was: list[Any]) -> bool:
 
 
 def _attribute_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a module holds in any attribute."""
     yield from module.parameters()
     yield from module.buffers()
     for part in module.modules():

@@ -36,18 +36,19 @@ from weft.models.inspect.blocks import repeated_blocks, replace_class
 from weft.parallel.layers.deferred_gradients import DeferredProduct, DeferredWeightGrad, HoldingLayer, linear
 from weft.parallel.pipeline.boundary import Boundary, Carried
 from weft.parallel.pipeline.stage import ForwardFn, Split, Stage, split_model
+from weft.parallel.state.gradients import NotCopied
 from weft.parallel.state.placement import Placement
 
 
 @torch.no_grad()
 def deliver(held: list[DeferredProduct]) -> None:
-    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now.
-
-    Weights are processed one after another, and the factors of each are freed, so that a stage never holds all new
-    gradients in addition to the accumulated ones. All products of one weight are passed together, because its gradient
-    hooks must run only once.
+    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now. Weights are processed
+    one after another, and the factors of each are freed, so that a stage never holds all new gradients in addition to
+    the accumulated ones. All products of one weight are passed together, because its gradient hooks must run only once.
     """
-    by_weight = _by_weight(held)
+    by_weight: dict[nn.Parameter, list[DeferredProduct]] = {}
+    for product in held:
+        by_weight.setdefault(product.weight, []).append(product)
     held.clear()
     for weight in list(by_weight):
         grads = [product.multiply() for product in by_weight.pop(weight)]
@@ -55,16 +56,8 @@ def deliver(held: list[DeferredProduct]) -> None:
         del grads
 
 
-def _by_weight(held: list[DeferredProduct]) -> dict[nn.Parameter, list[DeferredProduct]]:
-    found: dict[nn.Parameter, list[DeferredProduct]] = {}
-    for product in held:
-        found.setdefault(product.weight, []).append(product)
-    return found
-
-
 def defer_weight_gradients(model: nn.Module, held: DeferredWeightGrad) -> int:
     """Make the linear layers of a model defer weight gradients to `held`, in place. Returns the number of layers.
-
     Layers with a replaced forward, and subclasses that override forward, are not changed.
     """
     count = 0
@@ -129,10 +122,9 @@ class Phases(Protocol):
 
 @dataclass(slots=True)
 class _Flight:
-    """A microbatch on a stage, between its forward and its backward.
-
-    `incoming` holds the stage's inputs, and their gradients after backward. `roots` holds the start of backward for
-    each output, or None if nothing before the output is trained.
+    """A microbatch on a stage, between its forward and its backward. `incoming` holds the stage's inputs, and their
+    gradients after backward. `roots` holds the start of backward for each output, or None if nothing before the output
+    is trained.
     """
 
     incoming: Carried | None
@@ -192,9 +184,7 @@ class Pipeline:
         """Make this rank's linear layers defer the weight gradients that the schedule computes later, in place.
 
         A compiled block computes all its gradients in one program, so its W action does nothing.
-
-        Raises:
-            ModelError: if the plan recomputes or compiles blocks and the model has no blocks.
+        Raises ModelError if the plan recomputes or compiles blocks and the model has no blocks.
         """
         plan = self._plan
         if not repeated_blocks(model) and (plan.recompute != "none" or plan.compile):
@@ -230,11 +220,8 @@ class Pipeline:
         """Run only the forward of batches, one after another.
 
         A collective over the pp axis: all its ranks pass the same batches.
-
-        Args:
-            batches: the same number on all ranks.
-            forward: forward(model, batch) -> output.
-            each: each(output, batch), called on the rank with the last stage.
+        batches: the same number on all ranks. forward: forward(model, batch) -> output. each: each(output, batch),
+        called on the rank with the last stage.
         """
         self._begin([])
         for batch in batches:
@@ -261,12 +248,7 @@ class Pipeline:
     def probing(self, batch: Any, forward: ForwardFn) -> Iterator[None]:
         """Restore the recorded shapes between stages afterwards, so that `run_in_turn` may run other sizes.
 
-        Args:
-            batch: a microbatch of the step.
-            forward: forward(model, batch) -> output.
-
-        Raises:
-            ModelError: if no stage can compute the model's forward.
+        forward: forward(model, batch) -> output. Raises ModelError if no stage can compute the model's forward.
         """
         self._survey(forward, [batch])
         survey = next(iter(self.stages.values())).known_shapes
@@ -335,20 +317,18 @@ class Pipeline:
 
     def _move(self, transfer: Transfer) -> None:
         """Start one end of a transfer. Does nothing if no gradient is needed."""
-        if transfer.content == "gradient" and not self._crosses_back(transfer):
-            return
+        if transfer.content == "gradient":
+            # The stage after this boundary sends a gradient if something before the boundary is trained.
+            receives = transfer.way == "receive"
+            stage = self.stages[transfer.stage + (not receives)]
+            if not (stage.trains if receives else stage.takes_gradient):
+                return
         kind = self._kinds[transfer.microbatch]
         if transfer.way == "receive":
             self._boundary.receive(transfer, kind)
         else:
             made = self._made.pop((transfer.content, transfer.stage, transfer.microbatch))
             self._boundary.send(transfer, made, kind)
-
-    def _crosses_back(self, transfer: Transfer) -> bool:
-        """Return True if the stage after this boundary sends a gradient: something before the boundary is trained."""
-        if transfer.way == "receive":
-            return self.stages[transfer.stage].trains
-        return self.stages[transfer.stage + 1].takes_gradient
 
     def _act(self, action: Action, work: StepWork, phases: Phases) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
@@ -363,7 +343,6 @@ class Pipeline:
             self._backward(stage, microbatch, phases, holds=action.kind == "B")
 
     def _incoming(self, stage: int, microbatch: int) -> Carried | None:
-        """Wait for the inputs of a stage and return them."""
         if stage == 0:
             return None
         made = self._made.pop(("activation", stage, microbatch), None)
@@ -433,29 +412,11 @@ def build_pipeline(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     Returns the placements of weights that two stages share. Errors are the same as for `split_model`.
     """
     split = split_model(model, mesh)
-    attach_pipeline(model, Pipeline(split, mesh))
+    setattr(model, _ATTRIBUTE, NotCopied(Pipeline(split, mesh)))
     return split.placements
-
-
-class _Attached:
-    """Attaches the pipeline to its module, but not to copies and pickles."""
-
-    def __init__(self, pipeline: Pipeline):
-        self.pipeline = pipeline
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-def attach_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
-    """Keep the pipeline with its module, for `pipeline_of`."""
-    setattr(model, _ATTRIBUTE, _Attached(pipeline))
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     """Return the pipeline that `parallelize` made for this module, or None if the plan has no pipeline."""
     attached = getattr(model, _ATTRIBUTE, None)
-    return attached.pipeline if attached is not None else None
+    return attached.value if attached is not None else None

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.comm.mesh import Mesh
-from weft.comm.rank_positions import ENDS
+from weft.comm.mesh import ENDS, Mesh
 from weft.config import partitioning as shares
 from weft.config.pipeline_schedule import stage_owner, stages_of
 from weft.config.plan import Plan
@@ -29,15 +28,8 @@ ForwardFn = Callable[[nn.Module, Any], Any]
 
 
 class Stage:
-    """One stage of the chain.
-
-    Args:
-        model: the full model, or this rank's part of it.
-        chain: chain of the full model.
-        survey: survey of the full model.
-        index: stage number, from the embedding.
-        takes_gradient: something before the stage is trained, so it sends a gradient back.
-        trains: something in the stage or before it is trained, so it has a backward.
+    """One stage of the chain. takes_gradient: something before the stage is trained, so it sends a gradient back.
+    trains: something in the stage or before it is trained, so it has a backward.
     """
 
     def __init__(
@@ -45,9 +37,7 @@ class Stage:
     ):  # fmt: skip
         self.index = index
         self.takes_gradient, self.trains = takes_gradient, trains
-        self._model = model
-        self._chain = chain
-        self._survey = survey
+        self._model, self._chain, self._survey = model, chain, survey
         self._flow = Flow(index, survey)
         self._relays: list[tuple[blocks.Site, Relay]] = []
 
@@ -58,7 +48,6 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """True if the loss follows this stage."""
         return self.index == max(self._survey.stages)
 
     @property
@@ -73,28 +62,18 @@ class Stage:
         return tuple(site.path for site in self._chain.blocks if site.path in own)
 
     def sites(self) -> tuple[blocks.Site, ...]:
-        """Return the sites of its modules."""
         pairs = zip(self._chain.sites, self._survey.stages, strict=True)
         return tuple(site for site, stage in pairs if stage == self.index)
 
     def survey(self, forward: ForwardFn, batch: Any) -> StageRoute:
-        """Return the tensors that cross between stages for a batch of this structure. Identical on all ranks.
-
-        Raises:
-            ModelError: if a stage would need a value that it cannot receive.
+        """Return the tensors that cross between stages for a batch of this structure. Identical on all ranks. Raises
+        ModelError if a stage would need a value that it cannot receive.
         """
         return self._survey.route(forward, batch, training=self._model.training)
 
     def forward(self, forward: ForwardFn, batch: Any, incoming: Carried | None) -> Any:
-        """Return the tensors for the next stage, or the model's output on the last stage.
-
-        Args:
-            forward: calls the model.
-            batch: one microbatch.
-            incoming: received tensors, or None on the first stage.
-
-        Raises:
-            ModelError: if the stage would need a value that it does not have.
+        """Return the tensors for the next stage, or the model's output on the last stage. incoming: received tensors,
+        or None on the first stage. Raises ModelError if the stage would need a value that it does not have.
         """
         route = self.survey(forward, batch)
         output = None
@@ -141,9 +120,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """This rank's stages by ascending number, and placements of weights that it shares with another stage.
-
-    `counts` holds the number of blocks of each stage of the pipeline.
+    """This rank's stages by ascending number, and placements of weights that it shares with another stage. `counts`
+    holds the number of blocks of each stage of the pipeline.
     """
 
     stages: dict[int, Stage]
@@ -152,13 +130,10 @@ class Split:
 
 
 def split_model(model: nn.Module, mesh: Mesh) -> Split:
-    """Keep only this rank's stages of a model, in place. The model may be on the meta device.
-
-    Modules of other stages are replaced by substitutes without parameters, so that names equal the full model's.
-
-    Raises:
-        ModelError: if the model is not a chain of blocks, or shares weights between stages other than first and last.
-        PlanError: if the plan's split does not fit.
+    """Keep only this rank's stages of a model, in place. The model may be on the meta device. Modules of other stages
+    are replaced by substitutes without parameters, so that names equal the full model's. Raises ModelError if the model
+    is not a chain of blocks, or shares weights between stages other than first and last. Raises PlanError if the plan's
+    split does not fit.
     """
     plan, rank = mesh.plan, mesh["pp"].rank
     chain = find_chain(model)
@@ -182,10 +157,8 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
 
 
 def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
-    """Return the blocks per stage: the plan's split, or a split with balanced matrix elements.
-
-    Raises:
-        PlanError: if the plan's split or the number of stages does not fit.
+    """Return the blocks per stage: the plan's split, or a split with balanced matrix elements. Raises PlanError if the
+    plan's split or the number of stages does not fit.
     """
     num_stages, num_blocks = plan.pp * plan.virtual_stages, len(chain.blocks)
     if plan.split:
@@ -227,12 +200,8 @@ def _is_trained(sites: Sequence[blocks.Site]) -> bool:
 
 
 def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dict[tuple[str, ...], dict[str, str]]:
-    """Return each name of the weights that ranks share, with the name in checkpoints, by the axis of the ranks.
-
-    The first and the last rank may share a weight, and all ranks.
-
-    Raises:
-        ModelError: if other ranks share a weight.
+    """Return each name of the weights that ranks share, with the name in checkpoints, by the axis of the ranks. The
+    first and the last rank may share a weight, and all ranks. Raises ModelError if other ranks share a weight.
     """
     ranks: dict[int, dict[int, str]] = {}
     for stage in stages:

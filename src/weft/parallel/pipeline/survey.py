@@ -58,10 +58,8 @@ class EntryCall:
 
 @dataclass(frozen=True, slots=True)
 class StageRoute:
-    """Tensors that cross between stages in a forward.
-
-    `calls` holds the module number of each call. `entry` and `values` are keyed by the receiving stage. `last` maps
-    each stage to its last call.
+    """Tensors that cross between stages in a forward. `calls` holds the module number of each call. `entry` and
+    `values` are keyed by the receiving stage. `last` maps each stage to its last call.
     """
 
     calls: tuple[int, ...]
@@ -81,12 +79,8 @@ class _AnyPositions:
 
 
 class ValueSurvey:
-    """Routes of a model, by form of the batch.
-
-    Args:
-        model: the model before it is split. It is not modified.
-        chain: the model's chain.
-        stops: for each stage, the number of blocks before its end.
+    """Routes of a model, by form of the batch. model: the model before it is split. It is not modified. stops: for each
+    stage, the number of blocks before its end.
     """
 
     def __init__(self, model: nn.Module, chain: Chain, stops: Sequence[int]):
@@ -102,10 +96,8 @@ class ValueSurvey:
         self._routes: dict[Any, StageRoute] = {}
 
     def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> StageRoute:
-        """Return the tensors that cross between stages for a batch of this structure.
-
-        Raises:
-            ModelError: if a stage would need a value that it cannot receive.
+        """Return the tensors that cross between stages for a batch of this structure. Raises ModelError if a stage
+        would need a value that it cannot receive.
         """
         key = _structure(batch), training
         if key not in self._routes:
@@ -287,7 +279,6 @@ class Surveyed(StandIn):
         return kind_of(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the call and return remote tensors."""
         number, survey = self.__dict__["_survey"]
         return survey.called(number, args, kwargs)
 
@@ -308,7 +299,6 @@ class InnerModule(StandIn):
         return kind_of(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse."""
         del args, kwargs
         raise ModelError(
             f"pp: forward calls {self.path!r} without calling the block around it, and it is on one stage only. Call "
@@ -326,15 +316,8 @@ def kind_of(stand_in: StandIn) -> type:
 
 
 def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
-    """Return an attribute of a module on another stage: weights as remote tensors, modules as `InnerModule`.
-
-    Args:
-        probe: probe of the module in the chain.
-        inner: path within the module.
-        name: attribute name.
-
-    Raises:
-        ModelError: if the module's calls change the attribute.
+    """Return an attribute of a module on another stage: weights as remote tensors, modules as `InnerModule`. Raises
+    ModelError if the module's calls change the attribute.
     """
     value = getattr(probe.module.get_submodule(inner), name)
     if (inner, name) in probe.state:
@@ -356,17 +339,8 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
 def remote_outputs(
     probe: Probe, args: Any, kwargs: Any, call: int, device: torch.device, received: Mapping[Value, torch.Tensor]
 ) -> Any:  # fmt: skip
-    """Return a module's outputs as remote tensors, except for the received ones.
-
-    Attributes with tensors that the module would set are set on it too.
-
-    Args:
-        probe: probe of the module.
-        args: positional arguments of the call.
-        kwargs: named arguments of the call.
-        call: call number.
-        device: device that the remote tensors report.
-        received: tensors that this stage received.
+    """Return a module's outputs as remote tensors, except for the received ones. Attributes with tensors that the
+    module would set are set on it too.
     """
     returned = probe.returned(args, kwargs)
     count = iter(range(2**31))

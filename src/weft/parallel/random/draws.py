@@ -118,7 +118,6 @@ def bernoulli(input: Tensor, p: float | None = None) -> Tensor:
 
 
 def _draw(like: Tensor, bits: int) -> Tensor:
-    """Draw an integer below 2^bits for each element."""
     key, places = _active[-1].next_draw(like, _calling_modules())
     return integers_at(key, places, bits)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,14 +82,11 @@ _RATES = (
 )  # fmt: skip
 
 
-def _is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
-    return type(module).forward is nn.Dropout.forward
-
-
 def drops_itself(module: nn.Module) -> bool:
     """Return True if a module is nn.Dropout, has a rate attribute, or is attention that contains a dropout."""
-    if _is_dropout(module):
-        return module.p > 0
+    if type(module).forward is nn.Dropout.forward:
+        rate: Any = module.p
+        return rate > 0
     kind = type(module).__name__.lower()
     for name in _RATES:
         value: Any = getattr(module, name, None)
@@ -115,7 +112,7 @@ def key_of(*parts: int | str) -> int:
 
 
 def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
-    """Return a number for each combination of positions, int32 of shape (len(places[0]), len(places[1]), ...).
+    """Return a number for each combination of positions, int32, with a dim for each of `places`.
 
     `key` is a Python integer, or a 0-d int64 tensor. `places` are int64 vectors on one device, at least one if the key
     is a Python integer.
@@ -129,22 +126,14 @@ def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
 def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Return the elements that are kept if each is dropped with probability `rate`: bool, of the broadcast shape.
 
-    Args:
-        lines: result of `lines_of` for all dims but the last, with a last dim of 1.
-        columns: result of `lines_of` for the last dim.
-        rate: 0 to 1.
+    lines: result of `lines_of` for all dims but the last, with a last dim of 1. columns: result of `lines_of` for the
+    last dim. rate: 0 to 1.
     """
     return _hash(lines ^ columns) >= round(rate * 2**32) - 2**31
 
 
 def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
-    """Draw an integer below 2^bits for each combination of positions, int64 of shape (len(places[0]), ...).
-
-    Args:
-        key: int64, 0-d.
-        places: positions per dim, int64, 1-D.
-        bits: 1 to 62.
-    """
+    """Draw an integer below 2^bits for each combination of positions, int64. Positions are int64, 1-D, for each dim."""
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
     return ((high << 30) ^ (low >> 2)) >> (62 - bits)
 
@@ -168,13 +157,9 @@ def _hash(x: Tensor) -> Tensor:
 def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
     """Draw the mask of `keeps` for all combinations of positions: lines from the key, columns from its complement.
 
-    The shape is (len(places[0]), len(places[1]), ...). In compiled code this is one operator: generated code would
+    In compiled code this is one operator: generated code would
     treat positions as index arithmetic, which does not use 64 bits, and would draw other numbers.
-
-    Args:
-        key: int64, 0-d.
-        places: positions per dim, int64, 1-D.
-        rate: 0 to 1.
+    key: int64, 0-d. Positions are int64, 1-D, for each dim. rate: 0 to 1.
     """
     if torch.compiler.is_compiling():
         return keep_mask_operator(key, places, rate)
@@ -183,7 +168,6 @@ def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
 
 @torch.library.custom_op("weft::kept", mutates_args=(), schema="(Tensor key, Tensor[] places, float rate) -> Tensor")
 def keep_mask_operator(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
-    """Compute `keep_mask_at` as a torch operator."""
     return keep_mask_at(key, places, rate)
 
 
@@ -200,7 +184,6 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return a logical right shift."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -267,7 +250,7 @@ class SampleNumbers:
 
 
 def rows_of_samples(numbers: Tensor, count: int) -> Tensor:
-    """Return `SampleNumbers.places` for samples without `rows`, from their numbers. For compiled code."""
+    """Return `SampleNumbers.row_numbers` for samples without `rows`, from their numbers. For compiled code."""
     size, rest = divmod(count, len(numbers))
     if rest:
         return numbers[0] + torch.arange(count, device=numbers.device)

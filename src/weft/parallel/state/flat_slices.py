@@ -42,19 +42,11 @@ class Original:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
-    def bytes_laid_out(self, precision: Precision) -> int:
-        """Return the bytes of the values in forward and backward, plus the master weights if they are rounded."""
-        if not self.dtype.is_floating_point:
-            return self.num_bytes
-        masters = precision.master.itemsize if self.is_trained and precision.is_mixed else 0
-        return self.numel * (precision.compute.itemsize + masters)
-
 
 def originals_of(model: nn.Module) -> dict[str, Original]:
     """Return the entries of a plain model's state_dict by name, in its order.
 
-    Raises:
-        ModelError: if a parameter or buffer belongs to a lazy module, which has no shape yet.
+    Raises ModelError if a parameter or buffer belongs to a lazy module, which has no shape yet.
     """
     first: dict[int, str] = {}
     found: dict[str, Original] = {}
@@ -76,8 +68,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
 def refuse_float64(model: nn.Module, plan: Plan) -> None:
     """Refuse a float64 model under a precision that keeps weights in float32.
 
-    Raises:
-        ModelError: with the first float64 parameter.
+    Raises ModelError with the first float64 parameter.
     """
     if Precision.of(plan).master == torch.float64:
         return
@@ -93,7 +84,11 @@ def dtype_growth_warning(originals: Mapping[str, Original], precision: Precision
     """Return a warning if parameters loaded in 16 bits will take more memory, else ""."""
     params = [one for name, one in originals.items() if one.is_parameter and one.first == name]
     narrow = {one.dtype for one in params} & {torch.bfloat16, torch.float16}
-    before, after = sum(one.num_bytes for one in params), sum(one.bytes_laid_out(precision) for one in params)
+    before, after = sum(one.num_bytes for one in params), 0
+    for one in params:
+        masters = precision.master.itemsize if one.is_trained and precision.is_mixed else 0
+        is_float = one.dtype.is_floating_point
+        after += one.numel * (precision.compute.itemsize + masters) if is_float else one.num_bytes
     if not narrow or after <= before:
         return ""
     loaded = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in narrow))
@@ -139,14 +134,7 @@ class StateSource(Protocol):
         ...
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with consecutive elements of a part in flat order, in the saved dtype.
-
-        Args:
-            name: name of the tensor.
-            part: part of the full tensor.
-            start: first element within the flattened part.
-            out: buffer that is filled completely.
-        """
+        """Fill `out` with consecutive elements of a part in flat order, in the saved dtype."""
         ...
 
 
@@ -169,11 +157,7 @@ class FlatSlice:
     def of_full(cls, name: str, tensor: torch.Tensor, part: Part, deal: OwnershipMap) -> FlatSlice:
         """Return the flat slice, of the tensor's dtype and shape (numel,), of a part that this rank holds completely.
 
-        Args:
-            name: name in the checkpoint.
-            tensor: the part, with any strides.
-            part: which elements of the full tensor it is.
-            deal: assignment of the elements to ranks that hold the same part.
+        deal: assignment of the elements to ranks that hold the same part.
         """
         tensor = tensor.detach()
         dense = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
@@ -194,8 +178,7 @@ class FlatSlice:
     def fill(self, source: StateSource) -> None:
         """Read its elements from a checkpoint.
 
-        Raises:
-            CheckpointError: if the checkpoint lacks the tensor or has another shape.
+        Raises CheckpointError if the checkpoint lacks the tensor or has another shape.
         """
         saved = expected(source, self.name, self.part.shape)
         kind, flat = torch_formats()[saved.dtype], self.flat
@@ -204,26 +187,23 @@ class FlatSlice:
         if flat.dtype == kind and flat.device.type == "cpu" and flat.is_contiguous():
             source.read(self.name, self.part, self.start, flat.view(torch.uint8).numpy().data)
             torch.autograd.graph.increment_version(flat)
-            self._bring_home()
-            return
-        for first in range(0, flat.numel(), _AT_ONCE):
-            target = flat[first : first + _AT_ONCE]
-            staged = torch.empty(target.numel(), dtype=kind)
-            source.read(self.name, self.part, self.start + first, staged.view(torch.uint8).numpy().data)
-            target.copy_(staged)
-        self._bring_home()
+        else:
+            for first in range(0, flat.numel(), _AT_ONCE):
+                target = flat[first : first + _AT_ONCE]
+                staged = torch.empty(target.numel(), dtype=kind)
+                source.read(self.name, self.part, self.start + first, staged.view(torch.uint8).numpy().data)
+                target.copy_(staged)
+        self.bring_home()
 
-    def _bring_home(self) -> None:
+    def bring_home(self) -> None:
+        """Copy the elements to the tensor that they are a copy of, if any."""
         if self.home is not None:
             self.home.copy_(self.flat.view(self.home.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """Consecutive elements of a flattened part from `start` on, for optimizers that need positions.
-
-    `name` is the name in checkpoints.
-    """
+    """Consecutive elements of a flattened part from `start` on, for optimizers that need positions."""
 
     name: str
     part: Part
@@ -255,11 +235,7 @@ def register_param_locations(optimizer: torch.optim.Optimizer, held: Iterable[tu
 
 
 def expected(source: StateSource, name: str, shape: tuple[int, ...]) -> SavedTensor:
-    """Return the checkpoint's entry of that name.
-
-    Raises:
-        CheckpointError: if it is missing or has another shape.
-    """
+    """Return the checkpoint's entry of that name. Raises CheckpointError if it is missing or has another shape."""
     saved = source.entries.get(name)
     if saved is None:
         raise CheckpointError(
@@ -283,10 +259,7 @@ def read_full(source: StateSource, name: str) -> torch.Tensor:
 
 
 def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or in the order of `stride`.
-
-    Another order may need a copy.
-    """
+    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or by `stride`."""
     if stride is not None and stride != tensor.stride() and tensor.numel():
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
@@ -296,11 +269,8 @@ def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torc
 def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
     """Return a state of a local parameter from a checkpoint, in the saved dtype.
 
-    Args:
-        full_name: name of the state in the checkpoint, `parameter/key`.
-        like: position of the local part in the full parameter.
-        piece: this rank's part of the parameter. The state has its shape.
-        source: the checkpoint.
+    full_name: name of the state in the checkpoint, `parameter/key`. piece: this rank's part of the parameter. The state
+    has its shape.
     """
     target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
     FlatSlice(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)
@@ -308,14 +278,6 @@ def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSo
 
 
 def single_rank_slice(name: str, value: torch.Tensor, rank: int) -> FlatSlice:
-    """Return the flat slice, of the value's dtype and shape (numel,), of a tensor that one rank writes in full.
-
-    For values that are not shaped like a parameter.
-
-    Args:
-        name: name in the checkpoint.
-        value: identical on all ranks.
-        rank: the rank that writes it.
-    """
+    """Return the flat slice, of the value's dtype and shape (numel,), of a tensor that one rank writes in full."""
     value = value.detach().contiguous()
     return FlatSlice(name, Part(tuple(value.shape)), OwnershipMap.to_one(rank, value.numel()), 0, value.view(-1))

@@ -52,10 +52,8 @@ class DataParallel(Protocol):
     """Gradients, master weights and the collectives between them, of one module on one rank.
 
     Names are the names in `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank
-    used
-    in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the model in
-    one
-    process: sharded parts are joined, and other pipeline stages are included.
+    used in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the
+    model in one process: sharded parts are joined, and other pipeline stages are included.
 
     `axes` holds the placements of local parts and the axes over which gradients are summed.
     """
@@ -77,10 +75,7 @@ class DataParallel(Protocol):
         ...
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Run forward and backward of one microbatch inside this context.
-
-        In the last one, gradient collectives may start.
-        """
+        """Run forward and backward of one microbatch in this context. In the last one, collectives may start."""
         ...
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
@@ -132,11 +127,8 @@ class DataParallel(Protocol):
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Publish the new weights to the next forward on all ranks, after `optimizer.step()`.
 
-        Args:
-            clip: factor by which clipping multiplied the gradients.
-            follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights
-                when it is called, and every method here that reads weights waits for all. Call `arrive` before reading
-                parameters.
+        follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights when it
+        is called, and every method here that reads weights waits for all. Call `arrive` before reading parameters.
         """
         ...
 
@@ -152,9 +144,7 @@ class DataParallel(Protocol):
         """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
 
         Does nothing if the optimizer is already adopted.
-
-        Raises:
-            ModelError: if it has states, or holds a parameter that is not the module's.
+        Raises ModelError if it has states, or holds a parameter that is not the module's.
         """
         ...
 
@@ -208,29 +198,19 @@ class DataParallel(Protocol):
         ...
 
 
-class _Attached:
-    """Attaches the engine to its module, but not to copies and pickles: a copy of the module is a plain module."""
+class NotCopied:
+    """Attribute of a module that becomes None in copies and pickles of it: a copy is a plain module."""
 
-    def __init__(self, engine: DataParallel, originals: Mapping[str, Original]):
-        self.engine = engine
-        self.originals = originals
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+    def __init__(self, value: Any):
+        self.value = value
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
-    """Keep the engine with its module, for `data_parallel` and `originals`.
-
-    Args:
-        model: the parallelized module.
-        engine: engine of its parameters.
-        originals: tensors of the plain module, by name. None means empty.
-    """
-    setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
+    """Keep the engine and the tensors of the plain module with the module, for `data_parallel` and `originals`."""
+    setattr(model, _ATTRIBUTE, NotCopied((engine, originals or {})))
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -240,14 +220,13 @@ def is_attached(model: nn.Module) -> bool:
 
 def originals(model: nn.Module) -> Mapping[str, Original]:
     """Return the tensors that a parallelized module held before, by name."""
-    return getattr(model, _ATTRIBUTE).originals
+    return getattr(model, _ATTRIBUTE).value[1]
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
     """Return the engine that `parallelize` made for this module.
 
-    Raises:
-        ModelError: if it was not called, or the module is a copy.
+    Raises ModelError if it was not called, or the module is a copy.
     """
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
@@ -255,7 +234,7 @@ def data_parallel(model: nn.Module) -> DataParallel:
             f"model of type {type(model).__name__}: it is not parallelized, or is a copy of a parallelized model. "
             f"Call parallelize(model, mesh) first."
         )
-    return attached.engine
+    return attached.value[0]
 
 
 # Matrices sharded by tensor parallelism, joined temporarily for optimizers that need full matrices.
@@ -278,26 +257,16 @@ class ShardedJoin:
         return self.axes.full_shape(self.name, part.shape)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor."""
         return self.axes.part(self.name, whole)
 
 
 def join_sharded(
-    optimizer: torch.optim.Optimizer,
-    params: Iterable[tuple[str, nn.Parameter]],
-    axes: AxisMap,
-    device: torch.device,
+    optimizer: torch.optim.Optimizer, params: Iterable[tuple[str, nn.Parameter]], axes: AxisMap, device: torch.device
 ) -> None:
     """Set the joins of sharded parameters on an optimizer that needs full matrices.
 
-    Args:
-        optimizer: an attribute `joins` marks support for sharded parameters.
-        params: parameters that this rank updates, by name.
-        axes: placements of the parameters.
-        device: device of the collectives.
-
-    Raises:
-        ModelError: if the optimizer does not support sharded parameters.
+    optimizer: an attribute `joins` marks support for sharded parameters.
+    Raises ModelError if the optimizer does not support sharded parameters.
     """
     cut = {name: param for name, param in params if axes.is_divided(name)}
     joins = getattr(optimizer, "joins", None)

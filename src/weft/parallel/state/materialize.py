@@ -26,16 +26,10 @@ from weft.parallel.state.placement import AxisMap
 class Materialise:
     """Materializes the parameters of one model.
 
-    Args:
-        model: model whose parameters may be on the meta device.
-        axes: placements of its parameters.
-        seed: seed for `weft.models.initialize`. None if no parameter needs initialization.
-        filled_later: values are loaded from files afterwards, so each rank only allocates its part. A and B of adapters
-            are initialized from the seed, because files do not contain them.
-        device: target device.
-
-    Raises:
-        ModelError: if a buffer is on the meta device, or a parameter is and there is no seed.
+    seed: seed for `weft.models.initialize`. None if no parameter needs initialization. filled_later: values are loaded
+    from files afterwards, so each rank only allocates its part. A and B of adapters are initialized from the seed,
+    because files do not contain them.
+    Raises ModelError if a buffer is on the meta device, or a parameter is and there is no seed.
     """
 
     def __init__(
@@ -43,9 +37,7 @@ class Materialise:
     ):
         self._filled_later = filled_later
         self._awaited: set[int] = set()
-        self._axes = axes
-        self._seed = seed
-        self._device = device
+        self._axes, self._seed, self._device = axes, seed, device
         self._owners: dict[int, tuple[str, nn.Module]] = {}
         for path, module in model.named_modules():
             for name, param in module.named_parameters(recurse=False):
@@ -109,31 +101,23 @@ def move(model: nn.Module, device: torch.device) -> None:
 def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
     """Compare names, full shapes, sharding and requires_grad among the ranks of one stage.
 
-    Args:
-        model: this rank's model.
-        axes: placements of its parameters.
-        device: device of the communicated tensors.
-
-    Raises:
-        CommError: if a rank built another model. It names tensor and ranks.
-        ModelError: if a parameter is complex.
+    Raises CommError if a rank built another model. It names tensor and ranks. Raises ModelError if a parameter is
+    complex.
     """
     axis = axes.stage
-    rows = [
-        (name, axes.full_shape(name, tensor.shape), getattr(tensor, "requires_grad", False), *axes.agreed_fields(name))
-        for name, tensor in model.named_parameters()
-    ]
-    rows += [
-        (name, axes.full_shape(name, tensor.shape), False, *axes.agreed_fields(name))
-        for name, tensor in model.named_buffers()
-    ]
+    rows: list[tuple[Any, ...]] = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        rows.append((name, axes.full_shape(name, tensor.shape), is_trained, *axes.agreed_fields(name)))
     for name, param in model.named_parameters():
         if param.is_complex():
             raise ModelError(f"parameter {name!r}: it is complex. Keep it as torch.view_as_real of it.")
     if axis.size == 1:
         return
     most = all_reduce(torch.tensor([len(rows)], device=device), axis, op="max").item()
-    marks = torch.tensor([_mark(row) for row in rows] + [0] * (int(most) - len(rows)), device=device)
+    hashes = [hashlib.blake2b(repr(row).encode(), digest_size=8).digest() for row in rows]
+    numbers = [int.from_bytes(one, "little", signed=True) for one in hashes]
+    marks = torch.tensor(numbers + [0] * (int(most) - len(rows)), device=device)
     # Reduce min and max instead of gathering: the received bytes must not grow with the number of ranks.
     unlike = (all_reduce(marks.clone(), axis, op="max") != all_reduce(marks.clone(), axis, op="min")).nonzero()
     if len(unlike):
@@ -148,10 +132,6 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
         )
 
 
-def _mark(row: tuple[object, ...]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)
-
-
 # Guards of state_dict and related methods if a rank holds only shards: they raise an error with the right call.
 
 _ATTRIBUTE = "_weft_pieces"
@@ -162,15 +142,29 @@ def guard_model(model: nn.Module, axes: AxisMap) -> None:
     words = _divided_model(axes)
     if not words:
         return
-    guard = _Guard(f"model of type {_plain_type(model).__name__}: under {words} this rank has only a part of it")
+    guard, kind = _Guard(), next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")).__name__
+    start = f"model of type {kind}: under {words} this rank has only a part of it"
+    save = (
+        f"{start}, so state_dict() would return shards. Use run.save(folder, step=..., model=..., optimizer=...) to "
+        "resume later, run.full_state_dict(model) for full tensors, or run.save_pretrained(model, folder) for Hugging "
+        "Face files."
+    )
+    load = (
+        f"{start}, so load_state_dict() would load full tensors into shards. Load before run.parallelize(model), or "
+        "use run.load(folder, model=..., optimizer=...) for what run.save wrote."
+    )
+    copy = (
+        f"model of type {kind}: under zero=3 its weights are shards, and it cannot be copied, as AveragedModel and "
+        "copy.deepcopy do. Use run.ema(model, decay=0.999) for averaged weights, or run.full_state_dict(model)."
+    )
     # On each module: scripts often save the model inside of a wrapper.
     for module in model.modules():
         if next(module.parameters(), None) is not None or module is model:
-            module.register_state_dict_pre_hook(guard.before_save)
-            module.register_load_state_dict_pre_hook(guard.before_load)
+            module.register_state_dict_pre_hook(functools.partial(guard.refuse, save))
+            module.register_load_state_dict_pre_hook(functools.partial(guard.refuse, load))
             if axes.mesh.plan.zero == 3:
                 # copy.deepcopy looks at the instance. fully_shard's own class would only raise an assertion.
-                module.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, _plain_type(model).__name__)
+                module.__dict__["__deepcopy__"] = functools.partial(_refuse, copy)
     setattr(model, _ATTRIBUTE, guard)
 
 
@@ -198,8 +192,13 @@ def guard_optimizer(optimizer: torch.optim.Optimizer, axes: AxisMap) -> None:
     if not said:
         return
     start = f"optimizer {type(optimizer).__name__}: under {said} this rank has only a part of its states"
-    optimizer.register_state_dict_pre_hook(functools.partial(_refuse_optimizer_save, start))
-    optimizer.register_load_state_dict_pre_hook(functools.partial(_refuse_optimizer_load, start))
+    save = f"{start}, so state_dict() would return shards. Use run.save(folder, step=..., model=..., optimizer=...)."
+    load = (
+        f"{start}, so load_state_dict() would take other states for them. Use run.load(folder, model=..., "
+        "optimizer=...) for what run.save wrote."
+    )
+    optimizer.register_state_dict_pre_hook(functools.partial(_refuse, save))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_refuse, load))
 
 
 def _divided_model(axes: AxisMap) -> str:
@@ -211,54 +210,15 @@ def _divided_model(axes: AxisMap) -> str:
     return " ".join([*words, "zero=3"] if plan.zero == 3 else words)
 
 
-def _plain_type(model: nn.Module) -> type:
-    """Return the model's class as the user wrote it."""
-    return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
-
-
 class _Guard:
     """Hooks of one model. An object, because copies and pickles of a module include its hooks."""
 
-    def __init__(self, start: str):
-        self.is_open = False
-        self._start = start
+    is_open = False
 
-    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        del module, prefix, keep_vars
+    def refuse(self, message: str, *args: Any) -> None:
         if not self.is_open:
-            raise ModelError(
-                f"{self._start}, so state_dict() would return shards. Use run.save(folder, step=..., model=..., "
-                "optimizer=...) to resume later, run.full_state_dict(model) for full tensors, or "
-                "run.save_pretrained(model, folder) for Hugging Face files."
-            )
-
-    def before_load(self, module: nn.Module, *rest: Any) -> None:
-        del module, rest
-        if not self.is_open:
-            raise ModelError(
-                f"{self._start}, so load_state_dict() would load full tensors into shards. Load before "
-                "run.parallelize(model), or use run.load(folder, model=..., optimizer=...) for what run.save wrote."
-            )
+            raise ModelError(message)
 
 
-def _refuse_optimizer_save(start: str, optimizer: torch.optim.Optimizer) -> NoReturn:
-    del optimizer
-    raise ModelError(
-        f"{start}, so state_dict() would return shards. Use run.save(folder, step=..., model=..., optimizer=...)."
-    )
-
-
-def _refuse_optimizer_load(start: str, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> NoReturn:
-    del optimizer, state
-    raise ModelError(
-        f"{start}, so load_state_dict() would take other states for them. Use run.load(folder, model=..., "
-        f"optimizer=...) for what run.save wrote."
-    )
-
-
-def _refuse_copy(name: str, memo: dict[int, Any]) -> NoReturn:
-    del memo
-    raise ModelError(
-        f"model of type {name}: under zero=3 its weights are shards, and it cannot be copied, as AveragedModel and "
-        f"copy.deepcopy do. Use run.ema(model, decay=0.999) for averaged weights, or run.full_state_dict(model)."
-    )
+def _refuse(message: str, *args: Any) -> NoReturn:
+    raise ModelError(message)

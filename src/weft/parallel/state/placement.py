@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from weft.checkpoint.read import OwnershipMap, Part, assign_evenly
+from weft.checkpoint.read import Part, assign_evenly
 from weft.comm.collectives import all_gather
-from weft.comm.mesh import Axis, Mesh
-from weft.comm.rank_positions import ENDS
+from weft.comm.mesh import ENDS, Axis, Mesh
 from weft.errors import ModelError
 from weft.parallel.state.flat_slices import FlatSlice
 
@@ -30,10 +29,8 @@ class Placement:
     dim: the sharded dim, divided into equal contiguous parts in order of the joined axis.
     parts: full sizes of segments of `dim` that are sharded separately (fused query-key-value, gate-up).
     index: rows of `dim` that this rank holds if they are not the equal part; needs `whole_shape`. Several ranks may
-    hold
-        the same rows (fewer key-value heads than tp). Then `partial` contains the sharding axis, adjacent ranks hold
-        the
-        same rows, and gradients are summed over these ranks.
+        hold the same rows (fewer key-value heads than tp). Then `partial` contains the sharding axis, adjacent ranks
+        hold the same rows, and gradients are summed over these ranks.
     whole_shape: full shape without padding; () if it follows from the part.
     partial: mesh axes in addition to the data axes over which the gradient is a partial sum.
     pad: rows of padding at the end of `dim` for equal parts. Not in checkpoints, and zero after loading.
@@ -77,13 +74,7 @@ class Placement:
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
 
     def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are beyond the full size.
-
-        Args:
-            local: shape of a rank's part.
-            rank: rank on the joined sharding axis.
-            size: size of that axis.
-        """
+        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are beyond the full size."""
         if self.index is not None:
             return tuple(_ranges(self.index))
         if not self.parts:
@@ -97,22 +88,25 @@ class Placement:
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Return a rank's part of the full tensor: a view if the rows are contiguous.
 
-        Args:
-            whole: the full tensor.
-            rank: rank on the joined sharding axis.
-            size: size of that axis.
+        Raises ModelError if the rows are not a multiple of the ranks.
         """
         if not self.cut:
             return whole
+        if self.pad:
+            shape = list(whole.shape)
+            shape[self.dim] = self.pad
+            whole = torch.cat([whole, whole.new_zeros(shape)], self.dim)
         if self.index is not None:
-            rows = torch.tensor(self.index, device=whole.device)
-            return self._padded(whole).index_select(self.dim, rows)
-        pieces = [
-            self._equal(segment, rank, size)
-            for segment in (
-                self._padded(whole).split(list(self.parts), self.dim) if self.parts else [self._padded(whole)]
-            )
-        ]
+            return whole.index_select(self.dim, torch.tensor(self.index, device=whole.device))
+        pieces: list[torch.Tensor] = []
+        for segment in whole.split(list(self.parts), self.dim) if self.parts else [whole]:
+            rows, rest = divmod(segment.shape[self.dim], size)
+            if rest:
+                raise ModelError(
+                    f"placement: {segment.shape[self.dim]} rows of dim {self.dim} are not a multiple of the {size} "
+                    f"ranks of {'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
+                )
+            pieces.append(segment.narrow(self.dim, rank * rows, rows))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def join(self, parts: Sequence[torch.Tensor], indexes: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
@@ -124,7 +118,12 @@ class Placement:
             return parts[0]
         if self.index is not None:
             assert indexes is not None
-            return self._scattered(parts, indexes)
+            shape = list(self.whole_shape)
+            shape[self.dim] += self.pad
+            whole = parts[0].new_zeros(shape)
+            for part, rows in zip(reversed(parts), reversed(indexes), strict=True):
+                whole.index_copy_(self.dim, torch.tensor(list(rows), device=whole.device), part)
+            return whole.narrow(self.dim, 0, self.whole_shape[self.dim])
         if not self.parts:
             whole = torch.cat(list(parts), self.dim)
         else:
@@ -132,30 +131,6 @@ class Placement:
             columns = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
             whole = torch.cat([piece for column in columns for piece in column], self.dim)
         return whole.narrow(self.dim, 0, whole.shape[self.dim] - self.pad)
-
-    def _scattered(self, parts: Sequence[torch.Tensor], indexes: Sequence[Sequence[int]]) -> torch.Tensor:
-        shape = list(self.whole_shape)
-        shape[self.dim] += self.pad
-        whole = parts[0].new_zeros(shape)
-        for part, rows in zip(reversed(parts), reversed(indexes), strict=True):
-            whole.index_copy_(self.dim, torch.tensor(list(rows), device=whole.device), part)
-        return whole.narrow(self.dim, 0, self.whole_shape[self.dim])
-
-    def _padded(self, whole: torch.Tensor) -> torch.Tensor:
-        if not self.pad:
-            return whole
-        shape = list(whole.shape)
-        shape[self.dim] = self.pad
-        return torch.cat([whole, whole.new_zeros(shape)], self.dim)
-
-    def _equal(self, segment: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        rows, rest = divmod(segment.shape[self.dim], size)
-        if rest:
-            raise ModelError(
-                f"placement: {segment.shape[self.dim]} rows of dim {self.dim} are not a multiple of the {size} ranks "
-                f"of {'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
-            )
-        return segment.narrow(self.dim, rank * rows, rows)
 
 
 def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -177,9 +152,7 @@ def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
     """Return the placements of several techniques as one.
 
     Only one technique may shard a parameter. Partial axes are combined.
-
-    Raises:
-        ModelError: if two techniques shard the same parameter.
+    Raises ModelError if two techniques shard the same parameter.
     """
     merged: dict[str, Placement] = {}
     for placements in found:
@@ -243,17 +216,12 @@ class AxisMap:
 
     `batch` is the default axis for gradient sums. `stage` joins all ranks with the same modules. `world` joins all
     ranks.
-
-    Args:
-        mesh: mesh of the ranks.
-        placements: placements from techniques, by name. A tensor without one is full.
-        sharded: the plan shards optimizer states (zero above 0).
+    placements: placements from techniques, by name. A tensor without one is full. sharded: the plan shards optimizer
+    states (zero above 0).
     """
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
-        self.placements = placements
-        self.mesh = mesh
-        self._sharded = sharded
+        self.placements, self.mesh, self._sharded = placements, mesh, sharded
         self._kinds: dict[tuple[object, ...], Axes] = {}
         self.batch = mesh.batch
         self.stage = self._joined((*_DATA, "cp", "tp"))
@@ -274,8 +242,7 @@ class AxisMap:
     def check_names(self, model: nn.Module) -> None:
         """Compare the names of placements with the module's names.
 
-        Raises:
-            ModelError: if the module lacks a tensor that has a placement.
+        Raises ModelError if the module lacks a tensor that has a placement.
         """
         known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         for name in self.placements:
@@ -296,10 +263,7 @@ class AxisMap:
         return self._kinds[key]
 
     def settling(self, name: str, buffer: torch.Tensor) -> Axis:
-        """Return the axis over which a buffer is made equal.
-
-        It contains the ranks with other samples, or all holders of the same part if the buffer has a placement.
-        """
+        """Return the axis over which a buffer is made equal: the ranks with other samples, or holders of its part."""
         return self.of(name, buffer.shape).same if name in self.placements else self.batch
 
     def full_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -308,10 +272,7 @@ class AxisMap:
         return placement.full_shape(shape, self._size(placement.cut))
 
     def full_tensor(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor from this rank's part, or from a tensor of its shape.
-
-        A collective over the sharding axis.
-        """
+        """Return the full tensor from this rank's part, or from a tensor of its shape. A collective."""
         placement = self.placement(name)
         axis = self.of(name, part.shape).cut
         if axis.size == 1:
@@ -345,13 +306,9 @@ class AxisMap:
 
     def slice_of(self, name: str, tensor: torch.Tensor) -> FlatSlice:
         """Return a tensor's flat slice, of its dtype and shape (numel,). Every rank of its kind holds the same part."""
-        part, deal = self.part_of(name, tensor), self.ownership_of(name, tensor.shape)
+        part, ranks = self.part_of(name, tensor), self.of(name, tensor.shape).same.ranks
+        deal = assign_evenly(ranks, tensor.numel(), len(ranks), turn=self.turn(name))
         return FlatSlice.of_full(self.saved_name(name), tensor, part, deal)
-
-    def ownership_of(self, name: str, shape: Sequence[int]) -> OwnershipMap:
-        """Return which rank writes which elements of a part that every rank of its kind holds completely."""
-        ranks, numel = self.of(name, shape).same.ranks, torch.Size(shape).numel()
-        return assign_evenly(ranks, numel, len(ranks), turn=self.turn(name))
 
     @staticmethod
     def turn(name: str) -> int:
@@ -375,8 +332,7 @@ class AxisMap:
     def refuse_sharded(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that needs full parameters for these sharded ones.
 
-        Raises:
-            ModelError: for the first of the names.
+        Raises ModelError for the first of the names.
         """
         for name in sorted(names):
             cut = self.placement(name).cut

@@ -51,8 +51,7 @@ class Precision:
     def of(cls, plan: Plan) -> Precision:
         """Return the dtypes and formats for the plan's `precision`, `reduce` and `compress`.
 
-        Raises:
-            PlanError: if they cannot be combined.
+        Raises PlanError if they cannot be combined.
         """
         compute = _COMPUTE[plan.precision]
         master = torch.float64 if compute == torch.float64 else torch.float32
@@ -74,8 +73,7 @@ class Precision:
     def refuse_error_feedback(self) -> None:
         """Refuse a custom loop with error feedback or with sync other than every step.
 
-        Raises:
-            ModelError: because a custom loop provides neither the gradient factor nor the step boundaries.
+        Raises ModelError because a custom loop provides neither the gradient factor nor the step boundaries.
         """
         if self.sync != "step":
             raise ModelError(
@@ -93,10 +91,7 @@ class Precision:
     def refuse_unscaled(self, what: str) -> None:
         """Refuse a custom loop if the loss must be scaled.
 
-        `what` describes the event, such as "backward() came".
-
-        Raises:
-            ModelError: under fp16.
+        `what` describes the event, such as "backward() came". Raises ModelError under fp16.
         """
         if self.scales_loss:
             raise ModelError(

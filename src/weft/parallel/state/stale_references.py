@@ -12,6 +12,7 @@ keeping such a reference is legal, for example in a list for an optimizer's grou
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -58,22 +59,16 @@ class OriginalParameters:
     def watch(self, model: nn.Module, compiles: bool) -> None:
         """Make the first forward refuse references to old values, if any exist.
 
-        Args:
-            model: the model after parallelize.
-            compiles: blocks are compiled; the watched forward runs without compiled code.
-
-        Raises:
-            ModelError: for a hook of a parameter that was replaced.
+        model: the model after parallelize. compiles: blocks are compiled; the watched forward runs without compiled
+        code. Raises ModelError for a hook of a parameter that was replaced.
         """
         named = dict(model.named_parameters())
         for name in self._hooked:
             if name in named and named[name] is not self._objects[name]():
                 raise ModelError(hook_refusal(name))
         current = list(model.parameters())
-        here, memory = (
-            {id(param) for param in current},
-            {_memory(one) for one in map(_local, current) if _has_memory(one)},
-        )
+        here = {id(param) for param in current}
+        memory = {_memory(one) for one in map(_local, current) if _has_memory(one)}
         objects = {
             name: ref for name, ref in self._objects.items() if (old := ref()) is not None and id(old) not in here
         }
@@ -105,13 +100,8 @@ def hook_refusal(name: str) -> str:
 
 
 class StaleReferences:
-    """Watches one model's first training forward and first evaluation for old parameters.
-
-    Args:
-        model: the model after parallelize.
-        objects: old parameters by name.
-        storages: old memory, with the name of the parameter that it belonged to and its address.
-        compiles: blocks are compiled.
+    """Watches one model's first training forward and first evaluation for old parameters. model: the model after
+    parallelize. storages: old memory, with the name of the parameter that it belonged to and its address.
     """
 
     def __init__(
@@ -129,18 +119,13 @@ class StaleReferences:
         self._depth = 0
         self._own_pass: ExitStack | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StaleReferences:
-        return StaleReferences(nn.Module(), {}, {}, False)  # a copy has separate parameters
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+        return StaleReferences, (nn.Module(), {}, {}, False)  # a copy has separate parameters
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Refuse operations on old parameters inside this context.
-
-        Raises:
-            ModelError: with the parameter and how the model reaches it.
+        """Refuse operations on old parameters inside this context. Raises ModelError with the parameter and how the
+        model reaches it.
         """
         self._depth += 1
         try:
@@ -163,13 +148,7 @@ class StaleReferences:
 
     @uncompiled
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """End the watch, and follow the gradients of the output.
-
-        Args:
-            model: the module of the hook.
-            args: the forward's arguments.
-            output: the forward's output, or None if it raised.
-        """
+        """End the watch, and follow the gradients of the output. output: the forward's output, or None if it raised."""
         del args
         own, self._own_pass = self._own_pass, None
         if own is not None:
@@ -191,29 +170,16 @@ class StaleReferences:
         return at_address if name is None and key is not None and not key.expired() else name
 
     def check_graph(self, output: Any) -> None:
-        """Refuse an output whose gradients reach an old parameter.
-
-        Raises:
-            ModelError: with the parameter and how the model reaches it.
+        """Refuse an output whose gradients reach an old parameter. Raises ModelError with the parameter and how the
+        model reaches it.
         """
         nodes = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
-        known = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor) and self.name_of(variable) is not None:
+        for variable in _variables(nodes):
+            if self.name_of(variable) is not None:
                 self.refuse(variable)
-            for following, _ in node.next_functions:
-                if following is not None and following not in known:
-                    known.add(following)
-                    nodes.append(following)
 
     def refuse(self, tensor: Tensor) -> None:
-        """Refuse a tensor with old values.
-
-        Raises:
-            ModelError: with the parameter and how the model reaches the tensor.
-        """
+        """Refuse a tensor with old values. Raises ModelError that names the parameter and how the model reaches it."""
         name, model = self.name_of(tensor), self._model()
         how = None if model is None else next(iter(_holders(model, self, name)), None)
         reached = f"through {how}" if how else "from outside of its modules, such as a global variable"
@@ -246,10 +212,6 @@ def watched_references(model: nn.Module) -> StaleReferences | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def _nothing() -> StaleReferences:
-    return StaleReferences(nn.Module(), {}, {}, False)
-
-
 def _reads_values(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
@@ -258,7 +220,6 @@ def _reads_values(func: Any) -> bool:
 
 
 def _local(param: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor."""
     local = getattr(param, "_local_tensor", None)
     return param if local is None else cast("Tensor", local)
 
@@ -297,7 +258,9 @@ def _references(
 ) -> Iterator[str]:
     if isinstance(value, Tensor):
         node = value.grad_fn
-        if stale.name_of(value) == name or (node is not None and _leads_to(node, stale, name)):
+        if stale.name_of(value) == name or any(
+            stale.name_of(one) == name for one in _variables([node] if node is not None else [], most=1000)
+        ):
             yield what
         return
     if depth > _DEPTH or id(value) in done or isinstance(value, nn.Module | type | str | bytes | int | float):
@@ -329,26 +292,20 @@ def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
         yield from (
             (f"global {key}", value.__globals__[key])
             for key in sorted(used)
-            if _is_container_or_tensor(value.__globals__[key])
+            if isinstance(value.__globals__[key], Tensor | list | tuple | dict | functools.partial)
         )
     elif hasattr(value, "__dict__"):
         yield from ((f"{what}.{key}", part) for key, part in list(vars(value).items()))
 
 
-def _is_container_or_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor | list | tuple | dict | functools.partial)
-
-
-def _leads_to(node: Any, stale: StaleReferences, name: str | None) -> bool:
-    """Return True if a tensor made before parallelize was computed from the parameter."""
-    nodes, known = [node], {node}
-    while nodes and len(known) < 1000:
-        one = nodes.pop()
-        variable = getattr(one, "variable", None)
-        if isinstance(variable, Tensor) and stale.name_of(variable) == name:
-            return True
-        for following, _ in one.next_functions:
+def _variables(nodes: list[Any], most: float = math.inf) -> Iterator[Tensor]:
+    """Yield the leaves of an autograd graph. most: nodes after which the search ends."""
+    known = set(nodes)
+    while nodes and len(known) < most:
+        node = nodes.pop()
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            yield variable
+        for following, _ in node.next_functions:
             if following is not None and following not in known:
                 known.add(following)
                 nodes.append(following)
-    return False

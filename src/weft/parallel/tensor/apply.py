@@ -67,19 +67,13 @@ def shard_tensors(
     """Divide the model's parameters in place as the layout specifies, and with sp the tokens between sharded layers.
 
     Returns the placements of the changed parameters.
+    Raises LayoutError if the layout does not fit the model. Raises PlanError if tp does not divide the model.
 
     Args:
-        model: full model, or a pipeline stage.
-        mesh: mesh of the plan.
         layout: layout of the model; None derives it from the model.
-        taken: parameters that another technique has sharded.
         runs: block paths of each local pipeline stage, or None if all blocks are local.
         is_whole: returns True for the path of a module that another technique keeps replicated.
         regions: regions in which sp divides tokens, from `check_full_model`; None derives them here.
-
-    Raises:
-        LayoutError: if the layout does not fit the model.
-        PlanError: if tp does not divide the model.
     """
     layout = find_layout(model) if layout is None else layout
     if mesh.plan.sp and regions is None and runs is None:
@@ -135,16 +129,9 @@ def check_full_model(
 
     Returns the layout, and the regions in which tokens are divided if the plan has sp. A trial step runs on small user
     models. If the trial fails with a derived layout, one module is left unsharded, and a warning names it.
-
-    Args:
-        model: full model.
-        mesh: mesh of the plan.
-        layout: layout of the model; None derives it from the model.
-        is_whole: returns True for the path of a module that another technique keeps replicated.
-        example: arguments of a forward, or None to generate them.
-
-    Raises:
-        LayoutError: if the layout names a missing module, sp would divide tokens that interact, or a trial fails.
+    layout: layout of the model; None derives it from the model. is_whole: returns True for the path of a module that
+    another technique keeps replicated. example: arguments of a forward, or None to generate them. Raises LayoutError if
+    the layout names a missing module, sp would divide tokens that interact, or a trial fails.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     if layout is not None:
@@ -202,17 +189,9 @@ def _checked(
 def find_token_regions(
     model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], tp: int, example: Any = None
 ) -> token_flow.TokenRegions:
-    """Return the regions in which sp divides tokens.
-
-    Args:
-        model: full model.
-        layout: layout of the model.
-        is_whole: returns True for the path of a module that another technique keeps replicated.
-        tp: number of tp ranks.
-        example: arguments of a forward, or None to generate them.
-
-    Raises:
-        LayoutError: if sp would divide tokens that interact.
+    """Return the regions in which sp divides tokens. is_whole: returns True for the path of a module that another
+    technique keeps replicated. example: arguments of a forward, or None to generate them. Raises LayoutError if sp
+    would divide tokens that interact.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     styles = read_styles(layout, modules, tp)
@@ -254,9 +233,8 @@ def _check_covered(
 
 
 def _finalize(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
-    """Broadcast the first rank's weights, since ranks may have initialized them differently.
-
-    taken: parameters that are already sharded across ranks.
+    """Broadcast the first rank's weights, since ranks may have initialized them differently. taken: parameters that are
+    already sharded across ranks.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or name in taken:

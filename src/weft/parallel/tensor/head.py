@@ -26,9 +26,8 @@ from weft.parallel.tensor.linear import SharedLayer
 
 
 class Labels(NamedTuple):
-    """Index of each token's label among the local vocabulary entries, and a mask of the local labels.
-
-    The index is 0 if the label is not local.
+    """Index of each token's label among the local vocabulary entries, and a mask of the local labels. The index is 0 if
+    the label is not local.
     """
 
     place_C1: Tensor
@@ -130,9 +129,8 @@ def _compiled() -> LogitPasses:
 
 @dataclass(frozen=True, slots=True)
 class LossChunking:
-    """Chunk size of a head's loss. It is equal on all tp ranks, because their chunks communicate.
-
-    compiled: compile the element-wise passes.
+    """Chunk size of a head's loss. It is equal on all tp ranks, because their chunks communicate. compiled: compile the
+    element-wise passes.
     """
 
     chunk: LossChunk = field(default_factory=LossChunk)
@@ -140,9 +138,8 @@ class LossChunking:
 
     @classmethod
     def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossChunking:
-        """Return the chunking for heads on `device`.
-
-        On a GPU this runs a collective over the axis: the smallest device determines the size.
+        """Return the chunking for heads on `device`. On a GPU this runs a collective over the axis: the smallest device
+        determines the size.
         """
         if device.type != "cuda":
             return cls(LossChunk(), compiled)
@@ -168,13 +165,10 @@ def token_loss(
 
     Args:
         x_BSD: input of the head; this rank's tokens if sp shards them.
-        weight_VD: this rank's rows of the head.
         bias_V: this rank's rows, or None.
         labels_BT: labels of all tokens, int64.
-        line: sharding of the head's layer.
         vocab: size of the full vocabulary. This rank has V entries from rank * V on; entries from `vocab` on are
             padding.
-        ignore: label of tokens to leave out.
         way: chunk size, or None for the default of a CPU.
         weights_BT: weights of all tokens' losses in the sum, or None for 1.
     """
@@ -216,10 +210,9 @@ class _TokenLoss(torch.autograd.Function):
 
 
 def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
-    """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens.
-
-    In chats most tokens have no label. Only on a CPU: on a device, the host would wait for the count. All tp ranks have
-    the same labels, so they make the same choice.
+    """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens. In chats
+    most tokens have no label. Only on a CPU: on a device, the host would wait for the count. All tp ranks have the same
+    labels, so they make the same choice.
     """
     if labels_N.device.type != "cpu":
         return None
@@ -267,9 +260,8 @@ class TokenChunks:
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
     def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Yield the losses of each chunk of tokens.
-
-        weights_N: weights of this pass's tokens in the gradients, or None for 1.
+        """Yield the losses of each chunk of tokens. weights_N: weights of this pass's tokens in the gradients, or None
+        for 1.
         """
         labels_N = self.labels_N
         rows = max(1, self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize))
@@ -341,9 +333,8 @@ class TokenChunks:
         trained_C: torch.Tensor,
         weights_C: torch.Tensor | None,
     ) -> None:
-        """Accumulate gradients from the logits' gradient. Tokens without a label are masked here.
-
-        Masking rows of hidden states is cheaper than masking rows of logits.
+        """Accumulate gradients from the logits' gradient. Tokens without a label are masked here. Masking rows of
+        hidden states is cheaper than masking rows of logits.
         """
         trained_C1 = trained_C[:, None]
         if weights_C is not None:

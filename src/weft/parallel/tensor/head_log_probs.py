@@ -30,12 +30,9 @@ def token_log_probs(
 
     Args:
         x_BSD: input of the head; this rank's tokens if sp shards them.
-        weight_VD: this rank's rows of the head.
         bias_V: this rank's rows, or None.
         labels_BT: labels of all tokens, int64.
-        line: sharding of the head's layer.
         vocab: size of the full vocabulary without padding.
-        ignore: label of tokens to leave out.
         way: chunk size, or None for the default of a CPU.
     """
     return _TokenLogProbs.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way or LossChunking())

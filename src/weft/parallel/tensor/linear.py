@@ -41,9 +41,8 @@ def cuts(tokens: int, pieces: int) -> list[slice]:
 def gather_multiply(
     x_BSD: Tensor, weights: Sequence[Tensor], axis: Axis, pieces: int, whole_ND: Tensor | None = None
 ) -> list[Tensor]:
-    """Return all tokens' products with each weight (F, D), (B, T, F).
-
-    whole_ND: receives all tokens, in the order of `by_chunks`.
+    """Return all tokens' products with each weight (F, D), (B, T, F). whole_ND: receives all tokens, in the order of
+    `by_chunks`.
     """
     batch, tokens, width = x_BSD.shape
     stretches = cuts(tokens, pieces)
@@ -89,10 +88,8 @@ def multiply_scatter(x_BTD: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) 
 def column_gradients(
     x_BSD: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], axis: Axis, *, of_x: bool, of_weights: bool
 ) -> list[Tensor]:
-    """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients.
-
-    The gather of the input overlaps with the product for x. The reduction of x's gradient overlaps with the products
-    for the weights.
+    """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients. The gather of
+    the input overlaps with the product for x. The reduction of x's gradient overlaps with the products for the weights.
     """
     gathering = start_all_gather(x_BSD.contiguous(), axis, out=_by_ranks(x_BSD, axis)) if of_weights else None
     flat = [grad.flatten(0, -2) for grad in grads]
@@ -211,11 +208,7 @@ class Gathering:
 
 
 def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
-    """Return the number of tokens per rank.
-
-    Raises:
-        PlanError: if the tokens do not divide evenly.
-    """
+    """Return the number of tokens per rank. Raises PlanError if the tokens do not divide evenly."""
     size, rest = divmod(shape[TOKENS], axis.size) if len(shape) > 2 else (0, 1)
     if rest:
         raise PlanError(
@@ -240,10 +233,8 @@ def without_padding(x: torch.Tensor, part: ShardPosition, dim: int = TOKENS) -> 
 
 
 def with_sequences(x: torch.Tensor, sequences: int, axis: Axis) -> torch.Tensor:
-    """Restore (B, S, D) of tokens that a model flattened to (B * S, D).
-
-    Raises:
-        PlanError: if the number of sequences is unknown or does not fit.
+    """Restore (B, S, D) of tokens that a model flattened to (B * S, D). Raises PlanError if the number of sequences is
+    unknown or does not fit.
     """
     if x.dim() != 2 or not sequences or x.shape[0] % sequences:
         token_share(x.shape[-2:], axis)
@@ -257,11 +248,10 @@ def columns(
     members: list[Column],
     held: DeferredWeightGrad | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return each member's product with the same input, whose gradient is summed over the line.
-
-    x: this rank's tokens, (B, S, D), which receives the gradient. whole: all tokens of x, or None to gather them in
-    chunks during the products. held: queue for deferred weight gradients. Under sequence parallelism it then also
-    retains the gathered input.
+    """Return each member's product with the same input, whose gradient is summed over the line. x: this rank's tokens,
+    (B, S, D), which receives the gradient. whole: all tokens of x, or None to gather them in chunks during the
+    products. held: queue for deferred weight gradients. Under sequence parallelism it then also retains the gathered
+    input.
     """
     weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
     biases = [one.bias for one in members]
@@ -347,9 +337,8 @@ def _input_gradient(
 
 
 def row_sum(product_BTD: torch.Tensor, line: SharedLayer, *, is_compiled: bool = False) -> torch.Tensor:
-    """Return the sum of the ranks' products over the line, or this rank's tokens of it if tokens are sharded.
-
-    The sum may overwrite the product. is_compiled: use operations that the compiler can trace.
+    """Return the sum of the ranks' products over the line, or this rank's tokens of it if tokens are sharded. The sum
+    may overwrite the product. is_compiled: use operations that the compiler can trace.
     """
     if is_compiled:
         if line.cuts_tokens:
@@ -393,13 +382,12 @@ _SCHEMAS = {
 
 
 def prepare_chunk_operators(axis: Axis) -> None:
-    """Build the operators that compiled graphs use for chunked products.
-
-    Call it before compiling code that uses the axis.
+    """Build the operators that compiled graphs use for chunked products. Call it before compiling code that uses the
+    axis.
     """
     real: dict[str, Callable[..., Any]] = {
-        "gather_multiply": _gather_multiply,
-        "multiply_scatter": _multiply_scatter,
+        "gather_multiply": lambda axis, x, weights, count: gather_multiply(x, weights, axis, count),
+        "multiply_scatter": lambda axis, x, weight, count: multiply_scatter(x, weight, axis, count),
         "column_gradients": _column_gradients,
         "row_gradients": _row_gradients,
     }
@@ -472,9 +460,8 @@ class _ReduceHandoff:
 
 
 class _RowFactors(Function):
-    """Stand-in for the product inside `_ChunkedRowSum`, with the product's backward.
-
-    layer: its weight, the queue for its deferred gradient, and True if it is transposed.
+    """Stand-in for the product inside `_ChunkedRowSum`, with the product's backward. layer: its weight, the queue for
+    its deferred gradient, and True if it is transposed.
     """
 
     @staticmethod
@@ -523,17 +510,9 @@ class _ChunkedRowSum(Function):
         return grads[0].new_zeros(1).expand(ctx.shape), None, None, None, None
 
 
-def _gather_multiply(axis: Axis, x: Tensor, weights: list[Tensor], count: int) -> list[Tensor]:
-    return gather_multiply(x, weights, axis, count)
-
-
 def _gathered_like(size: int, x: Tensor, weights: list[Tensor], count: int) -> list[Tensor]:
     del count
     return [x.new_empty((x.shape[0], x.shape[1] * size, weight.shape[0])) for weight in weights]
-
-
-def _multiply_scatter(axis: Axis, x: Tensor, weight: Tensor, count: int) -> Tensor:
-    return multiply_scatter(x, weight, axis, count)
 
 
 def _scattered_like(size: int, x: Tensor, weight: Tensor, count: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from weft.config.layout import Layout, Style
-from weft.config.rule import alternatives
+from weft.config.rules.rule import alternatives
 from weft.errors import LayoutError, PlanError
 from weft.models.inspect import layers
 from weft.models.inspect.layers import Heads
@@ -16,17 +16,12 @@ from weft.parallel.layers.index_check import StandIn
 
 
 def nowhere(path: str) -> bool:
-    """Return False: no module is replicated."""
     del path
     return False
 
 
 def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> dict[str, Style]:
-    """Return the style of each module that the layout names.
-
-    Raises:
-        LayoutError: if a module cannot have its style.
-    """
+    """Return the style of each module that the layout names. Raises LayoutError if a module cannot have its style."""
     if not any(isinstance(module, StandIn) for module in modules.values()):
         expect_used(layout, modules)
     here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # local modules
@@ -50,10 +45,8 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
 
 
 def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """Return the style of each parameter that the layout names: sharded by heads along dim 0, or partial.
-
-    Raises:
-        LayoutError: for another style.
+    """Return the style of each parameter that the layout names: sharded by heads along dim 0, or partial. Raises
+    LayoutError for another style.
     """
     styles = {path: style for path in layers.own_parameters(modules) if (style := layout.style(path)) is not None}
     for path, style in styles.items():
@@ -77,14 +70,8 @@ def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
 def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
     """Return the tp sizes that this layout allows for the model, at most eight.
 
-    Args:
-        model: full model.
-        layout: styles of its modules.
-        tp: size that must be allowed; 0 checks no size.
-
-    Raises:
-        LayoutError: if the layout does not fit the model.
-        PlanError: if tp is not an allowed size.
+    tp: size that must be allowed; 0 checks no size. Raises LayoutError if the layout does not fit the model. Raises
+    PlanError if tp is not an allowed size.
     """
     modules = dict(model.named_modules())
     styles = read_styles(layout, modules, tp)
@@ -99,10 +86,8 @@ def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[
 
 
 def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int) -> list[int]:
-    """Check that tp divides every sharded dim, and return the legal values of tp.
-
-    Raises:
-        PlanError: with the legal values, if tp does not divide a dim.
+    """Check that tp divides every sharded dim, and return the legal values of tp. Raises PlanError with the legal
+    values, if tp does not divide a dim.
     """
     problems: list[str] = []
     counts: set[tuple[int, bool]] = set()
@@ -139,9 +124,8 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if the module around column-sharded layers is more than one sharded part.
-
-    Each layer is then an entry.
+    """Return True if the module around column-sharded layers is more than one sharded part. Each layer is then an
+    entry.
     """
     if parent == "":
         return True
@@ -157,7 +141,6 @@ def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, 
 
 def makes_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
     """Return True if column-sharded layers read outputs of unsharded layers in the same module, as in latent attention.
-
     The module's input then feeds only this rank's heads, and the entry is in front of the module.
     """
     here = (path for path, style in styles.items() if style.name == "partial" and path.startswith(f"{parent}."))
@@ -179,9 +162,8 @@ def gathers_per_layer(parent: str, modules: Mapping[str, nn.Module], styles: Map
 
 
 def entry_width(path: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> int:
-    """Return the number of features that enter the module around a column-sharded layer.
-
-    Input and output have the same number of features, but the first sharded layer may read fewer.
+    """Return the number of features that enter the module around a column-sharded layer. Input and output have the same
+    number of features, but the first sharded layer may read fewer.
     """
     parent = layers.parent_of(path)
     if is_ahead(parent, modules, styles):

@@ -136,18 +136,14 @@ def plan_sequence(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> TokenSharding:
-    """Choose the modules between which tokens are divided.
+    """Choose the modules between which tokens are divided. Raises LayoutError if the model has no blocks with sharded
+    layers.
 
     Args:
-        model: full model, or a stage of a pipeline.
-        layout: layout of the full model.
         styles: styles of the local modules, by path.
         runs: block paths of each local pipeline stage, or None if all blocks are local.
         is_whole: returns True for the path of a module that keeps all tokens.
         regions: regions found on the full model, or None before that.
-
-    Raises:
-        LayoutError: if the model has no blocks with sharded layers.
     """
     blocks = blocks_outside(model, is_whole)
     if regions is not None and regions.why_apart:
@@ -161,7 +157,8 @@ def plan_sequence(
             f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
             "blocks. Use sp=off."
         )
-    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not _is_encoder_decoder(model, chains):
+    is_pair = len(chains) == 2 and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not is_pair:
         raise LayoutError(
             f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
             f"{len(chains)}. Use sp=off."
@@ -170,7 +167,8 @@ def plan_sequence(
     whole = tuple(place for path, block in blocks.items() for place in _replicated_mixers(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
     # Read from the layout: embedding and head may be on other stages, and all stages must agree.
-    ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
+    found = [layout.style(path) for path in ("embed", "head")]
+    ends = isinstance(model, Decoder) and all(style is not None and style.name == "vocab" for style in found)
     outside = ("norm", "pos_embed") if ends else ()
     here = list(chains.values()) if runs is None else runs
     if regions is not None and regions.why_apart:
@@ -189,9 +187,8 @@ def plan_sequence(
 
 
 def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, Style]) -> int:
-    """Return the features of the residual stream.
-
-    The first sharded layer may read a narrower latent, so a row-sharded layer decides.
+    """Return the features of the residual stream. The first sharded layer may read a narrower latent, so a row-sharded
+    layer decides.
     """
     modules = dict(model.named_modules())
     inside = [path for path in styles if any(path.startswith(f"{block}.") for block in blocks)]
@@ -209,11 +206,6 @@ def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[st
     return {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
 
 
-def _is_encoder_decoder(model: nn.Module, chains: Mapping[str, Sequence[str]]) -> bool:
-    config = getattr(model, "config", None)
-    return len(chains) == 2 and bool(getattr(config, "is_encoder_decoder", False))
-
-
 def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
@@ -222,10 +214,6 @@ def second_states(module: nn.Module) -> tuple[tuple[int, str], ...]:
     """Return indices and names of the arguments that pass other states to read keys from."""
     found = enumerate(_names(module))
     return tuple((place, name) for place, name in found if name in (_ENCODER_STATES, "key_value_states"))
-
-
-def _is_vocab(style: Style | None) -> bool:
-    return style is not None and style.name == "vocab"
 
 
 def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
@@ -280,10 +268,7 @@ class _Edge:
     """Hooks of a stage's first and last block. Objects, because copies of a module copy its hooks."""
 
     def __init__(self, line: SharedLayer, width: int, part: ShardPosition, *, pads: bool):
-        self._line = line
-        self._width = width
-        self._part = part
-        self._pads = pads
+        self._line, self._width, self._part, self._pads = line, width, part, pads
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep this rank's tokens of the hidden states."""
@@ -316,7 +301,6 @@ class _SumGradients:
         self._line, self._positions = line, positions
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make backward sum their gradients."""
         del module
         leaves, tree = tree_flatten((args, kwargs))
         for at in self._positions:
@@ -332,7 +316,6 @@ class _ShardedStates:
         self._line, self._place = line, names.index(_ENCODER_STATES)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Shard the encoder's output."""
         del module
         if len(args) > self._place and args[self._place] is not None:
             return (*args[: self._place], self._split_part(args[self._place]), *args[self._place + 1 :]), kwargs
@@ -346,9 +329,8 @@ class _ShardedStates:
 
 
 class _GatheredMixer:
-    """Hooks of a replicated module that mixes tokens: gather all tokens before it, and keep this rank's after it.
-
-    Each rank's gradients come from its own tokens, so they are summed like those in the block's other modules.
+    """Hooks of a replicated module that mixes tokens: gather all tokens before it, and keep this rank's after it. Each
+    rank's gradients come from its own tokens, so they are summed like those in the block's other modules.
     """
 
     def __init__(self, line: SharedLayer, width: int, part: ShardPosition):
@@ -369,7 +351,6 @@ class _GatheredMixer:
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keep this rank's tokens."""
         del args
         leaves, tree = tree_flatten(output)
         place = _find_hidden(leaves, self._width, module)
@@ -381,7 +362,6 @@ class _GatheredMixer:
 
 class _FullRegion:
     """Hooks of a module that every rank computes for all tokens: gather them before it, and keep this rank's after it.
-
     The ranks compute the same, so its gradients are full and not summed.
     """
 
@@ -389,7 +369,6 @@ class _FullRegion:
         self._line, self._part, self._found = line, part, found
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather all tokens of the arguments."""
         del module
         leaves, tree = tree_flatten((args, kwargs))
         joined: dict[tuple[int, int], torch.Tensor] = {}
@@ -404,7 +383,6 @@ class _FullRegion:
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keep this rank's tokens."""
         del module, args
         leaves, tree = tree_flatten(output)
         position, dim, samples, _ = self._found.output

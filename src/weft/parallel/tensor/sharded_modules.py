@@ -55,7 +55,6 @@ class ColumnAdapter(SingleProcess):
         self._axis, self._part = axis, part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """Apply the same dropout on all ranks."""
         return _dropped(dropout, x, self._part, is_whole=True)
 
     def into_weight(self, x: Tensor) -> Tensor:
@@ -63,17 +62,15 @@ class ColumnAdapter(SingleProcess):
         return copy_to(x, self._axis)
 
     def low(self, h: Tensor) -> Tensor:
-        """Return h, whose gradient is summed over the ranks.
-
-        The gradients of A and of the input are then full on each rank.
+        """Return h, whose gradient is summed over the ranks. The gradients of A and of the input are then full on each
+        rank.
         """
         return copy_to(h, self._axis)
 
 
 class TokenAdapter(SingleProcess):
-    """Adapter of a column-sharded layer with sharded tokens in front of it: reads this rank's tokens.
-
-    is_flat: the layer itself receives (batch * tokens, features).
+    """Adapter of a column-sharded layer with sharded tokens in front of it: reads this rank's tokens. is_flat: the
+    layer itself receives (batch * tokens, features).
     """
 
     def __init__(self, axis: Axis, part: ShardPosition | None, *, is_flat: bool = False):
@@ -86,11 +83,9 @@ class TokenAdapter(SingleProcess):
         return _dropped(dropout, x, self._part, is_whole=False)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Gather all tokens."""
         return self._all_tokens(x)
 
     def low(self, h: Tensor) -> Tensor:
-        """Gather all tokens."""
         return self._all_tokens(h)
 
     def _all_tokens(self, x: Tensor) -> Tensor:
@@ -105,7 +100,6 @@ class GatheredAdapter(SingleProcess):
         self._part = part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """Apply the same dropout on all ranks."""
         return _dropped(dropout, x, self._part, is_whole=True)
 
 
@@ -116,7 +110,6 @@ class RowAdapter(SingleProcess):
         self._axis, self._part = axis, part
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """Apply dropout to this rank's features."""
         with self._part.at(is_open=True):
             return dropout(x)
 
@@ -137,7 +130,6 @@ def _dropped(dropout: nn.Module, x: Tensor, part: ShardPosition | None, *, is_wh
 
 class Entry:
     """Entry of activations into a sharded part. members: column-sharded layers that read them. width: their features.
-
     part: shard position, marked open here; None for a head. is_compiled: the layers are compiled, and each computes its
     product after one collective that the compiler can trace. is_ahead: unsharded layers run first, and the members read
     their outputs.
@@ -152,10 +144,7 @@ class Entry:
         is_compiled: bool = False,
         is_ahead: bool = False,
     ):
-        self.line = line
-        self.is_compiled = is_compiled
-        self.is_ahead = is_ahead
-        self.width = width
+        self.line, self.is_compiled, self.is_ahead, self.width = line, is_compiled, is_ahead, width
         self.part = part
         self.members: list[nn.Module] = []
         self._inner: torch.Tensor | None = None
@@ -164,9 +153,8 @@ class Entry:
         self._made: dict[int, torch.Tensor] = {}
 
     def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
-        """Return all tokens of sharded activations. Their gradient is summed and sharded again.
-
-        is_shared: only the members read them.
+        """Return all tokens of sharded activations. Their gradient is summed and sharded again. is_shared: only the
+        members read them.
         """
         if self.line.cuts_tokens and x.dim() < 3:
             x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
@@ -242,9 +230,8 @@ class Entry:
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
     def _piecewise(self, member: nn.Module) -> torch.Tensor:
-        """Return the member's part of one chunked product of all members.
-
-        The other parts are stored by index, so that graphs of identical blocks are identical.
+        """Return the member's part of one chunked product of all members. The other parts are stored by index, so that
+        graphs of identical blocks are identical.
         """
         place, inner, outer = member._weft_place, self._inner, self._outer
         assert isinstance(place, int)
@@ -267,9 +254,8 @@ class Entry:
         return tuple(out if bias is None else out + bias for out, bias in zip(made, biases, strict=True))
 
     def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, SingleProcess]:
-        """Return the input of a layer's adapter and its sharding.
-
-        The input is this rank's tokens if tokens are sharded.
+        """Return the input of a layer's adapter and its sharding. The input is this rank's tokens if tokens are
+        sharded.
         """
         if not self.line.cuts_tokens and not self.is_ahead:
             return x, ColumnAdapter(self.line.axis, self.part)

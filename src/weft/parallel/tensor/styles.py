@@ -39,12 +39,7 @@ from weft.parallel.tensor.trial_step import is_vetted
 
 
 class ParameterShards:
-    """Replaces parameters by this rank's shards, each tied parameter once.
-
-    Args:
-        axis: tp axis.
-        modules: modules of the model by path.
-    """
+    """Replaces parameters by this rank's shards, each tied parameter once."""
 
     def __init__(self, axis: Axis, modules: Mapping[str, nn.Module]):
         self._axis = axis
@@ -132,12 +127,10 @@ class TensorContext:
 
     @property
     def axis(self) -> Axis:
-        """tp axis."""
         return self.mesh["tp"]
 
     @property
     def is_compiled(self) -> bool:
-        """True if blocks are compiled."""
         return self.mesh.plan.compile
 
     def line_of(self, path: str) -> SharedLayer:
@@ -170,11 +163,8 @@ class LayerStyle(Protocol):
     """Style of one kind of layer."""
 
     def apply(self, path: str, module: nn.Module) -> None:
-        """Shard a module.
-
-        Raises:
-            LayoutError: if the module cannot be sharded.
-            PlanError: if the plan does not fit the module.
+        """Shard a module. Raises LayoutError if the module cannot be sharded. Raises PlanError if the plan does not fit
+        the module.
         """
         ...
 
@@ -263,7 +253,6 @@ class EmbeddingParallel:
         self._context = context
 
     def apply(self, path: str, module: nn.Module) -> None:
-        """Shard the features of an embedding."""
         del path
         assert isinstance(module, nn.Embedding)
         self._context.shards.replace(module, "weight", Placement(cut=("tp",)), dim=1)
@@ -277,7 +266,6 @@ class NormParallel:
         self._context = context
 
     def apply(self, path: str, module: nn.Module) -> None:
-        """Shard the weight of a norm."""
         form, [weight] = rms_form(module), module.parameters()
         assert form is not None  # checked in read_styles
         placement = self._context.placement_of_rows(path, len(weight))
@@ -387,13 +375,7 @@ def separate_parents(modules: Mapping[str, nn.Module], styles: Mapping[str, Styl
 def partial_parameters(
     context: TensorContext, own: Mapping[str, Style], taken: Collection[str]
 ) -> dict[str, Placement]:
-    """Return placements of replicated parameters whose gradients are partial sums.
-
-    Args:
-        context: the facts of the model.
-        own: styles of single parameters.
-        taken: parameters that another technique has sharded.
-    """
+    """Return placements of replicated parameters whose gradients are partial sums."""
     partial = [path for path, style in context.styles.items() if style.name == "partial"]
     divided, full = (context.sequence.modules, context.sequence.full) if context.sequence else ((), ())
     single = {path for path, style in own.items() if style.name == "partial"}

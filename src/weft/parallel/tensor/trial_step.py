@@ -57,17 +57,8 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
     """Compare outputs and gradients of a copy that `cut` shards with an unsharded copy.
 
     All ranks of the axis call it. The model is not changed.
-
-    Args:
-        model: full model.
-        axis: ranks that share it.
-        device: device of the ranks.
-        cut: shards a copy and returns the placements of its parameters.
-        example: arguments of a forward, or None to generate them.
-        where: setting that error messages name.
-
-    Raises:
-        TrialError: if results differ, or the sharded copy fails.
+    cut: shards a copy and returns the placements of its parameters. example: arguments of a forward, or None to
+    generate them. Raises TrialError if results differ, or the sharded copy fails.
     """
     is_invented = example is None
     try:
@@ -231,7 +222,6 @@ def _module_of(failure: Exception | None, model: nn.Module) -> str:
 
 
 def _line_of_user(failure: Exception | None) -> str:
-    """Return the line of the model's own code that failed."""
     found, step = "", None if failure is None else failure.__traceback__
     while step is not None:
         file = step.tb_frame.f_code.co_filename
@@ -242,9 +232,8 @@ def _line_of_user(failure: Exception | None) -> str:
 
 
 def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None:
-    """Return a layout that leaves a module's layers unsharded, or None if nothing else is sharded.
-
-    Modules whose paths differ only in numbers are left unsharded too. path: path of the module, or of a layer in it.
+    """Return a layout that leaves a module's layers unsharded, or None if nothing else is sharded. Modules whose paths
+    differ only in numbers are left unsharded too. path: path of the module, or of a layer in it.
     """
     modules = dict(model.named_modules())
     styles = {name: style for name in modules if (style := layout.match(name)) is not None}

@@ -1,29 +1,37 @@
 """Base of the ZeRO engines: phases of a step, gradient reduction, and adoption of optimizers.
 
 Two drivers move an engine through its phases. `TrainStep` calls the methods in the order that
-`weft.parallel.state.gradients` shows. In a user's own loop, hooks of backward and of the optimizer's step call them.
-Both drivers use the same `GradientReducer`.
+`weft.parallel.state.gradients` shows. In a user's own loop, hooks of backward and of the optimizer's step call them:
+they complete the gradients before the step, and publish the new weights to all ranks after it.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum, auto
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.comm.mesh import Mesh
 from weft.comm.wire.coder import Coders
+from weft.errors import ModelError
 from weft.memory.offload import step_on_host
-from weft.parallel.state.flat_slices import FlatSlice, StateSource
+from weft.optim.step_decision import DecidedOptimizer, StepDecision
+from weft.parallel.private_torch import optimizer_step_hooks
+from weft.parallel.state.flat_slices import StateSource
+from weft.parallel.state.gradients import DataParallel, ErrorFeedback
 from weft.parallel.state.materialize import Materialise, check_same_model, guard_optimizer
 from weft.parallel.state.placement import AxisMap, Placement
 from weft.parallel.state.precision import Precision
-from weft.parallel.zero.adopt import refuse_closures
 from weft.parallel.zero.states import across_stages
+from weft.private_torch import foreach_mul_
 
 
 class Phase(IntEnum):
@@ -72,6 +80,7 @@ class GradientReducer(ABC):
     """Reduces the gradients of one module over the ranks, and holds the phase of its step."""
 
     coders: Coders
+    error_feedback: ErrorFeedback
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
@@ -111,15 +120,11 @@ class GradientReducer(ABC):
         """Multiply all gradients by a factor."""
 
 
-class ZeroEngine(ABC):
-    """Methods that both ZeRO engines share. `weft.parallel.state.gradients.DataParallel` documents them.
+class ZeroEngine(DataParallel, ABC):
+    """Methods that both ZeRO engines share.
 
     A subclass sets `reducer`, and `updates_on_host` to True if optimizers step parameters in host memory.
-
-    Args:
-        mesh: mesh of the ranks.
-        placements: placements of parameters that techniques changed, by name.
-        sharded: the data ranks shard parameters or gradients.
+    placements: placements of parameters that techniques changed, by name.
     """
 
     reducer: GradientReducer
@@ -139,8 +144,11 @@ class ZeroEngine(ABC):
 
     @property
     def coders(self) -> Coders:
-        """Coders of communicated gradients."""
         return self.reducer.coders
+
+    @property
+    def error_feedback(self) -> ErrorFeedback:
+        return self.reducer.error_feedback
 
     @property
     def in_step(self) -> bool:
@@ -156,14 +164,13 @@ class ZeroEngine(ABC):
         self.reducer.phase = Phase.UPDATE
 
     def norm(self) -> torch.Tensor:
-        """Return the Euclidean norm of the full gradient, after `finish`."""
         return self.reducer.norm()
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters in `optimizer.param_groups` by this rank's shards."""
         if self.has_adopted(optimizer):
             return
-        refuse_closures(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
         self._put_shards(optimizer)
         if self.updates_on_host:
             step_on_host(optimizer)
@@ -175,6 +182,14 @@ class ZeroEngine(ABC):
         """Return True if `adopt` was called with it."""
 
     @abstractmethod
+    def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if the optimizer holds parameters of the module."""
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Set the gradients that the optimizer reads, at the step of a user's own loop."""
+
+    @abstractmethod
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     @abstractmethod
@@ -182,15 +197,12 @@ class ZeroEngine(ABC):
         """Register the hooks around the optimizer's step."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full, unrounded trainable parameters by name. A collective."""
         return self._joined(self._full_weights())
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield in full the frozen tensors that are not full on every rank. A collective."""
         return self._joined(self._full_frozen())
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full gradients by name, after `finish` or `publish`. A collective."""
         return self._joined(self._full_gradients())
 
     def _joined(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,12 +218,202 @@ class ZeroEngine(ABC):
     @abstractmethod
     def _full_gradients(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
-    @abstractmethod
-    def model_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model. No collective."""
-
     @torch.no_grad()
     def load_weights(self, source: StateSource) -> None:
-        """Fill this rank's flat slices."""
         for one in self.model_slices():
             one.fill(source)
+
+
+Engine = TypeVar("Engine", bound=ZeroEngine)
+
+
+def watch_steps(
+    optimizer: torch.optim.Optimizer,
+    engine: weakref.ref[Engine],
+    *,
+    clear: Callable[[Engine], None],
+    before: Callable[[torch.optim.Optimizer], None] | None = None,
+    after: Callable[[torch.optim.Optimizer], None] | None = None,
+) -> None:
+    """Do the work of TrainStep in hooks around the optimizer's step, if TrainStep does not drive it.
+
+    clear: additional work of the engine in `zero_grad`. before: work directly before every step of the optimizer,
+    driven by TrainStep or not. after: work directly after every step.
+
+    Raises ModelError at a step with a closure.
+    """
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = engine()
+        if found is not None and not found.in_step:
+            if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
+                raise ModelError(
+                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where "
+                    "ranks cannot communicate. Call backward() first, then step()."
+                )
+            found.finalize()
+        if before is not None:
+            before(optimizer)
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if after is not None:
+            after(optimizer)
+        found = engine()
+        if found is not None and not found.in_step:
+            found.publish()
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+    zero_grad = optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def zero_all(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        if (found := engine()) is not None:
+            clear(found)
+
+    optimizer.zero_grad = zero_all
+
+
+class _Finder:
+    """Hook that adopts an optimizer of the module's parameters at its first step, if the user did not register it.
+    Without it, the weights of the ranks would diverge silently.
+    """
+
+    def __init__(self, engine: Callable[[], ZeroEngine | None]):
+        self.engine = engine
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        found = self.engine()
+        if found is not None and not found.has_adopted(optimizer) and found.owns_some(optimizer):
+            found.adopt(optimizer)
+
+
+def find_optimizers(engine: Callable[[], ZeroEngine | None]) -> None:
+    """Watch for optimizers of the engine's parameters, and adopt them at their first step.
+
+    Hooks of engines that no longer exist are removed here, because hooks must not change while an optimizer steps.
+    """
+    hooks = optimizer_step_hooks()
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Finder) and hook.engine() is None]:
+        del hooks[key]
+    register_optimizer_step_pre_hook(_Finder(engine))
+
+
+# Rules by which both engines adopt an optimizer that was built on a module's parameters.
+
+#: torch optimizers whose update of an element depends only on that element's gradient and state.
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    }
+)
+
+#: Optimizers whose fused kernels skip a step on a device flag, including their step counts.
+_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+
+
+def leaves_steps_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `step_by_decision` supports this optimizer with its current settings."""
+    if isinstance(optimizer, DecidedOptimizer):
+        return True
+    return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `step_by_decision` can step some parameters before the others."""
+    return type(optimizer) in _FUSED
+
+
+@torch.no_grad()
+def step_by_decision(
+    optimizer: torch.optim.Optimizer,
+    decision: StepDecision,
+    first: Collection[int] = (),
+    between: Callable[[], None] | None = None,
+) -> None:
+    """Run a step with gradients multiplied by the decision's factor, unless the device decides to skip it.
+
+    optimizer: optimizer for which `leaves_steps_out` is True. first: ids of parameters to step before the others, if
+    `steps_in_parts`; empty steps all together. between: called after the `first` parameters are stepped.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
+    for dtype, grads in by_dtype.items():
+        foreach_mul_(grads, decision.factor_for(dtype))
+    if isinstance(optimizer, DecidedOptimizer):
+        with optimizer.decided(decision):
+            optimizer.step()
+        return
+    # The same flag that torch's GradScaler sets on fused optimizers.
+    optimizer.__dict__["found_inf"] = (~decision.is_taken).float()
+    try:
+        if first and between is not None:
+            with _without_grads(param for param in params if id(param) not in first):
+                optimizer.step()
+            between()
+        with _without_grads(param for param in params if id(param) in first):
+            optimizer.step()
+    finally:
+        del optimizer.__dict__["found_inf"]
+
+
+@contextmanager
+def _without_grads(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    grads = [(param, param.grad) for param in params]
+    for param, _ in grads:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+
+
+def undo_skipped_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Remove a step that the device skipped from the host's step counts. Waits for the device's decision."""
+    if isinstance(optimizer, DecidedOptimizer):
+        optimizer.finalize()
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Return True if the optimizer needs only its own shard of this group's parameters.
+
+    Read from `elementwise` in the group, else from the optimizer's attribute, else from the list of elementwise
+    classes.
+    """
+    return group.get("elementwise", getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE))
+
+
+def fill_group(group: dict[str, Any], kept: Sequence[nn.Parameter | None], names: Sequence[str] | None) -> None:
+    """Set the parameters of a group to those that this rank updates, in place.
+
+    kept: one entry for each of its parameters, None if not local. names: `param_names` of the full group, if set.
+    """
+    group["params"] = [param for param in kept if param is not None]
+    if names is not None:
+        group["param_names"] = [name for name, param in zip(names, kept, strict=True) if param is not None]
+
+
+def not_of_model(param: nn.Parameter) -> ModelError:
+    """Build the error for a trainable optimizer parameter that the module does not have."""
+    return ModelError(
+        f"optimizer: it holds a parameter of shape {tuple(param.shape)} that the parallelized model does not have, so "
+        f"each rank would train its own. Make it a parameter of the model, before parallelize, or build the optimizer "
+        f"after parallelize."
+    )

@@ -17,10 +17,7 @@ def load_base(model: nn.Module, source: StateSource) -> None:
     """Read this rank's part of a model's weights; an adapter starts as `add_adapter` initializes it.
 
     All ranks call it, before the first step.
-
-    Args:
-        model: result of `parallelize`, with or without an adapter.
-        source: weights of the model without its adapter.
+    model: result of `parallelize`, with or without an adapter. source: weights of the model without its adapter.
     """
     record, engine = adapted(model), data_parallel(model)
     if record is None:
@@ -36,17 +33,10 @@ def load_base(model: nn.Module, source: StateSource) -> None:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module) -> None:
-    """Set each magnitude to the norms of its full weight's rows, so that DoRA starts as its base model.
-
-    `add_adapter` does this if weights exist, and `parallelize` if it creates them. Only code that fills the frozen
-    weights of a parallelized model calls this. All ranks call it, before the first step. Other adapter kinds have
-    nothing to set.
-
-    Args:
-        model: result of `parallelize`.
-
-    Raises:
-        ModelError: for a model without an adapter.
+    """Set each magnitude to the norms of its full weight's rows, so that DoRA starts as its base model. `add_adapter`
+    does this if weights exist, and `parallelize` if it creates them. Only code that fills the frozen weights of a
+    parallelized model calls this. All ranks call it, before the first step. Other adapter kinds have nothing to set.
+    model: result of `parallelize`. Raises ModelError for a model without an adapter.
     """
     record = adapted(model)
     if record is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weft.comm.collectives import all_gather, all_reduce, broadcast
+from weft.comm.collectives import broadcast, gather_json
 from weft.comm.mesh import Axis
 from weft.comm.wire.low_rank import BASIS
 from weft.errors import CheckpointError
@@ -40,17 +40,11 @@ def exchange(
 ) -> dict[str, dict[str, StateEntry]]:
     """Combine the tables of all ranks. A collective over the axis.
 
-    Args:
-        mine: this rank's states, by parameter and key. If several ranks have an entry, the first rank's is kept.
-        axis: axis to combine over.
-        device: device of the collective.
+    mine: this rank's states, by parameter and key. If several ranks have an entry, the first rank's is kept.
     """
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
-    longest = int(all_reduce(torch.tensor([text.numel()], device=device), axis, op="max"))
-    padded = torch.nn.functional.pad(text, (0, longest - text.numel()), value=ord(" "))
     joined: dict[str, dict[str, StateEntry]] = {}
-    for row in all_gather(padded, axis).view(axis.size, -1).cpu():
-        for name, entries in json.loads(bytes(row.tolist())).items():
+    for table in gather_json(mine, axis, device):
+        for name, entries in table.items():
             for key, entry in entries.items():
                 joined.setdefault(name, {}).setdefault(key, entry)
     return joined
@@ -123,13 +117,7 @@ HEADER_BYTES = 1024
 def across_stages(
     pairs: Iterator[tuple[str, torch.Tensor]], stages: Axis, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each stage's tensors, stage by stage, each name once. A collective over the stages' axis.
-
-    Args:
-        pairs: this stage's tensors by name.
-        stages: axis of the pipeline stages.
-        device: device of the yielded tensors.
-    """
+    """Yield each stage's tensors, stage by stage, each name once. A collective over the stages' axis."""
     if stages.size == 1:
         yield from pairs
         return
@@ -147,7 +135,10 @@ def _of_stage(
     while True:
         name, tensor = next(pairs, (None, None)) if stage == stages.rank else (None, None)
         told = None if tensor is None else {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
-        header = _header(told).to(device)
+        text = json.dumps(told).encode()
+        if len(text) > HEADER_BYTES:
+            raise CheckpointError(f"tensor {str(told)[:60]}...: its name is too long. Use at most 900 characters.")
+        header = torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8).to(device)
         said = json.loads(bytes(broadcast(header, stages, stage).tolist()))
         if said is None:
             return
@@ -155,13 +146,6 @@ def _of_stage(
         if tensor is not None:
             whole.copy_(tensor)
         yield said["name"], broadcast(whole, stages, stage)
-
-
-def _header(told: dict[str, object] | None) -> torch.Tensor:
-    text = json.dumps(told).encode()
-    if len(text) > HEADER_BYTES:
-        raise CheckpointError(f"tensor {str(told)[:60]}...: its name is too long. Use at most 900 characters.")
-    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
 # Error feedback in checkpoints: rounding errors of gradients that replicas add to the next step, by parameter name.
@@ -178,10 +162,8 @@ def replicas_in(source: StateSource) -> int:
 def read_residual(like: FlatSlice, source: StateSource, whose: tuple[str, ...] = ()) -> None:
     """Add the residual of its elements to a flat slice.
 
-    Args:
-        like: flat slice named `parameter/residual.anyone`; its memory is added to.
-        source: the checkpoint's residuals.
-        whose: owners to read; empty reads the sum of all.
+    like: flat slice named `parameter/residual.anyone`; its memory is added to. whose: owners to read; empty reads the
+    sum of all.
     """
     param = like.name.rpartition(MIDDLE)[0]
     for name in source.entries:

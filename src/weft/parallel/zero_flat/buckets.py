@@ -49,7 +49,7 @@ class Slot:
     name: str
     param: nn.Parameter
     start: int
-    bucket: Bucket | None = None
+    bucket: Bucket = field(init=False)
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     is_shared: bool = False
@@ -73,10 +73,7 @@ class Slot:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
     def inside(self, part: slice) -> tuple[int, int]:
-        """Return first element and end of its overlap with a part, counted in the bucket.
-
-        They are equal without an overlap.
-        """
+        """Return first element and end of its overlap with a part, counted in the bucket; equal without an overlap."""
         start = max(self.start, part.start)
         return start, max(start, min(self.start + self.numel, part.stop))
 
@@ -94,10 +91,7 @@ class Slot:
         return whole.as_strided((self.numel,), (1,))[start - self.start : end - self.start]
 
     def view_in(self, shard: torch.Tensor, part: slice) -> torch.Tensor | None:
-        """Return the parameter's view into a part's flat tensor, or None without an overlap.
-
-        The view has the parameter's shape if it is entirely in the part, else it is 1-D.
-        """
+        """Return the parameter's view into a part's flat tensor: in its shape, 1-D if cut, None without an overlap."""
         if not self.is_in(part):
             return None
         start, end = self.inside(part)
@@ -110,9 +104,7 @@ class Slot:
 class Arriving(Protocol):
     """New weights that are being gathered."""
 
-    def wait(self) -> torch.Tensor:
-        """Wait until they are complete, and return them."""
-        ...
+    def wait(self) -> torch.Tensor: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +119,7 @@ class Bucket:
     differs: weight differences are communicated instead of weights, so masters are separate tensors.
     is_rounded: `weights` have the rounded master as the optimizer left it.
     on_host: the master is on the host, and its gradient for the optimizer too. `host` stores both.
-    axes: axes over which it is sharded and summed. arriving: pending gather of new weights.
+    over: axes over which it is sharded and summed. arriving: pending gather of new weights.
     """
 
     index: int
@@ -147,14 +139,8 @@ class Bucket:
     collected: bool = False
     is_rounded: bool = False
     host: HostPart | None = None
-    axes: Axes | None = None
+    over: Axes = field(init=False)
     arriving: Arriving | None = None
-
-    @property
-    def over(self) -> Axes:
-        """The axes of its parameters. Set when they are determined."""
-        assert self.axes is not None
-        return self.axes
 
     @property
     def size(self) -> int:
@@ -162,7 +148,6 @@ class Bucket:
 
     @property
     def is_mixed(self) -> bool:
-        """True if masters are separate tensors."""
         return self.on_host or self.differs or self.weights.dtype != self.master.dtype
 
     def found(self) -> list[tuple[Slot, torch.Tensor]] | None:
@@ -179,8 +164,7 @@ class Bucket:
 
     def parts(self) -> Parts | None:
         """Return the same gradients as parts of a flat tensor."""
-        found = self.found()
-        if found is None:
+        if (found := self.found()) is None:
             return None
         lines = [(slot.start, grad.as_strided((slot.numel,), (1,))) for slot, grad in found]
         return Parts(lines, self.size, self.master.dtype)
@@ -194,7 +178,6 @@ class Bucket:
             slot.grad = slot.of(flat)
 
     def collect(self) -> None:
-        """Copy loose sums into `shard`."""
         if self.loose is None:
             return
         if self.grads is None:
@@ -218,9 +201,8 @@ WeightOf = Callable[[Slot], torch.Tensor | None]
 
 
 def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], object]) -> None:
-    """Fill weights and masters from full, unrounded tensors, and make the parameters views of the weights.
-
-    settle: makes the flat, unrounded weights equal on all ranks, in place.
+    """Fill weights and masters from full, unrounded tensors, and make the parameters views of the weights. settle:
+    makes the flat, unrounded weights equal on all ranks, in place.
     """
     full = torch.zeros(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device)
     known = [(slot, weight) for slot in bucket.slots if (weight := source(slot)) is not None]
@@ -257,13 +239,9 @@ def lay_out(
     host: frozenset[str] = frozenset(),
     bucket_bytes: int = shares.bucket_bytes("cpu"),
 ) -> list[Bucket]:
-    """Build empty buckets in the order in which backward completes them: the last parameters first.
-
-    whole: names of parameters that must not cross part boundaries. host: names of parameters whose masters are on the
-    host.
-
-    Raises:
-        ModelError: if sharding over this many ranks would leave most of the memory as padding.
+    """Build empty buckets in the order in which backward completes them: the last parameters first. whole: names of
+    parameters that must not cross part boundaries. host: names of parameters whose masters are on the host. Raises
+    ModelError if sharding over this many ranks would leave most of the memory as padding.
     """
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
@@ -279,21 +257,27 @@ def lay_out(
         groups += found
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
     groups.sort(key=lambda group: max(position[id(slot)] for slot in group[0]))
-    buckets = [_bucket(index, *group, formats, master, shard) for index, group in enumerate(groups)]
-    for bucket in buckets:
-        bucket.on_host = bucket.slots[0].name in host
-    return buckets
+    return [
+        Bucket(
+            index,
+            members,
+            length,
+            num_shards=shard.size,
+            own=slice(length * shard.rank, length * (shard.rank + 1)),
+            whole=is_whole,
+            weights=torch.empty(0, dtype=formats[members[0].param], device=members[0].param.device),
+            master=torch.empty(0, dtype=master, device=members[0].param.device),
+            gaps=_gaps(members, length * shard.size),
+            on_host=members[0].name in host,
+        )
+        for index, (members, length, is_whole) in enumerate(groups)
+    ]
 
 
 def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Callable[[str], str]) -> None:
-    """Sort buckets of several kinds by the order in which backward completes them.
-
-    Buckets that wait for other stages come last. Their order follows from their names, which are equal on all stages.
-
-    Args:
-        buckets: sorted in place.
-        slots: slots in the order of the model.
-        saved_name: returns a parameter's name in checkpoints.
+    """Sort buckets of several kinds by the order in which backward completes them. Buckets that wait for other stages
+    come last. Their order follows from their names, which are equal on all stages. slots: slots in the order of the
+    model. saved_name: returns a parameter's name in checkpoints.
     """
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
 
@@ -307,34 +291,8 @@ def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Calla
         bucket.index = index
 
 
-def _bucket(
-    index: int,
-    slots: list[Slot],
-    length: int,
-    whole: bool,
-    formats: dict[nn.Parameter, torch.dtype],
-    master: torch.dtype,
-    shard: Axis,
-) -> Bucket:
-    device, size = slots[0].param.device, length * shard.size
-    return Bucket(
-        index=index,
-        slots=slots,
-        length=length,
-        num_shards=shard.size,
-        own=slice(length * shard.rank, length * (shard.rank + 1)),
-        whole=whole,
-        weights=torch.empty(0, dtype=formats[slots[0].param], device=device),
-        master=torch.empty(0, dtype=master, device=device),
-        gaps=_gaps(slots, size),
-    )
-
-
 def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """Lay out slots one after another, and start a new bucket when one is full.
-
-    limits: elements of the first bucket, and of each other bucket.
-    """
+    """Lay out slots one after another. limits: elements of the first bucket, and of each other bucket."""
     groups: list[list[Slot]] = []
     end = 0
     for slot in slots:
@@ -344,11 +302,8 @@ def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> 
         groups[-1].append(slot)
         slot.start = end
         end += _aligned(slot.numel)
-    found: list[tuple[list[Slot], int, bool]] = []
-    for group in groups:
-        length = _aligned(-(-(group[-1].start + _aligned(group[-1].numel)) // num_shards))
-        found.append((group, length, False))
-    return found
+    ends = [group[-1].start + _aligned(group[-1].numel) for group in groups]
+    return [(group, _aligned(-(-end // num_shards)), False) for group, end in zip(groups, ends, strict=True)]
 
 
 def _undivided(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
@@ -398,8 +353,7 @@ def _balance(group: list[Slot], num_shards: int) -> int:
 
 
 def _gaps(slots: list[Slot], size: int) -> list[slice]:
-    gaps: list[slice] = []
-    end = 0
+    gaps, end = list[slice](), 0
     for slot in sorted(slots, key=lambda slot: slot.start):
         if slot.start > end:
             gaps.append(slice(end, slot.start))
@@ -420,9 +374,8 @@ _WAYS = ("shard", "replicas", "own")
 
 
 class BucketSums:
-    """Starts the gradient sums of buckets. coders: encode gradients for communication.
-
-    The `compress` format applies only to the outermost data axis, which is summed last, after exact sums.
+    """Starts the gradient sums of buckets. coders: encode gradients for communication. The `compress` format applies
+    only to the outermost data axis, which is summed last, after exact sums.
     """
 
     def __init__(self, coders: Coders):
@@ -449,13 +402,7 @@ class BucketSums:
         return self._outer_coder(bucket, "shard" if self.divides(bucket) else "replicas")
 
     def over_replicas(self, bucket: Bucket, sums: torch.Tensor, parts: Parts | None = None) -> Pending:
-        """Start the in-place sum over the ranks with equal parts.
-
-        Args:
-            bucket: bucket of the gradients.
-            sums: this rank's summand, which receives the sum.
-            parts: tensors with the summand, if it is not in `sums` yet.
-        """
+        """Start the sum over the ranks with equal parts. parts: the summand, if it is not in `sums` yet."""
         over, coder = bucket.over, self._coder(bucket, "replicas")
         if over.outer.size == 1 or self.divides(bucket):
             return start_all_reduce(sums, over.replicate, parts=parts, wire=coder)
@@ -470,7 +417,7 @@ class BucketSums:
         return start_all_reduce(sums, over.outer, parts=parts, wire=self._sending(bucket, "replicas"))
 
     def over_all(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
-        """Start the in-place sum of a full bucket in a user's own loop."""
+        """Start the sum of a full bucket in a user's own loop."""
         over, coder = bucket.over, self._coder(bucket, "own")
         if over.outer.size == 1:
             return start_all_reduce(flat, over.over, wire=coder)
@@ -496,11 +443,7 @@ class BucketSums:
 
 def matrices_in(bucket: Bucket, span: slice, rank: int) -> list[Matrix]:
     """Return the matrices of a bucket's parameters, or of their rows in a span, with offsets counted from its start.
-
-    Args:
-        bucket: bucket of the parameters.
-        span: first element and end in the bucket.
-        rank: low rank at which compressing a matrix must pay off.
+    rank: low rank at which compressing a matrix must pay off.
     """
     found: list[Matrix] = []
     for slot in bucket.slots:

@@ -18,17 +18,9 @@ from weft.comm.collectives import all_gather, broadcast
 from weft.comm.mesh import Axis
 from weft.comm.wire.coder import Coder
 from weft.errors import CheckpointError, ModelError
-from weft.parallel.state.flat_slices import (
-    FlatSlice,
-    PlacedPart,
-    StateSource,
-    filled,
-    flat_of,
-    read_full,
-    single_rank_slice,
-)
+from weft.parallel.state.flat_slices import FlatSlice, StateSource, filled, flat_of, read_full, single_rank_slice
 from weft.parallel.state.placement import AxisMap
-from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
+from weft.parallel.zero.engine import fill_group, is_elementwise, not_of_model
 from weft.parallel.zero.states import (
     DTYPES,
     StateEntry,
@@ -43,13 +35,9 @@ from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 
 
 class SlotAdoption:
-    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups.
-
-    pieces: this rank's slice of each slot, as the optimizer holds it: the parameter itself if nothing is sharded or
-    rounded.
-
-    Raises:
-        ModelError: for a trainable parameter that the module does not have.
+    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups. pieces: this
+    rank's slice of each slot, as the optimizer holds it: the parameter itself if nothing is sharded or rounded. Raises
+    ModelError for a trainable parameter that the module does not have.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot]):
@@ -71,7 +59,6 @@ class SlotAdoption:
 
     @property
     def slots(self) -> list[Slot]:
-        """The module's parameters among the optimizer's."""
         return [place for places in self._groups for place in places if isinstance(place, Slot)]
 
     def needs_full(self) -> frozenset[str]:
@@ -88,7 +75,10 @@ class SlotAdoption:
         """Put this rank's slices into the groups. Existing optimizer states are sliced to fit."""
         self.pieces = {}
         for slot in self.slots:
-            piece = _own_slice(slot)
+            bucket, piece = slot.bucket, slot.param
+            if bucket.num_shards > 1 or bucket.is_mixed:
+                view = slot.view_in(bucket.master, bucket.own)
+                piece = None if view is None else nn.Parameter(view)
             if piece is not None:
                 self.pieces[slot] = piece
             held = self._before[slot]
@@ -114,20 +104,10 @@ class SlotAdoption:
                 piece.grad = grad
 
 
-def _own_slice(slot: Slot) -> nn.Parameter | None:
-    bucket = slot.bucket
-    assert bucket is not None
-    if bucket.num_shards == 1 and not bucket.is_mixed:
-        return slot.param
-    piece = slot.view_in(bucket.master, bucket.own)
-    return None if piece is None else nn.Parameter(piece)
-
-
 def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
     """Slice a parameter's state for its local slice. Adagrad creates states when it is constructed."""
     if held is not slot.param:
         return {}  # new layout: `load_states` restores full states
-    assert slot.bucket is not None
     return {
         key: slot.elements_in(value, slot.bucket.own).to(piece.dtype).clone()
         if isinstance(value, torch.Tensor) and value.shape == slot.shape and value.is_floating_point()
@@ -142,12 +122,7 @@ _OWNER = "owner"
 
 
 class SlotErrorFeedback:
-    """Error feedback of parameters in buckets.
-
-    Args:
-        sums: gradient sums of the buckets.
-        axes: axes of the module's parameters.
-    """
+    """Error feedback of parameters in buckets."""
 
     def __init__(self, sums: BucketSums, axes: AxisMap):
         self._sums, self._axes = sums, axes
@@ -304,11 +279,7 @@ def _gather_key(
 
 
 def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load this rank's slices of full states.
-
-    Raises:
-        CheckpointError: for a state that does not fit its parameter.
-    """
+    """Load this rank's slices of full states. Raises CheckpointError for a state that does not fit its parameter."""
     slots = {slot.name: slot for slot in adoption.slots}
     for full_name, saved in tensors.items():
         name, _, key = full_name.rpartition("/")
@@ -318,7 +289,6 @@ def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> 
         piece = adoption.pieces.get(slot)
         if piece is None:
             continue
-        assert slot.bucket is not None
         divided = piece.numel() < slot.numel
         if divided and saved.ndim and saved.shape != slot.shape:
             raise CheckpointError(
@@ -349,12 +319,8 @@ def _describe(adoption: SlotAdoption, rank: int) -> dict[str, dict[str, StateEnt
                     raise not_joinable(f"{slot.name}/{key}", value.shape)
                 shape = "cut"
             number = value.item() if value.ndim == 0 and value.dtype != torch.bfloat16 else None
-            found.setdefault(slot.name, {})[key] = {
-                "owner": rank,
-                "shape": shape,
-                "dtype": str(value.dtype),
-                "value": number,
-            }
+            entry = {"owner": rank, "shape": shape, "dtype": str(value.dtype), "value": number}
+            found.setdefault(slot.name, {})[key] = entry
     return found
 
 
@@ -379,23 +345,17 @@ class SlotSlices:
     def of(self, slot: Slot) -> FlatSlice | None:
         """Return this rank's flat slice of a parameter's master, or None."""
         bucket = slot.bucket
-        assert bucket is not None
         if not slot.is_in(bucket.own):
             return None
         kind, (start, end) = bucket.over, slot.inside(bucket.own)
-        ranks = self._ranks[id(kind)]
-        times = len(kind.holders)
-        deal = assign_evenly(ranks, bucket.length, times, start=slot.start, turn=self._turns[id(bucket)])
+        turn = self._turns[id(bucket)]
+        deal = assign_evenly(self._ranks[id(kind)], bucket.length, len(kind.holders), start=slot.start, turn=turn)
         flat = bucket.master.detach()[start - bucket.own.start : end - bucket.own.start]
         part = self._axes.part_of(slot.name, slot.param)
         return FlatSlice(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
 
     def states(self, adoption: SlotAdoption) -> Iterator[FlatSlice]:
-        """Yield the states of this rank's slices.
-
-        Raises:
-            CheckpointError: for a state whose shape does not fit a slice of its parameter.
-        """
+        """Yield the states of this rank's slices. Raises CheckpointError for a state whose shape does not fit."""
         for slot, piece in adoption.pieces.items():
             found = self.of(slot)
             assert found is not None
@@ -412,11 +372,7 @@ class SlotSlices:
                 yield single_rank_slice(name, value, found.deal.holder(0))
 
     def take_states(self, adoption: SlotAdoption, source: StateSource) -> None:
-        """Load an optimizer's states.
-
-        Raises:
-            CheckpointError: for a state that does not fit its parameter.
-        """
+        """Load an optimizer's states. Raises CheckpointError for a state that does not fit its parameter."""
         ours: dict[str, list[Slot]] = {}
         for slot in adoption.slots:
             ours.setdefault(self._axes.saved_name(slot.name), []).append(slot)
@@ -444,23 +400,9 @@ class SlotSlices:
         adoption.optimizer.state[piece][key] = read_full(source, full_name).to(piece.device)
 
 
-def located_slices(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
-    """Yield an optimizer's slices, each with its position in the full parameter."""
-    for slot, piece in adoption.pieces.items():
-        assert slot.bucket is not None
-        start = slot.inside(slot.bucket.own)[0] - slot.start
-        part = axes.part_of(slot.name, slot.param)
-        yield piece, PlacedPart(axes.saved_name(slot.name), part, start, piece.device)
-
-
 class Untrained:
-    """Frozen parameters and buffers: replicated on every rank, with the first rank's values.
-
-    Args:
-        model: model placed on the mesh.
-        axes: axes of its parameters.
-        formats: dtypes of parameters.
-        value_of: returns a parameter's values, or None if each rank loads them later.
+    """Frozen parameters and buffers: replicated on every rank, with the first rank's values. value_of: returns a
+    parameter's values, or None if each rank loads them later.
     """
 
     def __init__(
@@ -475,10 +417,7 @@ class Untrained:
             if (value := value_of(param)) is not None:
                 same = axes.of(name, param.shape).same
                 param.data = broadcast(value.to(formats[param]).contiguous(), same)
-        for name, buffer in model.named_buffers():
-            settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
-            if settled.data_ptr() != buffer.data_ptr():
-                buffer.copy_(settled)
+        broadcast_buffers((buffer, axes.settling(name, buffer)) for name, buffer in model.named_buffers())
         lasting = model.state_dict(keep_vars=True)
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
         # Statistics that forward updates (batch norm): the first rank's values are broadcast after each step.
@@ -504,12 +443,7 @@ class Untrained:
 
 
 class QuantizedWeights:
-    """Quantized weights that forward uses, in checkpoints, for buckets that communicate differences.
-
-    Args:
-        buckets: buckets of the model.
-        axes: axes of the model's parameters.
-    """
+    """Quantized weights that forward uses, in checkpoints, for buckets that communicate differences."""
 
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
         self._buckets, self._axes = buckets, axes

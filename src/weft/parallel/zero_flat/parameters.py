@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.comm.collectives import all_gather, broadcast
+from weft.errors import ModelError
 from weft.memory.offload import Host, HostPart, choose
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.materialize import Materialise
@@ -18,19 +19,13 @@ from weft.parallel.state.placement import AxisMap
 from weft.parallel.state.precision import Precision, cast_inputs, formats
 from weft.parallel.zero_flat.buckets import Bucket, Slot, WeightOf, fill, lay_out, put_in_order
 from weft.parallel.zero_flat.optimizer_states import SlotSlices, Untrained
-from weft.parallel.zero_flat.own_loop import update_written
+from weft.private_torch import version_of
 
 
 class FlatParameters:
-    """Slots and buckets of a model's parameters, and its tensors outside of buckets.
-
-    Args:
-        model: model; its parameters may be on the meta device.
-        axes: axes of the parameters.
-        precision: formats of the plan.
-        materialise: values of parameters on the meta device.
-        host: host memory for the plan's share of optimizer states, or None.
-        bucket_bytes: bytes of masters in a bucket.
+    """Slots and buckets of a model's parameters, and its tensors outside of buckets. model: model; its parameters may
+    be on the meta device. host: host memory for the plan's share of optimizer states, or None. bucket_bytes: bytes of
+    masters in a bucket.
     """
 
     buckets: list[Bucket]
@@ -59,7 +54,6 @@ class FlatParameters:
 
     @property
     def is_sharded(self) -> bool:
-        """True if some buckets are sharded."""
         return any(axes.shard.size > 1 for axes in self.kinds.values())
 
     @property
@@ -68,13 +62,7 @@ class FlatParameters:
         return SlotSlices(self.buckets, self._axes)
 
     def lay_out(self, source: WeightOf, unsharded: frozenset[str] = frozenset(), *, settle: bool) -> None:
-        """Lay out and fill buckets.
-
-        Args:
-            source: values of each slot.
-            unsharded: names of parameters to keep unsharded.
-            settle: broadcast the first rank's weights, since ranks may have initialized them differently.
-        """
+        """Lay out and fill buckets. settle: broadcast the first rank's weights, since initial ones may differ."""
         self.buckets = []
         options: dict[str, Any] = {"whole": unsharded, "host": self.on_host, "bucket_bytes": self._bucket_bytes}
         for axes in dict.fromkeys(self.kinds.values()):
@@ -83,7 +71,7 @@ class FlatParameters:
                 slots.sort(key=lambda slot: self._axes.saved_name(slot.name), reverse=True)
             found = lay_out(slots, self._formats, self._master, axes.shard, **options)
             for bucket in found:
-                bucket.axes = axes
+                bucket.over = axes
                 bucket.differs = axes.shard.size > 1 and self._axes.mesh.plan.gather == "diff4"
             self.buckets += found
         put_in_order(self.buckets, self.slots, self._axes.saved_name)
@@ -95,7 +83,7 @@ class FlatParameters:
 
     def unshard(self, names: frozenset[str]) -> None:
         """Lay the buckets out again with more unsharded parameters. Gradients stay in `.grad`."""
-        unsharded = names | {slot.name for slot in self.slots if bucket_of(slot).whole}
+        unsharded = names | {slot.name for slot in self.slots if slot.bucket.whole}
         grads = {slot: slot.param.grad for slot in self.slots}
         weights = dict(self.full())
         for bucket in self.buckets:
@@ -115,20 +103,14 @@ class FlatParameters:
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def local(self) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """Yield this rank's shards of the masters."""
         for slot in self.slots:
-            shard = slot.view_in(bucket_of(slot).master, bucket_of(slot).own)
+            shard = slot.view_in(slot.bucket.master, slot.bucket.own)
             if shard is not None:
                 yield slot, shard.detach()
 
     def counted(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield this rank's shards of the masters, each with the number of ranks that store the same shard."""
-        return ((shard, bucket_of(slot).over.share[1]) for slot, shard in self.local())
-
-    def has_shards(self, names: Collection[str]) -> bool:
-        """Return True if some of these parameters are sharded."""
-        buckets = [bucket_of(slot) for slot in self.slots if slot.name in names]
-        return any(not bucket.whole and bucket.num_shards > 1 for bucket in buckets)
+        return ((shard, slot.bucket.over.share[1]) for slot, shard in self.local())
 
     def slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's flat slices of the model, masters for trained parameters. No collective."""
@@ -136,16 +118,60 @@ class FlatParameters:
         yield from (self._axes.slice_of(name, tensor) for name, tensor in self.untrained.tensors())
 
     def check(self, wait: Callable[[], None]) -> None:
-        """Update the master of each parameter that was written to. wait: waits for pending weights.
-
-        Raises:
-            ModelError: for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
+        """Update the master of each parameter that was written to. wait: waits for pending weights. Raises ModelError
+        for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
         """
-        update_written(self.slots, wait)
+        for slot in self.slots:
+            check_written(slot, wait)
         self.untrained.check()
 
 
-def bucket_of(slot: Slot) -> Any:
-    """Return the bucket of a slot, after `lay_out`."""
-    assert slot.bucket is not None
-    return slot.bucket
+def check_written(slot: Slot, wait: Callable[[], None]) -> None:
+    """Update the master of a parameter that was written to. Raises ModelError if it was moved, frozen or cast."""
+    param = slot.param
+    if param.data_ptr() != slot.address or not param.requires_grad:
+        what = "moved to other memory or another format" if param.requires_grad else "frozen"
+        raise ModelError(f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize.")
+    if version_of(param) != slot.version:
+        wait()
+        take_master(slot, param.detach())
+
+
+def take_master(slot: Slot, whole: torch.Tensor) -> None:
+    """Update this rank's part of the master after a parameter was written. whole: full values that were written."""
+    slot.version = version_of(slot.param)
+    bucket = slot.bucket
+    piece = slot.view_in(bucket.master, bucket.own)
+    if bucket.is_mixed and piece is not None:
+        if bucket.host is not None:
+            bucket.host.wait()
+        with torch.no_grad():
+            piece.copy_(slot.elements_in(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
+
+
+class LoadHooks:
+    """Hooks that update masters from the unrounded tensors of `load_state_dict` of a full module. The module stores the
+    hooks. The hooks of a module's copy do nothing.
+    """
+
+    def __init__(self, slots: Sequence[Slot] = (), wait: Callable[[], None] | None = None):
+        self._slots, self._wait = slots, wait
+        self._loaded: Mapping[str, Any] = {}
+
+    def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Keep the state that is about to be loaded."""
+        del module, rest
+        self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+    def after(self, module: nn.Module, incompatible: Any) -> None:
+        del module, incompatible
+        loaded, self._loaded = self._loaded, {}
+        if self._wait is not None:
+            self._wait()
+        for slot in self._slots:
+            tensor = loaded.get(slot.name)
+            if tensor is not None and tensor.shape == slot.shape:
+                take_master(slot, tensor)
+
+    def __reduce__(self) -> tuple[type[LoadHooks], tuple[()]]:
+        return LoadHooks, ()

@@ -26,7 +26,6 @@ from weft.private_torch import uncompiled
 
 class AwaitsWeights(nn.Module):
     """Mixin that waits for the module's gathered weights in `__call__`, and for all weights when parameters are read.
-
     `__call__` is outside of the code that torch.compile compiles.
     """
 
@@ -56,9 +55,8 @@ class AwaitsWeights(nn.Module):
 
 
 class Arrival:
-    """Slots that one module waits for. None: all slots that no other module waits for.
-
-    Modules may outlive their engine, so they do not keep it alive.
+    """Slots that one module waits for. None: all slots that no other module waits for. Modules may outlive their
+    engine, so they do not keep it alive.
     """
 
     def __init__(self, arrivals: WeightPrefetcher, slots: Sequence[Slot] | None = None):
@@ -117,7 +115,7 @@ class WeightPrefetcher:
     def watch(self) -> None:
         """Make modules wait for their own weights. Call it before the first forward, which may compile them."""
         model = self._model()
-        if model is None or self._units or all(_bucket(slot).num_shards == 1 for slot in self._slots):
+        if model is None or self._units or all(slot.bucket.num_shards == 1 for slot in self._slots):
             return
         by_param = {id(slot.param): slot for slot in self._slots}
         units = list(_units(model))
@@ -142,7 +140,6 @@ class WeightPrefetcher:
 
     def start(self, bucket: Bucket, *, is_update: bool) -> None:
         """Start the gather of a bucket's masters into the weights of all ranks. A collective over its shard axis.
-
         is_update: an optimizer stepped. Buckets that support differences then send them instead of full weights.
         """
         own = bucket.weights[bucket.own]
@@ -160,17 +157,10 @@ class WeightPrefetcher:
 
     @property
     def is_watched(self) -> bool:
-        """True if modules wait for their weights."""
         return bool(self._units)
 
     def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:
-        """Start the gathers that have not started yet.
-
-        Args:
-            buckets: all buckets.
-            follow: return before the gathers complete, if modules wait for their weights.
-            is_update: an optimizer stepped.
-        """
+        """Start the other gathers. follow: return before gathers complete, if modules wait for their weights."""
         for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
                 self.start(bucket, is_update=is_update)
@@ -178,28 +168,23 @@ class WeightPrefetcher:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for all weights."""
         for bucket in self._waiting:
             _wait_for_bucket(bucket)
         self._waiting = []
 
     def wait_for(self, slots: Sequence[Slot]) -> None:
-        """Wait for the weights of some parameters."""
         if self._waiting:
             for slot in slots:
-                _wait_for_bucket(_bucket(slot))
+                _wait_for_bucket(slot.bucket)
 
     def wait_for_rest(self) -> None:
         """Wait, before a forward, for weights that no module waits for."""
         if self._waiting:
             for bucket in self._waiting:
-                if not all(self._is_awaited(slot) for slot in bucket.slots):
-                    _wait_for_bucket(bucket)
+                for units in map(self._units.get, bucket.slots):
+                    if not units or not all(unit.was_called for unit in units):
+                        _wait_for_bucket(bucket)
             self._waiting = [bucket for bucket in self._waiting if bucket.arriving is not None]
-
-    def _is_awaited(self, slot: Slot) -> bool:
-        found = self._units.get(slot)
-        return bool(found) and all(one.was_called for one in found)
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
@@ -219,11 +204,6 @@ def _wait_for_bucket(bucket: Bucket) -> None:
     if bucket.arriving is not None:
         bucket.arriving.wait()
         bucket.arriving = None
-
-
-def _bucket(slot: Slot) -> Bucket:
-    assert slot.bucket is not None
-    return slot.bucket
 
 
 def _made(kind: type[nn.Module]) -> nn.Module:

@@ -42,10 +42,8 @@ class _PendingReduction:
 
 @dataclass(slots=True)
 class _Pass:
-    """Reductions of one microbatch.
-
-    launches: buckets are reduced while backward runs. missing: parameters of each bucket without a gradient. next:
-    first bucket that is not reduced.
+    """Reductions of one microbatch. launches: buckets are reduced while backward runs. missing: parameters of each
+    bucket without a gradient. next: first bucket that is not reduced.
     """
 
     launches: bool = False
@@ -150,7 +148,6 @@ class Reducer(GradientReducer):
                 bucket.host.forget()
 
     def wait_for_sums(self) -> None:
-        """Wait until the host has the sums."""
         for bucket in self.buckets:
             if bucket.host is not None:
                 bucket.host.wait()
@@ -212,10 +209,7 @@ class Reducer(GradientReducer):
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's full flat gradient, including `.grad` set by autograd or the user.
-
-        Missing gradients are zero.
-        """
+        """Return the bucket's full flat gradient, with `.grad` set by autograd or the user. Missing ones are zero."""
         flat = self._room(bucket)
         for slot in bucket.slots:
             if slot.param.grad is not slot.grad:
@@ -223,7 +217,6 @@ class Reducer(GradientReducer):
         return flat
 
     def _room(self, bucket: Bucket) -> torch.Tensor:
-        """Return the flat tensor that gradients are collected in."""
         if bucket.grads is None:
             bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
         assert bucket.grads is not None
@@ -233,9 +226,7 @@ class Reducer(GradientReducer):
     def arrived(self, index: int, param: nn.Parameter) -> None:
         """Process a gradient that autograd has delivered for this parameter."""
         slot = self._slots[index]
-        bucket = slot.bucket
-        assert bucket is not None
-        phase = self.phase
+        bucket, phase = slot.bucket, self.phase
         if bucket.index < self._pass.next and phase.in_pass:
             self._late.append(index)
             slot.fired += 1
@@ -262,10 +253,9 @@ class Reducer(GradientReducer):
                 self._launch(self.buckets[self._pass.next], phase is Phase.LAST_PASS)
 
     def stays(self, bucket: Bucket, phase: Phase) -> bool:
-        """Return True if gradients of a pass stay in autograd's tensors until they are reduced.
-
-        Stage 2 needs memory for them until then in any case. At lower stages, the buffer of their sum already exists,
-        and later microbatches would allocate a second set.
+        """Return True if gradients of a pass stay in autograd's tensors until they are reduced. Stage 2 needs memory
+        for them until then in any case. At lower stages, the buffer of their sum already exists, and later microbatches
+        would allocate a second set.
         """
         if phase is Phase.INNER_PASS:
             return self._stage == 2 and bucket.num_shards > 1 and not self._each
@@ -300,7 +290,6 @@ class Reducer(GradientReducer):
         self._reduced.add(bucket.index)
 
     def _launch_all_reduce(self, bucket: Bucket, final: bool) -> None:
-        """Start the reduction of an unsharded bucket."""
         alone = bucket.over.replicate.size == bucket.over.share[1] == 1 and bucket.host is None
         if alone and final and not bucket.collected and (found := bucket.found()) is not None:
             bucket.loose, bucket.shard = found, None  # on a single rank they already are the sums
@@ -323,12 +312,10 @@ class Reducer(GradientReducer):
         return bucket.host.send(shard_of(bucket), pending)
 
     def _limit_pending(self) -> None:
-        """Wait for the oldest pending reduction if there are many."""
         if len(self._under_way) >= MOST_UNDER_WAY:
             self._land(min(self._under_way))
 
     def _land(self, index: int) -> None:
-        """Wait for a bucket's reduction."""
         one, bucket = self._under_way.pop(index), self.buckets[index]
         one.pending.wait()
         if one.add is not None:
@@ -351,7 +338,13 @@ class Reducer(GradientReducer):
         self._first_late = self._late[0] if self._late else -1
         extra[0].fill_(len(self._late))  # an assignment would copy from the host and block
         # Ranks with equal sums compute the norm of one part each.
-        parts = [part for bucket in self.buckets for part in _share_of(bucket)]
+        parts: list[torch.Tensor] = []
+        for bucket in self.buckets:
+            rank, number = bucket.over.share
+            if bucket.loose is not None:
+                parts += [grad for _, grad in bucket.loose]
+            else:
+                parts.append(shard_of(bucket).tensor_split(number)[rank])
         norms: list[torch.Tensor] = []
         for dtype in dict.fromkeys(part.dtype for part in parts):  # a GPU kernel supports one dtype
             alike = [part for part in parts if part.dtype == dtype]
@@ -369,14 +362,6 @@ def shard_of(bucket: Bucket) -> torch.Tensor:
     bucket.collect()
     assert bucket.shard is not None, "gradients were not reduced yet"
     return bucket.shard
-
-
-def _share_of(bucket: Bucket) -> list[torch.Tensor]:
-    """Return the tensors whose norm this rank computes."""
-    rank, number = bucket.over.share
-    if bucket.loose is not None:
-        return [grad for _, grad in bucket.loose]
-    return [shard_of(bucket).tensor_split(number)[rank]]
 
 
 def _arrived(reducer: Callable[[], Reducer | None], index: int, param: nn.Parameter) -> None:

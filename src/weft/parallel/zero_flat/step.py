@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,13 +24,12 @@ from weft.memory.graph_recorder import Recorder, Recording, send_numbers
 from weft.optim.one_pass import AdamRule, Lane, SgdRule, step_lane
 from weft.optim.step_decision import StepDecision
 from weft.parallel.private_torch import num_step_hooks
-from weft.parallel.state.flat_slices import register_param_locations
+from weft.parallel.state.flat_slices import PlacedPart, register_param_locations
 from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.placement import Axes, AxisMap
-from weft.parallel.zero.adopt import leaves_steps_out, undo_skipped_counts
-from weft.parallel.zero.engine import Phase
+from weft.parallel.zero.engine import Phase, leaves_steps_out, undo_skipped_counts
 from weft.parallel.zero_flat.buckets import Bucket, Slot
-from weft.parallel.zero_flat.optimizer_states import SlotAdoption, gather_states, load_states, located_slices
+from weft.parallel.zero_flat.optimizer_states import SlotAdoption, gather_states, load_states
 from weft.parallel.zero_flat.reducer import Reducer, shard_of
 from weft.private_torch import version_of
 
@@ -70,14 +70,17 @@ class RecordedPasses:
 
     def found(self, last: bool) -> Hashable:
         """Return a key of the state that a pass would find now. Passes with equal keys run the same kernels."""
+        phase = Phase.LAST_PASS if last else Phase.INNER_PASS
         return (
             tuple((slot.param.data_ptr(), _address(slot.param.grad), slot.expected) for slot in self._slots),
-            tuple(self._found_of(bucket, last) for bucket in self._reducer.buckets),
+            tuple(
+                (
+                    bucket.collected,
+                    None if self._reducer.stays(bucket, phase) and not bucket.collected else _address(bucket.grads),
+                )
+                for bucket in self._reducer.buckets
+            ),
         )
-
-    def _found_of(self, bucket: Bucket, last: bool) -> Hashable:
-        collects = bucket.collected or not self._reducer.stays(bucket, Phase.LAST_PASS if last else Phase.INNER_PASS)
-        return bucket.collected, _address(bucket.grads) if collects else None
 
     def keeps(self, last: bool) -> bool:
         """Return True if results that a pass leaves in its own memory are still needed after the next pass."""
@@ -110,14 +113,9 @@ class RecordedSteps:
         self, found: Hashable, rules: Mapping[Rule, int], lanes: Callable[[], Iterable[tuple[Lane, Rule]]],
         decision: StepDecision, recorder: Recorder,
     ) -> None:  # fmt: skip
-        """Step all lanes: by replay if the step was recorded, otherwise kernel by kernel or while recording.
-
-        Args:
-            found: addresses of all tensors, and the constant settings of the rules.
-            rules: rules of the lanes, numbered in their order.
-            lanes: yields the elements that are stepped together.
-            decision: decision about this step.
-            recorder: recorder to use.
+        """Step all lanes: by replay if the step was recorded, otherwise kernel by kernel or while recording. found:
+        addresses of all tensors, and the constant settings of the rules. rules: rules of the lanes, numbered in their
+        order.
         """
         step = self._known.get(found) or self._once.pop(found, None)
         is_new = step is None
@@ -130,20 +128,17 @@ class RecordedSteps:
             step.recording.replay()
         elif is_new or len(self._known) >= MOST_STEPS:
             step.launch(rules, lanes())  # without recording, which also loads the kernels
-            self._warn_once(is_new)
+            if not is_new and not self._has_said:
+                self._has_said = True
+                warnings.warn(
+                    f"graphs=on: the optimizer's step is recorded {MOST_STEPS} times, for different settings or "
+                    "gradient addresses, and further ones are launched kernel by kernel.",
+                    WeftWarning,
+                    stacklevel=2,
+                )
         else:
             step.recording = recorder.record(lambda: step.launch(rules, lanes()), "the optimizer's step", apart=True)
             self._known[found] = step
-
-    def _warn_once(self, is_new: bool) -> None:
-        if not is_new and not self._has_said:
-            self._has_said = True
-            warnings.warn(
-                f"graphs=on: the optimizer's step is recorded {MOST_STEPS} times, for different settings or gradient "
-                "addresses, and further ones are launched kernel by kernel.",
-                WeftWarning,
-                stacklevel=2,
-            )
 
 
 class _RecordedStep:
@@ -161,7 +156,6 @@ class _RecordedStep:
         self._factor.copy_(decision.factor)
 
     def launch(self, rules: Mapping[Rule, int], lanes: Iterable[tuple[Lane, Rule]]) -> None:
-        """Step lane by lane."""
         factors: dict[torch.dtype, torch.Tensor] = {}
         for lane, rule in lanes:
             dtype = torch.promote_types(lane.master.dtype, torch.float32)
@@ -233,24 +227,33 @@ class FlatStep:
         if not all(bucket.master.is_floating_point() for bucket in self._buckets()):
             return False
         if type(optimizer) in _ADAMS:
-            return all(map(_is_plain_adam, optimizer.param_groups))
-        return type(optimizer) is torch.optim.SGD and all(map(_is_plain_sgd, optimizer.param_groups))
+            unusual = ("amsgrad", "maximize", "differentiable", "capturable")
+            numbers = ("lr", "weight_decay", "eps")
+        elif type(optimizer) is torch.optim.SGD:
+            unusual = ("dampening", "maximize", "differentiable")
+            numbers = ("lr", "weight_decay", "momentum")
+        else:
+            return False
+        return all(
+            not any(group.get(key) for key in unusual)
+            and all(isinstance(number, int | float) for number in (*map(group.get, numbers), *group.get("betas", ())))
+            and group.get("eps", 1) > 0
+            for group in optimizer.param_groups
+        )
 
     @torch.no_grad()
     def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
-        """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step.
-
-        Args:
-            factor: factor of gradients, applied as they are read.
-            recorder: recorder for steps that the device decides about. Such a step updates all buckets here. None
-                disables
-                recording.
+        """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step. factor: factor
+        of gradients, applied as they are read. recorder: recorder for steps that the device decides about. Such a step
+        updates all buckets here. None disables recording.
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
         is_recorded = False
         if recorder is not None and isinstance(factor, StepDecision):
-            self._recorded.take(*self._found(), self._all_lanes, factor, recorder)
+            self._recorded.take(
+                *self._found(), lambda: chain.from_iterable(map(self._lanes, self._held)), factor, recorder
+            )
             is_recorded = True
 
         @torch.no_grad()
@@ -284,7 +287,6 @@ class FlatStep:
         return (tuple(marks), tuple(places), tuple(rule.without_dials for rule in rules)), rules
 
     def taken(self, factor: float | StepDecision) -> None:
-        """Count a step of all buckets."""
         self._count(1)
         self._decision = factor if isinstance(factor, StepDecision) else None
 
@@ -304,7 +306,7 @@ class FlatStep:
                 entry.count += number
 
     def _buckets(self) -> list[Bucket]:
-        return list(dict.fromkeys(slot.bucket for slot in self.adoption.pieces if slot.bucket is not None))
+        return list(dict.fromkeys(slot.bucket for slot in self.adoption.pieces))
 
     @torch.no_grad()
     def _bind(self) -> None:
@@ -360,10 +362,6 @@ class FlatStep:
     def _grouped(self) -> Iterator[tuple[int, nn.Parameter]]:
         for index, group in enumerate(self._optimizer.param_groups):
             yield from ((index, param) for param in group["params"])
-
-    def _all_lanes(self) -> Iterator[tuple[Lane, Rule]]:
-        for held in self._held:
-            yield from self._lanes(held)
 
     def _lanes(self, held: _OwnSlices) -> Iterator[tuple[Lane, Rule]]:
         """Yield the elements that are stepped together, with their rule."""
@@ -423,31 +421,13 @@ def _take_over(state: dict[str, Any], key: str, view: torch.Tensor) -> None:
 
 
 def _keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the keys of states that have the parameter's size."""
     if type(optimizer) in _ADAMS:
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if group["momentum"] else ()
 
 
-def _is_plain_adam(group: dict[str, Any]) -> bool:
-    numbers = (group["lr"], group["weight_decay"], group["eps"], *group["betas"])
-    unusual = any(group.get(key) for key in ("amsgrad", "maximize", "differentiable", "capturable"))
-    return not unusual and group["eps"] > 0 and all(isinstance(number, int | float) for number in numbers)
-
-
-def _is_plain_sgd(group: dict[str, Any]) -> bool:
-    numbers = (group["lr"], group["weight_decay"], group["momentum"])
-    unusual = any(group.get(key) for key in ("dampening", "maximize", "differentiable"))
-    return not unusual and all(isinstance(number, int | float) for number in numbers)
-
-
 class FlatOptimizers:
-    """The adopted optimizers of one model, and their steps.
-
-    Args:
-        axes: axes of the model's parameters.
-        device: device of collectives.
-    """
+    """The adopted optimizers of one model, and their steps."""
 
     def __init__(self, axes: AxisMap, device: torch.device):
         self._axes, self._device = axes, device
@@ -455,11 +435,9 @@ class FlatOptimizers:
 
     @property
     def adoptions(self) -> list[SlotAdoption]:
-        """Adoptions in the order of the calls of `add`."""
         return [step.adoption for step in self.steps.values()]
 
     def add(self, adoption: SlotAdoption) -> None:
-        """Put this rank's slices into an optimizer."""
         self._put(adoption)
         self.steps[adoption.optimizer] = FlatStep(adoption)
 
@@ -479,13 +457,13 @@ class FlatOptimizers:
         """Set `.grad` of this rank's slices to the sums in the buckets."""
         for slot, param in self.local():
             bucket = slot.bucket
-            if param is not slot.param and bucket is not None:
+            if param is not slot.param:
                 param.grad = slot.view_in(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
 
     def drop_hosted_gradients(self) -> None:
         """Drop the gradients of slices in host memory, which publishing reuses for the weights."""
         for slot, param in self.local():
-            if slot.bucket is not None and slot.bucket.host is not None:
+            if slot.bucket.host is not None:
                 param.grad = None
 
     def full_states(self, buckets: Sequence[Bucket]) -> list[dict[str, torch.Tensor]]:
@@ -514,4 +492,9 @@ class FlatOptimizers:
         names = adoption.needs_full()
         full = [(slot.name, param) for slot, param in adoption.pieces.items() if slot.name in names]
         join_sharded(adoption.optimizer, full, self._axes, self._device)
-        register_param_locations(adoption.optimizer, located_slices(adoption, self._axes))
+        located: list[tuple[nn.Parameter, PlacedPart]] = []
+        for slot, piece in adoption.pieces.items():
+            start = slot.inside(slot.bucket.own)[0] - slot.start
+            part = self._axes.part_of(slot.name, slot.param)
+            located.append((piece, PlacedPart(self._axes.saved_name(slot.name), part, start, piece.device)))
+        register_param_locations(adoption.optimizer, located)

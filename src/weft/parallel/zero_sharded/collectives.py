@@ -29,8 +29,6 @@ class UnitGather(GatherBase):
     """All-gather of one unit's parameters.
 
     Args:
-        unit: index of the unit.
-        axis: axis that the unit is sharded over.
         order: order of all ranks' operations on the axis.
         wire: wire format of the weights, or None to send them unencoded.
         parts: returns this rank's parts by gather and weight: shape, module and name.
@@ -46,25 +44,16 @@ class UnitGather(GatherBase):
         parts: Callable[[], list[list[tuple[torch.Size, nn.Module, str]]]],
         near: Axis | None = None,
     ):
-        self._unit = unit
-        self._axis = axis
-        self._order = order
-        self._wire = wire
-        self._parts = parts
+        self._unit, self._axis, self._order, self._wire, self._parts = unit, axis, order, wire, parts
         self._near = near
         self._codes: dict[tuple[int, torch.dtype], RowCodes] = {}
         self._there: tuple[torch.cuda.Event, torch.device] | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill `output_tensor`. It is complete on return (on CUDA: in the order of the current stream)."""
         self._order.check(Act.GATHER, self._unit, input_tensor.numel())
@@ -73,21 +62,17 @@ class UnitGather(GatherBase):
                 all_gather(input_tensor, self._near, out=output_tensor)  # secondary shards, already rounded
             elif self._wire is None:
                 all_gather(input_tensor, self._axis, out=output_tensor)
-            else:
-                self._gather_codes(output_tensor, input_tensor, self._wire)
+            else:  # every rank decodes all parts, its own too, so all compute with the same weights
+                codec = self._codec(input_tensor, self._wire)
+                codes = codec.encode(input_tensor)
+                everyones = torch.empty(self._axis.size * codec.num_bytes, dtype=torch.uint8, device=codes.device)
+                all_gather(codes, self._axis, out=everyones)
+                codec.decode(everyones.view(self._axis.size, -1), output_tensor.view(self._axis.size, -1))
         except CommError as error:
             raise self._order.explain(error) from error
         if output_tensor.is_cuda:
             self._there = torch.cuda.Event(enable_timing=True), output_tensor.device
             self._there[0].record()
-
-    def _gather_codes(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, wire: WireSpec) -> None:
-        """Gather encoded weights. Every rank decodes all parts, its own too, so all compute with the same weights."""
-        codec = self._codec(input_tensor, wire)
-        codes = codec.encode(input_tensor)
-        everyones = torch.empty(self._axis.size * codec.num_bytes, dtype=torch.uint8, device=codes.device)
-        all_gather(codes, self._axis, out=everyones)
-        codec.decode(everyones.view(self._axis.size, -1), output_tensor.view(self._axis.size, -1))
 
     def _codec(self, flat: torch.Tensor, wire: WireSpec) -> RowCodes:
         key = flat.numel(), flat.dtype
@@ -103,10 +88,8 @@ class UnitGather(GatherBase):
         return self._codes[key]
 
     def wait_all(self, wait: Callable[[], None]) -> None:
-        """Wait for the last gather, and record the compute stream's wait time in the ledger.
-
-        fully_shard's wait also copies out of the buffer. That is not counted: the wait ends when the gather is
-        complete.
+        """Wait for the last gather, and record the compute stream's wait time in the ledger. fully_shard's wait also
+        copies out of the buffer. That is not counted: the wait ends when the gather is complete.
         """
         there, self._there = self._there, None
         stream_wait = None if there is None else StreamWait.begin(there[1])
@@ -123,29 +106,18 @@ def _wire_part(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) 
 
 
 class UnitReduce(ReduceBase):
-    """Reduce-scatter of one unit's gradients.
-
-    Args:
-        unit: index of the unit.
-        axis: axis that the unit is sharded over.
-        order: order of all ranks' operations on the axis.
-        wire: coder of the gradients.
-        grads: dtype of all input gradients, if it is narrower than the dtype of sums and is communicated instead of it.
-            None copies gradients into the dtype of sums.
+    """Reduce-scatter of one unit's gradients. order: order of all ranks' operations on the axis. grads: dtype of all
+    input gradients, if it is narrower than the dtype of sums and is communicated instead of it. None copies gradients
+    into the dtype of sums.
     """
 
     def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
-        self._unit = unit
-        self._axis = axis
-        self._order = order
-        self._wire = wire
-        self._grads = grads
+        self._unit, self._axis, self._order, self._wire, self._grads = unit, axis, order, wire, grads
         self._has_input = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor, alternately for the gradients and for their sums.
-
-        fully_shard requests both in the dtype of sums, and copies gradients into the first.
+        """Return an uninitialized tensor, alternately for the gradients and for their sums. fully_shard requests both
+        in the dtype of sums, and copies gradients into the first.
         """
         is_input, self._has_input = not self._has_input, not self._has_input
         return torch.empty(*size, dtype=self._grads if is_input and self._grads else dtype, device=device)
@@ -176,14 +148,8 @@ class UnitReduce(ReduceBase):
 
 
 def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
-    """Return the coders of a unit's gradients, over the shard axis and over replicas.
-
-    The plan's `compress` applies to the outermost data axis, which is dp_replicate if it exists.
-
-    Args:
-        coders: coders of the engine.
-        unit: index of the unit.
-        plan: plan of the mesh.
+    """Return the coders of a unit's gradients, over the shard axis and over replicas. The plan's `compress` applies to
+    the outermost data axis, which is dp_replicate if it exists.
     """
     shard, replicas = f"unit {unit} shard", f"unit {unit} replicas"
     if plan.compress == "none":
@@ -194,24 +160,11 @@ def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
 
 
 def connect_unit(
-    module: FSDPModule,
-    unit: int,
-    axis: Axis,
-    order: Order,
-    wire: Coder,
-    mesh: Mesh,
-    grads: torch.dtype | None = None,
+    module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, mesh: Mesh, grads: torch.dtype | None = None
 ) -> None:
-    """Make a unit communicate through `weft.comm`.
-
-    Args:
-        module: module that fully_shard was applied to.
-        unit: index of the unit.
-        axis: axis that the unit is sharded over.
-        order: order of all ranks' operations on the axis.
-        wire: coder of the gradients.
-        mesh: mesh of the ranks; the `gather` field of its plan is the wire format of weights.
-        grads: dtype of all gradients to reduce, narrower than the dtype of sums, or None if they may have that dtype.
+    """Make a unit communicate through `weft.comm`. order: order of all ranks' operations on the axis. mesh: mesh of the
+    ranks; the `gather` field of its plan is the wire format of weights. grads: dtype of all gradients to reduce,
+    narrower than the dtype of sums, or None if they may have that dtype.
     """
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None

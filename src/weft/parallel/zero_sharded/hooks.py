@@ -13,32 +13,34 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
+from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_gather, start_all_reduce
 from weft.comm.mesh import Axis
 from weft.comm.pending import Pending
 from weft.comm.wire.coder import Coder
-from weft.errors import CommError
+from weft.errors import CommError, ModelError
 from weft.models.inspect.blocks import repeated_blocks
 from weft.optim.step_decision import StepDecision
 from weft.parallel.private_torch import (
     base_of_its_own,
-    drop_unreduced_gradients,
+    before_backward_of,
     end_backward,
     forget_forward,
     fsdp_state,
+    gathered_parts,
     wrap_forward_hooks,
 )
-from weft.parallel.zero.adopt import step_by_decision, steps_in_parts
+from weft.parallel.zero.engine import step_by_decision, steps_in_parts
 from weft.parallel.zero_sharded.shards import Shard
-from weft.private_torch import graph_task, tree_map, uncompiled, without_modes
+from weft.private_torch import graph_task, named_modules, tree_map, uncompiled, version_of, without_modes
 
 #: Forwards without a step accumulate (as in evaluation). Beyond this many operations no record is kept.
 _MOST = 1 << 16
@@ -57,7 +59,6 @@ class Act(IntEnum):
     END = 3
 
     def describe(self, unit: str) -> str:
-        """Describe the operation for an error message."""
         if self is Act.END:
             return "ends the step"
         return f"{('gathers the weights', 'reduces the gradients', 'sums the gradients')[self]} of {unit}"
@@ -68,14 +69,12 @@ Entry = tuple[Act, int, int]
 
 
 class Order:
-    """Order of this rank's operations on units over one axis, from the end of a step to the end of the next.
-
-    units: their names, by index.
+    """Order of this rank's operations on units over one axis, from the end of a step to the end of the next. units:
+    their names, by index.
     """
 
     def __init__(self, axis: Axis, units: Sequence[str]):
-        self._axis = axis
-        self._units = units
+        self._axis, self._units = axis, units
         self._record: list[Entry] = []
         self._done: list[Entry] = []  # operations of this step, during comparison
         self._place = 0  # position in the record, while this rank follows it
@@ -83,9 +82,7 @@ class Order:
 
     def check(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
         """Check the next operation against the record or the other ranks. No collective while it follows the record.
-
-        Raises:
-            CommError: if ranks start different operations.
+        Raises CommError if ranks start different operations.
         """
         if self._axis.size == 1:
             return
@@ -178,28 +175,17 @@ class _Disagreement(CommError):
 
 
 class FirstGathers:
-    """Steps an optimizer in two parts, and overlaps the gather of the first part with the second.
-
-    Args:
-        modules: the units, by their index; the root last.
-        shards: this rank's shards of each unit's parameters.
-        order: order of all ranks' operations, which records the first gathers of a forward.
-        device: device of the weights.
+    """Steps an optimizer in two parts, and overlaps the gather of the first part with the second. modules: the units,
+    by their index; the root last. order: order of all ranks' operations, which records the first gathers of a forward.
     """
 
     def __init__(
-        self,
-        modules: Sequence[FSDPModule],
-        shards: Sequence[Sequence[Shard]],
-        order: Order,
-        device: torch.device,
+        self, modules: Sequence[FSDPModule], shards: Sequence[Sequence[Shard]], order: Order, device: torch.device
     ):
-        self._modules = modules
-        self._shards = shards
+        self._modules, self._shards = modules, shards
         # The gathers of blocks overlap with earlier computation anyway.
         self._blocks = {*repeated_blocks(modules[-1]).values()} if isinstance(modules[-1], nn.Module) else set()
-        self._order = order
-        self._device = device
+        self._order, self._device = order, device
         self._stream: torch.cuda.Stream | None = None
         self._early: list[tuple[FSDPModule, UnshardHandle]] = []
 
@@ -211,7 +197,10 @@ class FirstGathers:
     def step(self, optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
         """Step the optimizer, and start the first gathers of the next forward."""
         self.drop()
-        first = self._first() if self._stream is not None and steps_in_parts(optimizer) else []
+        first: list[int] = []
+        if self._stream is not None and steps_in_parts(optimizer):  # units that are gathered before any block
+            gathers = self._order.first_gathers()
+            first += itertools.takewhile(lambda one: self._modules[one] not in self._blocks, gathers)
         params = {id(shard.local) for number in first for shard in self._shards[number]}
         step_by_decision(optimizer, decision, params, functools.partial(self._gather, first, self._stream))
 
@@ -220,18 +209,11 @@ class FirstGathers:
         self._early = []
 
     def drop(self) -> None:
-        """Drop early gathers between steps.
-
-        The shards may change now, and gathered weights would be outdated.
-        """
+        """Drop early gathers between steps. The shards may change now, and gathered weights would be outdated."""
         early, self._early = self._early, []
         for module, handle in early:
             handle.wait()  # no-op if an evaluation has already waited
             module.reshard()
-
-    def _first(self) -> list[int]:
-        """Return the units that are gathered before any block."""
-        return [*itertools.takewhile(lambda one: self._modules[one] not in self._blocks, self._order.first_gathers())]
 
     def _gather(self, units: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         assert stream is not None
@@ -247,21 +229,16 @@ class FirstGathers:
 
 
 class ReplicaSum:
-    """Second half of HSDP's reduction for one unit: sums shards of gradients over the replicas.
-
-    fully_shard calls it with the flat sum over the shard axis, before the sum becomes the gradients of `params` (as
-    views, or added to existing gradients). Only the last microbatch's call communicates over the replicas. wire:
-    returns the coder for a number of elements.
+    """Second half of HSDP's reduction for one unit: sums shards of gradients over the replicas. fully_shard calls it
+    with the flat sum over the shard axis, before the sum becomes the gradients of `params` (as views, or added to
+    existing gradients). Only the last microbatch's call communicates over the replicas. wire: returns the coder for a
+    number of elements.
     """
 
     def __init__(
         self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, wire: Callable[[int], Coder]
     ):
-        self._unit = unit
-        self._params = params
-        self._axis = axis
-        self._order = order
-        self._wire = wire
+        self._unit, self._params, self._axis, self._order, self._wire = unit, params, axis, order, wire
         self._kept: torch.Tensor | None = None
         self._pending: Pending | None = None
         #: False in all passes of a step but the last.
@@ -272,7 +249,6 @@ class ReplicaSum:
         self.factor = 1.0
 
     def __call__(self, sums: torch.Tensor) -> None:
-        """Add this call's share in place."""
         if self.factor != 1.0:
             sums *= self.factor
         if not self.last:
@@ -299,92 +275,58 @@ class ReplicaSum:
             pending.wait()
 
     def wait(self) -> None:
-        """Wait until the sum is complete."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def clear(self) -> None:
-        """Drop the state that a step left."""
         self.wait()
         self._kept = None
-
-
-class Calls:
-    """Counts the calls of each unit in a forward pass.
-
-    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so ranks may use
-    different ones. With several calls, fully_shard would reduce zeros once per call, so only existing gradients are
-    reduced.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-
-    def watch(self, module: nn.Module, is_root: bool) -> None:
-        """Count the calls of this unit, if torch can reduce zeros (2.13 and later)."""
-        set_zeros = getattr(module, "set_reduce_scatter_unused_params", None)
-        if set_zeros is None:
-            return
-        set_zeros(True, recurse=False)
-
-        def count(module: Any, args: Any) -> None:
-            if is_root:
-                self._counts.clear()
-            # A call inside a backward pass is a recomputation, not another use.
-            if not torch.is_grad_enabled() or graph_task() != -1:
-                return
-            calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
-            if calls <= 2:
-                set_zeros(calls == 1, recurse=False)
-
-        module.register_forward_pre_hook(uncompiled(count))
 
 
 def watch_calls(
     modules: Sequence[FSDPModule], begin_root: Callable[[nn.Module, Any], None], *, recompute: bool
 ) -> None:
-    """Count the calls of all units, and call `begin_root` before each forward of the root.
-
-    Args:
-        modules: the units, by their index; the root last.
-        begin_root: forward pre-hook of the root.
-        recompute: blocks are recomputed in backward.
+    """Count the calls of all units in a forward, and call `begin_root` before each forward of the root. A unit that is
+    called once is reduced with zeros for the parameters that this rank did not use, so ranks may use different ones.
+    With several calls, fully_shard would reduce zeros once per call, so only existing gradients are reduced. modules:
+    the units, by their index; the root last.
     """
-    calls = Calls()
+    counts: dict[int, int] = {}
     units = [module for module in modules if isinstance(module, nn.Module)]
     root = units[-1]
+
+    def count(module: Any, args: Any) -> None:
+        if module is root:
+            counts.clear()
+        # A call inside a backward pass is a recomputation, not another use.
+        if torch.is_grad_enabled() and graph_task() == -1:
+            calls = counts[id(module)] = counts.get(id(module), 0) + 1
+            if calls <= 2:
+                module.set_reduce_scatter_unused_params(calls == 1, recurse=False)
+
     for module in units:
-        calls.watch(module, is_root=module is root)
+        set_zeros = getattr(module, "set_reduce_scatter_unused_params", None)  # torch 2.13 and later
+        if set_zeros is not None:
+            set_zeros(True, recurse=False)
+            module.register_forward_pre_hook(uncompiled(count))
     if recompute and not repeated_blocks(root):
+        # The region counts operations, and gathering differs in its replay: the unit may already be unsharded.
         for module in units[:-1]:
-            hide_hooks(module)
+            wrap_forward_hooks(module, lambda hook: functools.partial(_outside_of_modes, hook))
     root.register_forward_pre_hook(uncompiled(begin_root))
 
 
-def return_no_views(module: nn.Module) -> None:
-    """Make a unit return tensors that are not views, before fully_shard registers its hooks on them.
-
-    A layer with a bias returns a view. An in-place operation on it would remove the hook that gathers the unit for
-    backward. A value without a gradient stays the same object: a head's loss identifies the batch's labels by it.
-    """
-    module.register_forward_hook(_without_views, prepend=True)
-
-
 @uncompiled
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+def without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a unit's output as tensors that are not views: a forward hook before fully_shard's own. A layer with a
+    bias returns a view. An in-place operation on it would remove the hook that gathers the unit for backward. A value
+    without a gradient stays the same object: a head's loss identifies the batch's labels by it.
+    """
     del module, args
     return tree_map(
         lambda one: base_of_its_own(one) if isinstance(one, torch.Tensor) and one.requires_grad else one, output
     )
-
-
-def hide_hooks(module: nn.Module) -> None:
-    """Exclude the computation of a unit's hooks from a recomputed region around it.
-
-    The region counts operations, and gathering differs in the replay, in which the unit may already be unsharded.
-    """
-    wrap_forward_hooks(module, lambda hook: functools.partial(_outside_of_modes, hook))
 
 
 @uncompiled
@@ -393,18 +335,11 @@ def _outside_of_modes(hook: Any, *args: Any) -> Any:
         return hook(*args)
 
 
-def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:
-    """Drop unreduced gradients of a step that failed."""
-    for module in modules:
-        drop_unreduced_gradients(module)
-
-
 class StagePasses:
-    """The passes of one pipeline step, whose forwards and backwards interleave.
-
-    fully_shard expects one root forward after another, each with its end and its backward. A stage leaves the root's
-    forward before its end, and the pass ends with the schedule, so gradients accumulate unreduced until then. As in
-    torch.distributed.pipelining, fully_shard's work at the end of a backward is called explicitly.
+    """The passes of one pipeline step, whose forwards and backwards interleave. fully_shard expects one root forward
+    after another, each with its end and its backward. A stage leaves the root's forward before its end, and the pass
+    ends with the schedule, so gradients accumulate unreduced until then. As in torch.distributed.pipelining,
+    fully_shard's work at the end of a backward is called explicitly.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]):
@@ -421,3 +356,88 @@ class StagePasses:
         """Reduce the accumulated gradients of all backwards, and free the parameters."""
         self._modules[-1].set_is_last_backward(True)
         end_backward(self._modules[::-1], self._root)
+
+
+# What forward cannot do under zero=3: write to parameters, and compute gradients through units.
+
+
+#: A parameter, and the number of writes and the address when forward began.
+_Written = tuple[torch.Tensor, int, int]
+
+
+class ForwardLimits:
+    """Refuses gradients through units in every forward, and writes to parameters in the first forward in training.
+
+    Under a pipeline, forward of a stage ends with an exception of the runtime, after which torch calls no hooks.
+    Gradients in forward are not refused there.
+
+    Until the first step, ranks also compare the ends of their forwards: the first step tries some samples, and a rank
+    that calls more units than the others would wait for them. units: the units, by their names; the root last.
+    """
+
+    def __init__(self, units: Sequence[tuple[str, FSDPModule]], orders: Sequence[Order], *, is_stage: bool = False):
+        _, root = units[-1]
+        assert isinstance(root, nn.Module)
+        self._root = root
+        self._paths = {id(module): path for path, module in named_modules(root)}
+        self._orders, self._is_inside = orders, False
+        self._unwatched = {id(module) for _, module in units}
+        self._before: dict[int, dict[str, _Written]] = {}
+        for name, module in units:
+            assert isinstance(module, nn.Module)
+            if not is_stage:
+                before_backward_of(module, self._refusing(name or type(root).__name__))
+            module.register_forward_pre_hook(uncompiled(self._enter))
+            module.register_forward_hook(uncompiled(self._leave), prepend=True, always_call=True)
+
+    def begin_steps(self) -> None:
+        self._orders = ()
+
+    def _refusing(self, name: str) -> Callable[[], None]:
+        def refuse() -> None:
+            self.begin_steps()  # in a custom loop the first backward begins them
+            if self._is_inside and graph_task() != -1:
+                self._is_inside = False
+                raise ModelError(
+                    f"zero=3: forward computes a gradient through {name} (torch.autograd.grad or torch.func.grad), "
+                    "whose weights exist only while it is called. Use zero=2."
+                )
+
+        return refuse
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        del args
+        if module is self._root:
+            self._is_inside = True
+        if id(module) in self._unwatched and self._root.training and graph_task() == -1:
+            self._before[id(module)] = {name: _state(param) for name, param in self._params(module)}
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        if module is self._root:
+            self._is_inside = False
+            for order in self._orders if output is not None else ():
+                order.check(Act.END)
+        before = self._before.pop(id(module), None)
+        if before is None or output is None:  # None: forward raised
+            return
+        now = dict(self._params(module))
+        for name, (param, *was) in before.items():
+            if now.get(name) is param and was != [*_state(param)[1:]]:
+                raise ModelError(
+                    f"parameter {name}: forward writes to it, and zero=3 has it only while a module is called, so the "
+                    "values are lost. Write to parameters between steps, use a parametrization, or use zero=2."
+                )
+        self._unwatched.discard(id(module))
+
+    def _params(self, module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+        if module is self._root:
+            return self._root.named_parameters()
+        assert isinstance(module, FSDPModule)
+        parts = [(owner, name) for group in gathered_parts(module) for _, owner, name in group]
+        return [(f"{self._paths.get(id(owner), '')}.{name}", getattr(owner, name)) for owner, name in parts]
+
+
+def _state(param: torch.Tensor) -> _Written:
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return param, version_of(param), local.data_ptr()

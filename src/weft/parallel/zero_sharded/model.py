@@ -33,22 +33,18 @@ from weft.optim.step_decision import StepDecision
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.placement import Placement
-from weft.parallel.zero.adopt import find_optimizers, leaves_steps_out, undo_skipped_counts, watch_steps
-from weft.parallel.zero.engine import ZeroEngine
+from weft.parallel.zero.engine import ZeroEngine, find_optimizers, leaves_steps_out, undo_skipped_counts, watch_steps
 from weft.parallel.zero.states import broadcast_buffers
-from weft.parallel.zero_sharded.forward_limits import ForwardLimits
-from weft.parallel.zero_sharded.hooks import FirstGathers
+from weft.parallel.zero_sharded.hooks import FirstGathers, ForwardLimits
 from weft.parallel.zero_sharded.optimizer_states import plain_states
-from weft.parallel.zero_sharded.parameters import ShardedParameters
 from weft.parallel.zero_sharded.reducer import ShardReducer
-from weft.parallel.zero_sharded.units import check_torch
+from weft.parallel.zero_sharded.units import ShardedParameters, check_torch
 
 
 class FullyShardedModel(ZeroEngine):
     """The engine of zero=3 for one module, sharded in place. Its methods are documented in `gradients.DataParallel`.
 
-    Args:
-        model, mesh, placements, seed, filled_later, host: as in `build_engine`, with the same errors.
+    model, mesh, placements, seed, filled_later, host: as in `build_engine`, with the same errors.
     """
 
     reducer: ShardReducer
@@ -74,43 +70,32 @@ class FullyShardedModel(ZeroEngine):
         ]
         self._adoption = parameters.adoption
         self.reducer = ShardReducer(parameters, mesh, self.axes, self.precision)
-        self.error_feedback = self.reducer.error_feedback
         units = [(str(unit), unit.module) for unit in parameters.units if isinstance(unit.module, FSDPModule)]
         self._limits = ForwardLimits(units, self.reducer.orders, is_stage=mesh.plan.pp > 1)
-        self._first_gathers = FirstGathers(parameters.modules, parameters.members, self.reducer.order, self.device)
+        self._first_gathers = FirstGathers(parameters.modules, parameters.members, self.reducer.orders[0], self.device)
         find_optimizers(weakref.ref(self))
 
     def begin_step(self) -> None:
-        """Drop all gradients, also of a step that failed."""
         self._limits.begin_steps()
         self._first_gathers.hand_over()
         self.reducer.begin_step()
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Surround forward and backward of one microbatch, or of all microbatches under a pipeline."""
         return self.reducer.microbatch(last)
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        """Wait for all sums, and sum `totals` and unsharded gradients.
-
-        Raises:
-            CommError: if some ranks did not reach this call.
-        """
         self.reducer.finish(totals)
 
     def check(self) -> None:
         """Do nothing: ranks compare their order before each gather or reduction."""
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
         self.reducer.scale(factor)
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if `update` accepts the device's decision for this optimizer."""
         return not self.updates_on_host and not self.coders.needs_host and leaves_steps_out(optimizer)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
-        """Run the optimizer's step with gradients multiplied by a factor."""
         if isinstance(factor, StepDecision):
             self.coders.taken = factor.is_taken
             self._begin_update()
@@ -128,21 +113,17 @@ class FullyShardedModel(ZeroEngine):
 
     @torch.no_grad()
     def clip_own(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients in a user's own loop. Return the norm of the full gradient before clipping."""
         self.finalize()
         self.scale(clip_factor(float(norm := self.norm()), max_norm))
         return norm
 
     def prefetch_weights(self) -> None:
-        """Gather the first units of forward during the optimizer step. Other units are gathered at their calls."""
         self._first_gathers.switch_on()
 
     def wait_for_weights(self) -> None:
-        """Drop prefetched weights, because the caller may change the shards."""
         self._first_gathers.drop()
 
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
-        """Make the next forward gather the updated shards. Buffers are broadcast from the first rank."""
         broadcast_buffers(self._moving)
         self.coders.commit(clip)
         self.leave_step()
@@ -161,7 +142,7 @@ class FullyShardedModel(ZeroEngine):
         join_sharded(optimizer, self._adoption.full_parameters(optimizer), self.axes, self.device)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        self.parameters.slices.register_positions(optimizer, self._adoption, self.parameters.plain)
+        self.parameters.slices.register_locations(optimizer, self._adoption, self.parameters.plain)
         around = {"before": self._adoption.before_step, "after": self._adoption.after_step}
         watch_steps(optimizer, weakref.ref(self), clear=lambda engine: engine.reducer.clear(), **around)
 
@@ -177,20 +158,16 @@ class FullyShardedModel(ZeroEngine):
         return self.parameters.full(lambda param: param.grad)
 
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shards and unsharded parameters by name."""
         self._free_gathered()
         return {name: param.detach() for name, param in self.parameters.local() if param.requires_grad}
 
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield this rank's part of the trainable parameters, with the number of ranks that store the same part."""
         return ((one.detach(), number) for one, number in self.parameters.counted() if one.requires_grad)
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank's shards."""
         return [shard.local.grad for shard in self.parameters.shards.values() if shard.local.grad is not None]
 
     def model_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model. No collective."""
         self._free_gathered()
         yield from self.parameters.model_slices()
 
@@ -201,14 +178,12 @@ class FullyShardedModel(ZeroEngine):
             module.reshard()
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the optimizer's state. No collective."""
         self.adopt(optimizer)
         undo_skipped_counts(optimizer)
         yield from self.parameters.slices.states(optimizer, self._adoption)
         yield from plain_states(self.parameters.plain, optimizer, self.axes)
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
-        """Load this rank's part of the optimizer states that any plan saved."""
         self.adopt(optimizer)
         undo_skipped_counts(optimizer)
         self.parameters.slices.take_states(optimizer, self._adoption, self.parameters.plain, source)

@@ -35,18 +35,16 @@ from weft.parallel.state.flat_slices import (
     single_rank_slice,
 )
 from weft.parallel.state.placement import Axes, AxisMap
-from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
+from weft.parallel.zero.engine import fill_group, is_elementwise, not_of_model
 from weft.parallel.zero.states import not_joinable, read_residual, replicas_in, untrained
 from weft.parallel.zero_sharded.shards import HostedShards, Shard, local_part
 
 
 @dataclass(slots=True)
 class OptimizerShards:
-    """Sharded parameters of one optimizer.
-
-    local: parameters that it updates on shards. whole: full parameters, each with the rank that updates it. mine: full
-    parameters that this rank updates, empty between steps. hosted: parameters of both kinds with their optimizer on the
-    host.
+    """Sharded parameters of one optimizer. local: parameters that it updates on shards. whole: full parameters, each
+    with the rank that updates it. mine: full parameters that this rank updates, empty between steps. hosted: parameters
+    of both kinds with their optimizer on the host.
     """
 
     local: list[str] = field(default_factory=list)
@@ -65,9 +63,7 @@ class ShardAdoption:
         axis: Axis,
         hosted: HostedShards | None = None,
     ):
-        self._shards = shards
-        self._hosted = hosted
-        self._axis = axis
+        self._shards, self._hosted, self._axis = shards, hosted, axis
         # An original is freed with its optimizer, and another tensor may then reuse its id: hence the weak references.
         self._originals = {id(param): (weakref.ref(param), name) for name, param in originals.items()}
         self._names = {id(shard.param): shard.name for shard in shards.values()}
@@ -209,18 +205,14 @@ class ShardSlices:
 
     def of(self, name: str) -> FlatSlice | None:
         """Return this rank's rows of a parameter, or None if it has no rows."""
-        found = self._layout(name, self._shards[name].local)
+        found = self.like(name, self._shards[name].local)
         return found if found.flat.numel() or not found.part.numel else None
 
-    def register_positions(
+    def register_locations(
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
     ) -> None:
         """Register the positions of the optimizer's parts in full parameters, for optimizers that need them."""
-        register_param_locations(optimizer, self._placed(optimizer, adoption, plain))
-
-    def _placed(
-        self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
-    ) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
+        found: list[tuple[nn.Parameter, PlacedPart]] = []
         for name, param, is_whole in adoption.local_params(optimizer):
             if param is None:
                 continue
@@ -229,15 +221,13 @@ class ShardSlices:
             rows = 0 if is_whole else shard.axis.rank * shard.rows
             start = min(rows * math.prod(shard.param.shape[1:]), whole.numel())
             part = self._axes.part_of(name, whole)
-            yield param, PlacedPart(self._axes.saved_name(name), part, start, param.device)
+            found.append((param, PlacedPart(self._axes.saved_name(name), part, start, param.device)))
         for name, param in plain.items():
-            yield param, PlacedPart(self._axes.saved_name(name), self._axes.part_of(name, param), 0, param.device)
+            part = self._axes.part_of(name, param)
+            found.append((param, PlacedPart(self._axes.saved_name(name), part, 0, param.device)))
+        register_param_locations(optimizer, found)
 
     def like(self, name: str, local: torch.Tensor) -> FlatSlice:
-        """Return the flat slice of a tensor with the shape of this rank's rows."""
-        return self._layout(name, local)
-
-    def _layout(self, name: str, local: torch.Tensor) -> FlatSlice:
         """Return the flat slice of a tensor with the shape of this rank's rows."""
         shard, kind = self._shards[name], self._kinds[name]
         whole = torch.empty(shard.param.shape, device="meta")
@@ -257,20 +247,16 @@ class ShardSlices:
         return FlatSlice(self._axes.saved_name(name), part, deal, 0, flat_of(value.contiguous()))
 
     def states(self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption) -> Iterator[FlatSlice]:
-        """Yield an optimizer's states.
-
-        Raises:
-            CheckpointError: for a state whose shape does not fit its parameter.
-        """
+        """Yield an optimizer's states. Raises CheckpointError for a state whose shape does not fit its parameter."""
         for name, param, is_whole in adoption.local_params(optimizer):
             shard = self._shards[name]
-            first = self._kinds[name].holders[0] if is_whole else self._layout(name, shard.local).deal.holder(0)
+            first = self._kinds[name].holders[0] if is_whole else self.like(name, shard.local).deal.holder(0)
             for key, value in optimizer.state.get(param, {}).items() if param is not None else ():
                 if not isinstance(value, torch.Tensor):
                     continue
                 full_name = f"{self._axes.saved_name(name)}/{key}"
                 if value.ndim and value.shape == (shard.param if is_whole else shard.local).shape:
-                    found = self._undivided(name, value) if is_whole else self._layout(name, value)
+                    found = self._undivided(name, value) if is_whole else self.like(name, value)
                     if found.flat.numel() or not found.part.numel:
                         yield replace(found, name=full_name)
                 elif value.ndim and not is_whole:
@@ -285,11 +271,7 @@ class ShardSlices:
         plain: Mapping[str, nn.Parameter],
         source: StateSource,
     ) -> None:
-        """Load an optimizer's states.
-
-        Raises:
-            CheckpointError: for a state of a parameter that it does not train.
-        """
+        """Load an optimizer's states. Raises CheckpointError for a state of a parameter that it does not train."""
         ours: dict[str, list[tuple[str, nn.Parameter | None, bool]]] = {}
         for name, param, is_whole in adoption.local_params(optimizer):
             ours.setdefault(self._axes.saved_name(name), []).append((name, param, is_whole))
@@ -307,7 +289,7 @@ class ShardSlices:
                 else:
                     shard = self._shards[name]
                     target = torch.empty(shard.param.shape, device="meta") if is_whole else shard.local
-                    like = self._undivided(name, target) if is_whole else self._layout(name, target)
+                    like = self._undivided(name, target) if is_whole else self.like(name, target)
                 if saved.shape and tuple(saved.shape) == like.part.shape:
                     shape = self._shards[name].param.shape if is_whole and name not in plain else None
                     piece = param if shape is None else torch.empty(shape, device=param.device)
@@ -336,9 +318,8 @@ def plain_states(
 
 @dataclass(slots=True)
 class UnitWithErrorFeedback:
-    """A unit whose sums over replicas keep a residual of their rounding.
-
-    unit: its index. shards: its trained parameters, in the order of their sums. axis: the replicas.
+    """A unit whose sums over replicas keep a residual of their rounding. unit: its index. shards: its trained
+    parameters, in the order of their sums. axis: the replicas.
     """
 
     unit: int
@@ -348,13 +329,7 @@ class UnitWithErrorFeedback:
     axis: Axis
 
     def sending(self, numel: int) -> Coder:
-        """Return the coder of its sums in this step.
-
-        numel: number of elements in the sums.
-
-        Raises:
-            CommError: if the sums do not cover all its parameters.
-        """
+        """Return the coder of its sums of `numel` elements. Raises CommError if they do not cover all parameters."""
         if numel != self.numel:
             raise CommError(
                 f"compress={self.coder.wire.spec.name}: unit {self.unit} sums {numel} of its {self.numel} values: a "
@@ -370,11 +345,9 @@ class UnitWithErrorFeedback:
 
     def matrices(self) -> list[Matrix]:
         """Return the positions of this rank's matrix rows in its sums, for a low-rank wire format."""
-        rank = self.coder.wire.spec.rank
-        found: list[Matrix] = []
+        rank, found = self.coder.wire.spec.rank, list[Matrix]()
         for shard, at in self.shard_offsets() if rank else ():
-            shape = tuple(shard.local.shape)
-            found += matrices_of(shape, 0, shard.local.numel(), at, rank)
+            found += matrices_of(tuple(shard.local.shape), 0, shard.local.numel(), at, rank)
         return found
 
     def shard_offsets(self) -> Iterator[tuple[Shard, int]]:
@@ -391,15 +364,7 @@ class UnitWithErrorFeedback:
 
 
 class ShardErrorFeedback:
-    """Error feedback of sharded parameters.
-
-    Args:
-        placed: flat slices of the shards.
-        shards: shards by name.
-        plain: parameters that are unsharded on each rank.
-        axes: axes of the module's parameters.
-        coders: store loaded residuals until the first step is taken.
-    """
+    """Error feedback of sharded parameters."""
 
     def __init__(
         self,
@@ -414,15 +379,8 @@ class ShardErrorFeedback:
         self.units: list[UnitWithErrorFeedback] = []
 
     def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
-        """Return a function from the number of elements to the coder of a unit's sums over replicas.
-
-        The coder may keep residuals from now on.
-
-        Args:
-            unit: index of the unit.
-            params: parameters of fully_shard, in the order of its reduction.
-            axis: the replicas.
-            coder: coder of these sums.
+        """Return a function from the number of elements to the coder of a unit's sums over replicas. The coder may keep
+        residuals from now on. params: parameters of fully_shard, in the order of its reduction.
         """
         if not coder.wire.feeds_back or axis.size == 1:
             return lambda numel: coder
@@ -446,7 +404,15 @@ class ShardErrorFeedback:
         if not saved:
             return []
         owing = {shard.name for unit in self.units for shard in unit.shards}
-        self._give(source, {name: one for name, one in self._gradient_buffers.items() if name not in owing})
+        # The residuals of parameters outside these units are added to the sums of the first step.
+        params = {name: shard.local for name, shard in self._shards.items()} | dict(self._plain)
+        for name, param in params.items():
+            if param.requires_grad and name not in owing:
+                total = torch.zeros_like(param.detach())
+                found = self._axes.slice_of(name, total) if name in self._plain else self._placed.like(name, total)
+                read_residual(replace(found, name=f"{found.name}/residual."), source)
+                if not self.units or total.any():
+                    self._coders.owed[name] = total
         number = self.units[0].axis.size if self.units else 0
         for unit in self.units:
             local = unit.shards[0].local
@@ -462,21 +428,6 @@ class ShardErrorFeedback:
             return ["the earlier compression error is added to the gradients of the first step"]
         return [] if saved == number else [f"what {saved} replicas' compression error is shared by {number} now"]
 
-    @property
-    def _gradient_buffers(self) -> dict[str, nn.Parameter]:
-        return {name: shard.local for name, shard in self._shards.items()} | dict(self._plain)
-
-    def _give(self, source: StateSource, held: Mapping[str, nn.Parameter]) -> None:
-        """Add the residuals of these parameters to the sums of the first step."""
-        for name, param in held.items():
-            if not param.requires_grad:
-                continue
-            total = torch.zeros_like(param.detach())
-            found = self._axes.slice_of(name, total) if name in self._plain else self._placed.like(name, total)
-            read_residual(replace(found, name=f"{found.name}/residual."), source)
-            if not self.units or total.any():
-                self._coders.owed[name] = total
-
     def add(self) -> None:
         """Add loaded residuals to the sums of this step."""
         for name, total in self._coders.owed.items():
@@ -489,9 +440,8 @@ class ShardErrorFeedback:
         for shard, at in unit.shard_offsets():
             numel = shard.local.numel()
             like = self._placed.like(shard.name, shard.local)
-            deal = OwnershipMap(
-                shard.axis.ranks, max(_length(shard), 1)
-            )  # tp, pp and ep are refused, so no other rank has the same residual
+            # tp, pp and ep are refused, so no other rank has the same residual.
+            deal = OwnershipMap(shard.axis.ranks, max(_length(shard), 1))
             if numel:
                 name = f"{like.name}/residual.{unit.axis.rank}"
                 yield FlatSlice(name, like.part, deal, like.start, flat[at : at + numel])

@@ -12,14 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.collectives import all_reduce
 from weft.comm.mesh import Axis, Mesh
+from weft.parallel.private_torch import drop_unreduced_gradients
 from weft.parallel.state.placement import AxisMap
 from weft.parallel.state.precision import Precision
 from weft.parallel.zero.engine import GradientReducer, Phase
 from weft.parallel.zero_sharded.collectives import connect_unit, unit_wires
-from weft.parallel.zero_sharded.hooks import Act, Order, ReplicaSum, StagePasses, drop_partial_gradients, watch_calls
+from weft.parallel.zero_sharded.hooks import Act, Order, ReplicaSum, StagePasses, watch_calls
 from weft.parallel.zero_sharded.optimizer_states import ShardErrorFeedback
-from weft.parallel.zero_sharded.parameters import ShardedParameters
-from weft.parallel.zero_sharded.units import PartialSums
+from weft.parallel.zero_sharded.units import PartialSums, ShardedParameters
 from weft.private_torch import foreach_mul_, graph_task
 
 
@@ -53,14 +53,9 @@ class UnitSettings:
 
 
 class ShardReducer(GradientReducer):
-    """Reduces the gradients of one step, unit by unit, during backward.
+    """Reduces the gradients of one step, unit by unit, during backward."""
 
-    Args:
-        parameters: parameters of the model.
-        mesh: mesh of the ranks.
-        axes: axes of the parameters.
-        precision: formats of the plan.
-    """
+    error_feedback: ShardErrorFeedback
 
     def __init__(self, parameters: ShardedParameters, mesh: Mesh, axes: AxisMap, precision: Precision):
         super().__init__()
@@ -81,7 +76,8 @@ class ShardReducer(GradientReducer):
         names = [*map(str, parameters.units), *parameters.plain]
         plain, replicas = axes.plain.shard, axes.plain.replicate
         orders = {axis.ranks: Order(axis, names) for axis in dict.fromkeys((plain, replicas, *parameters.unit_axes))}
-        self._orders = [orders[plain.ranks], *(orders[ranks] for ranks in orders if ranks != plain.ranks)]
+        #: Orders of the ranks' operations, the shard axis first.
+        self.orders = [orders[plain.ranks], *(orders[ranks] for ranks in orders if ranks != plain.ranks)]
         self._connect(mesh, orders, precision.compute if precision.is_mixed and not self._defers else None)
         self._stages = StagePasses(parameters.modules) if plan.pp > 1 else None
 
@@ -106,16 +102,6 @@ class ShardReducer(GradientReducer):
                 over = parameters.kinds[name].over
                 param.register_hook(functools.partial(self._average_plain, index, over))
 
-    @property
-    def orders(self) -> Sequence[Order]:
-        """Orders of the ranks' operations, the shard axis first."""
-        return self._orders
-
-    @property
-    def order(self) -> Order:
-        """Order of all ranks' operations over the shard axis."""
-        return self._orders[0]
-
     def begin_step(self) -> None:
         """Drop all gradients, also of a step that failed."""
         modules = self._parameters.modules
@@ -127,14 +113,14 @@ class ShardReducer(GradientReducer):
         if self._stages is not None:
             self._stages.begin()
         if self.phase.is_unreduced:
-            drop_partial_gradients(modules)
+            for module in modules:
+                drop_unreduced_gradients(module)
         self.phase = Phase.ACCUMULATE
         self._settings.reduce_after_backward(True)
         self._forget_hosted()
         self.clear()
 
     def clear(self) -> None:
-        """Drop all gradients of parameters."""
         for _, param in self._parameters.local():
             param.grad = None
         for shard in self._parameters.shards.values():
@@ -165,10 +151,8 @@ class ShardReducer(GradientReducer):
             self._parameters.hosted.is_last = overlaps
 
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Wait for all sums, and sum `totals` and unsharded gradients.
-
-        Raises:
-            CommError: if some ranks did not reach this call.
+        """Wait for all sums, and sum `totals` and unsharded gradients. Raises CommError if some ranks did not reach
+        this call.
         """
         self._complete()
         plain, kinds = self._parameters.plain, self._parameters.kinds
@@ -188,7 +172,7 @@ class ShardReducer(GradientReducer):
         """Wait for sums over replicas, and add partial sums once."""
         for replica_sum in self._sums:
             replica_sum.wait()
-        for order in self._orders:
+        for order in self.orders:
             order.check(Act.END)
         shards = self._parameters.shards
         for shard in shards.values():
@@ -212,7 +196,6 @@ class ShardReducer(GradientReducer):
         return all_reduce(self._partial.square(counted), self._axes.replica).sqrt()
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
         grads = [param.grad for _, param in self._parameters.local() if param.grad is not None]
         if factor != 1.0 and grads:
             if self._parameters.hosted is not None:
@@ -230,5 +213,5 @@ class ShardReducer(GradientReducer):
         """Average an unsharded gradient in a user's own loop, before autograd adds it to `.grad`."""
         if self.phase.in_pass:
             return None
-        self.order.check(Act.SUM, index, grad.numel())
+        self.orders[0].check(Act.SUM, index, grad.numel())
         return all_reduce(grad.detach().clone(), over, wire=self.coders[f"plain {index}"]) / self._axes.batch.size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,20 +69,6 @@ def find_shards(model: nn.Module, names: list[str], axis_of: Callable[[str], Axi
     return found
 
 
-def full_tensors(
-    shards: Mapping[str, Shard],
-    plain: Mapping[str, nn.Parameter],
-    of: Callable[[nn.Parameter], torch.Tensor | None],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the full tensor of `of(param)` for each parameter, by name, except if it is None. A collective."""
-    for name, shard in shards.items():
-        if (local := of(shard.local)) is not None:
-            yield name, shard.gather(local)
-    for name, param in plain.items():
-        if (tensor := of(param)) is not None:
-            yield name, tensor
-
-
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's local tensor, or any other tensor unchanged."""
@@ -93,9 +79,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Plan) -> frozenset[str]:
-    """Choose the shards of which the plan puts only the optimizer on the host.
-
-    on_host: names of the shards that are entirely on the host; they count towards the share.
+    """Choose the shards of which the plan puts only the optimizer on the host. on_host: names of the shards that are
+    entirely on the host; they count towards the share.
     """
     there = set(on_host)
     trained = [(name, shard.local.numel()) for name, shard in shards.items() if shard.param.requires_grad]
@@ -104,9 +89,8 @@ def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Pla
 
 
 class HostedShards:
-    """Shards whose optimizer is on the host. `params`: the optimizer's host parameters, by name.
-
-    is_last: True if new gradients are the step's final ones, without a later microbatch.
+    """Shards whose optimizer is on the host. `params`: the optimizer's host parameters, by name. is_last: True if new
+    gradients are the step's final ones, without a later microbatch.
     """
 
     def __init__(self, host: Host, shards: Mapping[str, Shard], names: Iterable[str]):
@@ -116,11 +100,10 @@ class HostedShards:
         self._parts = {
             name: HostPart(host, shard.local.numel(), shard.local.dtype) for name, shard in self._shards.items()
         }
-        self.params = {name: self._param(name) for name in self._parts}
+        self.params = {
+            name: nn.Parameter(part.master.view(self._shards[name].local.shape)) for name, part in self._parts.items()
+        }
         self._versions = dict.fromkeys(self._parts, -1)
-
-    def _param(self, name: str) -> nn.Parameter:
-        return nn.Parameter(self._parts[name].master.view(self._shards[name].local.shape))
 
     def watch(self, names: Iterable[str]) -> None:
         """Copy the gradients of these parameters to the host as soon as fully_shard has reduced them."""
@@ -142,7 +125,6 @@ class HostedShards:
             part.forget()
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that were sent."""
         for part in self._parts.values():
             if part.is_sent:
                 part.scale(factor)
@@ -167,10 +149,9 @@ class HostedShards:
             part.wait()
         param.grad = None if grad is None else part.grad.view(param.shape)
 
-    def bring_full(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def bring_full(self, name: str, weight: torch.Tensor) -> None:
         """Copy the new weight into a tensor of the device."""
         self._parts[name].bring(weight.view(-1)).wait()
-        return weight
 
     @torch.no_grad()
     def before_step(self, names: Iterable[str]) -> None:
@@ -190,7 +171,6 @@ class HostedShards:
 
     @torch.no_grad()
     def after_step(self, names: Iterable[str]) -> None:
-        """Copy the new weights to the shards."""
         chosen = list(names)
         pending = [self._parts[name].bring(self._shards[name].local.view(-1)) for name in chosen]
         for name, copy in zip(chosen, pending, strict=True):

@@ -8,8 +8,9 @@ step. A large layer is therefore never part of the root, unless its weight is ti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,18 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.mesh import Axis, Mesh, join_group
 from weft.comm.wire.coder import Coders
 from weft.errors import LaunchError, ModelError, PlanError
-from weft.memory.offload import choose, shard_offload
+from weft.memory.offload import Host, choose, shard_offload
 from weft.models.inspect import blocks, dry_run, hugging_face, layers
 from weft.optim.build import global_norm
 from weft.parallel.private_torch import keep_second_shards
+from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.materialize import Materialise
 from weft.parallel.state.placement import Axes, AxisMap
-from weft.parallel.state.precision import Precision
-from weft.parallel.zero_sharded.hooks import return_no_views
-from weft.parallel.zero_sharded.shards import Shard
+from weft.parallel.state.precision import Precision, cast_inputs, formats
+from weft.parallel.zero.states import broadcast_buffers
+from weft.parallel.zero_sharded.hooks import without_views
+from weft.parallel.zero_sharded.optimizer_states import ShardAdoption, ShardSlices
+from weft.parallel.zero_sharded.shards import HostedShards, Shard, choose_hosted, find_shards
 
 #: Smallest fraction of all parameters that makes a layer outside the blocks a unit.
 LARGE_SHARE = 1 / 64
@@ -47,41 +51,34 @@ class Unit:
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """Find the units below the root, in the model's order. Units are not nested.
-
-    A module that is registered and called in several modules is one unit. A module that shares a parameter with a
-    module outside of it is not a unit: a tied embedding and head stay with the root, gathered together. A module whose
-    weights are read outside of its calls is not one either, such as a block of which another module calls a part.
+    """Find the units below the root, in the model's order. Units are not nested. A module that is registered and called
+    in several modules is one unit. A module that shares a parameter with a module outside of it is not a unit: a tied
+    embedding and head stay with the root, gathered together. A module whose weights are read outside of its calls is
+    not one either, such as a block of which another module calls a part.
     """
     owners: dict[int, set[nn.Module]] = {}  # parents of each parameter and module, by id
     for module in model.modules():
         for owned in (*module.children(), *module.parameters(recurse=False)):
             owners.setdefault(id(owned), set()).add(module)
-    order = (
-        None
-        if hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
-        else dry_run.call_order(model)
-    )
+    is_known = hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
+    order = None if is_known else dry_run.call_order(model)
     large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
 
-    def is_closed(module: nn.Module) -> bool:
-        """Return True if no parameter or module inside it belongs to a module outside."""
+    def is_unit(site: blocks.Site) -> bool:
+        module = site.module
+        if not blocks.is_layer(module):
+            fits = _is_block(site)
+        else:  # torch's attention reads the weights of its output projection without calling it
+            called = not isinstance(site.parent, nn.MultiheadAttention)
+            fits = called and sum(param.numel() for param in module.parameters()) >= large
+        if not fits or (order is not None and order.is_read(module)):
+            return False
+        # No parameter or module inside it may belong to a module outside.
         inside = set(module.modules())
         below = (child for child in inside if child is not module and blocks.has_params(child))
-        is_alone = all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
-        return is_alone and not (order is not None and order.is_read(module))
-
-    def is_unit(site: blocks.Site) -> bool:
-        fits = _is_large_layer(site, large) if blocks.is_layer(site.module) else _is_block(site)
-        return fits and is_closed(site.module)
+        return all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
 
     return [Unit(site.path, site.module) for site in blocks.outermost(model, is_unit)]
-
-
-def _is_large_layer(site: blocks.Site, large: float) -> bool:
-    # torch's attention reads the weights of its output projection without calling it.
-    called = not isinstance(site.parent, nn.MultiheadAttention)
-    return called and sum(param.numel() for param in site.module.parameters()) >= large
 
 
 def _is_block(site: blocks.Site) -> bool:
@@ -111,12 +108,8 @@ _MIXED = (
 
 
 def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tuple[Unit, ...]:
-    """Return the units, each after the units of experts inside of it.
-
-    A unit is sharded over one axis, and experts are sharded over another axis than the rest.
-
-    Raises:
-        ModelError: if experts share a module with other parameters.
+    """Return the units, each after the units of experts inside of it. A unit is sharded over one axis, and experts are
+    sharded over another axis than the rest. Raises ModelError if experts share a module with other parameters.
     """
     own = {id(unit.module) for unit in units}
     names = {id(module): name for name, module in model.named_modules()}
@@ -165,18 +158,14 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
 def finalize(
     model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
 ) -> dict[str, torch.Tensor]:
-    """Broadcast parameters and buffers from the first rank, with trained parameters in the master's dtype.
-
-    Returns the buffers that checkpoints contain; training may update them.
+    """Broadcast parameters and buffers from the first rank, with trained parameters in the master's dtype. Returns the
+    buffers that checkpoints contain; training may update them.
     """
     for name, param in model.named_parameters():
         dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
         settled = param.data.to(dtype).contiguous()
         param.data = settled if param.is_meta else broadcast(settled, axes.of(name, param.shape).same)
-    for name, buffer in model.named_buffers():
-        settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
-        if settled.data_ptr() != buffer.data_ptr():
-            buffer.copy_(settled)
+    broadcast_buffers((buffer, axes.settling(name, buffer)) for name, buffer in model.named_buffers())
     lasting = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
 
@@ -185,8 +174,7 @@ class PartialSums:
     """Gradients that are sums over their units' ranks, but still partial over other axes, such as tp."""
 
     def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
-        self._axes = axes
-        self._precision = precision
+        self._axes, self._precision = axes, precision
         self.coders = Coders(precision.wire, precision.outer_wire)
         self._device = device
 
@@ -205,10 +193,8 @@ class PartialSums:
 
     @torch.no_grad()
     def level(self, shards: Mapping[str, Shard]) -> None:
-        """Make the gradients of replicated parameters equal on all tp ranks, by broadcast from the first.
-
-        The rounding of a wire format depends on neighboring elements in a unit, and those are different shards on each
-        rank.
+        """Make the gradients of replicated parameters equal on all tp ranks, by broadcast from the first. The rounding
+        of a wire format depends on neighboring elements in a unit, and those are different shards on each rank.
         """
         tp, wires = self._axes.mesh["tp"], (self.coders.wire, self.coders.outer_wire)
         if tp.size == 1 or all(wire.added_in(self._precision.master) is not None for wire in wires):
@@ -224,10 +210,7 @@ class PartialSums:
                 grad.copy_(part.view_as(grad))
 
     def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """Return this rank's share of the squared norm.
-
-        grads: gradients, each with the number of ranks that count it too.
-        """
+        """Return this rank's share of the squared norm. grads: each with the number of ranks that count it too."""
         groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for grad, number in grads:
             groups.setdefault((number, grad.device), []).append(grad)
@@ -269,10 +252,7 @@ def check_torch(mesh: Mesh) -> None:
 
 
 def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Build the mesh of dp_shard and of the neighbors that keep secondary shards.
-
-    Returns None if the plan has no such shards.
-    """
+    """Build the mesh of dp_shard and of the neighbors that keep secondary shards, or None without such shards."""
     if not mesh.plan.second_shards:
         return None
     whole, near = mesh["dp_shard"], mesh[f"dp_shard/{mesh.plan.second_shards}"]
@@ -290,9 +270,8 @@ def shard_units(
     plain: set[nn.Parameter],
     materialise: Materialise,
 ) -> tuple[list[list[str]], list[str]]:
-    """Apply fully_shard to each unit over its axis, the root last.
-
-    Returns the names of each unit's parameters, and the names of the parameters on the host.
+    """Apply fully_shard to each unit over its axis, the root last. Returns the names of each unit's parameters, and the
+    names of the parameters on the host.
     """
     meshes = {
         axis.ranks: DeviceMesh.from_group(group_of(axis), mesh.device.type, mesh_dim_names=("dp_shard",))
@@ -326,5 +305,76 @@ def shard_units(
             keep_second_shards(unit, second)
         # The gradient of an embedding needs its tokens, not its weights.
         unit.set_unshard_in_backward(not embeds)
-        return_no_views(module)
+        module.register_forward_hook(without_views, prepend=True)
     return members, [name for unit, own in zip(units, members, strict=True) if str(unit) in on_host for name in own]
+
+
+# Parameters of a model: sharded in units, or replicated.
+
+
+class ShardedParameters:
+    """Units, shards and unsharded tensors of a model, whose modules are sharded by the constructor.
+
+    `plain` holds parameters that every rank stores in full: scalars, and those in another format than the computation.
+    `members` holds the shards of each unit.
+    model: model; its parameters may be on the meta device. host: host memory for the plan's share of states, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        axes: AxisMap,
+        precision: Precision,
+        materialise: Materialise,
+        host: Host | None,
+    ):
+        self._axes = axes
+        self.units = with_experts((*find_units(model), Unit("", model)), model, axes)
+        self.unit_axes = [kind.shard for kind in kinds_of(self.units, axes)]
+        cast_inputs(model, precision)
+        dtypes = formats(model, precision)
+        self.buffers = finalize(model, dtypes, precision, axes)
+        originals = dict(model.named_parameters())
+        self.kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
+        self.plain = {
+            name: param for name, param in originals.items() if param.ndim == 0 or dtypes[param] != precision.compute
+        }
+        materialise.make(self.plain.values())
+        plain = set(self.plain.values())
+        members, on_host = shard_units(self.units, self.unit_axes, mesh, precision, plain, materialise)
+        self.shards = find_shards(model, list(originals), lambda name: self.kinds[name].shard)
+        self.members = [[self.shards[name] for name in names] for names in members]
+        self.modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
+        self.slices = ShardSlices(self.shards, self.kinds, axes)
+        self.hosted: HostedShards | None = None
+        names = choose_hosted(self.shards, on_host, mesh.plan)
+        if host is not None and names:
+            self.hosted = HostedShards(host, self.shards, names)
+            if axes.plain.replicate.size == 1:
+                kinds = self.kinds
+                self.hosted.watch(n for n in names if kinds[n].extra.size == 1 and kinds[n].shard.size > 1)
+        self.adoption = ShardAdoption(self.shards, originals, axes.plain.shard, self.hosted)
+
+    def local(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return chain(((name, shard.local) for name, shard in self.shards.items()), self.plain.items())
+
+    def counted(self) -> Iterator[tuple[nn.Parameter, int]]:
+        """Yield this rank's shards and unsharded parameters, each with the number of ranks that store the same."""
+        yield from ((shard.local, self.kinds[name].share[1]) for name, shard in self.shards.items())
+        yield from ((param, self.kinds[name].same.size) for name, param in self.plain.items())
+
+    def full(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors of the parameters for which `of` returns a local tensor. A collective."""
+        for name, shard in self.shards.items():
+            if (local := of(shard.local)) is not None:
+                yield name, shard.gather(local)
+        for name, param in self.plain.items():
+            if (tensor := of(param)) is not None:
+                yield name, tensor
+
+    def model_slices(self) -> Iterator[FlatSlice]:
+        """Yield this rank's flat slices of parameters and buffers. No collective."""
+        yield from (one for name in self.shards if (one := self.slices.of(name)) is not None)
+        for name, tensor in (*self.plain.items(), *self.buffers.items()):
+            yield self._axes.slice_of(name, tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.config.plan_rules import LASTING, check
+from weft.config.rules.plan_rules import LASTING, check
 from weft.errors import PlanError, Problem
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words
 from weft.planner.report.verdict import read_plan

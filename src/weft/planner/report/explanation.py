@@ -13,7 +13,7 @@ from typing import Any
 from weft.config.cluster import ClusterSpec
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import ModelSpec
-from weft.config.plan_rules import check
+from weft.config.rules.plan_rules import check
 from weft.config.traced_model import TracedModel
 from weft.planner.cost.machine import Tables
 from weft.planner.measured.laws import lesson_words

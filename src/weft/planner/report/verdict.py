@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from weft.config.cluster import DeviceSpec, devices
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
-from weft.config.plan_rules import LASTING, check
 from weft.config.plan_text import split_plan
-from weft.config.rule import Facts, Violation
+from weft.config.rules.plan_rules import LASTING, check
+from weft.config.rules.rule import Facts, Violation
 from weft.errors import PlanError
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.report.explanation import TERM_WORDS, differences, fit_words

@@ -29,8 +29,8 @@ def config_text(one: Candidate) -> str:
         ModelError: for a model that `weft train` cannot build.
         ConfigError: if a rule refuses the config.
     """
-    from weft.config.config_rules import config_problems
     from weft.config.files import format_config
+    from weft.config.rules.config_rules import config_problems
     from weft.config.run_config import RunConfig
 
     question = one.question

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weft.config.cluster import ClusterSpec
 from weft.config.plan import Plan
-from weft.config.plan_rules import check
+from weft.config.rules.plan_rules import check
 from weft.planner.cost.traced import model_flops
 from weft.planner.estimator import Estimates
 from weft.planner.search.question import Question

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.hugging_face_config import read_numbers
 from weft.config.model_spec import ModelSpec, decoder_spec, model_names
-from weft.config.toml_values import MODEL_CODE
+from weft.config.parsing import MODEL_CODE
 from weft.config.traced_model import FORMAT, Limit, TracedModel
 from weft.errors import ModelError, did_you_mean
 from weft.planner.space.shape import Shape, TracedShape
@@ -159,9 +159,9 @@ def _read_text(text: str) -> PlannedModel:
 
 
 def _read_run(path: Path) -> PlannedModel:
-    from weft.config.config_rules import least_vocab
     from weft.config.files import load_config
     from weft.config.model_spec import resolve_decoder
+    from weft.config.rules.config_rules import least_vocab
 
     config = load_config(path, ["plan=auto"]).config
     if config.task.name is not None:

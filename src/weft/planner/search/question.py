@@ -14,9 +14,9 @@ from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import common_divisors
 from weft.config.model_spec import ModelSpec
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
-from weft.config.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
 from weft.config.plan_text import split_plan
-from weft.config.rule import Facts, Rule
+from weft.config.rules.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
+from weft.config.rules.rule import Facts, Rule
 from weft.config.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem
 from weft.planner.cost.machine import Tables

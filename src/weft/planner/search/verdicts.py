@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from weft.config.plan import MISSING, OpenPlan, Plan
-from weft.config.rule import Facts, Rule
+from weft.config.rules.rule import Facts, Rule
 from weft.planner.search.plan_rows import PLACES, Row, differing
 
 

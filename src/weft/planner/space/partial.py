@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.plan import MISSING, PLAN_FIELDS, OpenPlan, Plan, Undecided
-from weft.config.rule import Facts, Rule, UnknownFact
+from weft.config.rules.rule import Facts, Rule, UnknownFact
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]

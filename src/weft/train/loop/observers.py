@@ -15,7 +15,7 @@ from typing import Any
 from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import list_checkpoints
 from weft.checkpoint.prune import set_aside
-from weft.comm.rank_positions import members_of
+from weft.comm.mesh import members_of
 from weft.config.metrics import series
 from weft.config.plan import Plan
 from weft.env import RankEnv
@@ -23,7 +23,7 @@ from weft.errors import ConfigError
 from weft.monitor.alerts import RequestQueue, RunRequest, action_line
 from weft.monitor.events import EventLog, StepRecord, read_events
 from weft.monitor.live import Display
-from weft.monitor.machine_metrics import GpuSource, HostSource, host_name
+from weft.monitor.machine_metrics import GpuSource, HostSource
 from weft.monitor.metrics import Collector, StepFigures
 from weft.monitor.plots import Artist, plot_loss
 from weft.monitor.step_times import TimeBook
@@ -66,8 +66,7 @@ class FigureHook(Hook):
         self._peak = 0
         self._num_steps = 0
         self.collector = Collector(
-            engine.rank,
-            host_name(),
+            os.uname().nodename,
             measures.board,
             every_s,
             of_rank=[host.of_process, *gpu, self._memory_now],

@@ -30,9 +30,9 @@ from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import Layout
 from weft.config.model_spec import ModelSpec
 from weft.config.plan import Plan, auto_fields
-from weft.config.plan_rules import check
 from weft.config.plan_text import is_auto
-from weft.config.rule import Facts
+from weft.config.rules.plan_rules import check
+from weft.config.rules.rule import Facts
 from weft.data.order.user_dataloader import ShardedLoader
 from weft.errors import ConfigError, PlanError, did_you_mean
 from weft.memory.offload import MOST_OF_HOST
@@ -376,7 +376,7 @@ def _chosen(
     place: env.RankEnv | None,
 ) -> Plan:
     """Return the planner's plan for these ranks, and print it on rank 0."""
-    from weft.config.toml_values import MODEL_CODE
+    from weft.config.parsing import MODEL_CODE
     from weft.planner.search.model_source import read_model
     from weft.train.planned import choose_plan, chosen_line, this_cluster
     from weft.train.tasks.description import trace

@@ -18,7 +18,7 @@ from torch import nn
 from weft.comm.mesh import Mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.data.batches import tensors_in
 from weft.errors import ModelError, OutOfMemory, WeftError, WeftWarning
 from weft.models.inspect import layers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.errors import WeftWarning
 from weft.train.batching_by_cost import StepBorders, cost_limits, costs_of, traced_costs

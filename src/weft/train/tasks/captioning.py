@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.traced_model import Limit
 from weft.data.media.mixed_items import MixedSample
 from weft.data.media.mixed_records import MixedRecords

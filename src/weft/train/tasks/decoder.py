@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from weft.config.config_rules import least_vocab
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import ModelSpec, resolve_decoder
-from weft.config.rule import Facts
+from weft.config.rules.config_rules import least_vocab
+from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.data.order.stream import SampleStream
 from weft.data.store.prepare import prepare_data

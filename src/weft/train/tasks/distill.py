@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.traced_model import Limit
 from weft.errors import ConfigError, Problem
 from weft.train.tasks.base import Metric, Report

@@ -16,7 +16,7 @@ from torch import nn
 from weft.checkpoint.pretrained import JoinedTensors
 from weft.checkpoint.read import Part
 from weft.checkpoint.safetensors_files import torch_formats
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.traced_model import Limit
 from weft.errors import ConfigError, DataError, Problem
 from weft.files import COMPANIONS, read_regular

@@ -16,7 +16,7 @@ from weft.checkpoint.object_store import Location
 from weft.comm.gpu_settings import pick_device
 from weft.config.hugging_face_config import number
 from weft.config.run_config import SampleSection
-from weft.config.setting_types import TRAINS
+from weft.config.sections import TRAINS
 from weft.data.store.data_prompt import FirstPrompt, first_prompt, is_chat
 from weft.data.store.prepare import stop_ids
 from weft.data.text.tokenizer import Tokenizer, import_tokenizer

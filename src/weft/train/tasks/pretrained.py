@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.pretrained import no_folder
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, ModelError, Problem
 from weft.train.folder import run_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.config.run_config import RunConfig
-from weft.config.setting_types import changed_keys, value_at
+from weft.config.sections import changed_keys, value_at
 from weft.errors import ConfigError, Problem, WeftError, did_you_mean
 from weft.lazy import named_object
 from weft.train.tasks.base import Task

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.config.rule import Facts
+from weft.config.rules.rule import Facts
 from weft.config.traced_model import Limit
 from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import folder_features

@@ -1,4 +1,4 @@
-// The goodput ledger, and the plan beside what was measured.
+// The goodput ledger, and the plan and what was measured.
 import { bytes, card, h, num, percent, secs, signed } from "./dom.js";
 
 export const CAUSE_DYE = {
@@ -51,7 +51,7 @@ function pair(name, planned, actual, text, whole) {
     h("span", { className: "figs" }, planned ? `planned ${text(planned)}, measured ${text(actual)}` : `measured ${text(actual)}`));
 }
 
-export function besideCard(found, width = "w6") {
+export function plannedCard(found, width = "w6") {
   const names = [...new Set([...Object.keys(found.planned), ...Object.keys(found.actual)])];
   const step = found.step_s, memory = found.memory_bytes;
   if (!step[0] && !memory[0]) {

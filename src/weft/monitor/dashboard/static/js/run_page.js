@@ -1,6 +1,6 @@
 // One run, from top to bottom.
 import { ask, get } from "./api.js";
-import { besideCard, ledgerCard, memoryCard } from "./account.js";
+import { plannedCard, ledgerCard, memoryCard } from "./account.js";
 import { Chart, dye, join, smooth } from "./charts.js";
 import { ago, big, bytes, card, clock, day, fixed, h, num, percent, secs, signed, toast } from "./dom.js";
 import { Heat } from "./heat.js";
@@ -67,7 +67,7 @@ export class RunPage {
     this.heat.el.hidden = true;
     this.lr = this.chart({ label: "Learning rate", height: 150, series: [{ label: "learning rate", dye: "plum", value: (v) => num(v, 4) }] });
     this.norm = this.chart({ label: "Gradient norm", height: 150, log: true, bands: [[3, 2, "ochre", 18]], series: [{ label: "gradient norm", dye: "ochre", value: (v) => num(v, 4) }, { label: "least", dye: "ochre", quiet: true }, { label: "most", dye: "ochre", quiet: true }] });
-    this.slots = { ledger: h("div"), beside: h("div"), memory: h("div"), gpu: h("div"), host: h("div"), config: h("div") };
+    this.slots = { ledger: h("div"), planned: h("div"), memory: h("div"), gpu: h("div"), host: h("div"), config: h("div") };
     for (const slot of Object.values(this.slots)) slot.style.display = "contents";
     this.eventsBox = h("ol", { className: "events tall", tabindex: 0, "aria-label": "Events, newest first" });
     this.kinds = new Set();
@@ -78,14 +78,14 @@ export class RunPage {
       card("", "Loss", "drag to look closer, double-click to go back; marks are alerts and warnings", this.loss.el, { tools }),
       this.rateCard, this.phaseCard, this.heat.el,
       card("w6", "Learning rate", null, this.lr.el), (this.normCard = card("w6", "Gradient norm", "before clipping", this.norm.el)),
-      this.slots.ledger, this.slots.beside, this.timeline.el, this.slots.memory, this.eventsCard, this.slots.gpu, this.slots.host, this.slots.config);
+      this.slots.ledger, this.slots.planned, this.timeline.el, this.slots.memory, this.eventsCard, this.slots.gpu, this.slots.host, this.slots.config);
   }
 
   async load() {
-    const [curves, heat, marks, beside, config] = await Promise.all([this.curves(), get("heat", { id: this.id }), get("marks", { id: this.id }), get("beside", { id: this.id }), get("config", { id: this.id })]);
+    const [curves, heat, marks, comparison, config] = await Promise.all([this.curves(), get("heat", { id: this.id }), get("marks", { id: this.id }), get("planned", { id: this.id }), get("config", { id: this.id })]);
     this.config = config;
     this.data = curves;
-    this.beside = beside;
+    this.comparison = comparison;
     this.setMarks(marks);
     this.heat.set(heat);
     this.draw();
@@ -114,8 +114,8 @@ export class RunPage {
       if (!document.hidden) {
         const started = known.begun !== line.begun || (known.state === "starting" && line.state !== "starting");
         const heat = this.range[0] === null;
-        const [curves, marks, ranks, beside] = await Promise.all([this.range[0] === null ? this.curves() : this.data, get("marks", { id: this.id }), heat ? get("heat", { id: this.id }) : null, get("beside", { id: this.id })]);
-        this.data = curves; this.beside = beside;
+        const [curves, marks, ranks, comparison] = await Promise.all([this.range[0] === null ? this.curves() : this.data, get("marks", { id: this.id }), heat ? get("heat", { id: this.id }) : null, get("planned", { id: this.id })]);
+        this.data = curves; this.comparison = comparison;
         this.setMarks(marks);
         if (ranks) this.heat.set(ranks);
         if (started || !Object.keys(this.config).length) { this.config = await get("config", { id: this.id }); this.drawConfig(); }
@@ -181,7 +181,7 @@ export class RunPage {
     this.drawPhases();
     this.timeline.set(this.marks, data.evals, this.line);
     const peak = data.series.memory_bytes ? Math.max(...data.series.memory_bytes.mean.filter((v) => v !== null), 0) : 0;
-    this.slots.beside.replaceChildren(besideCard(this.beside));
+    this.slots.planned.replaceChildren(plannedCard(this.comparison));
     const memory = memoryCard(data.last, data.planned["memory.bytes"], peak, "w4");
     this.slots.memory.replaceChildren(...(memory ? [memory] : []));
     this.drawFigures(this.slots.gpu, GPU);

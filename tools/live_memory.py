@@ -36,10 +36,9 @@ from weft.verify.private_torch import storage_behind
 
 
 class LiveTensors(TorchDispatchMode):
-    """While active, tracks every storage that an operation creates.
-
-    now: bytes of live storages, including storages that autograd's graph references. peak: maximum after any operation.
-    Storages of `known` tensors, such as parameters, are not counted. Operations of compiled code are not tracked.
+    """While active, tracks every storage that an operation creates. now: bytes of live storages, including storages
+    that autograd's graph references. peak: maximum after any operation. Storages of `known` tensors, such as
+    parameters, are not counted. Operations of compiled code are not tracked.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()):
@@ -50,7 +49,6 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """The bytes of live storages."""
         self._made = {key: value for key, value in self._made.items() if not value[0].expired()}
         return sum(size for _, size in self._made.values())
 
@@ -69,12 +67,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def saved_bytes(forward: Callable[[], object], known: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of storages that autograd saves in one forward.
-
-    Args:
-        forward: called here.
-        known: tensors that are not counted, such as parameters.
-    """
+    """Return the bytes of storages that autograd saves in one forward. forward: called here."""
     ignored = {storage_key(tensor.untyped_storage()) for tensor in known}
     found: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that no address is reused
 
@@ -94,7 +87,6 @@ def saved_bytes(forward: Callable[[], object], known: Iterable[torch.Tensor]) ->
 
 class StepBytes(LiveTensors):
     """Also counts tensors that exist before a step, and tensors that it reads but that were created without dispatch.
-
     Storages count with their current size: storages of gathered parameters are resized to zero, and stay alive.
     """
 
@@ -123,12 +115,7 @@ class StepBytes(LiveTensors):
 
 
 def peak_of_step(step: TrainStep, batch: Any) -> int:
-    """Return this rank's peak bytes in a step, without the batch. Trains one step.
-
-    Args:
-        step: the step to measure.
-        batch: its batch: a dict, or microbatches.
-    """
+    """Return this rank's peak bytes in a step, without the batch. Trains one step."""
     gc.collect()
     parts = [batch] if isinstance(batch, dict) else list(batch)
     given = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
@@ -159,12 +146,7 @@ _RANK, _ROWS, _TOKENS = 8, 2, 32
 
 
 def adapter_peaks(text: str, base: str) -> tuple[float, float]:
-    """Return the measured peak bytes of live tensors in a step on one rank, and the planner's estimate.
-
-    Args:
-        text: plan text.
-        base: storage format of frozen linear layers.
-    """
+    """Return the measured peak bytes of live tensors in a step on one rank, and the planner's estimate."""
     plan = Plan.parse(text)
     mesh, model = build_mesh(plan), build_decoder(_MODEL)
     add_adapter(model, rank=_RANK, base=base)

@@ -1,4 +1,4 @@
-"""Plan rules about single layers: experts, and sharded layers that multiply in chunks."""
+"""The rules of plans, as data. One list feeds config errors, the planner's pruning, the docs' table and the tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from weft.config.layout import common_divisors, nearest
 from weft.config.partitioning import batch_unit, choose_cp_mode, even_passes, num_chunks, ulysses_fits
 from weft.config.plan import AXES, Plan
-from weft.config.rule import Facts, Rule, Violation, alternatives, asks
-from weft.config.technique_rules import GRAPH_RULES, PIPELINE_LASTING, PIPELINE_NOT_BUILT, WIRE_RULES
+from weft.config.rules.rule import Facts, Rule, Violation, alternatives, asks
+from weft.config.rules.technique_rules import GRAPH_RULES, PIPELINE_LASTING, PIPELINE_NOT_BUILT, WIRE_RULES
 from weft.errors import PlanError, Problem
 from weft.units import counted
 
@@ -20,6 +20,7 @@ def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
     return common_divisors(facts.model.num_experts, plan.dp_shard * plan.cp * plan.tp)
 
 
+#: Rules about single layers: experts, and sharded layers that multiply in chunks.
 LAYER_RULES: tuple[Rule, ...] = (
     Rule(
         name="ep-divides-ranks",
@@ -40,9 +41,9 @@ LAYER_RULES: tuple[Rule, ...] = (
         field="ep",
         reason="Expert parallelism divides the experts of a model, so the model must have some.",
         predicate=lambda plan, facts: plan.ep > 1 and facts.model.num_experts == 0,
-        finding=lambda plan, facts: "the model has no experts to divide",
-        remedy=lambda plan, facts: "Use ep=1, or a model with experts, such as model.num_experts=8",
-        fix=lambda plan, facts: plan.replace(ep=1),
+        finding="the model has no experts to divide",
+        remedy="Use ep=1, or a model with experts, such as model.num_experts=8",
+        fix={"ep": 1},
     ),
     Rule(
         name="ep-divides-experts",
@@ -64,17 +65,17 @@ LAYER_RULES: tuple[Rule, ...] = (
         finding=lambda plan, facts: (
             f"it divides sequences that sp=on shards over tp, and {'tp is 1' if plan.sp else 'sp is off'}"
         ),
-        remedy=lambda plan, facts: "Use tp_chunks=1, or sp=on with tp=2 or more",
-        fix=lambda plan, facts: plan.replace(tp_chunks=1),
+        remedy="Use tp_chunks=1, or sp=on with tp=2 or more",
+        fix={"tp_chunks": 1},
     ),
     Rule(
         name="chunks-without-fp8",
         field="tp_chunks",
         reason="precision=fp8 has one scale per full product, so products cannot be computed in chunks.",
         predicate=lambda plan, facts: plan.tp_chunks > 1 and plan.precision == "fp8",
-        finding=lambda plan, facts: "precision=fp8 has one scale per full product",
-        remedy=lambda plan, facts: "Use tp_chunks=1, or precision=bf16",
-        fix=lambda plan, facts: plan.replace(tp_chunks=1),
+        finding="precision=fp8 has one scale per full product",
+        remedy="Use tp_chunks=1, or precision=bf16",
+        fix={"tp_chunks": 1},
     ),
 )
 
@@ -91,21 +92,20 @@ _NEEDS = {
 }
 
 
-def _breaks(plan: Plan, facts: Facts, field: str) -> bool:
-    limit = facts.limits.get(field)
-    return limit is not None and facts.open_axis != field and getattr(plan, field) not in limit.values
-
-
 def _rule(field: str) -> Rule:
     def words(facts: Facts) -> list[object]:
         values = facts.limits[field].values
         return ["on" if value else "off" for value in values] if field == "sp" else list(values)
 
+    def breaks(plan: Plan, facts: Facts) -> bool:
+        limit = facts.limits.get(field)
+        return limit is not None and facts.open_axis != field and getattr(plan, field) not in limit.values
+
     return Rule(
         name=f"model-allows-{field}",
         field=field,
         reason=_NEEDS[field],
-        predicate=lambda plan, facts: _breaks(plan, facts, field),
+        predicate=breaks,
         finding=lambda plan, facts: facts.limits[field].reason,
         remedy=lambda plan, facts: alternatives(words(facts), field),
         fix=lambda plan, facts: plan.replace(
@@ -140,7 +140,6 @@ PRECISION_ON_DEVICE = Rule(
 
 
 def _in_use(plan: Plan, facts: Facts) -> list[str]:
-    """The axes with more than one rank, in their usual order."""
     return [axis for axis in AXES if asks(plan, facts, axis)]
 
 
@@ -151,17 +150,17 @@ ORDER_RULES: tuple[Rule, ...] = (
         reason="An order names exactly the axes that have more than one rank.",
         predicate=lambda plan, facts: bool(plan.order) and sorted(plan.order) != sorted(_in_use(plan, facts)),
         finding=lambda plan, facts: f"the axes in use are {', '.join(_in_use(plan, facts)) or 'none'}",
-        remedy=lambda plan, facts: "Name each of them once, outermost first, or leave order out",
-        fix=lambda plan, facts: plan.replace(order=()),
+        remedy="Name each of them once, outermost first, or leave order out",
+        fix={"order": ()},
     ),
     Rule(
         name="order-is-not-the-default",
         field="order",
         reason="Write the default order by leaving the field out.",
         predicate=lambda plan, facts: bool(plan.order) and list(plan.order) == _in_use(plan, facts),
-        finding=lambda plan, facts: "this is the default order of these axes",
-        remedy=lambda plan, facts: "Leave order out",
-        fix=lambda plan, facts: plan.replace(order=()),
+        finding="this is the default order of these axes",
+        remedy="Leave order out",
+        fix={"order": ()},
     ),
     Rule(
         name="order-without-ep",
@@ -169,13 +168,11 @@ ORDER_RULES: tuple[Rule, ...] = (
         reason="Experts are sharded over dp_shard x cp x tp in their usual order.",
         predicate=lambda plan, facts: bool(plan.order) and plan.ep > 1,
         finding=lambda plan, facts: f"ep={plan.ep} is a view over dp_shard, cp and tp in their usual order",
-        remedy=lambda plan, facts: "Leave order out, or use ep=1",
-        fix=lambda plan, facts: plan.replace(order=()),
+        remedy="Leave order out, or use ep=1",
+        fix={"order": ()},
     ),
 )
 
-
-# The rules of plans, as data. One list feeds config errors, the planner's pruning, the docs' table and the tests.
 
 #: Legal plans that the runtime does not support yet. Delete a rule when its technique exists.
 NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
@@ -202,14 +199,14 @@ def _batch_choices(plan: Plan, facts: Facts) -> list[int]:
 
 
 def _smaller_accumulation(plan: Plan, facts: Facts) -> Plan | None:
-    """The same ranks with the nearest number of passes that divides the batch."""
+    """Return the same ranks with the nearest number of passes that divides the batch."""
     passes = "microbatches" if plan.pp > 1 else "accumulation"
     legal = even_passes(facts.global_batch, plan.dp_size)
     return plan.replace(**{passes: nearest(legal, plan.microbatches_per_step)}) if legal else None
 
 
 def _kv_heads_fit(facts: Facts, tp: int) -> bool:
-    """Each rank has whole key-value heads, or several ranks have the same one."""
+    """Return True if each rank has complete key-value heads, or several ranks have the same one."""
     return facts.model.num_kv_heads % tp == 0 or tp % facts.model.num_kv_heads == 0
 
 
@@ -229,7 +226,7 @@ def _tp_choices(facts: Facts) -> list[int]:
 
 
 def _shared_width(facts: Facts) -> int:
-    """Hidden width of the experts that all tokens visit; they are one feed-forward layer, and cut as such."""
+    """Return the hidden width of the experts that all tokens visit. They are sharded as one feed-forward layer."""
     model = facts.model
     return model.num_shared_experts * model.expert_width if model.num_experts else 0
 
@@ -295,18 +292,18 @@ LASTING: tuple[Rule, ...] = (
             and not asks(plan, facts, "cp")
             and not (plan.zero == 3 and plan.offload_share("params") > 0)
         ),
-        finding=lambda plan, facts: "ZeRO shards over dp_shard and cp, and both are 1",
-        remedy=lambda plan, facts: "Use zero=0, dp_shard=2 or more, or offload=params with zero=3",
-        fix=lambda plan, facts: plan.replace(zero=0),
+        finding="ZeRO shards over dp_shard and cp, and both are 1",
+        remedy="Use zero=0, dp_shard=2 or more, or offload=params with zero=3",
+        fix={"zero": 0},
     ),
     Rule(
         name="shard-needs-zero",
         field="dp_shard",
         reason="With zero=0 only experts are sharded; without experts these ranks are replicas: dp_replicate.",
         predicate=lambda plan, facts: plan.zero == 0 and plan.ep == 1 and asks(plan, facts, "dp_shard"),
-        finding=lambda plan, facts: "zero=0 shards nothing, so these ranks would be replicas",
+        finding="zero=0 shards nothing, so these ranks would be replicas",
         remedy=lambda plan, facts: f"Use zero=1, 2 or 3, or dp_replicate={plan.dp_size} for replicas",
-        fix=lambda plan, facts: plan.replace(zero=1),
+        fix={"zero": 1},
     ),
     Rule(
         name="second-shards-divide",
@@ -323,8 +320,8 @@ LASTING: tuple[Rule, ...] = (
             if plan.cp > 1
             else f"dp_shard={plan.dp_shard} is not 2 or more groups of {plan.second_shards} ranks"
         ),
-        remedy=lambda plan, facts: "Use reshard=after_forward, or a divisor of dp_shard below it",
-        fix=lambda plan, facts: plan.replace(reshard="after_forward"),
+        remedy="Use reshard=after_forward, or a divisor of dp_shard below it",
+        fix={"reshard": "after_forward"},
     ),
     Rule(
         name="reshard-needs-zero-3",
@@ -332,8 +329,8 @@ LASTING: tuple[Rule, ...] = (
         reason="Only zero=3 gathers parameters, so only zero=3 can free them again.",
         predicate=lambda plan, facts: plan.reshard != "after_forward" and plan.zero != 3,
         finding=lambda plan, facts: f"zero={plan.zero} does not shard parameters",
-        remedy=lambda plan, facts: "Leave reshard out, or use zero=3",
-        fix=lambda plan, facts: plan.replace(reshard="after_forward"),
+        remedy="Leave reshard out, or use zero=3",
+        fix={"reshard": "after_forward"},
     ),
     Rule(
         name="offload-params-needs-zero-3",
@@ -344,7 +341,7 @@ LASTING: tuple[Rule, ...] = (
         finding=lambda plan, facts: (
             f"zero={plan.zero} needs all parameters on the device in every pass; zero=3 loads them block by block"
         ),
-        remedy=lambda plan, facts: "Use zero=3, or offload=optimizer",
+        remedy="Use zero=3, or offload=optimizer",
         fix=lambda plan, facts: _with_offload(plan, "params", "optimizer"),
     ),
     Rule(
@@ -386,9 +383,9 @@ LASTING: tuple[Rule, ...] = (
         field="sp",
         reason="Sequence parallelism works between tensor-parallel regions, so it needs tp.",
         predicate=lambda plan, facts: plan.sp and not asks(plan, facts, "tp"),
-        finding=lambda plan, facts: "sequence parallelism needs tp of at least 2, and tp is 1",
-        remedy=lambda plan, facts: "Use sp=off, or tp=2 or more",
-        fix=lambda plan, facts: plan.replace(sp=False),
+        finding="sequence parallelism needs tp of at least 2, and tp is 1",
+        remedy="Use sp=off, or tp=2 or more",
+        fix={"sp": False},
     ),
     Rule(
         name="sp-divides-sequence",
@@ -402,7 +399,7 @@ LASTING: tuple[Rule, ...] = (
         remedy=lambda plan, facts: (
             f"Use train.seq_len={max(1, facts.seq_len // _sequence_unit(plan)) * _sequence_unit(plan)}, or sp=off"
         ),
-        fix=lambda plan, facts: plan.replace(sp=False),
+        fix={"sp": False},
     ),
     Rule(
         name="pp-layers",
@@ -422,7 +419,7 @@ LASTING: tuple[Rule, ...] = (
         field="microbatches",
         reason="microbatches counts the microbatches of a pipeline; without a pipeline, accumulation counts them.",
         predicate=lambda plan, facts: plan.microbatches > 1 and not asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "it applies to a pipeline, and pp is 1",
+        finding="it applies to a pipeline, and pp is 1",
         remedy=lambda plan, facts: f"Use accumulation={plan.accumulation * plan.microbatches}",
         fix=lambda plan, facts: plan.replace(microbatches=1, accumulation=plan.accumulation * plan.microbatches),
     ),
@@ -431,7 +428,7 @@ LASTING: tuple[Rule, ...] = (
         field="accumulation",
         reason="Under a pipeline, microbatches counts the microbatches of a step, so accumulation stays 1.",
         predicate=lambda plan, facts: plan.accumulation > 1 and asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "under a pipeline, microbatches is used instead",
+        finding="under a pipeline, microbatches is used instead",
         remedy=lambda plan, facts: f"Use microbatches={plan.accumulation * plan.microbatches}",
         fix=lambda plan, facts: plan.replace(microbatches=plan.accumulation * plan.microbatches, accumulation=1),
     ),
@@ -440,9 +437,9 @@ LASTING: tuple[Rule, ...] = (
         field="schedule",
         reason="A schedule orders the passes of a pipeline, so it needs pp.",
         predicate=lambda plan, facts: plan.schedule != "1f1b" and not asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "it applies to a pipeline, and pp is 1",
-        remedy=lambda plan, facts: "Leave schedule out, or use pp=2 or more",
-        fix=lambda plan, facts: plan.replace(schedule="1f1b"),
+        finding="it applies to a pipeline, and pp is 1",
+        remedy="Leave schedule out, or use pp=2 or more",
+        fix={"schedule": "1f1b"},
     ),
     Rule(
         name="virtual-stages-need-interleaving",
@@ -452,8 +449,8 @@ LASTING: tuple[Rule, ...] = (
             plan.virtual_stages > 1 and (not asks(plan, facts, "pp") or plan.schedule in ("gpipe", "1f1b", "zb_h1"))
         ),
         finding=lambda plan, facts: f"pp={plan.pp} with schedule={plan.schedule} has one stage on each rank",
-        remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
-        fix=lambda plan, facts: plan.replace(virtual_stages=1),
+        remedy="Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
+        fix={"virtual_stages": 1},
     ),
     *ORDER_RULES,
     *WIRE_RULES,
@@ -491,17 +488,17 @@ LASTING: tuple[Rule, ...] = (
             f"{facts.model.num_heads} heads and {facts.model.num_kv_heads} key-value heads cannot be divided evenly "
             f"over cp={plan.cp}{f' and tp={plan.tp}' if plan.tp > 1 else ''}"
         ),
-        remedy=lambda plan, facts: "Use cp_mode=ring or cp_mode=gather, which support any number of heads",
-        fix=lambda plan, facts: plan.replace(cp_mode="auto"),
+        remedy="Use cp_mode=ring or cp_mode=gather, which support any number of heads",
+        fix={"cp_mode": "auto"},
     ),
     Rule(
         name="cp-mode-needs-cp",
         field="cp_mode",
         reason="cp_mode applies to context parallelism, so it needs more than one rank on cp.",
         predicate=lambda plan, facts: plan.cp_mode != "auto" and not asks(plan, facts, "cp"),
-        finding=lambda plan, facts: "it applies to context parallelism, and cp is 1",
-        remedy=lambda plan, facts: "Leave cp_mode out, or use cp=2 or more",
-        fix=lambda plan, facts: plan.replace(cp_mode="auto"),
+        finding="it applies to context parallelism, and cp is 1",
+        remedy="Leave cp_mode out, or use cp=2 or more",
+        fix={"cp_mode": "auto"},
     ),
     Rule(
         name="seq-len-fits-model",
@@ -522,9 +519,8 @@ def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None =
     """Return every rule that the plan breaks, at most one per field: the first in the list.
 
     Args:
-        plan: the plan.
-        facts: additional facts; a rule that needs an unknown one is skipped. None: no facts.
-        rules: None: all of RULES.
+        plan, rules: the plan, and the rules; None: all of RULES.
+        facts: further facts; a rule that needs an unknown one is skipped.
     """
     found: dict[str, Violation] = {}
     for rule in RULES if rules is None else rules:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from weft.config.cluster import DeviceSpec
 from weft.config.decoder_shape import DecoderSpec
@@ -15,27 +15,32 @@ from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.traced_model import Limit
 from weft.errors import PlanError
 
-_T = TypeVar("_T")
-
 
 class UnknownFact(Exception):
     """Raised when a rule reads a fact without a value."""
 
 
 class Facts:
-    """Facts besides the plan. None is unknown. Reading an unknown fact ends the rule that reads it.
+    """Facts in addition to the plan. None is unknown. Reading an unknown fact ends the rule that reads it.
 
     Args:
-        model: the model's shape.
-        world_size: number of started ranks.
-        global_batch: sequences in one optimizer step.
-        seq_len: tokens in one sequence.
-        device: the device of each rank.
-        limits: values that a traced model allows of a plan's fields.
-        open_axis: the mesh axis that is still `*`, and 1 in the plan, or None.
+        model, world_size, global_batch, seq_len, device, limits, open_axis: as described below.
     """
 
-    __slots__ = ("_device", "_global_batch", "_limits", "_model", "_seq_len", "_world_size", "open_axis")
+    model: DecoderSpec
+    """The model's shape."""
+    world_size: int
+    """Number of ranks that were started."""
+    global_batch: int
+    """Sequences in one optimizer step."""
+    seq_len: int
+    """Tokens in one sequence."""
+    device: DeviceSpec
+    """The device of each rank."""
+    limits: Mapping[str, Limit]
+    """Values that a traced model allows, by the plan's fields."""
+    open_axis: str | None
+    """The mesh axis that is still `*`, and 1 in the plan, or None."""
 
     def __init__(
         self,
@@ -48,57 +53,23 @@ class Facts:
         limits: Mapping[str, Limit] | None = None,
         open_axis: str | None = None,
     ):
-        self._model = model
-        self._world_size = world_size
-        self._global_batch = global_batch
-        self._seq_len = seq_len
-        self._device = device
-        self._limits = limits
+        given = {"model": model, "world_size": world_size, "global_batch": global_batch, "seq_len": seq_len,
+                 "device": device, "limits": limits}  # fmt: skip
+        self.__dict__.update((name, value) for name, value in given.items() if value is not None)
         self.open_axis = open_axis
 
-    @property
-    def model(self) -> DecoderSpec:
-        """The model's shape."""
-        return _known(self._model)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that were started."""
-        return _known(self._world_size)
+    def __getattr__(self, name: str) -> Any:
+        if name in Facts.__annotations__:
+            raise UnknownFact(name)
+        raise AttributeError(name)
 
     def divides_ranks(self, count: int) -> bool:
         """Return True if `count` divides the number of ranks, or that number is unknown."""
-        return self._world_size is None or self._world_size % count == 0
-
-    @property
-    def global_batch(self) -> int:
-        """The number of sequences in one optimizer step."""
-        return _known(self._global_batch)
-
-    @property
-    def seq_len(self) -> int:
-        """The number of tokens in one sequence."""
-        return _known(self._seq_len)
-
-    @property
-    def device(self) -> DeviceSpec:
-        """The device of each rank."""
-        return _known(self._device)
-
-    @property
-    def limits(self) -> Mapping[str, Limit]:
-        """The values that a traced model allows, by the plan's fields."""
-        return _known(self._limits)
+        return self.__dict__.get("world_size", 0) % count == 0
 
 
-def _known(fact: _T | None) -> _T:
-    if fact is None:
-        raise UnknownFact
-    return fact
-
-
-def _no_fix(plan: Plan, facts: Facts) -> Plan | None:
-    return None
+#: This plan's case or remedy: the text, or a function that returns it.
+Text = str | Callable[[Plan, Facts], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +79,16 @@ class Rule:
     name: for tests and docs. field: the plan's field, or the dotted config key, that is to blame.
     predicate: True if the plan breaks the rule. reason: why, in one sentence that holds for every plan.
     finding: this plan's case in numbers, without a full stop. remedy: the text to type instead, likewise.
-    fix: the nearest legal plan, or None if the plan alone cannot be fixed.
+    fix: the fields to change, or a function that returns the nearest legal plan; None if no plan can be fixed.
     """
 
     name: str
     field: str
     reason: str
     predicate: Callable[[Plan, Facts], bool]
-    finding: Callable[[Plan, Facts], str]
-    remedy: Callable[[Plan, Facts], str]
-    fix: Callable[[Plan, Facts], Plan | None] = _no_fix
+    finding: Text
+    remedy: Text
+    fix: Mapping[str, object] | Callable[[Plan, Facts], Plan | None] | None = None
 
     def is_broken(self, plan: Plan, facts: Facts) -> bool:
         """Return True if the plan breaks the rule; False if a fact is unknown."""
@@ -131,17 +102,17 @@ class Rule:
         try:
             if not self.predicate(plan, facts):
                 return None
-            case = f"{self.field}={self._value(plan, facts)}"
-            message = f"{case}: {self.finding(plan, facts)}. {self.remedy(plan, facts)}."
-            return Violation(self.name, self.field, message, self._mended(plan, facts))
+            finding, remedy = (
+                text if isinstance(text, str) else text(plan, facts) for text in (self.finding, self.remedy)
+            )
+            message = f"{self.field}={self._value(plan, facts)}: {finding}. {remedy}."
+            try:
+                fix = self.fix(plan, facts) if callable(self.fix) else plan.replace(**self.fix) if self.fix else None
+            except PlanError:
+                fix = None  # numbers so large that no plan can hold the corrected one
+            return Violation(self.name, self.field, message, fix)
         except UnknownFact:
             return None
-
-    def _mended(self, plan: Plan, facts: Facts) -> Plan | None:
-        try:
-            return self.fix(plan, facts)
-        except PlanError:
-            return None  # numbers so large that no plan can hold the corrected one
 
     def _value(self, plan: Plan, facts: Facts) -> str:
         if self.field == facts.open_axis:
@@ -170,5 +141,5 @@ def alternatives(values: Sequence[object], field: str) -> str:
 
 
 def asks(plan: Plan, facts: Facts, axis: str) -> bool:
-    """Whether the plan uses this axis: more than one rank on it, or `*`."""
+    """Return True if the plan uses this axis: more than one rank on it, or `*`."""
     return facts.open_axis == axis or getattr(plan, axis) > 1

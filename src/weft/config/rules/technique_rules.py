@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from weft.config.pipeline_schedule import FORMS
 from weft.config.plan import Plan
-from weft.config.rule import Facts, Rule, asks
+from weft.config.rules.rule import Facts, Rule, asks
 from weft.config.wire_formats import wire_spec
 
 
-def _form_stages(plan: Plan) -> int | None:
-    return FORMS[plan.schedule].virtual_stages
-
-
 def _wrong_stages(plan: Plan, facts: Facts) -> bool:
-    legal = _form_stages(plan)
-    return asks(plan, facts, "pp") and (
-        plan.virtual_stages < 2 if legal is None else legal > 1 and plan.virtual_stages != legal
-    )
+    legal = FORMS[plan.schedule].virtual_stages
+    wrong = plan.virtual_stages < 2 if legal is None else legal > 1 and plan.virtual_stages != legal
+    return wrong and asks(plan, facts, "pp")
 
 
 def _unit(plan: Plan) -> int:
@@ -37,12 +32,6 @@ def _group_choices(plan: Plan, facts: Facts) -> str:
     return f"Use microbatches={f'{below} or ' if below else ''}{below + plan.pp}"
 
 
-def _split_misfits(plan: Plan, facts: Facts) -> bool:
-    if not plan.split:
-        return False
-    return len(plan.split) != plan.pp * plan.virtual_stages or sum(plan.split) != facts.model.num_layers
-
-
 #: Not supported by the runtime under a pipeline yet.
 PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
     Rule(
@@ -50,19 +39,17 @@ PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
         field="recompute",
         reason="A recompute budget does not yet account for the microbatches in flight of a pipeline.",
         predicate=lambda plan, facts: plan.recompute_policy == "budget" and asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "a memory budget is not supported under a pipeline yet",
-        remedy=lambda plan, facts: (
-            "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank"
-        ),
-        fix=lambda plan, facts: plan.replace(recompute="selective"),
+        finding="a memory budget is not supported under a pipeline yet",
+        remedy="Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank",
+        fix={"recompute": "selective"},
     ),
     Rule(
         name="pp-offload-activations-not-built",
         field="offload",
         reason="Activation offload follows the order of one backward pass, not yet of the several of a pipeline.",
         predicate=lambda plan, facts: plan.offload_share("activations") > 0 and asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "activation offload is not supported under a pipeline yet",
-        remedy=lambda plan, facts: "Leave activations out, or use recompute=full",
+        finding="activation offload is not supported under a pipeline yet",
+        remedy="Leave activations out, or use recompute=full",
         fix=lambda plan, facts: plan.replace(
             offload=tuple(part for part in plan.offload if part.partition(":")[0] != "activations")
         ),
@@ -78,9 +65,9 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
         predicate=lambda plan, facts: (
             plan.zero == 3 and plan.reshard.startswith("after_forward") and asks(plan, facts, "pp")
         ),
-        finding=lambda plan, facts: "zero=3 would gather parameters twice for each microbatch of the pipeline",
-        remedy=lambda plan, facts: "Use reshard=after_step, which gathers them once in a step, or zero=2",
-        fix=lambda plan, facts: plan.replace(reshard="after_step"),
+        finding="zero=3 would gather parameters twice for each microbatch of the pipeline",
+        remedy="Use reshard=after_step, which gathers them once in a step, or zero=2",
+        fix={"reshard": "after_step"},
     ),
     Rule(
         name="schedule-virtual-stages",
@@ -88,11 +75,11 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
         reason="Interleaved schedules need two or more stages on each rank; V-shaped schedules need exactly two.",
         predicate=_wrong_stages,
         finding=lambda plan, facts: (
-            f"it needs {_form_stages(plan) or '2 or more'} stages on each rank, and virtual_stages is "
+            f"it needs {FORMS[plan.schedule].virtual_stages or '2 or more'} stages on each rank, and virtual_stages is "
             f"{plan.virtual_stages}"
         ),
-        remedy=lambda plan, facts: "Use virtual_stages=2, or schedule=1f1b with virtual_stages=1",
-        fix=lambda plan, facts: plan.replace(virtual_stages=2),
+        remedy="Use virtual_stages=2, or schedule=1f1b with virtual_stages=1",
+        fix={"virtual_stages": 2},
     ),
     Rule(
         name="microbatches-in-groups",
@@ -117,22 +104,26 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
         field="split",
         reason="A split sets the number of blocks of each stage, so it needs a pipeline.",
         predicate=lambda plan, facts: bool(plan.split) and not asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "it divides the blocks of a pipeline, and pp is 1",
-        remedy=lambda plan, facts: "Leave split out, or use pp=2 or more",
-        fix=lambda plan, facts: plan.replace(split=()),
+        finding="it divides the blocks of a pipeline, and pp is 1",
+        remedy="Leave split out, or use pp=2 or more",
+        fix={"split": ()},
     ),
     Rule(
         name="split-fits-model",
         field="split",
         reason="A split has one number for each stage, and the numbers add up to the model's layers.",
-        predicate=lambda plan, facts: facts.open_axis != "pp" and _split_misfits(plan, facts),
+        predicate=lambda plan, facts: (
+            facts.open_axis != "pp"
+            and bool(plan.split)
+            and (len(plan.split) != plan.pp * plan.virtual_stages or sum(plan.split) != facts.model.num_layers)
+        ),
         finding=lambda plan, facts: (
             f"there are {plan.pp * plan.virtual_stages} stages and {facts.model.num_layers} layers"
         ),
         remedy=lambda plan, facts: (
             f"Use {plan.pp * plan.virtual_stages} numbers that add up to {facts.model.num_layers}, or leave split out"
         ),
-        fix=lambda plan, facts: plan.replace(split=()),
+        fix={"split": ()},
     ),
 )
 
@@ -140,7 +131,8 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
 # Rules of the formats of gradients and weights, and of how often replicas synchronize.
 
 
-def _keeps(plan: Plan) -> bool:
+def keeps_residual(plan: Plan) -> bool:
+    """Return True if the plan's compression adds its error to a later sum."""
     return plan.compress != "none" and wire_spec(plan.compress).state_bytes > 0
 
 
@@ -155,10 +147,6 @@ def _incompatible_setting(plan: Plan) -> str:
     return next((name for name, size in sizes.items() if size > 1), many)
 
 
-def _has_data(plan: Plan, facts: Facts) -> bool:
-    return asks(plan, facts, "dp_replicate") or asks(plan, facts, "dp_shard")
-
-
 WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="gather-needs-zero3",
@@ -166,8 +154,8 @@ WIRE_RULES: tuple[Rule, ...] = (
         reason="gather=int8 and fp8 are for weights that zero=3 gathers; other stages do not shard weights.",
         predicate=lambda plan, facts: plan.gather not in ("none", "diff4") and plan.zero != 3,
         finding=lambda plan, facts: f"zero={plan.zero} gathers no weights before it uses them",
-        remedy=lambda plan, facts: "Leave gather out, or use zero=3",
-        fix=lambda plan, facts: plan.replace(gather="none"),
+        remedy="Leave gather out, or use zero=3",
+        fix={"gather": "none"},
     ),
     Rule(
         name="gather-float8-products",
@@ -175,8 +163,8 @@ WIRE_RULES: tuple[Rule, ...] = (
         reason="gather=fp8 sends weights as products in float8 round them; products in other formats do not.",
         predicate=lambda plan, facts: plan.gather == "fp8" and plan.precision != "fp8",
         finding=lambda plan, facts: f"precision={plan.precision} rounds no weights to float8",
-        remedy=lambda plan, facts: "Use gather=int8, or precision=fp8",
-        fix=lambda plan, facts: plan.replace(gather="int8"),
+        remedy="Use gather=int8, or precision=fp8",
+        fix={"gather": "int8"},
     ),
     Rule(
         name="gather-differences-zero",
@@ -206,16 +194,18 @@ WIRE_RULES: tuple[Rule, ...] = (
         remedy=lambda plan, facts: (
             "Leave gather out, or use sync=step" if plan.sync != "step" else "Leave gather or offload=optimizer out"
         ),
-        fix=lambda plan, facts: plan.replace(gather="none"),
+        fix={"gather": "none"},
     ),
     Rule(
         name="compress-needs-data",
         field="compress",
         reason="compress acts on gradients over dp_replicate, or over dp_shard if dp_replicate is 1.",
-        predicate=lambda plan, facts: plan.compress != "none" and not _has_data(plan, facts),
-        finding=lambda plan, facts: "dp_replicate and dp_shard are 1, so no gradient is sent between data ranks",
-        remedy=lambda plan, facts: "Leave compress out, or use dp_replicate=2 or more",
-        fix=lambda plan, facts: plan.replace(compress="none"),
+        predicate=lambda plan, facts: (
+            plan.compress != "none" and not asks(plan, facts, "dp_replicate") and not asks(plan, facts, "dp_shard")
+        ),
+        finding="dp_replicate and dp_shard are 1, so no gradient is sent between data ranks",
+        remedy="Leave compress out, or use dp_replicate=2 or more",
+        fix={"compress": "none"},
     ),
     Rule(
         name="compress-feedback-zero",
@@ -233,8 +223,8 @@ WIRE_RULES: tuple[Rule, ...] = (
             "its rounding error is added to the next step, which is not built for zero=3 with "
             f"{_incompatible_setting(plan)}"
         ),
-        remedy=lambda plan, facts: "Use zero=2, or compress=int8, which has no error feedback",
-        fix=lambda plan, facts: plan.replace(compress="int8"),
+        remedy="Use zero=2, or compress=int8, which has no error feedback",
+        fix={"compress": "int8"},
     ),
     Rule(
         name="compress-state-over-shard",
@@ -242,39 +232,39 @@ WIRE_RULES: tuple[Rule, ...] = (
         reason=(
             "Error feedback needs an unsharded gradient on every rank of dp_shard, which ZeRO 2 and 3 do not keep."
         ),
-        predicate=lambda plan, facts: _keeps(plan) and plan.zero >= 2 and not asks(plan, facts, "dp_replicate"),
+        predicate=lambda plan, facts: keeps_residual(plan) and plan.zero >= 2 and not asks(plan, facts, "dp_replicate"),
         finding=lambda plan, facts: (
             f"its error feedback needs an unsharded gradient on every rank, which zero={plan.zero} does not keep"
         ),
-        remedy=lambda plan, facts: "Use compress=int8, which has no error feedback, or dp_replicate=2 or more",
-        fix=lambda plan, facts: plan.replace(compress="int8"),
+        remedy="Use compress=int8, which has no error feedback, or dp_replicate=2 or more",
+        fix={"compress": "int8"},
     ),
     Rule(
         name="sync-needs-replicas",
         field="sync",
         reason="sync sets when the replicas of dp_replicate synchronize, so it needs more than one of them.",
         predicate=lambda plan, facts: plan.sync != "step" and not asks(plan, facts, "dp_replicate"),
-        finding=lambda plan, facts: "dp_replicate is 1, so there are no replicas to synchronize",
-        remedy=lambda plan, facts: "Leave sync out, or use dp_replicate=2 or more",
-        fix=lambda plan, facts: plan.replace(sync="step"),
+        finding="dp_replicate is 1, so there are no replicas to synchronize",
+        remedy="Leave sync out, or use dp_replicate=2 or more",
+        fix={"sync": "step"},
     ),
     Rule(
         name="sync-compress",
         field="compress",
         reason="Under sync other than step, error feedback is built for top, and not for int4 and powersgd.",
-        predicate=lambda plan, facts: plan.sync != "step" and _keeps(plan) and not _keeps_few(plan),
+        predicate=lambda plan, facts: plan.sync != "step" and keeps_residual(plan) and not _keeps_few(plan),
         finding=lambda plan, facts: f"its error feedback is not built for sync={plan.sync}",
-        remedy=lambda plan, facts: "Use compress=int8, which has no error feedback, top:0.02, or sync=step",
-        fix=lambda plan, facts: plan.replace(compress="int8"),
+        remedy="Use compress=int8, which has no error feedback, top:0.02, or sync=step",
+        fix={"compress": "int8"},
     ),
     Rule(
         name="top-needs-sync",
         field="compress",
         reason="The largest values alone lose too much of each step's gradient, so top is for changes over many steps.",
         predicate=lambda plan, facts: plan.sync == "step" and _keeps_few(plan),
-        finding=lambda plan, facts: "it sends few values, which is for changes of weights over many steps",
-        remedy=lambda plan, facts: "Use e.g. sync=diloco:50 with dp_replicate=2 or more, or compress=int8",
-        fix=lambda plan, facts: plan.replace(compress="int8"),
+        finding="it sends few values, which is for changes of weights over many steps",
+        remedy="Use e.g. sync=diloco:50 with dp_replicate=2 or more, or compress=int8",
+        fix={"compress": "int8"},
     ),
     Rule(
         name="sync-loss-scale",
@@ -282,16 +272,13 @@ WIRE_RULES: tuple[Rule, ...] = (
         reason="Under fp16, separately trained replicas would have different loss scales, which is not built.",
         predicate=lambda plan, facts: plan.sync != "step" and plan.precision == "fp16",
         finding=lambda plan, facts: f"its loss scale would differ between replicas under sync={plan.sync}",
-        remedy=lambda plan, facts: "Use precision=bf16, or sync=step",
-        fix=lambda plan, facts: plan.replace(precision="bf16"),
+        remedy="Use precision=bf16, or sync=step",
+        fix={"precision": "bf16"},
     ),
 )
 
 
 # The rules of plans whose steps are launched as CUDA graphs.
-
-#: Axes whose collectives are inside forward and backward.
-_INSIDE = ("cp", "tp", "ep")
 
 
 def _between(plan: Plan, facts: Facts) -> str:
@@ -300,7 +287,7 @@ def _between(plan: Plan, facts: Facts) -> str:
         return "the host orders the passes of a pipeline"
     if plan.zero == 3:
         return "zero=3 gathers weights within forward and backward"
-    inside = next((axis for axis in _INSIDE if asks(plan, facts, axis)), None)
+    inside = next((axis for axis in ("cp", "tp", "ep") if asks(plan, facts, axis)), None)
     if inside is not None:
         return f"{inside} communicates within forward and backward"
     if plan.offload:
@@ -310,10 +297,6 @@ def _between(plan: Plan, facts: Facts) -> str:
     return ""
 
 
-def _off(plan: Plan, facts: Facts) -> Plan:
-    return plan.replace(graphs=False)
-
-
 GRAPH_RULES: tuple[Rule, ...] = (
     Rule(
         name="graphs-on-device",
@@ -321,8 +304,8 @@ GRAPH_RULES: tuple[Rule, ...] = (
         reason="Only GPUs record graphs.",
         predicate=lambda plan, facts: plan.graphs and facts.device.is_cpu,
         finding=lambda plan, facts: f"{facts.device.title} is a CPU, which records no graphs",
-        remedy=lambda plan, facts: "Use graphs=off, or a GPU",
-        fix=_off,
+        remedy="Use graphs=off, or a GPU",
+        fix={"graphs": False},
     ),
     Rule(
         name="graphs-on-one-rank",
@@ -330,17 +313,17 @@ GRAPH_RULES: tuple[Rule, ...] = (
         reason="A graph contains kernels of one rank, without interruption by the host or other ranks.",
         predicate=lambda plan, facts: plan.graphs and bool(_between(plan, facts)),
         finding=lambda plan, facts: f"a graph contains kernels of one rank only, and {_between(plan, facts)}",
-        remedy=lambda plan, facts: "Use graphs=off, or only data parallelism with zero=0, 1 or 2",
-        fix=_off,
+        remedy="Use graphs=off, or only data parallelism with zero=0, 1 or 2",
+        fix={"graphs": False},
     ),
     Rule(
         name="graphs-without-experts",
         field="graphs",
         reason="The host adds up the routers' token counts, which a graph cannot contain.",
         predicate=lambda plan, facts: plan.graphs and facts.model.num_experts > 0,
-        finding=lambda plan, facts: "the model has experts, and the host adds up their routers' token counts",
-        remedy=lambda plan, facts: "Use graphs=off",
-        fix=_off,
+        finding="the model has experts, and the host adds up their routers' token counts",
+        remedy="Use graphs=off",
+        fix={"graphs": False},
     ),
     Rule(
         name="graphs-compiled-recompute",
@@ -351,7 +334,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
             f"with compile=on and recompute={plan.recompute}, generated code reads the state of torch's generator, "
             "which is impossible while a graph is recorded"
         ),
-        remedy=lambda plan, facts: "Use recompute=none, compile=off, or graphs=off",
-        fix=_off,
+        remedy="Use recompute=none, compile=off, or graphs=off",
+        fix={"graphs": False},
     ),
 )

@@ -1,46 +1,187 @@
-"""The rules of configs whose plans are launched as CUDA graphs."""
+"""Rules between the keys of one config, as data, and the plan's rules with the facts of the config."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from weft.config.cluster import DeviceSpec
-from weft.config.conditions import parse_condition
-from weft.config.config_rule import ConfigRule
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import Layout
+from weft.config.metrics import parse_condition
 from weft.config.model_spec import resolve_decoder
-from weft.config.parsing import origin_of
+from weft.config.parsing import origin_of, shown
 from weft.config.plan import Plan, plan_fields
-from weft.config.plan_rules import check
 from weft.config.plan_text import is_auto
-from weft.config.replica_rules import APART_RULES
-from weft.config.rule import Facts
+from weft.config.rules.plan_rules import check
+from weft.config.rules.rule import Facts
+from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
-from weft.config.secret_urls import holds_secret
-from weft.config.sections import AdapterSection, AlertSection, ChannelSection, SinkSection
-from weft.config.setting_types import TRAINS
-from weft.config.toml_values import shown
+from weft.config.sections import TRAINS, AdapterSection, AlertSection, ChannelSection, SinkSection, holds_secret
 from weft.errors import ConfigError, LayoutError, PlanError, Problem, did_you_mean
 
 
-def _asks_on_cpu(config: RunConfig) -> bool:
-    if config.launch.device != "cpu" or is_auto(config.plan):
-        return False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigRule:
+    """A constraint on a config.
+
+    keys: the dotted keys that the rule reads; the first is the one to blame.
+    predicate: True if the config breaks the rule. reason: why, in one sentence that holds for every config.
+    message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and its equals sign.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    reason: str
+    predicate: Callable[[RunConfig], bool]
+    message: str | Callable[[RunConfig], str]
+
+    def check(self, config: RunConfig) -> Problem | None:
+        """Return the problem, or None if the config satisfies the rule."""
+        if not self.predicate(config):
+            return None
+        message = self.message if isinstance(self.message, str) else self.message(config)
+        return Problem(self.keys[0], f"{self.keys[0]}={message}")
+
+
+# Rules of configs whose replicas are separate worlds (`launch.replicas_apart`).
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
+    """Return the plan and its open axis, or None if the planner chooses it or it cannot be read."""
     try:
-        return Plan.read_open(config.plan)[0].graphs
+        return None if is_auto(config.plan) else Plan.read_open(config.plan)
     except PlanError:
-        return False  # the plan's own problems are reported
+        return None
 
 
-GRAPH_CONFIG_RULES: tuple[ConfigRule, ...] = (
+APART_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
-        name="graphs-need-cuda",
-        keys=("launch.device", "plan"),
-        reason="Only NVIDIA GPUs record graphs.",
-        predicate=_asks_on_cpu,
-        message=lambda _: "cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
+        name="separate-replicas-need-sync",
+        keys=("launch.replicas_apart", "plan"),
+        reason="Only replicas that synchronize every H steps can be separate, so the plan needs sync=diloco:H.",
+        predicate=lambda config: (
+            config.launch.replicas_apart
+            and (found := _plan(config)) is not None
+            and (found[0].sync == "step" or (found[0].dp_replicate == 1 and found[1] != "dp_replicate"))
+        ),
+        message=lambda config: (
+            f"true: the plan {config.plan!r} has no replicas that synchronize every H steps. Use e.g. dp_replicate=2 "
+            "sync=diloco:50 in the plan, or leave launch.replicas_apart out."
+        ),
+    ),
+    ConfigRule(
+        name="separate-replicas-without-fragments",
+        keys=("launch.replicas_apart", "plan"),
+        reason="Separate replicas synchronize the full model together, so they cannot stream fragments.",
+        predicate=lambda config: (
+            config.launch.replicas_apart and (found := _plan(config)) is not None and found[0].sync_fragments > 0
+        ),
+        message=lambda config: (
+            f"true: the plan {config.plan!r} streams fragments, and separate replicas synchronize the full model "
+            "together. Leave the number of fragments out of sync, or leave launch.replicas_apart out."
+        ),
+    ),
+    ConfigRule(
+        name="separate-replicas-without-feedback",
+        keys=("launch.replicas_apart", "plan"),
+        reason="A replica that misses a synchronization would add its error feedback to weights that have changed.",
+        predicate=lambda config: (
+            config.launch.replicas_apart and (found := _plan(config)) is not None and keeps_residual(found[0])
+        ),
+        message=lambda config: (
+            f"true: the plan {config.plan!r} adds its compression error to the next synchronization, which a separate "
+            "replica may miss. Use compress=int8, which has no error feedback, or leave launch.replicas_apart out."
+        ),
+    ),
+    ConfigRule(
+        name="separate-replicas-need-a-plan",
+        keys=("launch.replicas_apart", "plan"),
+        reason="The planner never chooses sync, so it cannot plan separate replicas.",
+        predicate=lambda config: config.launch.replicas_apart and is_auto(config.plan),
+        message="true: the planner cannot plan separate replicas. Write the plan, such as "
+        'plan="dp_replicate=2 dp_shard=4 zero=1 sync=diloco:50".',
+    ),
+    ConfigRule(
+        name="separate-replicas-keep-all-ranks",
+        keys=("launch.min_ranks", "launch.replicas_apart"),
+        reason="A separate replica has all ranks of its plan; if it is lost, the others continue without it.",
+        predicate=lambda config: config.launch.replicas_apart and config.launch.min_ranks is not None,
+        message=lambda config: (
+            f"{config.launch.min_ranks}: under launch.replicas_apart=true a replica has all ranks of its plan or is "
+            "lost, and the others continue without it. Leave launch.min_ranks out."
+        ),
+    ),
+    ConfigRule(
+        name="replica-needs-separate-replicas",
+        keys=("launch.replica", "launch.meet_at", "launch.replicas_apart"),
+        reason="Only separate replicas are started one by one, and have a rendezvous address.",
+        predicate=lambda config: (
+            not config.launch.replicas_apart
+            and (config.launch.replica is not None or config.launch.meet_at is not None)
+        ),
+        message=lambda config: (
+            f"{'none' if config.launch.replica is None else config.launch.replica}: launch.replica and launch.meet_at "
+            "are for separate replicas. Add launch.replicas_apart=true, or leave them out."
+        ),
+    ),
+    ConfigRule(
+        name="replica-needs-an-address",
+        keys=("launch.replica", "launch.meet_at", "launch.replicas_apart"),
+        reason="A replica that is started alone needs the rendezvous address and its number.",
+        predicate=lambda config: (
+            config.launch.replicas_apart and (config.launch.replica is None) != (config.launch.meet_at is None)
+        ),
+        message=lambda config: (
+            f"none: launch.meet_at={config.launch.meet_at} is set without the number of this machine's replica. Add "
+            "launch.replica=0 on the machine of that address, launch.replica=1 on the next."
+            if config.launch.replica is None
+            else f"{config.launch.replica}: it needs the rendezvous address. Add launch.meet_at=HOST:PORT, with the "
+            "address of the machine that starts replica 0."
+        ),
+    ),
+    ConfigRule(
+        name="rendezvous-needs-a-key",
+        keys=("launch.meet_at", "launch.meeting_key"),
+        reason="Anyone who can reach the rendezvous address could otherwise change the model.",
+        predicate=lambda config: (
+            config.launch.meet_at is not None
+            and config.launch.meeting_key is None
+            and config.launch.meet_at.rpartition(":")[0] not in _LOOPBACK
+        ),
+        message=lambda config: (
+            f"{config.launch.meet_at}: other machines can reach this address, so replicas must authenticate. Put the "
+            "same secret into WEFT_MEETING_KEY on all machines, and add launch.meeting_key=env:WEFT_MEETING_KEY."
+        ),
+    ),
+    ConfigRule(
+        name="replica-is-in-the-plan",
+        keys=("launch.replica", "plan"),
+        reason="Replicas are counted from 0 to dp_replicate - 1.",
+        predicate=lambda config: (
+            config.launch.replica is not None
+            and (found := _plan(config)) is not None
+            and found[1] is None
+            and config.launch.replica >= found[0].dp_replicate
+        ),
+        message=lambda config: (
+            f"{config.launch.replica}: the plan {config.plan!r} has replicas 0 to "
+            f"{Plan.read_open(config.plan)[0].dp_replicate - 1}. Use one of these."
+        ),
+    ),
+    ConfigRule(
+        name="replica-plan-is-closed",
+        keys=("launch.replica", "plan"),
+        reason="Machines that each start one replica need the same plan, so it must not depend on their devices.",
+        predicate=lambda config: (
+            config.launch.replica is not None and (found := _plan(config)) is not None and found[1] is not None
+        ),
+        message=lambda config: (
+            f"{config.launch.replica}: the plan {config.plan!r} has an axis '*', and this machine has only one "
+            "replica. Write the number of ranks instead of '*'."
+        ),
     ),
 )
 
@@ -55,24 +196,23 @@ _NEEDS_URL = ("mlflow", "pushgateway", "otlp", "http")
 def watch_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of the tables [[alert]], [[channel]] and [[sink]]."""
     for kind, tables in (("alert", config.alert), ("channel", config.channel), ("sink", config.sink)):
-        names = [sink_name(one) if isinstance(one, SinkSection) else one.name for one in tables]
-        for place, name in enumerate(names):
-            if name in names[:place]:
-                yield Problem(
-                    f"{kind}.{place}.name",
-                    f"{kind}.{place}.name={name}: another [[{kind}]] has this name. Use e.g. {name}-{place + 1}.",
-                )
-    for place, alert in enumerate(config.alert):
-        yield from _of_alert(f"alert.{place}", alert, [channel.name for channel in config.channel])
-    for place, channel in enumerate(config.channel):
-        yield from _of_channel(f"channel.{place}", channel)
-    for place, sink in enumerate(config.sink):
-        yield from _of_sink(f"sink.{place}", sink)
-
-
-def sink_name(sink: SinkSection) -> str:
-    """Return the display name of a sink."""
-    return sink.name or sink.kind
+        names = [one.name or one.kind if isinstance(one, SinkSection) else one.name for one in tables]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                rule = f"another [[{kind}]] has this name. Use e.g. {name}-{index + 1}."
+                yield Problem.of(f"{kind}.{index}.name", name, rule)
+    for index, alert in enumerate(config.alert):
+        yield from _of_alert(f"alert.{index}", alert, [channel.name for channel in config.channel])
+    for index, channel in enumerate(config.channel):
+        yield from _of_channel(f"channel.{index}", channel)
+    for index, sink in enumerate(config.sink):
+        key = f"sink.{index}"
+        if sink.kind in _NEEDS_URL and sink.url is None:
+            rule = f'kind={sink.kind} needs a server. Use e.g. url = "http://localhost:5000".'
+            yield Problem.of(f"{key}.url", "none", rule)
+        if sink.port > 65535:
+            yield Problem.of(f"{key}.port", sink.port, "a port is at most 65535. Use port = 9464.")
+        yield from _secret_url(key, sink.url)
 
 
 def _of_alert(key: str, alert: AlertSection, channels: list[str]) -> Iterator[Problem]:
@@ -81,69 +221,40 @@ def _of_alert(key: str, alert: AlertSection, channels: list[str]) -> Iterator[Pr
             if text is not None:
                 parse_condition(text)
         except ValueError as error:
-            said = str(error)
-            yield Problem(f"{key}.{field}", f'{key}.{field}="{text}": {said}{"" if said.endswith("?") else "."}')
+            rule = str(error)
+            yield Problem.of(f"{key}.{field}", f'"{text}"', rule if rule.endswith("?") else f"{rule}.")
     for action in alert.actions:
         known = [*RUN_WORDS, *channels]
         if action not in known:
-            rest = f"Use one of {', '.join(known)}, or add a [[channel]] of this name."
-            hint = did_you_mean(action, known)
-            yield Problem(
-                f"{key}.actions",
-                f"{key}.actions={action}: there is no such action and no such channel.{hint or f' {rest}'}",
-            )
+            remedy = f" Use one of {', '.join(known)}, or add a [[channel]] of this name."
+            rule = f"there is no such action and no such channel.{did_you_mean(action, known) or remedy}"
+            yield Problem.of(f"{key}.actions", action, rule)
     ends = [action for action in alert.actions if action in ("hold", "stop", "skip_data", "roll_back")]
     if len(ends) > 1:
-        yield Problem(
-            f"{key}.actions", f"{key}.actions={', '.join(ends)}: only one of these can end training. Keep one of them."
-        )
+        yield Problem.of(f"{key}.actions", ", ".join(ends), "only one of these can end training. Keep one of them.")
 
 
 def _of_channel(key: str, channel: ChannelSection) -> Iterator[Problem]:
     if channel.name in RUN_WORDS:
-        yield Problem(
-            f"{key}.name",
-            f"{key}.name={channel.name}: this is the name of a run's action. Use another name, such as ops.",
-        )
+        rule = "this is the name of a run's action. Use another name, such as ops."
+        yield Problem.of(f"{key}.name", channel.name, rule)
     if channel.kind == "mail" and not channel.to:
-        yield Problem(f"{key}.to", f'{key}.to=[]: mail needs an address. Use e.g. to = ["you@example.org"].')
+        yield Problem.of(f"{key}.to", "[]", 'mail needs an address. Use e.g. to = ["you@example.org"].')
     if channel.kind == "mail" and channel.password and channel.security == "none":
-        yield Problem(
-            f"{key}.security",
-            f'{key}.security=none: the password would be sent unencrypted. Use security = "starttls" or "tls".',
-        )
+        rule = 'the password would be sent unencrypted. Use security = "starttls" or "tls".'
+        yield Problem.of(f"{key}.security", "none", rule)
     if channel.kind in ("webhook", "apprise") and channel.url is None:
-        yield Problem(
-            f"{key}.url", f'{key}.url=none: kind={channel.kind} needs an address. Use e.g. url = "env:HOOK_URL".'
-        )
+        rule = f'kind={channel.kind} needs an address. Use e.g. url = "env:HOOK_URL".'
+        yield Problem.of(f"{key}.url", "none", rule)
     if channel.kind == "command" and not channel.command:
-        yield Problem(
-            f"{key}.command", f'{key}.command=[]: a program is needed. Use e.g. command = ["/usr/bin/logger"].'
-        )
+        yield Problem.of(f"{key}.command", "[]", 'a program is needed. Use e.g. command = ["/usr/bin/logger"].')
     yield from _secret_url(key, channel.url, everything=channel.kind == "apprise")
 
 
-def _of_sink(key: str, sink: SinkSection) -> Iterator[Problem]:
-    if sink.kind in _NEEDS_URL and sink.url is None:
-        yield Problem(
-            f"{key}.url", f'{key}.url=none: kind={sink.kind} needs a server. Use e.g. url = "http://localhost:5000".'
-        )
-    if sink.port > 65535:
-        yield Problem(f"{key}.port", f"{key}.port={sink.port}: a port is at most 65535. Use port = 9464.")
-    yield from _secret_url(key, sink.url)
-
-
 def _secret_url(key: str, url: str | None, *, everything: bool = False) -> Iterator[Problem]:
-    if url is None or url.startswith(("env:", "file:")) or not (everything or holds_secret(url)):
-        return
-    yield Problem(
-        f"{key}.url",
-        f"{key}.url=***: this address is or may contain a secret, and the run folder stores the config. Put it into a "
-        f'variable and write url = "env:HOOK_URL".',
-    )
-
-
-# Rules between the keys of one config, as data, and the plan's rules with the facts of the config.
+    if url is not None and not url.startswith(("env:", "file:")) and (everything or holds_secret(url)):
+        rule = "this address is or may contain a secret, and the run folder stores the config. Put it into a variable"
+        yield Problem.of(f"{key}.url", "***", f'{rule} and write url = "env:HOOK_URL".')
 
 
 def _layout_problem(config: RunConfig) -> str:
@@ -156,17 +267,17 @@ def _layout_problem(config: RunConfig) -> str:
 
 
 def _set_by_model_path(config: RunConfig) -> list[str]:
-    """Settings that the folder of model.path decides, and that are set all the same."""
-    usual, free = RunConfig(), ("path", "balance", "balance_rate")
-    model = (
-        f"model.{name}" for name, value in config.model if name not in free and value != getattr(usual.model, name)
-    )
-    words = (f"tokenizer.{name}" for name, value in config.tokenizer if value != getattr(usual.tokenizer, name))
-    return [*model, *words]
+    """Return the settings that the folder of model.path decides, and that are set all the same."""
+    usual, free = RunConfig(), ("model.path", "model.balance", "model.balance_rate")
+    tables = (("model", config.model, usual.model), ("tokenizer", config.tokenizer, usual.tokenizer))
+    changed = [
+        f"{key}.{name}" for key, table, default in tables for name, value in table if value != getattr(default, name)
+    ]
+    return [key for key in changed if key not in free]
 
 
 def _is_on_text(config: RunConfig) -> bool:
-    """Whether the run trains the text decoder, by whatever loss."""
+    """Return True if the run trains the text decoder, by any loss."""
     return config.task.name is None or TRAINS.get(config.task.name) == "decoder"
 
 
@@ -213,9 +324,8 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         keys=("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.dropout", "adapter.kind", "adapter.base"),
         reason="Without a rank there is no adapter, and its other settings would do nothing.",
         predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
-        message=lambda _: (
-            "0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave them out."
-        ),
+        message="0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave them "
+        "out.",
     ),
     ConfigRule(
         name="packed-base-has-a-folder",
@@ -275,9 +385,8 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         keys=("tokenizer.path", "tokenizer.kind"),
         reason="A saved tokenizer needs its path.",
         predicate=lambda config: config.tokenizer.kind == "file" and not config.tokenizer.path,
-        message=lambda _: (
-            '"": tokenizer.kind=file needs a saved tokenizer. Set tokenizer.path to a tokenizer.json or its folder.'
-        ),
+        message='"": tokenizer.kind=file needs a saved tokenizer. Set tokenizer.path to a tokenizer.json or its '
+        "folder.",
     ),
     ConfigRule(
         name="tokenizer-path-used",
@@ -352,7 +461,15 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         ),
     ),
     *APART_RULES,
-    *GRAPH_CONFIG_RULES,
+    ConfigRule(
+        name="graphs-need-cuda",
+        keys=("launch.device", "plan"),
+        reason="Only NVIDIA GPUs record graphs.",
+        predicate=lambda config: (
+            config.launch.device == "cpu" and (found := _plan(config)) is not None and found[0].graphs
+        ),
+        message="cpu: the plan has graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
+    ),
 )
 
 
@@ -388,8 +505,8 @@ def config_problems(
             found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
     if not any(_touches(key, broken) for key in ("alert", "channel", "sink")):
         found += [(problem, (problem.field,)) for problem in watch_problems(config)]
-    of_plan = _plan_problems(config, model, broken, world_size, device)
-    found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
+    for problem in _plan_problems(config, model, broken, world_size, device):
+        found.append((problem, (problem.field, "plan", "model")))
     return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]
 
 
