@@ -38,7 +38,7 @@ from weft.models import build_decoder
 from tools.gpu_sim.decoder_plans import PaperModel, plan_report
 from tools.gpu_sim.cuda import current_device
 
-PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
+PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py", "train/step/update.py")
 device = current_device()
 subject = PaperModel(layers=int(sys.argv[1]), dim=2048, seq_len=256, vocab_size=32000, batch=1)
 number, found = sum(param.numel() for param in build_decoder(subject.spec).parameters()), {}

@@ -81,7 +81,7 @@ def test_a_benchmark_names_what_there_is(path: Path):
         ("from weft.comm import Nothing", "line 1: weft.comm has no Nothing"),
         ("from weft.comm.mesh import build_mesh\nbuild_mesh(places=3)", "line 2: build_mesh takes plan, "),
         (
-            "from weft.optim.build import clip_factor\nclip_factor(1.0, 2.0, 3.0)",
+            "from weft.optim.step_decision import clip_factor\nclip_factor(1.0, 2.0, 3.0)",
             "line 2: clip_factor takes norm, max_norm",
         ),
     ],

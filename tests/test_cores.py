@@ -14,7 +14,7 @@ import torch
 from weft.cli.doctor import cores as doctor_cores
 from weft.comm.gpu_settings import Topology, choose_cores, format_cores, read_cores
 from weft.env import RankEnv
-from weft.train import torch_engine as near_gpu
+from weft.train import joined_rank as near_gpu
 
 GPUS = [f"0000:{bus:02x}:00.0" for bus in (0x3B, 0x5E, 0x86, 0xAF)]
 ALL = frozenset(range(32))

@@ -43,6 +43,13 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     return True
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
     """Open a regular file for reading and return its descriptor. It never blocks, unlike opening a pipe.
 

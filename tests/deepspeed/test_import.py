@@ -15,8 +15,8 @@ from weft.config.sections import ScheduleSection
 from weft.errors import ConfigError, PlanError
 from weft.interop.deepspeed import import_deepspeed, plan_from_deepspeed
 from weft.interop.deepspeed_keys import groups, known_keys
-from weft.optim.loss_scale import LossScale
 from weft.optim.schedule import lr_factor
+from weft.optim.step_decision import LossScale
 
 
 def nested(values: dict[str, object]) -> dict[str, object]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weft.optim.loss_scale import LossScale
+from weft.optim.step_decision import LossScale
 
 
 def test_scale_halves_on_overflow_and_doubles_after_good_steps():

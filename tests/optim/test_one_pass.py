@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from weft.optim.build import clip_factor
 from weft.optim.one_pass import AdamRule, Lane, SgdRule, adam_kernel, sgd_kernel, step_lane
-from weft.optim.step_decision import StepDecision
+from weft.optim.step_decision import StepDecision, clip_factor
 
 
 def test_host_version_of_the_kernels_matches_torch():

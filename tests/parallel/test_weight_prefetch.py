@@ -78,8 +78,8 @@ def trained(plan_text: str, follow: bool, model: nn.Module | None = None) -> tup
         else:
             batch = own_batch(step, seed)
         overflow = contextlib.nullcontext()
-        if seed == 2 and step.precision.scales_loss:
-            overflow = patch.object(step, "_next_scale", torch.tensor(2.0**120))
+        if seed == 2 and step.loss_scale.enabled:
+            overflow = patch.object(step._update, "_next_scale", torch.tensor(2.0**120))
         with overflow:
             metrics = step(batch)
         pending.append(num_pending(step))

@@ -25,7 +25,7 @@ from weft.comm.wire.coder import Coder
 from weft.comm.wire.wire_format import State, Wire
 from weft.config.plan import Plan
 from weft.config.wire_formats import WireSpec, register, wire_spec
-from weft.optim.build import clip_factor, global_norm
+from weft.optim.step_decision import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.states import load_carried, local_wire_state

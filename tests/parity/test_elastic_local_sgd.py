@@ -14,7 +14,7 @@ from tests.parity.elastic_cases import CASE, EVERY, KEY, STEPS, TIMEOUT_S
 from tests.parity.test_sync import ReferenceReplicas, outer_step
 from weft.comm.replica_rendezvous import RendezvousServer
 from weft.config.plan import Plan
-from weft.optim.build import clip_factor, global_norm
+from weft.optim.step_decision import clip_factor, global_norm
 
 PLAN = "dp_replicate=2 sync=diloco:2 precision=fp64"
 

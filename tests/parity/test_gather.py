@@ -16,7 +16,7 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.comm.wire.codes import RowSlice
 from weft.config.plan import Plan
-from weft.optim.build import clip_factor, global_norm
+from weft.optim.step_decision import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
 from weft.train.step.train_step import TrainStep
 from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, train_case

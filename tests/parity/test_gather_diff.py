@@ -20,7 +20,7 @@ from weft.comm.mesh import build_mesh
 from weft.comm.wire.wire_format import find_wire
 from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.optim.build import clip_factor, global_norm
+from weft.optim.step_decision import clip_factor, global_norm
 from weft.parallel.choose_engine import quantized_slices
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel

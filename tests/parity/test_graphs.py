@@ -181,7 +181,7 @@ def test_many_shapes_run_eagerly_with_one_warning():
 def test_change_of_module_mode_is_recorded_again():
     def freeze(step, index):
         step.model.blocks[0].train(index < 5)
-        step._train_mode.enter = lambda: None
+        step._state.train = lambda: None
 
     same, found = pair("precision=fp64", watch=freeze, steps=10)
     assert same

@@ -22,7 +22,7 @@ from weft.comm.wire.wire_format import find_wire
 from weft.config import partitioning as shares
 from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
-from weft.optim.build import clip_factor, global_norm
+from weft.optim.step_decision import clip_factor, global_norm
 from weft.parallel.local_sgd import StreamedSync, anchored, rare_sync
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel

@@ -17,7 +17,7 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.config.wire_formats import wire_spec
-from weft.optim.build import clip_factor, global_norm
+from weft.optim.step_decision import clip_factor, global_norm
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.zero.states import local_wire_state

@@ -60,20 +60,15 @@ class FakeEngine:
     """Gradient descent with momentum on [slope, offset]."""
 
     rank, device, wants_stop, asks, evaluates = 0, "cpu", False, False, True
-    over = None
+    replicas, ranks = None, RankGroup()
 
     def __init__(self, job: EngineJob):
         self.plan, self.config, self.pulse, self.meter = job.plan, job.config, Heartbeat(), Meter()
         self.task, self.batches = job.task, job.task.batches(None)
+        self.state = self.reports = self
 
     def build(self) -> None:
         self.weights, self.momentum = self.task.build(), np.zeros(2)
-
-    def rejoin(self, step):
-        return step
-
-    def end(self) -> None:
-        pass
 
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
         ((x, y),) = batches
@@ -91,14 +86,14 @@ class FakeEngine:
     def evaluate(self) -> Evaluation:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
 
-    def store_channel(self):
+    def background_ranks(self):
         return RankGroup()
 
-    def save(self, *, aside=False):
+    def slices(self, *, aside=False):
         yield SavedSlice.full("model/line", RawArray.of(self.weights))
         yield SavedSlice.full("optimizer/line/momentum", RawArray.of(self.momentum))
 
-    def state(self):
+    def values(self):
         return {"fake": True}
 
     def load(self, checkpoint) -> list[str]:
@@ -107,12 +102,6 @@ class FakeEngine:
             checkpoint.block(path).array().copy() for path in ("model/line", "optimizer/line/momentum")
         )
         return []
-
-    def gather(self, record):
-        return [record]
-
-    def on_first(self, act):
-        return act()
 
     def measures(self):
         return Measures()
@@ -123,7 +112,7 @@ class FakeEngine:
     def versions(self):
         return {"numpy": np.__version__}
 
-    def lines(self):
+    def opening(self):
         return ["format  float64"]
 
     def checkpoint_bytes(self) -> int:
@@ -132,5 +121,5 @@ class FakeEngine:
     def peak_flops(self):
         return None
 
-    def report(self, book, start_step):
+    def times(self, book, start_step):
         return []

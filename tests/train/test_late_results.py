@@ -20,6 +20,7 @@ from weft.train.hooks import Hook
 from weft.train.loop.callbacks import Checkpoints
 from weft.train.loop.trainer import Trainer
 from weft.train.step.train_step import TrainStep
+from weft.train.step.update import WeightUpdate
 
 
 class LateEngine:
@@ -32,8 +33,9 @@ class LateEngine:
         self.plan, self.pulse, self.meter = SimpleNamespace(compile=False, world_size=1), Heartbeat(), Meter()
         self.batches = SimpleNamespace(iterate=lambda start, end: contextlib.nullcontext([[]] * (end - start)))
 
-    def peak_flops(self):
-        return None
+    @property
+    def reports(self):
+        return SimpleNamespace(peak_flops=lambda: None)
 
     def step(self, batches, number, lr_factor):
         step = number + 1
@@ -135,14 +137,14 @@ def test_a_run_whose_device_decides_is_the_same_to_the_bit(start, monkeypatch):
     settings = ("plan=precision=fp16", "train.steps=7", "checkpoint.every=3", "checkpoint.keep=9", "eval.every=5")
     usual, _, _ = start("run.name=usual", *settings)
     init = TrainStep.__init__
-    decide, decided = TrainStep._update_unread, []
+    decide, decided = WeightUpdate.apply_late, []
 
-    def decide_late(step, numbers):
+    def decide_late(update, numbers, measures):
         decided.append(numbers)
-        return decide(step, numbers)
+        return decide(update, numbers, measures)
 
     monkeypatch.setattr(TrainStep, "__init__", functools.partialmethod(init, reads_late=True))
-    monkeypatch.setattr(TrainStep, "_update_unread", decide_late)
+    monkeypatch.setattr(WeightUpdate, "apply_late", decide_late)
     late, _, _ = start("run.name=late", *settings)
     assert len(decided) == 6  # all but the first
     assert told(late) == told(usual)

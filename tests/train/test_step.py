@@ -23,7 +23,8 @@ from weft.optim.rounded_adamw import RoundedAdamW
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel
 from weft.train.microbatches import split_batch
-from weft.train.step.train_step import LateMetrics, TrainStep
+from weft.train.step.train_step import TrainStep
+from weft.train.step.update import LateMetrics
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 

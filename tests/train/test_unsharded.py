@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.errors import WeftWarning
-from weft.train.step.errors import fingerprint, warn_if_identical
+from weft.train.step.checks import fingerprint, warn_if_identical
 
 
 def sums(*batches) -> list[float]:

@@ -11,7 +11,7 @@ from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.parallelize import parallelize
-from weft.train.step.errors import explain_failure, names_the_module
+from weft.train.step.errors import explain_failure, explains_failures
 from weft.train.step.train_step import TrainStep
 from weft.verify.rank_pool import RankError
 
@@ -111,8 +111,8 @@ def test_the_first_step_gives_the_models_error_as_the_cause():
     step.model, step.has_trained = model, False
     step.mesh = type("OnPaper", (), {"plan": Plan.parse("tp=2")})()
     with pytest.raises(ModelError, match=r"^tp=2: inner \(Inner\) fails") as caught:
-        names_the_module(lambda step: step.model(torch.zeros(2)))(step)
+        explains_failures(lambda step, batch: step.model(batch))(step, torch.zeros(2))
     assert isinstance(caught.value.__cause__, RuntimeError)
     step.has_trained = True
     with pytest.raises(RuntimeError, match="is invalid for input"):
-        names_the_module(lambda step: step.model(torch.zeros(2)))(step)
+        explains_failures(lambda step, batch: step.model(batch))(step, torch.zeros(2))

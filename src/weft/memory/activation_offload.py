@@ -42,7 +42,6 @@ class Activations:
     `sent_bytes` counts the bytes copied to the host.
 
     Args:
-        host: host memory pool and link.
         least_bytes: smaller tensors stay on the device.
         room: number of blocks whose activations may be on the device in backward, as many as stay there in forward.
     """
@@ -93,7 +92,6 @@ class Activations:
             first.register_hook(functools.partial(_bring, weakref.ref(last), count))
 
     def _around(self, name: str, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a compiled block."""
         self.enter(name, compiled=block)
         try:
             return call(*args, **kwargs)
@@ -318,7 +316,6 @@ class _Stays:
 
 
 def _called(call: Callable[..., Any], owner: Activations, count: int, *args: Any, **kwargs: Any) -> Any:
-    """Call a compiled block that stays on the device."""
     output = call(*args, **kwargs)
     owner.bring_before(output, count)
     return output

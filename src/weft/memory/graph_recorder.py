@@ -89,7 +89,6 @@ class CudaRecorder:
         return Recording(result, graph.replay, self._generator_offset() != before)
 
     def _generator_offset(self) -> int:
-        """Return the offset of torch's generator, which is stored on the host."""
         generators: Any = torch.cuda.default_generators
         return generators[self._device.index or 0].get_offset()
 
@@ -124,7 +123,6 @@ def send_numbers(numbers: Sequence[object] | Tensor, into: Tensor) -> None:
 
     Args:
         numbers: nested as the tensor's shape, or a host tensor.
-        into: target tensor, on any device.
     """
     given = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=into.dtype)
     if into.device.type == "cuda":

@@ -60,8 +60,6 @@ class HostLink(Protocol):
 
 
 class _Done:
-    """A copy that completed synchronously."""
-
     def wait(self) -> None: ...
 
     def wait_start(self) -> None: ...
@@ -135,8 +133,3 @@ class CudaLink:
             target.copy_(source, non_blocking=True)
             on_device.record_stream(stream)
             return _CudaCopy(self._device, start, stream.record_event())
-
-
-def link_to(device: torch.device) -> HostLink:
-    """Return the link between the host and `device`."""
-    return CudaLink(device) if device.type == "cuda" else PlainLink()

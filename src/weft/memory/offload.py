@@ -20,7 +20,7 @@ import torch
 from weft import env
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, LaunchError
-from weft.memory.host_link import Copy, HostLink, Waitable, link_to
+from weft.memory.host_link import Copy, CudaLink, HostLink, PlainLink, Waitable
 from weft.units import format_bytes, parse_bytes
 
 #: Share of the machine's memory that all its ranks may pin together. The rest is for states, data and the system.
@@ -142,12 +142,6 @@ def host_limit(setting: str = MOST_OF_HOST) -> int:
     return limit // (place.local_world_size if place else 1)
 
 
-def pool_for(device: torch.device, pinned_limit: str = MOST_OF_HOST) -> HostPool:
-    """Return a rank's pool: pinned for a CUDA device, ordinary memory otherwise. See `host_limit` for the limit."""
-    limit = host_limit(pinned_limit)
-    return HostPool(limit, _register, _unregister) if device.type == "cuda" else HostPool(limit)
-
-
 def _register(buffer: torch.Tensor) -> None:
     result = int(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if result:
@@ -163,7 +157,6 @@ def _unregister(buffer: torch.Tensor) -> None:
 
 
 def _runtime() -> Any:
-    """Return CUDA's runtime library, whose functions are untyped in torch."""
     return torch.cuda.cudart()
 
 
@@ -255,7 +248,12 @@ def open_host(plan: Plan, device: torch.device, pinned_limit: str = MOST_OF_HOST
         device: this rank's device.
         pinned_limit: limit for all ranks of the machine: "64GiB" or "60%".
     """
-    return Host(link_to(device), pool_for(device, pinned_limit)) if plan.offload else None
+    if not plan.offload:
+        return None
+    limit = host_limit(pinned_limit)
+    if device.type != "cuda":
+        return Host(PlainLink(), HostPool(limit))
+    return Host(CudaLink(device), HostPool(limit, _register, _unregister))
 
 
 def offload_lines(plan: Plan, device: torch.device) -> list[str]:

@@ -210,7 +210,10 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
         return _run_traced(policy, block, forward, args, kwargs)
     selective = policy.name == "selective"
     choice = SelectiveChoice(policy.saved)
-    keeping, replaying = choice.contexts() if selective else _no_contexts()
+    keeping: Any = contextlib.nullcontext()
+    replaying: Any = contextlib.nullcontext()
+    if selective:
+        keeping, replaying = choice.contexts()
     around: list[Callable[[], AbstractContextManager[Any]]] = []
     if policy.buffers:
         # Batch statistics and similar buffers count a batch once: the replay reads and writes copies from now.
@@ -234,11 +237,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
 
 
 def state_of(block: nn.Module) -> AbstractContextManager[Any]:
-    """Return the context in which the current forward can be repeated later with the same result.
-
-    Args:
-        block: a repeated block.
-    """
+    """Return the context in which the current forward can be repeated later with the same result."""
     state = getattr(block, "_weft_travels", None)
     return nullcontext() if state is None else state.travelling()
 
@@ -312,10 +311,6 @@ def _rng_settings() -> dict[str, bool]:
     return {"preserve_rng_state": not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())}
 
 
-def _no_contexts() -> tuple[Any, Any]:
-    return contextlib.nullcontext(), contextlib.nullcontext()
-
-
 class _Replay:
     """Contexts of a replay, the last outermost. `around` is created per replay, because backward may run twice."""
 
@@ -370,7 +365,6 @@ def _total(menus: Sequence[Sequence[tuple[int, float]]], choice: Sequence[int]) 
 
 
 def _cheapest(menus: Sequence[Sequence[tuple[int, float]]], budget_bytes: int) -> list[int] | None:
-    """Solve the multiple-choice knapsack by dynamic programming over the steps of the budget."""
     step = max(1, -(-budget_bytes // _NUM_STEPS))
     capacity = budget_bytes // step
     best = np.zeros(capacity + 1)  # least seconds by number of steps

@@ -91,7 +91,7 @@ class Decoder(KeepsTies):
 
     def __init__(self, spec: DecoderSpec):
         super().__init__()
-        self.spec = spec
+        self.spec, self._head_dim = spec, spec.head_dim
         self.embed = nn.Embedding(spec.vocab_size, spec.dim)
         self.pos_embed = nn.Embedding(spec.max_seq_len, spec.dim) if spec.family == "gpt2" else None
         blocks = [Block(spec, layer) for layer in range(spec.num_layers)]
@@ -143,7 +143,7 @@ class Decoder(KeepsTies):
             x_BTD = x_BTD + self.pos_embed(positions_BT)
         else:
             spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
-            turn = rotation(positions_BT, spec.head_dim, spec.rope_theta, spec.rope_scale, dtype)
+            turn = rotation(positions_BT, self._head_dim, spec.rope_theta, spec.rope_scale, dtype)
         cores = [block.get_submodule("attn.core") for block in self.blocks]
         if any(getattr(core, "takes_ids", False) for core in cores):
             visible = Visible(None, positions_BT, document_ids_BT)

@@ -1,9 +1,9 @@
-"""Construction of torch optimizers from a config, learning rate schedule, gradient norm and clipping."""
+"""Construction of torch optimizers from a config."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn, TypeGuard
 
@@ -15,7 +15,6 @@ from weft.errors import ConfigError, Problem
 from weft.lazy import named_object
 from weft.optim.muon import Muon
 from weft.optim.rounded_adamw import RoundedAdamW
-from weft.private_torch import foreach_norm
 
 #: Embeddings and head of a decoder: Muon leaves these matrices to AdamW.
 _ENDS = frozenset({"embed", "pos_embed", "head"})
@@ -165,22 +164,3 @@ def _some(params: Mapping[str, nn.Parameter]) -> str:
 def _refuse(key: str, rule: str) -> NoReturn:
     sign = "=" if key.endswith(("match", "name")) else ": "
     raise ConfigError([Problem(f"optimizer.{key}", f"optimizer.{key}{sign}{rule}")])
-
-
-# Norm over all gradients of a rank, and the clip factor.
-
-
-def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of all tensors as one vector: 0-d, float64 for float64 gradients, else float32."""
-    if not grads:
-        return torch.zeros(())
-    norms = foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
-    return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor that clips a gradient of `norm` to `max_norm`, or 1.0 if it is within or `max_norm` is 0.
-
-    Same formula as torch.nn.utils.clip_grad_norm_, including its epsilon, so that migrated runs continue unchanged.
-    """
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0

@@ -85,7 +85,6 @@ class Muon(DecidedOptimizer):
         return loss
 
     def _turn(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update matrices of equal full shape: Nesterov momentum, orthogonalised, scaled to AdamW's updates."""
         for param in params:
             if not self.state[param]:
                 self.state[param]["momentum"] = torch.zeros_like(param)
@@ -109,7 +108,6 @@ class Muon(DecidedOptimizer):
             self._take(one, one, old)
 
     def _take(self, target: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
-        """Write `new` to `target` if the step is taken, else `old`."""
         if self.decision is not None:
             torch.where(self.decision.is_taken, new, old, out=target)
 
@@ -156,7 +154,6 @@ class Muon(DecidedOptimizer):
 
 
 def _working(matrix: torch.Tensor) -> torch.Tensor:
-    """Convert to the dtype of the iteration."""
     return matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
 
 

@@ -132,7 +132,6 @@ def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch
 
 
 def _torch_step(lane: Lane, rule: Rule, skips: torch.Tensor | None = None, dials: torch.Tensor | None = None) -> None:
-    """Take one step with torch's fused kernel. `skips` is 0-d float32, 1 to skip the step."""
     lr = rule.lr if dials is None else dials[0]
     if isinstance(rule, SgdRule):
         sgd(
@@ -310,5 +309,4 @@ def _changes_nothing_else(*args: object) -> None:
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements, (numel,), in its memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -42,16 +42,13 @@ def encode_bytes(x: Tensor, noise: Tensor | int, dtype: torch.dtype) -> Tensor:
     return (torch.where(x < 0, -code, code) if dtype == torch.int8 else code).to(dtype)
 
 
-def decode_bytes(code: Tensor) -> Tensor:
-    """Return the float32 values of int8 or uint8 codes. They are exact in bf16 too."""
-    magnitude = code.to(torch.int32).abs_()
-    found = torch.where(magnitude > 0, (magnitude + _ZERO[code.dtype]) << _CUT, 0).view(torch.float32)
-    return torch.where(code < 0, -found, found) if code.dtype == torch.int8 else found
-
-
 def exact_moment(state: Tensor) -> Tensor:
     """Return a moment as floats: decoded if it holds codes, else unchanged."""
-    return decode_bytes(state) if state.dtype in _ZERO else state
+    if state.dtype not in _ZERO:
+        return state
+    magnitude = state.to(torch.int32).abs_()  # the values of codes are exact in bf16 too
+    found = torch.where(magnitude > 0, (magnitude + _ZERO[state.dtype]) << _CUT, 0).view(torch.float32)
+    return torch.where(state < 0, -found, found) if state.dtype == torch.int8 else found
 
 
 # AdamW with stochastically rounded moments in bf16 or one-byte floats: less memory than fp32 moments, without drift.
@@ -197,7 +194,6 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return a logical right shift."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 

@@ -1,19 +1,82 @@
-"""Decision of a step, made on the device: to take or skip it, and the factor of its gradients.
+"""Numbers that decide a step: loss scale, gradient norm and clipping, and the decision to take or skip the step.
 
-The host launches optimizer and publication without waiting for it, and reads it one step later from a small pinned
-copy. The arithmetic equals the host's decision, in float64, so both are bitwise equal.
+The device can make the decision. The host launches optimizer and publication without waiting for it, and reads it one
+step later from a small pinned copy. The arithmetic equals the host's decision, in float64, so both are bitwise equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft.comm.pending import LateCopy
-from weft.optim.loss_scale import LossScale
+from weft.private_torch import foreach_norm
+
+#: Above this, fp32 sums of scaled gradients may overflow even if the gradients are normal.
+MAX_SCALE = 2.0**32
+MIN_SCALE = 1.0
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Scale of the loss before backward (Micikevicius et al. 2018, arXiv 1710.03740).
+
+    The caller decides jointly for all ranks if a step was finite, so the scale is equal on all ranks. All scales are
+    powers of two, so scaling and unscaling are exact.
+    """
+
+    scale: float = 2.0**16
+    growth_interval: int = 1000
+    enabled: bool = True
+    good_steps: int = 0
+    num_skipped: int = 0
+
+    def factor(self) -> float:
+        """Return the factor of the loss: 1.0 if scaling is off."""
+        return self.scale if self.enabled else 1.0
+
+    def update(self, finite: bool) -> None:
+        """Account for one step: halve after a non-finite step, double after `growth_interval` finite ones."""
+        if not self.enabled:
+            return
+        if not finite:
+            self.scale = max(MIN_SCALE, self.scale / 2)
+            self.good_steps = 0
+            self.num_skipped += 1
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.growth_interval:
+            self.scale = min(MAX_SCALE, self.scale * 2)
+            self.good_steps = 0
+
+    def state(self) -> dict[str, float | int]:
+        """Return the state for a checkpoint."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "num_skipped": self.num_skipped}
+
+    def restore(self, state: dict[str, float | int]) -> None:
+        """Restore the result of `state`."""
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])
+        self.num_skipped = int(state["num_skipped"])
+
+
+def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of all tensors as one vector: 0-d, float64 for float64 gradients, else float32."""
+    if not grads:
+        return torch.zeros(())
+    norms = foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor that clips a gradient of `norm` to `max_norm`, or 1.0 if it is within or `max_norm` is 0.
+
+    Same formula as torch.nn.utils.clip_grad_norm_, including its epsilon, so that migrated runs continue unchanged.
+    """
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 class StepDecision:

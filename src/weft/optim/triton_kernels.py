@@ -113,7 +113,6 @@ def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...
     """Run Adam on (master, grad, exp_avg, exp_avg_sq, weights or None), as `one_pass.adam_kernel` does.
 
     Args:
-        tensors: the tensors in that order.
         factor: 0-d factor of the gradient.
         dials: values per step, or None.
         scalars: lr, beta1, beta2, eps, weight decay, correction1, correction2.
@@ -149,11 +148,9 @@ def launch_sgd(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...]
     """Run SGD on (master, grad, momentum or None, weights or None).
 
     Args:
-        tensors: the tensors in that order.
         factor: 0-d factor of the gradient.
         dials: values per step, or None.
         scalars: lr, momentum, weight decay.
-        nesterov: Nesterov momentum.
     """
     master, grad, buffer, weights = tensors
     _sgd[(triton.cdiv(master.numel(), BLOCK),)](

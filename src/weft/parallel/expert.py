@@ -198,6 +198,11 @@ class ExpertBalance:
         self._axis = mesh[names] if self._biased else None
         self._pending: Pending | None = None
 
+    @property
+    def has_routers(self) -> bool:
+        """True if the model has routers."""
+        return bool(self._routers)
+
     def begin(self, scale: float | Tensor) -> None:
         """Begin a step. scale: gradient of a loss that is summed over tokens."""
         self._pending = None

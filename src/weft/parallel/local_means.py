@@ -7,6 +7,7 @@ norm, and the loss that a Hugging Face model computes from labels.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,25 +58,27 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
     return ours + ((total / count).to(loss_sum.dtype) - ours).detach()
 
 
-class TrainMode:
-    """`model.train()` that keeps batch norms in eval if the user froze them: those in eval while the model trains."""
+def train_mode(model: nn.Module) -> Callable[[], object]:
+    """Return `model.train` that keeps batch norms in eval if the user froze them: in eval while the model trains.
 
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._norms = list(_batch_norms(model).values())
-        self._frozen: list[nn.Module] = []
-        self._look()
+    An evaluation in between, `model.eval()`, changes no frozen batch norms.
+    """
+    norms, frozen = list(_batch_norms(model).values()), list[nn.Module]()
+    if not norms:
+        return model.train
 
-    def enter(self) -> None:
-        """Put the model into training mode. An evaluation in between, `model.eval()`, changes no frozen batch norms."""
-        self._look()
-        self._model.train()
-        for module in self._frozen:
+    def find_frozen() -> None:
+        if model.training:
+            frozen[:] = [module for module in norms if not module.training]
+
+    def enter() -> None:
+        find_frozen()
+        model.train()
+        for module in frozen:
             module.eval()
 
-    def _look(self) -> None:
-        if self._model.training:
-            self._frozen = [module for module in self._norms if not module.training]
+    find_frozen()
+    return enter
 
 
 def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:

@@ -48,14 +48,12 @@ class Application:
     """One call of `parallelize`: its arguments, and results of techniques that later ones read.
 
     Attributes:
-        mesh: mesh of this replica.
         encoders: encoders that tp or the data ranks share.
         experts: placements of distributed experts.
         sharded_layout: `layout` without distributed encoders, or as derived from the full model.
         regions: regions in which sp divides tokens, or None.
         why_full: reason why attention needs all tokens under cp, or "".
         placements: placements of changed parameters by name.
-        host: host memory for offloading, or None.
     """
 
     model: nn.Module
@@ -92,24 +90,14 @@ class Application:
 
 
 class Technique(NamedTuple):
-    """One change of a model. `applies` is decided by the plan, so that other plans do not run its code."""
+    """One change of a model. `when` is decided by the plan, so that other plans do not run its code; None is always."""
 
-    applies: Callable[[Application], bool]
     apply: Callable[[Application], object]
+    when: Callable[[Application], bool] | None = None
 
 
-def _always(application: Application) -> bool:
-    del application
-    return True
-
-
-def _attend_in_documents(run: Application) -> None:
-    separate_by_position_ids(run.model)
-    attend_in_documents(run.model)
-
-
-def _check_layout(run: Application) -> None:
-    """Check the layout on the full model: a single stage, or distributed experts, cannot be traced."""
+def _check_full_model(run: Application) -> None:
+    """Check layout and sequences on the full model: a single stage, or distributed experts, cannot be traced."""
     if run.plan.graphs and run.encoders.shared:
         rule = "ranks share the work of a spread encoder, and communicate within forward"
         raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])
@@ -127,15 +115,17 @@ def _check_layout(run: Application) -> None:
         run.sharded_layout, run.regions = check_full_model(
             run.model, run.mesh, run.layout, *shared, example=run.example
         )
+    if run.plan.cp > 1:
+        run.why_full = check_sequences(run.model, run.mesh, run.example)
+
+
+def _choose_float8(run: Application) -> None:
+    choose_float8(run.model, run.mesh.device, run.bf16_layers, run.fp8_recipe, speaks=run.mesh.rank == 0)
 
 
 def _distribute_experts(run: Application) -> None:
     run.experts = distribute_experts(run.model, run.mesh, run.layout)
     run.add(run.experts)
-
-
-def _check_sequences(run: Application) -> None:
-    run.why_full = check_sequences(run.model, run.mesh, run.example)
 
 
 def _shard_tensors(run: Application) -> None:
@@ -153,14 +143,7 @@ def _defer_weight_gradients(run: Application) -> None:
         pipeline.defer_weight_gradients(run.model)
 
 
-def _compile(run: Application) -> None:
-    register_operators(run.model, run.plan)
-    warn_of_uncompiled(run.model, run.mesh, stacklevel=4)
-    compile_blocks(run.model)
-
-
 def _offload(run: Application) -> None:
-    """Open host memory, and offload the plan's share of activations. Warn if that saves no device memory."""
     plan, mesh = run.plan, run.mesh
     run.host = open_host(plan, mesh.device, run.pinned_limit)
     if run.host is None:
@@ -169,76 +152,77 @@ def _offload(run: Application) -> None:
         offload_activations(list(repeated_blocks(run.model).items()) or [("", run.model)], share, run.host)
     if mesh.rank == 0 and mesh.device.type != "cuda":
         message = f"offload={'+'.join(plan.offload)}: {offload_lines(plan, mesh.device)[-1]}"
-        warnings.warn(message, WeftWarning, stacklevel=3)
+        warnings.warn(message, WeftWarning, stacklevel=4)
 
 
 #: Changes of layers while they are full: later techniques copy or shard what these leave.
 PREPARE = (
-    Technique(_always, lambda run: refuse_frequencies(run.model, run.mesh)),
-    Technique(_always, lambda run: watch_indices(run.model)),
-    Technique(_always, lambda run: track_row_lengths(run.model, run.plan.cp)),
+    Technique(lambda run: refuse_frequencies(run.model, run.mesh)),
+    Technique(lambda run: watch_indices(run.model)),
+    Technique(lambda run: track_row_lengths(run.model, run.plan.cp)),
     # Compiled blocks and CUDA kernels need static item borders.
-    Technique(lambda run: run.plan.compile or run.mesh.device.type == "cuda", lambda run: attend_by_borders(run.model)),
-    # Context parallelism replaces attention, and separates documents there.
-    Technique(lambda run: run.plan.cp == 1, _attend_in_documents),
-    # Float8 layers are chosen by full sizes, and become float8 after sharding.
     Technique(
-        lambda run: run.plan.precision == "fp8",
-        lambda run: choose_float8(
-            run.model, run.mesh.device, run.bf16_layers, run.fp8_recipe, speaks=run.mesh.rank == 0
-        ),
+        lambda run: attend_by_borders(run.model), when=lambda run: run.plan.compile or run.mesh.device.type == "cuda"
     ),
+    # Context parallelism replaces attention, and separates documents there.
+    Technique(lambda run: separate_by_position_ids(run.model), when=lambda run: run.plan.cp == 1),
+    Technique(lambda run: attend_in_documents(run.model), when=lambda run: run.plan.cp == 1),
+    # Float8 layers are chosen by full sizes, and become float8 after sharding.
+    Technique(_choose_float8, when=lambda run: run.plan.precision == "fp8"),
 )
 
 #: Techniques that shard the model, outermost first. Skipped if the caller sharded it.
 SHARD = (
     # Checks of the full model come before a pipeline removes parts of it.
-    Technique(_always, _check_layout),
-    Technique(lambda run: run.plan.cp > 1, _check_sequences),
+    Technique(_check_full_model),
     # Stages come first, so that a rank shards only local layers.
-    Technique(lambda run: run.plan.pp > 1, lambda run: run.add(build_pipeline(run.model, run.mesh))),
+    Technique(lambda run: run.add(build_pipeline(run.model, run.mesh)), when=lambda run: run.plan.pp > 1),
     # Tensor parallelism leaves distributed experts alone.
-    Technique(_always, _distribute_experts),
-    Technique(lambda run: run.plan.tp > 1, _shard_tensors),
+    Technique(_distribute_experts),
+    Technique(_shard_tensors, when=lambda run: run.plan.tp > 1),
     # With tp, the sharded head computes the loss itself.
-    Technique(lambda run: run.plan.tp == 1, lambda run: fuse_replicated_head(run.model, run.mesh)),
+    Technique(lambda run: fuse_replicated_head(run.model, run.mesh), when=lambda run: run.plan.tp == 1),
     # Context parallelism replaces attention whose heads tp may have sharded.
     Technique(
-        lambda run: run.plan.cp > 1,
         lambda run: run.add(apply_context(run.model, run.mesh, run.why_full, run.stage_blocks)),
+        when=lambda run: run.plan.cp > 1,
     ),
     # Routers need the final division of sequences by sp and cp.
     Technique(
-        lambda run: run.plan.sp or run.plan.cp > 1,
         lambda run: divide_sequences(run.model, run.mesh, context_of(run.model)),
+        when=lambda run: run.plan.sp or run.plan.cp > 1,
     ),
 )
 
 #: Changes of the sharded model, before the engine replaces its parameters.
 FINISH = (
     # Positions of random numbers follow from how tp and cp sharded the model.
-    Technique(_always, lambda run: drop_by_position(run.model, run.mesh, run.seed or 0)),
-    Technique(lambda run: run.plan.precision == "fp8", lambda run: use_float8(run.model)),
-    Technique(lambda run: run.norm_group != 0, lambda run: group_norms(run.model, run.mesh, run.norm_group)),
-    Technique(lambda run: run.plan.pp > 1, _defer_weight_gradients),
-    Technique(_always, lambda run: move(run.model, run.mesh.device)),
+    Technique(lambda run: drop_by_position(run.model, run.mesh, run.seed or 0)),
+    Technique(lambda run: use_float8(run.model), when=lambda run: run.plan.precision == "fp8"),
+    Technique(lambda run: group_norms(run.model, run.mesh, run.norm_group), when=lambda run: run.norm_group != 0),
+    Technique(_defer_weight_gradients, when=lambda run: run.plan.pp > 1),
+    Technique(lambda run: move(run.model, run.mesh.device)),
     # Compiled blocks include recomputation, so recompute comes before compilation.
-    Technique(
-        _always, lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"])
-    ),
-    Technique(lambda run: run.plan.compile, _compile),
+    Technique(lambda run: apply_recompute(run.model, run.plan, run.mesh["dp_replicate", "dp_shard", "cp", "tp"])),
+    Technique(lambda run: register_operators(run.model, run.plan), when=lambda run: run.plan.compile),
+    Technique(lambda run: warn_of_uncompiled(run.model, run.mesh, stacklevel=5), when=lambda run: run.plan.compile),
+    Technique(lambda run: compile_blocks(run.model), when=lambda run: run.plan.compile),
     # Offloading saves what compiled blocks save.
-    Technique(lambda run: bool(run.plan.offload), _offload),
+    Technique(_offload, when=lambda run: bool(run.plan.offload)),
 )
 
 
 def shard(run: Application) -> dict[str, Placement]:
     """Apply the techniques that shard the model. Return the placements of changed parameters."""
     run.encoders = choose_encoders(run.model, run.mesh, run.layout)
-    for technique in SHARD:
-        if technique.applies(run):
-            technique.apply(run)
+    _apply(SHARD, run)
     return run.placements
+
+
+def _apply(techniques: Sequence[Technique], run: Application) -> None:
+    for technique in techniques:
+        if technique.when is None or technique.when(run):
+            technique.apply(run)
 
 
 def parallelize(
@@ -278,16 +262,12 @@ def parallelize(
     if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(message, WeftWarning, stacklevel=3)
     run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example)
-    for technique in PREPARE:
-        if technique.applies(run):
-            technique.apply(run)
+    _apply(PREPARE, run)
     if placements is None:
         shard(run)
     else:
         run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
-    for technique in FINISH:
-        if technique.applies(run):
-            technique.apply(run)
+    _apply(FINISH, run)
     engine = build_engine(model, replica, run.placements, host=run.host, seed=seed, filled_later=filled_later)
     # Encoders communicate in hooks that run outside of all others.
     distribute_encoders(model, replica, run.encoders)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from weft.train.microbatches import Microbatches
     from weft.train.preparation import prepare_run
     from weft.train.rank_run import RunResult, Start, run_rank
-    from weft.train.step.train_step import StepMetrics, TrainStep
+    from weft.train.step.train_step import TrainStep
+    from weft.train.step.update import StepMetrics
     from weft.train.tasks.base import Metric, Task
     from weft.train.tasks.generation import generate_text
 
@@ -48,7 +49,7 @@ __getattr__ = loads(
         "RunFolder": ".folder",
         "RunResult": ".rank_run",
         "Start": ".rank_run",
-        "StepMetrics": ".step.train_step",
+        "StepMetrics": ".step.update",
         "Task": ".tasks.base",
         "TrainStep": ".step.train_step",
         "Trainer": ".loop.trainer",

@@ -35,7 +35,6 @@ class StepResult:
         loss: mean before the update over the `count` units that the task counts.
         grad_norm: gradient norm before clipping.
         skipped: reason why the weights were not updated, or None.
-        wants_stop: a rank requested a stop.
         update_ratio: norm of the update divided by the norm of the weights, if it was measured.
         share: fraction of the global batch that `count` covers.
         goes_to: steps done from which training continues, if other replicas had reached another step.
@@ -58,9 +57,6 @@ class LateResult:
     """A result whose numbers are still on the device.
 
     The loop reads it after launching the next step, so that the device is never idle. All ranks read it at that point.
-
-    Args:
-        read: waits for the numbers.
     """
 
     def __init__(self, read: Callable[[], StepResult]):
@@ -84,10 +80,6 @@ class Evaluation:
 # Measurements of an engine for the monitoring thread, and the channel for its reports.
 
 
-def _nothing() -> Mapping[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Measures:
     """Measurements of one rank that only its engine can provide.
@@ -100,8 +92,8 @@ class Measures:
     """
 
     board: ReportChannel = field(default_factory=LocalReports)
-    traffic: Callable[[], Mapping[str, float]] = _nothing
-    memory: Callable[[], Mapping[str, float]] = _nothing
+    traffic: Callable[[], Mapping[str, float]] = dict
+    memory: Callable[[], Mapping[str, float]] = dict
     gpu: str | None = None
 
 
@@ -113,9 +105,7 @@ class ReplicaWorld:
     """One of several replicas with separate worlds.
 
     Attributes:
-        replica: index of the replica.
         meet_at: HOST:PORT of the rendezvous server.
-        key: secret of that server.
     """
 
     replica: int
@@ -161,6 +151,82 @@ def derive_seed(*parts: int) -> int:
 GROUPS = ("model", "optimizer")
 
 
+class EngineState(Protocol):
+    """Model and optimizer of an engine, for checkpoints. All ranks call every method."""
+
+    def slices(self, *, aside: bool = False) -> Iterable[SavedSlice]:
+        """Return this rank's slices of weights and optimizer states, to be written before the next step.
+
+        Paths are "model/<name>" and "optimizer/<name>". The slices of all ranks together hold each element once.
+
+        Args:
+            aside: return copies in host memory, valid until the next such call.
+
+        Raises:
+            CheckpointError: if the copies do not fit.
+        """
+        ...
+
+    def values(self) -> Mapping[str, Any]:
+        """Return the part of a checkpoint that is not arrays, as JSON values by name."""
+        ...
+
+    def load(self, checkpoint: Checkpoint) -> Sequence[str]:
+        """Load a checkpoint that was saved under any plan. This rank reads only the elements that it stores.
+
+        Returns lines about parts that are left out because they fit only another plan.
+        """
+        ...
+
+
+class EngineReports(Protocol):
+    """Reports of an engine for users and for the monitoring thread."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of the engine's libraries by name."""
+        ...
+
+    def opening(self) -> Sequence[str]:
+        """Return the layout of the model and its costs, for the opening of a run."""
+        ...
+
+    def checkpoint_bytes(self) -> int:
+        """Return the size of a checkpoint of all ranks in bytes, including optimizer states."""
+        ...
+
+    def peak_flops(self) -> float | None:
+        """Return the peak FLOP/s of this rank's device in the plan's number format, or None if unknown."""
+        ...
+
+    def times(self, book: TimeBook, start_step: int) -> Sequence[str]:
+        """Return the time report for the end of a run. All ranks call it."""
+        ...
+
+    def measures(self) -> Measures:
+        """Return the measurements of this rank for the monitoring thread, and the channel for its reports."""
+        ...
+
+
+class OtherReplicas(Protocol):
+    """Replicas of other worlds, which train the same model."""
+
+    @property
+    def over(self) -> Mapping[str, Any] | None:
+        """The end of other worlds that finished without this one: `where` (path), `step` and `token`; else None."""
+        ...
+
+    def rejoin(self, step: int) -> int | None:
+        """Join the others if they wait, before the first step.
+
+        Returns the step to continue from, or None if a stop was requested meanwhile.
+        """
+        ...
+
+    def end(self) -> None:
+        """Send the others the message that this replica has saved its last step."""
+        ...
+
+
 class Engine(Protocol):
     """Model and optimizer of one rank. Constructing one from an `EngineJob` joins the ranks; `build` makes the model.
 
@@ -171,6 +237,8 @@ class Engine(Protocol):
     plan: Plan
     #: Kind and number of the device, as torch writes it: "cpu", "cuda:0".
     device: str
+    #: All ranks, over the collectives of training.
+    ranks: RankGroup
     #: Reports the current activity of this rank to ranks that wait for it.
     pulse: Heartbeat
     meter: Meter
@@ -180,30 +248,26 @@ class Engine(Protocol):
     asks: bool
 
     def build(self) -> None:
-        """Make model and optimizer.
+        """Make model and optimizer. The attributes below exist afterwards.
 
         Raises:
             WeftError: if the plan cannot be applied to the model.
         """
         ...
 
-    def rejoin(self, step: int) -> int | None:
-        """Join replicas of other worlds that wait for this one, before the first step.
-
-        Returns the step to continue from, or None if a stop was requested meanwhile.
-
-        Args:
-            step: steps done.
-        """
+    @property
+    def state(self) -> EngineState:
+        """Model and optimizer for checkpoints."""
         ...
 
     @property
-    def over(self) -> Mapping[str, Any] | None:
-        """The end of other worlds that finished without this one: `where` (path), `step` and `token`; else None."""
+    def reports(self) -> EngineReports:
+        """Reports for users."""
         ...
 
-    def end(self) -> None:
-        """Send other worlds the message that this one has saved its last step. Do nothing without other worlds."""
+    @property
+    def replicas(self) -> OtherReplicas | None:
+        """The other replicas, if each is a separate world."""
         ...
 
     @property
@@ -241,68 +305,10 @@ class Engine(Protocol):
         """Compute loss and metrics over the task's evaluation set."""
         ...
 
-    def save(self, *, aside: bool = False) -> Iterable[SavedSlice]:
-        """Return this rank's slices of weights and optimizer states, to be written before the next step.
-
-        Paths are "model/<name>" and "optimizer/<name>". The slices of all ranks together hold each element once.
-
-        Args:
-            aside: return copies in host memory, valid until the next such call.
-
-        Raises:
-            CheckpointError: if the copies do not fit.
-        """
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the part of a checkpoint that is not arrays, as JSON values by name."""
-        ...
-
-    def load(self, checkpoint: Checkpoint) -> Sequence[str]:
-        """Load a checkpoint that was saved under any plan. This rank reads only the elements that it stores.
-
-        Returns lines about parts that are left out because they fit only another plan.
-        """
-        ...
-
-    def on_first(self, act: Callable[[], Any]) -> Any:
-        """Run `act` on rank 0 and return its JSON value on all ranks. All ranks raise its error."""
-        ...
-
-    def gather(self, record: bytes) -> list[bytes]:
-        """Return the bytes of every rank in rank order on rank 0. Other ranks may get an empty list."""
-        ...
-
-    def store_channel(self) -> RankGroup:
+    def background_ranks(self) -> RankGroup:
         """Return a rank group for background threads, which does not use the collectives of training."""
-        ...
-
-    def measures(self) -> Measures:
-        """Return the measurements of this rank for the monitoring thread, and the channel for its reports."""
         ...
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks. With `failed`, do not wait for them after an error."""
-        ...
-
-    # --- reports for users ---
-
-    def versions(self) -> Mapping[str, str]:
-        """Return the versions of the engine's libraries by name."""
-        ...
-
-    def lines(self) -> Sequence[str]:
-        """Return the layout of the model and its costs, for the opening of a run."""
-        ...
-
-    def checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint of all ranks in bytes, including optimizer states."""
-        ...
-
-    def peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of this rank's device in the plan's number format, or None if unknown."""
-        ...
-
-    def report(self, book: TimeBook, start_step: int) -> Sequence[str]:
-        """Return the time report for the end of a run."""
         ...

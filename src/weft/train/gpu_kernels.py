@@ -43,11 +43,6 @@ MOST_SHAPES = 8
 class GpuKernels:
     """Torch's kernel flags in this process, until it is closed.
 
-    Args:
-        config: the run's config.
-        plan: the run's plan.
-        device: this rank's device.
-
     Raises:
         ConfigError: if the device, the installation or the plan cannot use the configured kernels.
     """
@@ -78,15 +73,12 @@ class GpuKernels:
             self._before.callback(restore_flash_attention_impl)
         self._before.enter_context(sdpa_kernel(_ORDERS.get(name, _ORDERS["flash"]), set_priority=True))
         if self._plan.compile:
-            self._separate_compile_cache()
-
-    def _separate_compile_cache(self) -> None:
-        """Use a separate compile cache per kernel choice, because torch's cache keys do not include the flags."""
-        known = torch.compiler.config.cache_key_tag
-        torch.compiler.config.cache_key_tag = f"{known} attention={self._attention}".strip()
-        torch.compiler.reset()
-        self._before.callback(torch.compiler.reset)
-        self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
+            # A separate compile cache per kernel choice, because torch's cache keys do not include the flags.
+            known = torch.compiler.config.cache_key_tag
+            torch.compiler.config.cache_key_tag = f"{known} attention={self._attention}".strip()
+            torch.compiler.reset()
+            self._before.callback(torch.compiler.reset)
+            self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
 
     def choose_convolutions(self, model: nn.Module) -> None:
         """Choose cuDNN's algorithm selection for this model's convolutions. Call it before the first step."""
@@ -136,7 +128,6 @@ class GpuKernels:
 
 
 def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
-    """Raise ConfigError for kernels that cannot run any call of this run."""
     if device.type != "cuda":
         raise _refused(name, f"it is a kernel of GPUs, and this run computes on the {device.type}")
     if name != "efficient" and plan.precision not in ("bf16", "fp16", "fp8"):
@@ -159,7 +150,6 @@ def _check_attention(name: str, plan: Plan, device: torch.device) -> None:
 
 
 def _check_measured(plan: Plan, device: torch.device) -> None:
-    """Raise ConfigError for benchmarking without cuDNN, or if ranks must choose the same algorithms."""
     if device.type != "cuda":
         raise ConfigError(
             f"kernels.convolutions=measured: cuDNN runs on GPUs, and this run computes on the {device.type}. "

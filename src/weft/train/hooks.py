@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from weft.checkpoint.object_store import Location
 from weft.errors import ConfigError
+from weft.files import replace_text
 from weft.monitor.alerts import RunRequest
 from weft.monitor.events import StepRecord
 from weft.train.engine import Evaluation
@@ -22,11 +23,8 @@ class SaveEnd:
 
     Attributes:
         path: location of the durable checkpoint.
-        why: reason why it was not committed.
-        note: another message for the log.
         stall_s: seconds that training waited.
         durable_s: seconds from the start of the save until it was committed.
-        is_copy: the save is an in-memory copy.
     """
 
     step: int
@@ -86,43 +84,16 @@ class HookList(Hook):
     def __init__(self, hooks: Sequence[Hook]):
         self._hooks = tuple(hooks)
 
-    def on_start(self, start_step: int) -> None:
-        for hook in self._hooks:
-            hook.on_start(start_step)
 
-    def on_phase(self, name: str) -> None:
-        for hook in self._hooks:
-            hook.on_phase(name)
+def _passing_on(event: str) -> Callable[..., str | None]:
+    def pass_on(self: HookList, *args: Any) -> str | None:
+        return next(filter(None, [getattr(hook, event)(*args) for hook in self._hooks]), None)
 
-    def on_step(self, record: StepRecord) -> str | None:
-        return next(filter(None, [hook.on_step(record) for hook in self._hooks]), None)
+    return pass_on
 
-    def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
-        return next(filter(None, [hook.on_evaluation(step, evaluation) for hook in self._hooks]), None)
 
-    def on_warning(self, step: int, text: str) -> None:
-        for hook in self._hooks:
-            hook.on_warning(step, text)
-
-    def on_trace(self, event: Mapping[str, object]) -> None:
-        for hook in self._hooks:
-            hook.on_trace(event)
-
-    def on_action(self, step: int, wish: RunRequest) -> None:
-        for hook in self._hooks:
-            hook.on_action(step, wish)
-
-    def on_moved(self, before: int, step: int) -> None:
-        for hook in self._hooks:
-            hook.on_moved(before, step)
-
-    def on_checkpoint(self, saved: SaveEnd) -> None:
-        for hook in self._hooks:
-            hook.on_checkpoint(saved)
-
-    def on_end(self, step: int, reason: str) -> None:
-        for hook in self._hooks:
-            hook.on_end(step, reason)
+for _event in [name for name in vars(Hook) if name.startswith("on_")]:
+    setattr(HookList, _event, _passing_on(_event))
 
 
 # Steps whose data a run skips. The order of other data and the learning rate of every step are unchanged.
@@ -152,9 +123,7 @@ def leave_out(folder: RunFolder, steps: Collection[int]) -> None:
     """Add steps, counted from 1, to those that the run skips from its next start."""
     path = folder.path / LEFT_OUT
     known = steps_left_out(RunFolder(folder.path))
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"steps": sorted({*known, *steps})}) + "\n")
-    os.replace(draft, path)
+    replace_text(path, json.dumps({"steps": sorted({*known, *steps})}) + "\n")
 
 
 def step_ranges(start: int, end: int, left_out: Collection[int]) -> Iterator[tuple[int, int]]:

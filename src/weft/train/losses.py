@@ -9,7 +9,6 @@ at a time (GradCache: Gao et al. 2021, arXiv 2101.06983).
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +63,7 @@ class GlobalBatchLoss:
             features: runs forward on one microbatch, for a first pass that computes all features.
         """
         batch = BatchGradient(self, mesh, len(counts))
-        for index in range(len(counts)) if batch.needs_first_pass else ():
+        for index in range(len(counts)) if len(counts) > 1 else ():
             with torch.no_grad():
                 found = features(index)
             batch.add(found, counts=counts[index])
@@ -106,7 +105,6 @@ class GatheredFeatures:
         """Add one microbatch of each rank. A collective.
 
         Args:
-            features: features of this rank's samples.
             counts: False if the samples are a stand-in.
         """
         sizes = torch.tensor([len(features[0]) if counts else 0], device=features[0].device)
@@ -162,8 +160,6 @@ class BatchGradient:
     """The loss of a global batch in the form that each microbatch's backward needs: gradients of its features.
 
     Args:
-        loss: compares samples.
-        mesh: the mesh of the ranks.
         num_microbatches: microbatches per step. If 1, `of` gathers its features.
     """
 
@@ -175,16 +171,10 @@ class BatchGradient:
         self._sum: torch.Tensor | None = None
         self._count: torch.Tensor | int = 0
 
-    @property
-    def needs_first_pass(self) -> bool:
-        """True if the features of all microbatches must be passed to `add` before the first `of`."""
-        return not self._is_single
-
     def add(self, features: Features, *, counts: bool) -> None:
         """Add the features of the next microbatch. A collective.
 
         Args:
-            features: features of this rank's samples.
             counts: False if the samples are a stand-in.
         """
         self._features.add(features, counts=counts)
@@ -194,7 +184,6 @@ class BatchGradient:
 
         Args:
             features: features of the microbatch with their graph.
-            index: index of the microbatch.
             counts: False if the samples are a stand-in.
         """
         if self._is_single:
@@ -213,7 +202,6 @@ class BatchGradient:
         return pulled - pulled.detach() + value, self._count if is_first else 0
 
     def _finalize(self) -> None:
-        """Compute this rank's losses, and the gradients of all features from all ranks' losses."""
         every = [_wide(one).requires_grad_(one.is_floating_point()) for one in self._features.every]
         places = self._features.own_positions()
         with torch.enable_grad():
@@ -228,7 +216,6 @@ class BatchGradient:
 
 
 def _wide(features: torch.Tensor) -> torch.Tensor:
-    """Return features in a dtype for computing losses, as a leaf."""
     narrow = features.is_floating_point() and features.itemsize < 4
     return features.float() if narrow else features.detach().clone()
 
@@ -367,12 +354,19 @@ def needs_float32(loss_fn: Any, plan: Plan) -> bool:
     """Return True if a loss function gets converted outputs: under a half precision, if it is not Weft's own."""
     if plan.precision not in ("bf16", "fp16", "fp8"):
         return False
-    compared = getattr(loss_fn, "compare", None)  # the function inside a loss over groups
-    found = loss_fn if compared is None else compared
+    return not is_own_code(loss_fn)
+
+
+def is_own_code(function: Any) -> bool:
+    """Return True if a loss or forward function is Weft's own, with no class or function of the user in it."""
+    compared = getattr(function, "compare", None)  # the function inside a loss over groups
+    found = function if compared is None else compared
     while isinstance(found, functools.partial):
         found = found.func
-    home = getattr(found, "__module__", None) or type(found).__module__
-    return home.partition(".")[0] != "weft"
+    owner = getattr(found, "__self__", None)
+    homes = [getattr(found, "__module__", None) or type(found).__module__]
+    homes += [] if owner is None else [type(owner).__module__]
+    return all(home.partition(".")[0] == "weft" for home in homes)
 
 
 def give_float32(model: nn.Module) -> None:
@@ -399,13 +393,33 @@ class CheckedLoss:
         self.loss_fn = loss_fn.over(mesh) if isinstance(loss_fn, GroupLoss) and mesh is not None else loss_fn
         self._widens = mesh is not None and needs_float32(loss_fn, mesh.plan)
         self._warns = warns_of_means
-        self._seed: int | None = None
 
-    def before_draws_of(self, seed: int) -> CheckedLoss:
-        """Return the same loss, which seeds the generators for the backward that follows it."""
-        found = copy.copy(self)
-        found._seed = seed
-        return found
+    @property
+    def compares(self) -> bool:
+        """True if the loss compares samples of several microbatches."""
+        return isinstance(self.loss_fn, GlobalBatchLoss | GroupLoss)
+
+    def of_step(
+        self, samples: Sequence[SampleNumbers], found: dict[int, Summed], seed: int | None = None
+    ) -> CountedLoss:
+        """Return the loss of a step's microbatches by index. It is zero, with zero gradients, for a stand-in.
+
+        Args:
+            samples: samples of each microbatch.
+            found: receives the sum and count of each microbatch.
+            seed: seeds the generators for the backward that follows each loss; None does not.
+        """
+
+        def loss(output: Any, microbatch: Any, index: int) -> Summed:
+            loss_sum, number = self(output, microbatch, samples[index], index)
+            if seed is not None:
+                seed_generators(seed)
+            if not samples[index].numbers:  # a stand-in
+                return loss_sum * 0.0, 0
+            found[index] = (loss_sum.detach(), number)
+            return loss_sum, number
+
+        return loss
 
     def __call__(
         self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0
@@ -417,28 +431,26 @@ class CheckedLoss:
         """
         if self._widens:
             output = in_float32(output)
-        has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and _has_labels(batch)
         try:
             if isinstance(self.loss_fn, GroupLoss):
                 returned = self.loss_fn(output, batch, samples, index)
             else:
                 returned = self.loss_fn(output, batch)
         except (AttributeError, TypeError) as error:
-            if has_no_loss and "NoneType" in str(error):
+            if "NoneType" in str(error) and _lacks_loss(output, batch):
                 _refuse_none(output)
             raise
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             _refuse(f"it returned {_described(returned)}")
         loss_sum, number = returned
-        if loss_sum is None and has_no_loss:
+        if loss_sum is None and _lacks_loss(output, batch):
             _refuse_none(output)
         _check_sum(loss_sum)
-        if not _is_count(number):
+        if number.ndim if isinstance(number, torch.Tensor) else not isinstance(number, int | float):
             _refuse(f"the number of losses that it returned is {_described(number)}")
-        if self._warns and is_hugging_face_output(output) and loss_sum is output.get("loss"):
+        is_own = self._warns and isinstance(output, dict) and loss_sum is output.get("loss")
+        if is_own and is_hugging_face_output(output):
             self._warn_of_mean(output)
-        if self._seed is not None:
-            seed_generators(self._seed)
         return loss_sum, number
 
     def _warn_of_mean(self, output: Any) -> None:
@@ -467,14 +479,9 @@ def _check_sum(loss_sum: Any) -> None:
         )
 
 
-def _is_count(number: Any) -> bool:
-    if isinstance(number, torch.Tensor):
-        return number.ndim == 0
-    return isinstance(number, int | float)
-
-
-def _has_labels(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and LABELS in batch
+def _lacks_loss(output: Any, batch: Any) -> bool:
+    has_labels = isinstance(batch, Mapping) and LABELS in batch
+    return has_labels and is_hugging_face_output(output) and output.get("loss") is None
 
 
 def _described(value: Any) -> str:

@@ -8,6 +8,8 @@ must pass `forward=`.
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -16,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from weft.comm.mesh import Mesh
 from weft.config import partitioning as shares
 from weft.config.plan import Plan
 from weft.data.batches import move_batch, parts_of, tensors_in, with_parts
@@ -26,6 +29,8 @@ from weft.parallel.random.streams import SampleNumbers
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+#: (model, batch) -> output.
+ForwardFn = Callable[[nn.Module, Any], Any]
 #: The key that only the loss function gets.
 LABELS = "labels"
 
@@ -95,7 +100,6 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
-    """Return the parameters of the model's forward, or None if Python cannot inspect it."""
     try:
         return list(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values())
     except (TypeError, ValueError):
@@ -121,7 +125,6 @@ def _refuse(model: nn.Module, names: str, found: str, inputs: str) -> NoReturn:
 
 
 def _keywords(known: Iterable[str], batch: Mapping[str, Any]) -> str:
-    """Return keyword arguments to paste: each name of the batch with the most similar parameter of forward, if any."""
     names = [str(name) for name in batch if name != LABELS]
     pairs = [(name if name in known else nearest_name(name, known), name) for name in names]
     return ", ".join(f'{ours}=batch["{name}"]' for ours, name in pairs if ours) or f'batch["{(names or [LABELS])[0]}"]'
@@ -227,8 +230,8 @@ class Microbatches:
 
     def map(self, change: Callable[[Any], Any]) -> Microbatches:
         """Return the same samples in changed batches."""
-        changed = Microbatches(map(change, self._batches), any_number=self.any_number)
-        changed._samples = self._samples
+        changed = copy.copy(self)
+        changed._batches = tuple(map(change, self._batches))
         return changed
 
     def marked(self) -> list[Any]:
@@ -263,7 +266,6 @@ class Microbatches:
 
 
 def _stand_in(own: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the sample that a rank runs for an empty microbatch: its first, or the first of the batch."""
     return own[0][:1] or range(1)
 
 
@@ -296,18 +298,33 @@ def mark(batch: Any, samples: SampleNumbers) -> Any:
     return batch
 
 
-def stands_in(batch: Any) -> bool:
-    """Return True if a marked batch is a stand-in for a microbatch without samples, and so counts for nothing."""
-    found = marked_samples(batch)
-    return found is not None and found.is_empty
-
-
 def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
     """Return the sample numbers of batches, or None unless all are marked and no sample is in two of them."""
     marks = [marked_samples(batch) for batch in batches]
     known = tuple(found for found in marks if found is not None)
     numbers = [number for found in known for number in found.numbers]
     return known if len(known) == len(marks) and len(set(numbers)) == len(numbers) else None
+
+
+class BatchSplit:
+    """Splits the batches of steps into this rank's microbatches."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._plan, self._readers = mesh.replica, mesh.plan, mesh.reader
+        self._count = mesh.plan.microbatches_per_step
+
+    def __call__(self, batch: Any) -> tuple[list[Any], list[SampleNumbers]]:
+        """Return the microbatches of a batch on the device, and the samples of each.
+
+        Raises:
+            ModelError: if they are not as many as the plan has.
+        """
+        moved = move_batch(batch, self._mesh.device)
+        if isinstance(moved, Microbatches) and len(moved) == self._count:
+            microbatches = [one for one, _ in moved.counted()]
+        else:
+            microbatches = microbatches_of(moved, self._plan)
+        return microbatches, samples_of(batch, len(microbatches), self._readers)
 
 
 def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
@@ -341,8 +358,7 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
         if batch.samples is not None:
             return list(batch.samples)
         count = samples_in(batch[0]) * data.size * len(batch)
-        runs = shares.microbatch_samples(count, data.size, len(batch), data.rank)
-        return [SampleNumbers(run, total=count) for run in runs]
+        return list(_equal_samples(count, data.size, len(batch), data.rank))
     found = marked_samples(batch)
     if num_microbatches == 1 and found is not None:
         return [found]
@@ -351,6 +367,12 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
         found = SampleNumbers(range(data.rank * size, (data.rank + 1) * size), total=size * data.size)
     parts = shares.share_out(len(found.numbers), num_microbatches)
     return [SampleNumbers(found.numbers[part.start : part.stop], total=found.total) for part in parts]
+
+
+@functools.lru_cache(maxsize=16)
+def _equal_samples(count: int, num_ranks: int, num_microbatches: int, rank: int) -> tuple[SampleNumbers, ...]:
+    runs = shares.microbatch_samples(count, num_ranks, num_microbatches, rank)
+    return tuple(SampleNumbers(run, total=count) for run in runs)
 
 
 def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:
@@ -380,11 +402,6 @@ def samples_in(batch: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
-def values_in(batch: Any) -> int:
-    """Count the values in a batch's first tensor, which approximates its tokens."""
-    return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
-
-
 def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
     """Return the samples of a step's first microbatch, and the values in its first tensor.
 
@@ -408,13 +425,7 @@ def split_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
 
 
 class _Splitting:
-    """Splits one batch of `num_samples` samples.
-
-    Args:
-        runs: the samples of each part.
-        num_samples: samples in the batch.
-        field: setting that requires the split, for errors.
-    """
+    """Splits one batch of `num_samples` samples."""
 
     def __init__(self, runs: Sequence[range], num_samples: int, field: str):
         self._runs, self._num_samples, self._field = runs, num_samples, field
@@ -451,7 +462,6 @@ class _Splitting:
 
 
 def _names_in(batch: Any, name: str) -> list[str]:
-    """Return the contents of a container with the names that a user would write."""
     if isinstance(batch, Mapping):
         return [f"{name}[{key!r}]" for key in batch]
     if is_dataclass(batch):

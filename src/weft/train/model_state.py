@@ -33,7 +33,7 @@ from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import DataParallel, data_parallel, is_attached, originals
 from weft.parallel.state.materialize import allow_sharded_state
 from weft.parallel.zero.states import load_carried, local_wire_state
-from weft.train.state_io import SavedReplicas, local_counts, replica_slices, resume_replicas
+from weft.train.state_io import COUNTS, SavedReplicas, replica_slices, resume_replicas
 
 #: Maximum number of elements of one weight in its digest.
 SAMPLES = 2**14
@@ -63,9 +63,7 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
     """Refuse a checkpoint whose base or adapter differs from the model's. All ranks call it.
 
     Args:
-        model: a model with or without an adapter.
         saved: the result of `adapter_state` when the checkpoint was saved.
-        path: path of the checkpoint, for the error.
 
     Raises:
         CheckpointError: for the first difference.
@@ -133,7 +131,6 @@ def _refuse_single(record: Adapted | None, saved: Mapping[str, Any] | None, path
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    """Return the digest of each weight of the base by name."""
     if not is_attached(model):
         params = dict(model.named_parameters())
         sums = {name: digest_of(params[name].detach().contiguous().view(-1), Part(tuple(params[name].shape)))
@@ -196,11 +193,13 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     All ranks call it. The result may contain the live tensors, so use it before the next step.
 
     Args:
-        model: the parallelized model.
         keep: True if this rank needs the result. The other ranks return nothing and hold one full tensor at a time.
     """
     engine = data_parallel(model)
-    weights = collect_tensors(chain(engine.weights(), engine.frozen()), keep)
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in chain(engine.weights(), engine.frozen()):
+        if keep:
+            weights[name] = tensor.detach().cpu()  # a sharded tensor may not fit on the device in full
     # Call it on all ranks: under zero=3, accessing a module frees its gathered weights.
     own = model_tensors(model)
     if not keep:
@@ -214,31 +213,19 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
 
     Args:
         model: the model on the meta device, in which parameters without an optimizer are frozen.
-        optimizer: the optimizer section of the config.
         master: dtype of stored weights and states.
     """
     freeze(model, optimizer)
     left_out = names_left_out(model)
     num_values: float = sum(one.numel() for name, one in model_tensors(model).items() if name not in left_out)
     for group in build_optimizer(model.named_parameters(), optimizer).param_groups:
-        num_values += _states_each(group, optimizer) * sum(param.numel() for param in group["params"])
+        # Values of the masters' size per weight. A foreign class counts as AdamW.
+        if optimizer.name == "sgd":
+            states: float = int(group["momentum"] > 0)
+        else:
+            states = 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
+        num_values += states * sum(param.numel() for param in group["params"])
     return round(num_values * master.itemsize)
-
-
-def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> float:
-    """Return the optimizer values of the masters' size per weight of a group. A foreign class counts as AdamW."""
-    if optimizer.name == "sgd":
-        return int(group["momentum"] > 0)
-    return 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
-
-
-def collect_tensors(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
-    """Iterate to the end, as a collective requires, and return the tensors on the host if `keep`."""
-    kept: dict[str, torch.Tensor] = {}
-    for name, tensor in pairs:
-        if keep:
-            kept[name] = tensor.detach().cpu()  # a sharded tensor may not fit on the device in full
-    return kept
 
 
 def state_slices(
@@ -269,7 +256,9 @@ def _state_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
         for group, one in found:
             if group != "model" or one.name not in left_out:
                 yield from written(group, [one], engine)
-        yield from local_counts(sync)
+        if sync.mesh.rank == 0:
+            counts = torch.tensor([sync.since, sync.meetings, sync.replicas], dtype=torch.int64)
+            yield SavedSlice.full(f"sync/{COUNTS}", counts)
         yield from (SavedSlice.full(f"wire/{name}", one.detach()) for name, one in local_wire_state(engine))
         return
     yield from written("model", (one for one in engine.model_slices() if one.name not in left_out), engine)
@@ -304,8 +293,6 @@ class GroupSource:
     """A group of a checkpoint, from which each rank reads the elements that it stores.
 
     Args:
-        checkpoint: an open checkpoint.
-        group: name of the group, such as "model".
         start: prefix of the selected names, which callers omit.
     """
 
@@ -318,10 +305,7 @@ class GroupSource:
         """Fill `out` with elements of a flattened part.
 
         Args:
-            name: name of the tensor.
-            part: the elements of the full tensor.
             start: position in the flattened part at which reading begins, in elements.
-            out: output buffer in the saved dtype, filled completely.
         """
         self._checkpoint.read(self._group, f"{self._start}{name}", part, start, out)
 
@@ -435,20 +419,12 @@ _AT_ONCE = 2**17
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Description of a packed weight, as an entry of a source."""
-
     shape: tuple[int, ...]
     dtype: str = "U8"
 
 
 class PackedSource:
-    """A source that packs some matrices as they are read.
-
-    Args:
-        source: source of the stored weights.
-        names: names of the matrices.
-        kept: packed format of each matrix.
-    """
+    """A source that packs some matrices as they are read."""
 
     def __init__(self, source: StateSource, names: list[str], kept: BaseFormat):
         self._source, self._kept = source, kept
@@ -464,10 +440,7 @@ class PackedSource:
         """Fill `out` with elements of a flattened part, as bytes if the tensor is packed.
 
         Args:
-            name: name of the tensor.
-            part: the elements of the full tensor in its packed form.
             start: position in the flattened part at which reading begins.
-            out: output buffer, filled completely.
         """
         if name not in self._packed:
             self._source.read(name, part, start, out)
@@ -487,7 +460,6 @@ class PackedSource:
             at += high - low
 
     def _numbers(self, part: Part, rows: int, width: int) -> Part:
-        """Return the part of the weight that a part of its bytes encodes."""
         if part.rows is None or part.dim == 0:
             return Part((rows, width), part.dim, part.rows)
         per = self._kept.block_bytes
@@ -502,12 +474,7 @@ class PackedSource:
 
 
 def packed_source(model: nn.Module, source: StateSource) -> StateSource:
-    """Return the source from which a model with an adapter reads its base, packed if the adapter's base is.
-
-    Args:
-        model: the full model, with or without an adapter.
-        source: its stored weights.
-    """
+    """Return the source from which a model with an adapter reads its base, packed if the adapter's base is."""
     record = adapted(model)
     if record is None or not record.packed:
         return source

@@ -21,6 +21,7 @@ from weft.config.plan import Plan, auto_fields
 from weft.config.plan_text import is_auto
 from weft.config.run_config import RunConfig
 from weft.errors import PlanError, Problem, WeftError
+from weft.files import replace_text
 from weft.planner.estimator import estimate
 from weft.planner.measured import profile_tables as here
 from weft.planner.measured.laws import RUN_FILE, measured_parts, parts_of
@@ -139,13 +140,10 @@ def record_choice(folder: Path, asked: str, best: Candidate) -> None:
         best: the chosen plan with its estimate.
     """
     table = {"asked": asked, "world_size": best.plan.world_size, **report.candidate_table(best)}
-    draft = folder / f".{CHOSEN}.{os.getpid()}"
-    draft.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, folder / CHOSEN)
+    replace_text(folder / CHOSEN, json.dumps(table, indent=2) + "\n")
 
 
 def _begun(folder: Path, asked: str, world_size: int) -> str | None:
-    """Return the plan that this run chose when it began, if the user's plan and the ranks are the same."""
     try:
         table = json.loads((folder / CHOSEN).read_text(encoding="utf-8"))
         if table["asked"] == asked and table["world_size"] == world_size:
@@ -184,7 +182,6 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
 
 
 def _this_cpu(num_ranks: int) -> DeviceSpec:
-    """Return one rank's share of this machine's cores and memory."""
     import psutil
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -215,7 +212,6 @@ class Drift:
     Attributes:
         what: "step", a part of a step such as "over dp", or "memory".
         ratio: measured divided by planned.
-        text: description for users.
     """
 
     what: str
@@ -300,7 +296,8 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
         mesh: mesh of the plan.
         ranks: for each rank, `typical` seconds by part and `memory` bytes.
     """
-    parts = measured_parts(_mean([one["typical"] for one in ranks]))
+    kinds = dict.fromkeys(kind for one in ranks for kind in one["typical"])
+    parts = measured_parts({kind: sum(one["typical"].get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds})
     if not parts:
         return []
     measured = {"step_s": sum(parts.values()), "memory_bytes": max(one["memory"] for one in ranks), "parts": parts}
@@ -314,9 +311,7 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
         "expected": expected,
         "unknown": reason,
     }
-    draft = folder / f".{RUN_FILE}.{os.getpid()}"
-    draft.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, folder / RUN_FILE)
+    replace_text(folder / RUN_FILE, json.dumps(table, indent=1) + "\n")
     if expected is None:
         return [f"planned: {' '.join(reason.split())}"]
     return _lines(measured, expected, mesh.device.type)
@@ -354,7 +349,6 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
 
 
 def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | None, str]:
-    """Return the machines of this run, their profile, and the source of these values. Unknown machines are None."""
     path, kind = default_path(), device.partition(":")[0]
     if path.exists():
         profile = here.local_profile(path)
@@ -372,11 +366,6 @@ def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | Non
     if size % local:
         return None, None, f"no estimate: {size} ranks do not fill complete machines of {local}"
     return ClusterSpec(nodes=size // local, devices_per_node=local, device=known), None, f"tables of {known.name}"
-
-
-def _mean(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    kinds = dict.fromkeys(kind for one in ranks for kind in one)
-    return {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
 
 
 def _lines(measured: Mapping[str, Any], expected: Mapping[str, Any], device: str) -> list[str]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shlex
-from pathlib import Path
 from typing import Any
 
 from weft.config.files import format_config
@@ -18,6 +16,7 @@ from weft.config.rules.plan_rules import check
 from weft.config.run_config import RunConfig
 from weft.config.sections import changed_keys, value_at
 from weft.errors import ConfigError, PlanError, Problem
+from weft.files import replace_text
 from weft.train.folder import RunFolder, free_name, new_files_like, run_folder, run_lock
 from weft.train.hooks import LEFT_OUT
 from weft.train.tasks.base import Report, Task
@@ -94,8 +93,15 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     if (folder.path / "config.toml").exists():
         refuse_other_run(folder, config, task)
     config = task.config = _with_own_layout(config, task, plan)
-    _check_optimizer(config, task)
-    _check_best(config, task)
+    if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
+        from weft.optim.build import check_optimizer
+
+        check_optimizer(with_adapter(task.shapes(), config), config.optimizer)
+    by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
+    if by not in known:
+        raise ConfigError(
+            f"checkpoint.best_by={by}: this task's evaluations have no such metric. Use {' or '.join(known)}."
+        )
     task.prepare(folder, report)
     config, notes = with_steps(config, task)
     task.config = config
@@ -108,7 +114,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
             if (folder.path / LEFT_OUT).is_file():
                 texts[LEFT_OUT] = (folder.path / LEFT_OUT).read_text()
             for name, text in texts.items():
-                _write(folder.path / name, text)
+                replace_text(folder.path / name, text)
     except OSError as error:
         raise ConfigError(
             f"run.dir={config.run.dir}: cannot write {str(folder.path)!r} ({error.strerror}). Use another run.dir."
@@ -139,7 +145,6 @@ def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
 
 
 def _as_typed(name: str, value: Any) -> str:
-    """Return the command-line argument that restores a setting."""
     if value is None:
         return f"leave {name} out"
     return shlex.quote(f"{name}={value if isinstance(value, str) else as_toml(value)}")
@@ -152,11 +157,7 @@ def _check_plan(plan: Plan, task: Task, world_size: int) -> None:
 
 
 def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
-    """Return the config with its layout file inlined, so that the folder depends on no other file.
-
-    Raises:
-        LayoutError, PlanError: if the layout does not fit the model or the plan's tp.
-    """
+    """Return the config with its layout file inlined, so that the folder depends on no other file."""
     if not config.layout:
         return config
     from weft.models.inspect.find_layout import expect_parts_named
@@ -169,27 +170,3 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
         check_layout(model, layout, plan.tp)
         expect_parts_named(model, layout)
     return config.model_copy(update={"layout": layout.format()})
-
-
-def _check_optimizer(config: RunConfig, task: Task) -> None:
-    """Raise ConfigError if adapter, parameter groups or optimizer classes do not fit the model."""
-    if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
-        from weft.optim.build import check_optimizer
-
-        check_optimizer(with_adapter(task.shapes(), config), config.optimizer)
-
-
-def _check_best(config: RunConfig, task: Task) -> None:
-    """Raise ConfigError if checkpoint.best_by is a metric that the task does not have."""
-    by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
-    if by not in known:
-        raise ConfigError(
-            f"checkpoint.best_by={by}: this task's evaluations have no such metric. Use {' or '.join(known)}."
-        )
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file atomically."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    os.replace(draft, path)

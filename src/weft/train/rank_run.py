@@ -79,7 +79,6 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    """Return name, system, cores and GPUs of this machine."""
     found = {"host": platform.node(), "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
     models = Counter(
         line.partition(":")[2].strip()
@@ -130,7 +129,6 @@ class Start:
         locked: the command holds `run_lock`. Otherwise rank 0 holds it while training.
         began: start of the command for train.max_time, in seconds of time.monotonic; None for now.
         alarm: stream on which a rank other than 0 reports that it waits, if rank 0 cannot.
-        store: store at which the ranks have already met.
         command: the command line of the user, for the lines with next commands.
         copies: storage for copies of the state on this host that outlives its ranks.
         engine: the engine class as package.module:Class.
@@ -202,7 +200,6 @@ def run_rank(
 
 
 def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
-    """Return the exception that ends this process after training ended in order, for the launcher to handle."""
     why = f" ({wish.by}: {wish.why})" if wish.why else f" ({wish.by})"
     if wish.action == "hold":
         return ActionAsked(f"paused at step {step}{why}. To continue: weft runs resume {folder.path}", "hold", step)
@@ -219,20 +216,18 @@ class _RankRun:
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
         """Resume or start, train to the end, show a sample and report. Handles stop signals until the ranks disconnect.
 
-        Args:
-            began: start of the command, in seconds of time.monotonic.
-            until_left: stack of contexts that close after the ranks disconnect.
-            hooks: additional hooks.
+        began: start of the command, in time.monotonic. until_left: contexts that close after the ranks disconnect.
         """
         engine, is_first = self.engine, self.engine.rank == 0
-        others = ReplicaCoordinator(self.folder, self.config, engine, is_alone=self.job.world is None)
+        others = ReplicaCoordinator(self.folder, self.config, engine)
         checkpoints = RunCheckpoints(self.folder, self.config, engine, self.start.copies, others.elsewhere)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = checkpoints.resume()
         if not others.rejoin(checkpoints, progress):
             return RunResult(progress.step, StopReason.REQUESTED.value)
         if progress.step >= self.config.train.steps and not others.is_unsaved:
-            engine.end()
+            if engine.replicas is not None:
+                engine.replicas.end()
             if is_first:
                 lines = already_done(self.folder, self.task, progress.step, self.start.command)
                 print_wrapped(self.terminal, [*notes, *lines])
@@ -258,7 +253,7 @@ class _RankRun:
             reason = others.end(checkpoints, trainer, stop := trainer.fit())
             until_left.callback(observers.recorder.draw)
             parting = _parting(self.folder, engine, checkpoints, trainer.parting, progress.step)
-            times, shown = engine.report(book, start_step), ""
+            times, shown = engine.reports.times(book, start_step), ""
             observers.recorder.on_phase("sampling")
             # A user who stops a run should not wait seconds for a sample.
             if is_first and stop.reason not in (StopReason.REQUESTED, StopReason.ACTION) and not engine.wants_stop:
@@ -289,7 +284,7 @@ def _parting(
         return None
     if request.action in GOES_BACK:
         checkpoints.drop_copies()
-    if request.action in GOES_BACK and engine.on_first(lambda: roll_back(folder, request, step)) is None:
+    if request.action in GOES_BACK and engine.ranks.on_first(lambda: roll_back(folder, request, step)) is None:
         return replace(request, action="hold", why=f"{request.why}; there is no older checkpoint to try".lstrip("; "))
     return request
 
@@ -322,7 +317,6 @@ def _observers(
     progress: Progress,
     notes: Sequence[str],
 ) -> _Observers:
-    """Make the observers of a rank, and print the opening lines on rank 0. All ranks call it."""
     settings, limit, requests, recorder = job.config.monitor, None, None, NullRecorder()
     if engine.rank == 0:
         requests = RequestWatch(job.folder.path, time.time() - (time.monotonic() - began), engine)
@@ -335,18 +329,14 @@ def _observers(
         with engine.pulse.doing("runs the planner for its estimate"):
             plan_watch = PlanWatch.of(job.task, job.plan, engine.device, book, recorder)
     # All ranks get the planned step time, because each detects hangs separately.
-    engine.pulse.planned_s = engine.on_first(lambda: plan_watch.step_s if plan_watch else 0.0)
+    engine.pulse.planned_s = engine.ranks.on_first(lambda: plan_watch.step_s if plan_watch else 0.0)
     hooks = [hook for hook in (limit, figures, recorder, plan_watch) if hook is not None]
     return _Observers(hooks, recorder, figures, limit, requests)
 
 
 def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit | None:
-    """Check disk space for a checkpoint before the first step, and return a time limit if one is set.
-
-    Raises:
-        CheckpointError: if the disk is too full to save.
-    """
-    limit, num_bytes = job.config.train.max_time, engine.checkpoint_bytes()
+    """Check disk space for a checkpoint before the first step, and return a time limit if one is set."""
+    limit, num_bytes = job.config.train.max_time, engine.reports.checkpoint_bytes()
     require_space(located(job.config.checkpoint.dir or job.folder.path), num_bytes)
     if not limit:
         return None
@@ -377,6 +367,6 @@ def _recorder(
         "world_size": engine.plan.world_size,
         "device": engine.device.partition(":")[0],
         **context(job.folder, config),
-        **engine.versions(),
+        **engine.reports.versions(),
     }
     return RunRecorder(job.folder, task, display, start)

@@ -2,77 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from weft.checkpoint.folders import RankGroup
 from weft.comm.mesh import Mesh
 from weft.comm.replica_client import ReplicaGroup
 from weft.comm.replica_rendezvous import address_towards
-from weft.config.plan import Plan
 from weft.parallel.elastic_local_sgd import attach_elastic_diloco
 from weft.parallel.state.gradients import data_parallel
 from weft.train.engine import EngineJob, ReplicaWorld, StepResult
+from weft.train.step.train_step import TrainStep
 from weft.units import counted, parse_seconds
 
 
-def plan_within(plan: Plan, world: ReplicaWorld | None) -> Plan:
-    """Return the plan of the ranks in one world: the full plan, or the one for a single replica.
-
-    Args:
-        plan: plan of all replicas.
-        world: the replica of these ranks; None if all ranks are one world.
-    """
-    return plan if world is None else plan.replace(dp_replicate=1, sync="step", compress="none")
-
-
 class OtherWorlds:
-    """Connection of this replica's ranks to the other replicas.
+    """Connection of this replica's ranks to the other replicas."""
 
-    Args:
-        job: the engine's job.
-        world: this replica and the address of the rendezvous server.
-        mesh: mesh of this replica.
-        model: a model that is parallelized over the mesh.
-        on_first: runs a function on rank 0 of the replica and returns its result on all ranks.
-        gather: returns the bytes of each rank of the replica.
-        stops: returns True if a stop of this rank was requested.
-    """
-
-    def __init__(
-        self,
-        job: EngineJob,
-        world: ReplicaWorld,
-        mesh: Mesh,
-        model: nn.Module,
-        on_first: Callable[[Callable[[], Any]], Any],
-        gather: Callable[[bytes], list[bytes]],
-        stops: Callable[[], bool],
-    ):
+    def __init__(self, job: EngineJob, world: ReplicaWorld, mesh: Mesh, model: nn.Module, ranks: RankGroup):
         self._job, self.world = job, world
         timeout_s = parse_seconds(job.config.launch.meeting_timeout)
         self.party = ReplicaGroup(
-            mesh, world.replica, world.meet_at, address_towards(world.meet_at), timeout_s, world.key, on_first, gather,
-            self._log if mesh.rank == 0 else lambda line: None,
+            mesh, world.replica, world.meet_at, address_towards(world.meet_at), timeout_s, world.key, ranks.on_first,
+            ranks.gather, self._log if mesh.rank == 0 else lambda line: None,
         )  # fmt: skip
-        self.party.wants_out = stops
         self.sync = attach_elastic_diloco(model, data_parallel(model), mesh, job.plan, self.party)
         train = job.config.train
         most = "" if train.global_cost is None else f" train.global_cost={train.global_cost:g}"
         self.sync.terms = f" seed={job.config.seed} train.global_batch={train.global_batch}{most}"
+
+    def stop_with(self, step: TrainStep) -> None:
+        """Stop waiting for other replicas if a stop of this rank's step was requested."""
+        asked = weakref.ref(step)  # model and groups must be freed before the ranks disconnect
+        self.party.wants_out = lambda: (step := asked()) is not None and step.wants_stop
+
+    @property
+    def over(self) -> Mapping[str, Any] | None:
+        """The record of other replicas that have ended without this one, or None."""
+        return self.sync.over
 
     def before_step(self, number: int) -> None:
         """Note the begin of a step. `number` is the steps done before."""
         self.sync.step = number
 
     def after_step(self, result: StepResult) -> StepResult:
-        """Return a step's result with the outcome of an outer step after it.
-
-        Args:
-            result: result of this replica alone.
-        """
+        """Return a step's result with the outcome of an outer step after it."""
         sync = self.sync
         self.party.figures["loss"] = result.loss
         return replace(
@@ -87,9 +65,6 @@ class OtherWorlds:
         """Join the other replicas before the first step, if they wait. Return the step to continue from.
 
         Returns None if a stop was requested.
-
-        Args:
-            step: steps done.
         """
         self.sync.step = step
         self.sync.rejoin()

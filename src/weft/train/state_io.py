@@ -13,7 +13,6 @@ from torch import nn
 
 from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import Checkpoint
-from weft.checkpoint.save import SavedSlice
 from weft.comm.collectives import all_gather, all_reduce, broadcast
 from weft.comm.mesh import Mesh
 from weft.errors import CheckpointError, WeftError
@@ -85,7 +84,6 @@ def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 
 def _notify_all(mesh: Mesh, value: Any) -> Any:
-    """Broadcast a JSON value from rank 0."""
     text = json.dumps(value).encode()
     if mesh.world_size == 1:
         return json.loads(text)
@@ -98,7 +96,7 @@ def _notify_all(mesh: Mesh, value: Any) -> Any:
 
 # Checkpoints of local SGD replicas.
 
-_COUNTS, _OWN = "counts", "replicas"
+COUNTS, _OWN = "counts", "replicas"
 
 
 class OpensGroup(Protocol):
@@ -113,8 +111,6 @@ def replica_slices(
     """Yield the flat slices of this rank for a checkpoint, each with its group. No collective.
 
     Args:
-        sync: the model's local SGD state.
-        engine: the model's engine.
         optimizer: an optimizer that a step has adopted.
     """
     if sync.place == 0 or sync.is_apart:
@@ -131,13 +127,6 @@ def replica_slices(
         yield from ((_OWN, _within(f"{sync.place}/sent", one)) for one in sync.sent())
 
 
-def local_counts(sync: RareSync) -> Iterator[SavedSlice]:
-    """Yield the counters of a checkpoint, on rank 0."""
-    if sync.mesh.rank == 0:
-        counts = torch.tensor([sync.since, sync.meetings, sync.replicas], dtype=torch.int64)
-        yield SavedSlice.full(f"sync/{_COUNTS}", counts)
-
-
 def _within(group: str, one: FlatSlice) -> FlatSlice:
     return replace(one, name=f"{group}/{one.name}")
 
@@ -150,11 +139,7 @@ class SavedReplicas:
     opens: OpensGroup
 
     def has_all_of(self, sync: RareSync) -> bool:
-        """Return True if the checkpoint has the separate state of a replica.
-
-        Args:
-            sync: the replica's local SGD state.
-        """
+        """Return True if the checkpoint has the separate state of a replica."""
         if self.by_one is not None:
             return sync.is_apart and self.by_one["place"] == sync.place
         return self.counts()[2] == sync.replicas
@@ -163,7 +148,7 @@ class SavedReplicas:
         """Return steps since the last outer step, outer steps, and replicas. Without replicas, return (0, 0, 1)."""
         if not self.checkpoint.entries("sync"):
             return 0, 0, 1
-        since, meetings, replicas = read_full(self.opens(self.checkpoint, "sync"), _COUNTS).tolist()
+        since, meetings, replicas = read_full(self.opens(self.checkpoint, "sync"), COUNTS).tolist()
         return since, meetings, replicas
 
     def has_own_weights(self, place: int) -> bool:
@@ -182,11 +167,6 @@ def resume_replicas(
     """Restore the replicas of a checkpoint whose `model` is loaded. All ranks call it.
 
     Returns lines about lost state, and the source of the optimizer's states.
-
-    Args:
-        model: the result of `parallelize`.
-        optimizer: the model's optimizer.
-        saved: the saved replicas.
     """
     sync, engine, checkpoint = rare_sync(model), data_parallel(model), saved.checkpoint
     since, meetings, replicas = saved.counts()
@@ -223,7 +203,6 @@ def resume_replicas(
 
 
 def _lost(saved: SavedReplicas, more: str = "") -> str:
-    """Return a line for users about state that is lost when other replicas resume."""
     since, _, replicas = saved.counts()
     steps = f"in the {f'{since} steps' if since > 1 else 'step'} since" if since else "since then"
     learnt = [f"what each of them learnt {steps}"] * (since > 0 or saved.has_own_weights(0))

@@ -17,7 +17,8 @@ from weft.parallel.zero_flat.prefetch import AwaitsWeights
 from tools.gpu_sim.decoder_plans import PaperModel, plan_report
 from tools.gpu_sim.cuda import current_device
 
-PARTS = ("parallel/zero", "parallel/state/gradients.py", "optim/", "comm/transports/", "train/step/train_step.py")
+STEP = ("train/step/train_step.py", "train/step/update.py")
+PARTS = ("parallel/zero", "parallel/state/gradients.py", "optim/", "comm/transports/", *STEP)
 # Layers of torch are counted at Weft's line that calls them: this one waits for weights and calls the module's forward.
 text, first = inspect.getsourcelines(AwaitsWeights)
 CALLS = {f"parallel/zero_flat/prefetch.py:{first + place}" for place in range(len(text))}

@@ -42,11 +42,11 @@ class TokenOperations(TorchFunctionMode):
         if name == "__get__":
             name = getattr(func.__self__, "__name__", name)
         if name in ("__contains__", "__bool__") and args[0].is_meta:
-            if self.flow.of(args[0]) is not None:
+            if self.flow.marks.of(args[0]) is not None:
                 self.flow.record_mixing(name.strip("_"))
             return False  # "is there padding in these ids?" has no answer without numbers
         self.name = name.strip("_") if name.startswith("_") else name
-        if name in _DROPOUT and args and self.flow.of(args[0]) is not None:
+        if name in _DROPOUT and args and self.flow.marks.of(args[0]) is not None:
             return self._dropped(func, args, kwargs)
         result = func(*args, **kwargs)
         return result if self.is_over else self._look(name, args, kwargs, result)
@@ -63,9 +63,9 @@ class TokenOperations(TorchFunctionMode):
     def _dropped(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self.paused():
             result = func(*args, **kwargs)
-        mark = self.flow.of(args[0])
+        mark = self.flow.marks.of(args[0])
         assert mark is not None
-        self.flow.mark(result, mark)
+        self.flow.marks.put(result, mark)
         self.flow.note([result])
         return result
 
@@ -77,7 +77,7 @@ class TokenOperations(TorchFunctionMode):
         """Check a function's size queries and its use of sizes, and return its result."""
         flow = self.flow
         first = args[0] if args else None
-        mark = flow.of(first)
+        mark = flow.marks.of(first)
         if mark is not None:
             assert isinstance(first, torch.Tensor)
             dim = int(mark.dim)
@@ -95,7 +95,7 @@ class TokenOperations(TorchFunctionMode):
         return result
 
     def _check_reshape(self, name: str, args: Any, kwargs: Any, mark: TokenDim, result: torch.Tensor) -> None:
-        if (new := self.flow.of(result)) is None:
+        if (new := self.flow.marks.of(result)) is None:
             return
         shape, made = [*args[0].shape], [*result.shape]
         shape[mark.dim] //= mark.ranks
@@ -112,7 +112,7 @@ class TokenOperations(TorchFunctionMode):
             flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int)]
             dims = [dim for dim, size in enumerate(flat) if isinstance(size, Counted) and dim < result.dim()]
         if len(dims) == len(list(counted_in((args, kwargs)))) == 1 and (name in CONSTANTS or not is_marked):
-            self.flow.mark(result, TokenDim(dims[0], result.shape[dims[0]]))
+            self.flow.marks.put(result, TokenDim(dims[0], result.shape[dims[0]]))
         else:
             self._misuse(f"uses {{}} in `{self.name}`")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +30,136 @@ _UNIFORM = frozenset((
 ))  # fmt: skip
 
 
+class TensorMarks:
+    """Tokens of tensors by identity, tensors that are constant, and the tensors that views share memory with."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []  # keeps tensors alive so that ids stay unique
+        self._tokens: dict[int, TokenDim] = {}
+        self._uniform: set[int] = set()
+        self._bases: dict[int, torch.Tensor] = {}
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep tensors alive."""
+        self._kept += tensors
+
+    def of(self, value: Any) -> TokenDim | None:
+        """Return the tokens of a tensor, or None."""
+        return self._tokens.get(id(value)) if isinstance(value, torch.Tensor) else None
+
+    def put(self, tensor: torch.Tensor, tokens: TokenDim) -> None:
+        """Record the tokens of a tensor."""
+        self._kept.append(tensor)
+        self._tokens[id(tensor)] = tokens
+
+    @property
+    def count(self) -> int | None:
+        """The number of tokens of any tensor, or None without tokens."""
+        return next((one.count for one in self._tokens.values()), None)
+
+    def is_uniform(self, tensor: Any) -> bool:
+        """Return True if all values of a tensor are equal."""
+        return isinstance(tensor, torch.Tensor) and id(tensor) in self._uniform
+
+    def is_identical(self, tensor: torch.Tensor, from_end: int) -> bool:
+        """Return True if values are equal along a dim, counted from the end."""
+        if from_end > tensor.dim() or id(tensor) in self._uniform:
+            return True
+        return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
+
+    def accepts(self, target: torch.Tensor, tokens: TokenDim, is_uniform: bool) -> bool:
+        """Return True if tokens may be written into a tensor. Mark the tensor that it is a view of."""
+        before, base = self.of(target), self._bases.get(id(target))
+        if before is not None:
+            return before == tokens
+        if base is not None and self.of(base) is None:
+            same = base.dim() == target.dim() and base.shape[tokens.dim] == target.shape[tokens.dim]
+            if not same or tokens.inner != 1 or not is_uniform:
+                return False
+            self.put(base, tokens)
+        return is_uniform
+
+    def propagate_views(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
+        """Record the base tensor of each view."""
+        if not func.is_view or not args or not isinstance(args[0], torch.Tensor):
+            return
+        first: torch.Tensor = args[0]
+        base = self._bases.get(id(first), first)
+        for output in outputs:
+            self._bases[id(output)] = base
+            self._kept += [output, base]
+
+    def propagate_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
+        """Record which results of an operation on tensors without tokens are constant."""
+        if outputs and args and outputs[0] is args[0]:
+            # All tensors that share the written memory may no longer be constant.
+            base = self._bases.get(id(outputs[0]))
+            if base is not None or name not in ("fill_", "zero_"):
+                base = outputs[0] if base is None else base
+                self._uniform -= {id(base), *(key for key, owner in self._bases.items() if owner is base)}
+        elif all(id(leaf) in self._uniform for leaf in given):
+            operation = str(func.overloadpacket).rpartition(".")[2]
+            if (given and func.is_view) or operation in _UNIFORM:
+                self._uniform |= {id(output) for output in outputs}
+
+
+class Owners:
+    """Tensors and parameters of blocks, and of modules that get all tokens, by identity."""
+
+    def __init__(self) -> None:
+        self._blocks, self._full = set[int](), set[int]()
+        self._running: list[set[int]] = []
+        #: Tensors that blocks made.
+        self.made: set[int] = set()
+
+    def find(self, model: nn.Module, units: Iterable[str], full: Iterable[str]) -> None:
+        """Find the parameters of blocks, `units`, and of modules that get all tokens, `full`, by their paths."""
+        named = dict(named_modules(model))
+        self._blocks = {id(param) for unit in units for param in named[unit].parameters()}
+        self._full = {id(param) for path in full for param in named[path].parameters()}
+
+    def enter(self, block: nn.Module) -> None:
+        """Begin a block."""
+        self._running.append({id(param) for param in block.parameters()})
+
+    def leave(self) -> None:
+        """End the last block that began."""
+        self._running.pop()
+
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Return True for a parameter of the running block."""
+        return bool(self._running) and id(tensor) in self._running[-1]
+
+    def of_blocks(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return True if one is a trained parameter of a block."""
+        return any(one.requires_grad and id(one) in self._blocks for one in tensors)
+
+    def of_full(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return True if one is a trained parameter of a module that gets all tokens."""
+        return any(one.requires_grad and id(one) in self._full for one in tensors)
+
+
+@dataclass
+class FullRegion:
+    """The running module that gets all tokens and computes them on every rank.
+
+    inputs: its arguments with tokens. made: its tensors and parameters.
+    """
+
+    path: str
+    inputs: tuple[TokensAt, ...]
+    made: set[int]
+
+    def reads_outside(self, given: Iterable[torch.Tensor], marks: TensorMarks) -> bool:
+        """Return True if one tensor has tokens, or a gradient from outside of the module."""
+        return any(marks.of(one) is not None or (one.requires_grad and id(one) not in self.made) for one in given)
+
+
 class TokenTrace:
     """Trace of the tokens in forwards of a model.
 
-    problem: the first operation or use without a rule, or None. failed: modules of the block that ran then, outermost
-    first. called: paths of modules that ran. summed, full: see `TokenRegions`.
+    marks: tokens of tensors. problem: the first operation or use without a rule, or None. failed: modules of the block
+    that ran then, outermost first. called: paths of modules that ran. summed, full: see `TokenRegions`.
 
     Args:
         model: the full model.
@@ -56,21 +182,11 @@ class TokenTrace:
     def _reset(self) -> None:
         self._stack: list[str] = []
         self._depth = 0  # number of running modules that gather tokens
-        self._region = ""  # the running module that gets all tokens and computes them on every rank
-        self._region_inputs: tuple[TokensAt, ...] = ()
-        self._made: set[int] = set()  # tensors and parameters of that module
+        self._region: FullRegion | None = None
         self._open: str | None = None  # tokens are gathered after this module
-        self._ends: list[str] = []
         self._unit: list[str] = []
         self._trusted: list[str] = []
-        self._own: list[set[int]] = []
-        self._kept: list[torch.Tensor] = []  # keeps tensors alive so that ids stay unique
-        self._marks: dict[int, TokenDim] = {}
-        self._uniform: set[int] = set()
-        self._inner: set[int] = set()
-        self._owned: set[int] = set()
-        self._full_owned: set[int] = set()
-        self._bases: dict[int, torch.Tensor] = {}
+        self.marks, self._owners = TensorMarks(), Owners()
 
     def trace(self, example: Any, training: bool) -> None:
         """Trace one call of the model."""
@@ -127,21 +243,13 @@ class TokenTrace:
             "number of a rank's tokens, not of all."
         )
 
-    def of(self, value: Any) -> TokenDim | None:
-        """Return the tokens of a tensor, or None."""
-        return self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
-
-    def mark(self, tensor: torch.Tensor, tokens: TokenDim) -> None:
-        """Record the tokens of a tensor."""
-        self._kept.append(tensor)
-        self._marks[id(tensor)] = tokens
-
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)
 
     def _full_alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's tokens of all ranks, which have no mark."""
-        mark = self._marks[id(tensor)]
+        mark = self.marks.of(tensor)
+        assert mark is not None
         if mark.inner > 1 or (mark.dim != TOKENS and (mark.dim or tensor.dim() != 2)):
             self._fail(f"{self.module_name} is given tokens in another dim than that of (batch, tokens, features).")
         found = self._alias(tensor)
@@ -162,8 +270,8 @@ class TokenTrace:
             self._stack.append(path)
             self.called.add(path)
             if not path:
-                self._find_owned(module)
-            if self._region:
+                self._owners.find(module, self._units, self._division.full)
+            if self._region is not None:
                 return None
             if path in self._units:
                 args, kwargs = self._enter_unit(path, module, args, kwargs) or (args, kwargs)
@@ -184,11 +292,6 @@ class TokenTrace:
 
         return before
 
-    def _find_owned(self, model: nn.Module) -> None:
-        named = dict(named_modules(model))
-        self._owned = {id(param) for unit in self._units for param in named[unit].parameters()}
-        self._full_owned = {id(param) for path in self._division.full for param in named[path].parameters()}
-
     def _gather(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return a module's arguments, of which it gathers the tokens. Code in it gets the number of all tokens."""
         if (counted := next(counted_in((args, kwargs)), None)) is not None:
@@ -199,12 +302,14 @@ class TokenTrace:
             names = [*inspect.signature(module.forward).parameters][: len(args)]
             states = [name in ("encoder_hidden_states", "key_value_states") for name in (*names, *kwargs)]
             for at, value in enumerate(values):
-                if self.of(value) is not None and (value.shape[-1] == width or (self._division.reading and states[at])):
+                if self.marks.of(value) is not None and (
+                    value.shape[-1] == width or (self._division.reading and states[at])
+                ):
                     values[at] = self._full_alias(value)
                     width = None if value.shape[-1] == width else width
             return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         leaves, tree = tree_flatten((args, kwargs))
-        divided = [at for at, leaf in enumerate(leaves) if self.of(leaf) is not None]
+        divided = [at for at, leaf in enumerate(leaves) if self.marks.of(leaf) is not None]
         if path in self._division.gathering:
             stream = hidden_index(leaves, self._division.width)
             if divided and stream is None and self._division.width:
@@ -227,7 +332,7 @@ class TokenTrace:
             self._fail(f"{self.module_name} is given a number that was computed from the number of tokens.")
         inputs: list[TokensAt] = []
         for at, leaf in enumerate(leaves):
-            if (mark := self.of(leaf)) is not None:
+            if (mark := self.marks.of(leaf)) is not None:
                 if mark.inner > 1 or (mark.dim > 0) != (leaf.shape[mark.dim] == mark.count):
                     self._fail(
                         f"{self.module_name} is given tokens that are joined with features, or in front of the samples."
@@ -238,14 +343,14 @@ class TokenTrace:
                 self._fail(f"{self.module_name} is given a tensor with a gradient that has no tokens.")
         if not inputs:
             self._fail(f"{self.module_name} is given no tokens.")
-        self._region, self._region_inputs = path, tuple(inputs)
-        self._made = {id(leaf) for leaf in leaves} | {id(param) for param in module.parameters()}
-        self._kept += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        made = {id(leaf) for leaf in leaves} | {id(param) for param in module.parameters()}
+        self._region = FullRegion(path, tuple(inputs), made)
+        self.marks.keep([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         return tree_unflatten(leaves, tree)
 
-    def _leave_full(self, output: Any) -> Any:
+    def _leave_full(self, region: FullRegion, output: Any) -> Any:
         """Return the output of a module that gets all tokens, with marks on its tokens."""
-        path, inputs, self._region = self._region, self._region_inputs, ""
+        path, inputs, self._region = region.path, region.inputs, None
         leaves, tree = tree_flatten(output)
         floats = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         floats = [at for at in floats if leaves[at].requires_grad] or floats
@@ -255,7 +360,7 @@ class TokenTrace:
             return None
         [place] = places
         leaves[place.position] = self._alias(leaves[place.position])
-        self.mark(leaves[place.position], TokenDim(place.dim, place.tokens))
+        self.marks.put(leaves[place.position], TokenDim(place.dim, place.tokens))
         self.note([leaves[place.position]])
         found = FullModule(inputs, place)
         if self.full.setdefault(path, found) != found:
@@ -266,7 +371,7 @@ class TokenTrace:
         leaves, tree = tree_flatten((args, kwargs))
         place = hidden_index(leaves, self._division.width)
         self._unit.append(path)
-        self._own.append({id(param) for param in module.parameters()})
+        self._owners.enter(module)
         if path in self._first and self._open is None:
             self._open = self._first[path]
             if place is None:
@@ -274,7 +379,7 @@ class TokenTrace:
                 self._fail(f"{self.module_name} gets no hidden states of (batch, tokens, {width} features).")
                 return None
             leaves[place] = self._alias(leaves[place])
-            self.mark(leaves[place], _stream(leaves[place]))
+            self.marks.put(leaves[place], _stream(leaves[place]))
         elif self._open is None or path in self._first:
             self._fail(
                 f"{self.module_name} is called where tokens are {'all there' if self._open is None else 'divided'}: "
@@ -282,21 +387,20 @@ class TokenTrace:
             )
         found: set[int] = set()
         for at, leaf in enumerate(leaves):
-            if self._is_outside(leaf) and self.of(leaf) is None:
+            if self._is_outside(leaf) and self.marks.of(leaf) is None:
                 if at != place and self._is_read(path, leaf, kwargs, args):
                     leaves[at] = self._alias(leaf)
-                    self.mark(leaves[at], _stream(leaf))
+                    self.marks.put(leaves[at], _stream(leaf))
                     continue
                 leaves[at] = self._alias(leaf)
-                self._kept.append(leaves[at])
-                self._inner.add(id(leaves[at]))
+                self.marks.keep([leaves[at]])
+                self._owners.made.add(id(leaves[at]))
                 found.add(at)
         if self.summed.setdefault(path, frozenset(found)) != frozenset(found):
             self._fail(f"{self.module_name} gets other tensors from outside in another call.")
         return tree_unflatten(leaves, tree)
 
     def _is_read(self, path: str, leaf: torch.Tensor, kwargs: Any, args: Any) -> bool:
-        """Return True for an encoder's states, of which a block gets its part too."""
         if path not in self._division.reading:
             return False
         names = list(inspect.signature(self._model.get_submodule(path).forward).parameters)
@@ -304,26 +408,22 @@ class TokenTrace:
         return given.get("encoder_hidden_states") is leaf
 
     def _is_outside(self, leaf: Any) -> bool:
-        """Return True if a tensor with a gradient was made outside of the blocks."""
         if self._division.has_own_loss or not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
             return False
-        return id(leaf) not in self._inner
+        return id(leaf) not in self._owners.made
 
     def _check_arguments(self, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, kwargs)):
-            if self._is_outside(leaf) and self.of(leaf) is None and not self._is_own(leaf):
+            if self._is_outside(leaf) and self.marks.of(leaf) is None and not self._owners.is_own(leaf):
                 self._fail(
                     f"{self.module_name} gets a tensor from outside of its block that is not an argument of the block."
                 )
 
-    def _is_own(self, leaf: torch.Tensor) -> bool:
-        return bool(self._own) and id(leaf) in self._own[-1]
-
     def _leave(self, path: str) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             self._stack.pop()
-            if self._region:
-                return self._leave_full(output) if path == self._region else None
+            if (region := self._region) is not None:
+                return self._leave_full(region, output) if path == region.path else None
             if not path:
                 self._check_stored(module)
             if self._trusted and self._trusted[-1] == path:
@@ -335,7 +435,7 @@ class TokenTrace:
                     self._mark_hidden(output, None if is_row else self._division.width)
             if self._unit and self._unit[-1] == path:
                 self._unit.pop()
-                self._own.pop()
+                self._owners.leave()
                 if path == self._open:
                     self._open = None
                     return self._gathered(path, output)
@@ -347,10 +447,10 @@ class TokenTrace:
         """Mark the output of experts of transformers, which treat each token separately."""
         self._trusted.pop()
         self._operations.pauses -= 1
-        mark = next((mark for leaf in args if (mark := self.of(leaf)) is not None), None)
+        mark = next((mark for leaf in args if (mark := self.marks.of(leaf)) is not None), None)
         for leaf in tree_leaves(output):
             if mark is not None and isinstance(leaf, torch.Tensor) and leaf.shape[mark.dim] == args[0].shape[mark.dim]:
-                self.mark(leaf, mark)
+                self.marks.put(leaf, mark)
             self.note([leaf])
 
     def _check_stored(self, model: nn.Module) -> None:
@@ -362,7 +462,7 @@ class TokenTrace:
             for name, value in module.__dict__.items():
                 for leaf in tree_leaves(value) if isinstance(value, torch.Tensor | list | tuple) else ():
                     is_number = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad
-                    if is_number and id(leaf) in self._inner and not self._division.has_own_loss:
+                    if is_number and id(leaf) in self._owners.made and not self._division.has_own_loss:
                         self._fail(
                             f"{path} ({self._kind(path)}) keeps a number with a gradient in {name}, and a rank "
                             "computes it from a part of the tokens."
@@ -375,56 +475,46 @@ class TokenTrace:
                 continue
             if width is None or leaf.shape[-1:] == (width,):
                 if leaf.dim() >= 3:
-                    self.mark(leaf, _stream(leaf))
+                    self.marks.put(leaf, _stream(leaf))
                 elif leaf.dim() == 2:
-                    count = next((mark.count for mark in self._marks.values()), leaf.shape[0])
-                    self.mark(leaf, TokenDim(0, count))
+                    self.marks.put(leaf, TokenDim(0, self.marks.count or leaf.shape[0]))
                 return
 
     def _gathered(self, path: str, output: Any) -> Any:
-        """Return the output with all tokens, as at the end of a run."""
         leaves, tree = tree_flatten(output)
         place = hidden_index(leaves, self._division.width)
-        if place is None or self.of(leaves[place]) != _stream(leaves[place]):
+        if place is None or self.marks.of(leaves[place]) != _stream(leaves[place]):
             self._fail(f"{path} ({self._kind(path)}) returns no hidden states of (batch, tokens, features).")
             return None
         leaves[place] = self._alias(leaves[place])
         return tree_unflatten(leaves, tree)
 
     def step(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Trace one operation.
-
-        Args:
-            name: name of the function that the model called.
-            func: the torch operation.
-            args: positional arguments of the operation.
-            kwargs: keyword arguments of the operation.
-            outputs: the tensors that it returned.
-        """
+        """Trace one operation. name: of the function that the model called."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._region:
-            if any(self.of(leaf) is not None or (leaf.requires_grad and id(leaf) not in self._made) for leaf in given):
-                self._fail(f"{self.module_name} reads a tensor from outside of {self._region} in `{name}`.")
-            self._made |= {id(output) for output in outputs}
-            self._kept += outputs
+        if (region := self._region) is not None:
+            if region.reads_outside(given, self.marks):
+                self._fail(f"{self.module_name} reads a tensor from outside of {region.path} in `{name}`.")
+            region.made |= {id(output) for output in outputs}
+            self.marks.keep(outputs)
             return
         self._check_sources(name, given)
-        is_uniform = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in self._uniform
-        self._propagate_bases(func, args, outputs)
-        if all(self.of(leaf) is None for leaf in given):
-            self._propagate_uniform(name, func, args, given, outputs)
+        is_uniform = bool(args) and self.marks.is_uniform(args[0])
+        self.marks.propagate_views(func, args, outputs)
+        if all(self.marks.of(leaf) is None for leaf in given):
+            self.marks.propagate_uniform(name, func, args, given, outputs)
         elif not outputs:
             self.record_mixing(name)
         else:
             self._check_foreign(name, given)
             self._propagate_tokens(
-                name, TokenStep(func, args, kwargs, outputs, self.of, self._is_identical), is_uniform
+                name, TokenStep(func, args, kwargs, outputs, self.marks.of, self.marks.is_identical), is_uniform
             )
         self.note(outputs)
 
     def _check_sources(self, name: str, given: list[torch.Tensor]) -> None:
         """Check that code outside of blocks uses no tensors or parameters of blocks, and the reverse."""
-        if any(id(leaf) in self._full_owned and leaf.requires_grad for leaf in given):
+        if self._owners.of_full(given):
             self._fail(
                 f"{self.module_name} reads a parameter of a module that gets all tokens outside of it, in `{name}`."
             )
@@ -432,7 +522,7 @@ class TokenTrace:
             self._outside(given, f"`{name}`")
         if self._unit and self._open is not None:
             self._check_foreign(name, given)
-        elif not self._division.has_own_loss and any(id(leaf) in self._owned and leaf.requires_grad for leaf in given):
+        elif not self._division.has_own_loss and self._owners.of_blocks(given):
             self._fail(
                 f"{self.module_name} reads a parameter of a block outside of it, in `{name}`, where its gradient is no "
                 "sum over the ranks."
@@ -445,34 +535,14 @@ class TokenTrace:
             self.record_mixing(name)
             return
         for tensor, tokens in made:
-            if tensor is step.args[0] and not self._takes(tensor, tokens, is_uniform):
+            if tensor is step.args[0] and not self.marks.accepts(tensor, tokens, is_uniform):
                 self.record_mixing(name)
                 return
-            self.mark(tensor, tokens)
-
-    def _takes(self, target: torch.Tensor, tokens: TokenDim, is_uniform: bool) -> bool:
-        """Return True if tokens may be written into a tensor. Mark the tensor that it is a view of."""
-        before, base = self.of(target), self._bases.get(id(target))
-        if before is not None:
-            return before == tokens
-        if base is not None and self.of(base) is None:
-            same = base.dim() == target.dim() and base.shape[tokens.dim] == target.shape[tokens.dim]
-            if not same or tokens.inner != 1 or not is_uniform:
-                return False
-            self.mark(base, tokens)
-        return is_uniform
-
-    def _propagate_uniform(self, name: str, func: Any, args: Any, given: list[torch.Tensor], outputs: Any) -> None:
-        """Record which tensors are constant."""
-        if outputs and args and outputs[0] is args[0]:
-            self._written(outputs[0], name)
-        elif all(id(leaf) in self._uniform for leaf in given) and _keeps_uniform(func, given):
-            self._uniform |= {id(output) for output in outputs}
+            self.marks.put(tensor, tokens)
 
     def _check_foreign(self, name: str, given: list[torch.Tensor]) -> None:
-        """Check that no outside tensor with a gradient is combined with a part of the tokens."""
         for leaf in given:
-            if self.of(leaf) is None and self._is_outside(leaf) and not self._is_own(leaf):
+            if self.marks.of(leaf) is None and self._is_outside(leaf) and not self._owners.is_own(leaf):
                 what = (
                     "reads a tensor made outside of the block that is no argument of it"
                     if self._unit
@@ -482,51 +552,23 @@ class TokenTrace:
                     f"{self.module_name} {what}, in `{name}`: its gradient would cover only a part of the tokens."
                 )
 
-    def _written(self, tensor: torch.Tensor, name: str) -> None:
-        """Record that a tensor and all tensors that share its memory may no longer be constant after a write."""
-        base = self._bases.get(id(tensor))
-        if base is None and name in ("fill_", "zero_"):
-            return
-        base = tensor if base is None else base
-        self._uniform -= {id(base), *(key for key, owner in self._bases.items() if owner is base)}
-
     def note(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record tensors that blocks made."""
-        self._kept += outputs
+        self.marks.keep(outputs)
         if self._unit:
-            self._inner |= {id(output) for output in outputs}
-
-    def _propagate_bases(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
-        """Record the base tensor of each view."""
-        if not func.is_view or not args or not isinstance(args[0], torch.Tensor):
-            return
-        first: torch.Tensor = args[0]
-        base = self._bases.get(id(first), first)
-        for output in outputs:
-            self._bases[id(output)] = base
-            self._kept += [output, base]
-
-    def _is_identical(self, tensor: torch.Tensor, from_end: int) -> bool:
-        if from_end > tensor.dim() or id(tensor) in self._uniform:
-            return True
-        return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
+            self._owners.made |= {id(output) for output in outputs}
 
     def _outside(self, leaves: Sequence[Any], operation: str) -> None:
         """Check that code with all tokens does not read values that blocks computed for a part of them."""
         if self._division.has_own_loss and operation == "its output":
             return
         for leaf in leaves:
-            if self.of(leaf) is not None:
+            if self.marks.of(leaf) is not None:
                 self._fail(f"{self.module_name} reads a value for each token that a block keeps, in {operation}.")
-            elif self._division.has_own_loss or not isinstance(leaf, torch.Tensor) or id(leaf) not in self._inner:
+            elif self._division.has_own_loss or not isinstance(leaf, torch.Tensor) or id(leaf) not in self._owners.made:
                 continue
             elif leaf.requires_grad:
                 self._fail(f"{self.module_name} reads a value with a gradient that a block computed, in {operation}.")
-
-
-def _keeps_uniform(func: Any, given: list[torch.Tensor]) -> bool:
-    name = str(func.overloadpacket).rpartition(".")[2]
-    return (bool(given) and func.is_view) or name in _UNIFORM
 
 
 def hidden_index(leaves: Sequence[Any], width: int) -> int | None:

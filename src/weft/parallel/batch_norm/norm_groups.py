@@ -181,7 +181,9 @@ class NormGroups:
             found = found * found.new_tensor(begins)[:, None]
         self._seen.setdefault(id(norm), {})[cut.index] = found.sum(0)
 
-    def begin(self) -> None:
+    def begin(self, scale: float | Tensor = 1.0) -> None:
+        """Begin a step. Statistics do not depend on the scale of the loss."""
+        del scale
         self._seen.clear()
         self._pending = None
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from weft.comm.mesh import Mesh
 from weft.memory.opaque import Opaque
-from weft.models.inspect.blocks import repeated_blocks, replace_class
+from weft.models.inspect.blocks import class_before, repeated_blocks, replace_class
 from weft.parallel.context.context import context_of
 from weft.parallel.dropout.drop_state import Drops, DropSite
 from weft.parallel.dropout.dropout_calls import (
@@ -30,7 +30,9 @@ from weft.parallel.dropout.dropout_calls import (
 from weft.parallel.random.streams import drops_itself, shard_position_of
 from weft.private_torch import uncompiled
 
-_ATTRIBUTE = "_weft_drops"
+_ATTRIBUTE, _IS_IDLE = "_weft_drops", "_weft_draws_nothing"
+#: Layers of torch without random numbers.
+_PLAIN_LAYERS = frozenset((nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.GELU, nn.SiLU, nn.ReLU))
 
 
 # Hooks of the full model. Copies and pickles of a module include its hooks, so they are not closures.
@@ -139,16 +141,9 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
     drops.model = weakref.ref(model)
-    known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
-    kinds: dict[str, type[nn.Module]] = {}
-    for path, module in model.named_modules():
-        kind = NoisyModule
-        if drops_itself(module) or calls_dropout(module, known):
-            kind = _kind_of(module)
-        elif not drops.may_place_noise or not draws_noise(module, noisy):
-            continue
-        if kind not in (FunctionalDropout, NoisyModule) or not recomputes_itself(module):
-            kinds[path] = kind
+    kinds = _replacements(model, drops)
+    is_idle = not kinds and all(map(_never_draws, model.modules()))
+    setattr(model, _IS_IDLE, is_idle)
     by_module: dict[nn.Module, DropSite] = {}
     for path, kind in kinds.items():
         module, site = model.get_submodule(path), DropSite(drops, path)
@@ -164,11 +159,44 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         sites = [by_module[module] for module in block.modules() if module in by_module]
         if sites:
             replace_class(block, DroppingBlock, sites=sites)
-        block.__dict__["_weft_travels"] = drops
-    model.register_forward_pre_hook(functools.partial(_begin, drops), with_kwargs=True)
-    model.register_forward_hook(functools.partial(_end, drops), always_call=True)
+        if not is_idle:
+            block.__dict__["_weft_travels"] = drops
+    if not is_idle:
+        model.register_forward_pre_hook(functools.partial(_begin, drops), with_kwargs=True)
+        model.register_forward_hook(functools.partial(_end, drops), always_call=True)
     setattr(model, _ATTRIBUTE, drops)
     return drops
+
+
+def _replacements(model: nn.Module, drops: Drops) -> dict[str, type[nn.Module]]:
+    """Return the classes of modules that drop or draw noise, by path."""
+    known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
+    kinds: dict[str, type[nn.Module]] = {}
+    for path, module in model.named_modules():
+        kind = NoisyModule
+        if drops_itself(module) or calls_dropout(module, known):
+            kind = _kind_of(module)
+        elif not drops.may_place_noise or not draws_noise(module, noisy):
+            continue
+        if kind not in (FunctionalDropout, NoisyModule) or not recomputes_itself(module):
+            kinds[path] = kind
+    return kinds
+
+
+def draws_nothing(model: nn.Module) -> bool:
+    """Return True if no module of a parallelized model draws random numbers."""
+    return getattr(model, _IS_IDLE, False)
+
+
+def _never_draws(module: nn.Module) -> bool:
+    """Return True for layers without random numbers that run no code of the user."""
+    kind, own = class_before(module), vars(module)
+    if kind not in _PLAIN_LAYERS and kind.__module__ not in ("weft.models.decoder", "weft.models.attention"):
+        return False
+    hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+    hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]
+    homes = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
+    return "forward" not in own and all(home.startswith("weft.") for home in homes)
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module]:

@@ -15,8 +15,7 @@ from weft.comm.mesh import Mesh
 from weft.config import partitioning as shares
 from weft.errors import ModelError, PlanError, Problem
 from weft.memory.offload import Host
-from weft.optim.build import clip_factor, global_norm
-from weft.optim.step_decision import StepDecision
+from weft.optim.step_decision import StepDecision, clip_factor, global_norm
 from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.placement import Placement

@@ -28,8 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.mesh import Mesh
 from weft.memory.offload import Host
-from weft.optim.build import clip_factor
-from weft.optim.step_decision import StepDecision
+from weft.optim.step_decision import StepDecision, clip_factor
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import join_sharded
 from weft.parallel.state.placement import Placement

@@ -24,7 +24,7 @@ from weft.comm.wire.coder import Coders
 from weft.errors import LaunchError, ModelError, PlanError
 from weft.memory.offload import Host, choose, shard_offload
 from weft.models.inspect import blocks, dry_run, hugging_face, layers
-from weft.optim.build import global_norm
+from weft.optim.step_decision import global_norm
 from weft.parallel.private_torch import keep_second_shards
 from weft.parallel.state.flat_slices import FlatSlice
 from weft.parallel.state.materialize import Materialise

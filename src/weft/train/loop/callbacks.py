@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from weft.config.run_config import RunConfig
 from weft.errors import TrainingHalted
@@ -56,9 +56,7 @@ class Checkpoints:
         """Begin to write a checkpoint, or return the reason why it is skipped.
 
         Args:
-            progress: progress to save.
             is_good: an evaluation of these weights gave a finite loss.
-            last: no other step follows.
         """
         return None
 
@@ -159,8 +157,6 @@ class Saves:
     """Saves and copies the state when due, and reports the outcomes of saves to the hooks.
 
     Args:
-        loop: the loop's state.
-        checkpoints: the run's checkpoints.
         is_unsaved: no checkpoint has the initial weights.
     """
 
@@ -254,8 +250,6 @@ class Requests:
     """Acts on the requests of users and alerts, on all ranks after the same step.
 
     Args:
-        loop: the loop's state.
-        saves: saves on request.
         pending: returns the pending requests on rank 0; None if the run accepts no requests.
     """
 
@@ -275,22 +269,19 @@ class Requests:
             return Stop.of(StopReason.REQUESTED)
         engine, pending = self._loop.engine, self._pending
         engine.asks = False  # reset before reading: later requests are handled after the next step
-        votes = engine.gather(b"stop" if engine.wants_stop else b"")
-        wants_stop, requests = engine.on_first(lambda: [b"stop" in votes, [one.as_json() for one in pending()]])
+        votes = engine.ranks.gather(b"stop" if engine.wants_stop else b"")
+        wants_stop, requests = engine.ranks.on_first(lambda: [b"stop" in votes, [asdict(one) for one in pending()]])
         for request in map(RunRequest.from_json, requests):
-            self._act_on(request)
+            self._loop.hooks.on_action(self._loop.step, request)
+            if request.action == "checkpoint":
+                self._saves.is_requested = True
+            elif request.action == "lower_lr":
+                self._loop.progress.lr_factor *= request.factor
+            elif request.action != "tell" and self.parting is None:
+                self.parting = request
         if wants_stop:
             self.parting = None
             return Stop.of(StopReason.REQUESTED)
         if self.parting is None:
             return None
         return Stop.of(StopReason.ACTION, action=self.parting.action, by=self.parting.by)
-
-    def _act_on(self, request: RunRequest) -> None:
-        self._loop.hooks.on_action(self._loop.step, request)
-        if request.action == "checkpoint":
-            self._saves.is_requested = True
-        elif request.action == "lower_lr":
-            self._loop.progress.lr_factor *= request.factor
-        elif request.action != "tell" and self.parting is None:
-            self.parting = request

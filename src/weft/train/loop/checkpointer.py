@@ -175,10 +175,6 @@ class Retention:
     """Deletes checkpoints of a run that its settings do not keep, and sets damaged ones aside. One rank calls it.
 
     It never deletes the newest checkpoint whose weights are known to be good.
-
-    Args:
-        root: location of the checkpoints.
-        settings: the run's settings.
     """
 
     def __init__(self, root: Location, settings: CheckpointSection):

@@ -103,7 +103,8 @@ class FaultHook(Hook):
 
     def on_start(self, start_step: int) -> None:
         self._next = start_step + 1
-        if self.fault.kind == "lose_rank" and self.fault.happened and self._is_complete():
+        world_size = 0 if self.engine is None else self.engine.plan.world_size
+        if self.fault.kind == "lose_rank" and self.fault.happened and world_size == self.fault.world_size:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_phase(self, name: str) -> None:
@@ -124,36 +125,28 @@ class FaultHook(Hook):
     def _due(self, step: int) -> bool:
         return step >= self.fault.step and not self.fault.happened
 
-    def _is_complete(self) -> bool:
-        return self.engine is not None and self.engine.plan.world_size == self.fault.world_size
-
     def _spoiling(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(loss)  # also copies the mark for losses from a sharded head
         def spoilt(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            return self._spoilt(loss(*args, **kwargs))
+            found = loss(*args, **kwargs)
+            if not self._due(self._next):
+                return found
+            self.fault.happens(self._next)
+            return (found[0] * math.nan, *found[1:])
 
         return spoilt
 
-    def _spoilt(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not self._due(self._next):
-            return found
-        self.fault.happens(self._next)
-        return (found[0] * math.nan, *found[1:])
+    @contextlib.contextmanager
+    def _torn(self, iterate: Callable[..., Any], *args: int) -> Iterator[Iterator[Any]]:
+        def read(steps: Iterator[Any]) -> Iterator[Any]:
+            for batches in steps:
+                if self._due(self._next):
+                    self.fault.happens(self._next)
+                    raise ValueError("drill: a record of the data cannot be read")
+                yield batches
 
-    def _torn(self, iterate: Callable[..., Any], *args: int) -> Any:
-        @contextlib.contextmanager
-        def torn() -> Iterator[Iterator[Any]]:
-            with iterate(*args) as steps:
-                yield self._until_torn(iter(steps))
-
-        return torn()
-
-    def _until_torn(self, steps: Iterator[Any]) -> Iterator[Any]:
-        for batches in steps:
-            if self._due(self._next):
-                self.fault.happens(self._next)
-                raise ValueError("drill: a record of the data cannot be read")
-            yield batches
+        with iterate(*args) as steps:
+            yield read(iter(steps))
 
 
 def _kill(hook: FaultHook, signum: int = signal.SIGKILL) -> None:
@@ -179,11 +172,6 @@ def _spoil_weight(hook: FaultHook) -> None:
             return
 
 
-def _full_disk(hook: FaultHook) -> None:
-    """Limit the size of all files of this process, which acts like a full disk without root rights."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
 def _read_only(hook: FaultHook) -> None:
     make, left = os.mkdir, [_REFUSALS]
 
@@ -202,7 +190,6 @@ def _jump(hook: FaultHook, seconds: float) -> None:
 
 
 def _split_part(hook: FaultHook) -> None:
-    """Shut down every TCP connection of this process, like a broken network."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6):
@@ -217,7 +204,6 @@ def _wait_for_second(hook: FaultHook) -> None:
 
 
 def _damage(hook: FaultHook, how: Callable[[Path], None]) -> None:
-    """Damage the newest checkpoint for the next start, then die."""
     how(Path(str(list_checkpoints(hook.folder.checkpoints)[-1])))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -256,7 +242,10 @@ ACTS: dict[str, Callable[[FaultHook], None]] = {
     "slow_rank": lambda hook: time.sleep(_SLOW_S * _SLOW_STEPS),
     "cut_link": _split_part,
     "nan_weight": _spoil_weight,
-    "full_disk": _full_disk,
+    # A limit on the size of files acts like a full disk, without root rights.
+    "full_disk": lambda hook: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    ),
     "read_only": _read_only,
     "clock_forward": lambda hook: _jump(hook, _JUMP_S),
     "clock_back": lambda hook: _jump(hook, -_JUMP_S),
@@ -264,6 +253,6 @@ ACTS: dict[str, Callable[[FaultHook], None]] = {
     "stop_launcher": lambda hook: _to_launcher(hook, signal.SIGSTOP),
     "terminate": lambda hook: _to_launcher(hook, signal.SIGTERM),
     "lose_rank": _kill,
-    "two_runs": lambda hook: _wait_for_second(hook),
+    "two_runs": _wait_for_second,
     **{name: (lambda hook, how=how: _damage(hook, how)) for name, how in DAMAGES.items()},
 }

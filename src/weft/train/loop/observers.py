@@ -20,6 +20,7 @@ from weft.config.metrics import series
 from weft.config.plan import Plan
 from weft.env import RankEnv
 from weft.errors import ConfigError
+from weft.files import replace_text
 from weft.monitor.alerts import RequestQueue, RunRequest, action_line
 from weft.monitor.events import EventLog, StepRecord, read_events
 from weft.monitor.live import Display
@@ -50,15 +51,8 @@ class FigureHook(Hook):
         recorder: receives on rank 0 the events of all ranks, and those of a rank that becomes slow or recovers.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        place: RankEnv | None,
-        folder: Path,
-        every_s: float,
-        recorder: NullRecorder,
-    ):
-        measures, plan, is_first = engine.measures(), engine.plan, engine.rank == 0
+    def __init__(self, engine: Engine, place: RankEnv | None, folder: Path, every_s: float, recorder: NullRecorder):
+        measures, plan, is_first = engine.reports.measures(), engine.plan, engine.rank == 0
         host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
         gpu = [GpuSource(measures.gpu).read] if measures.gpu else []
         self._measures, self._on_gpu = measures, measures.gpu is not None
@@ -134,9 +128,8 @@ def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
     set_aside(folder.checkpoints, lambda one: one.step > target)
     if wish.action == "skip_data":
         leave_out(folder, range(since, step + 1))
-    draft = folder.path / f".{_COUNTS}.{os.getpid()}"
-    draft.write_text(json.dumps({**counts, str(target): counts.get(str(target), 0) + 1}) + "\n")
-    os.replace(draft, folder.path / _COUNTS)
+    counts[str(target)] = counts.get(str(target), 0) + 1
+    replace_text(folder.path / _COUNTS, json.dumps(counts) + "\n")
     return target
 
 
@@ -259,7 +252,6 @@ class RunRecorder(NullRecorder):
         return None
 
     def _report_disk_space(self) -> None:
-        """Report once when the disk becomes full, and once when it has space again."""
         if (is_full := self._log.num_waiting > 0) != self._is_full:
             self._is_full = is_full
             name, at = self._folder.events.name, self._folder.path
@@ -439,7 +431,6 @@ class PlanWatch(Hook):
         self._drifted = frozenset(one.what for one in found)
 
     def _ratios(self, measured: Mapping[str, float], memory: tuple[float, float] | None) -> dict[str, float]:
-        """Return measured / planned for the step, for its parts of at least 2 %, and for memory."""
         step = sum(self._planned.values())
         ratios = {"step": sum(measured.values()) / step} if step > 0 else {}
         ratios |= {

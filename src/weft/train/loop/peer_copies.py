@@ -70,7 +70,6 @@ class Copies:
         Return None and the reason if a host lacks storage that outlives its ranks. All ranks call it.
 
         Args:
-            home: storage for copies on this rank's host.
             together: the group of ranks, each of which gets the answers of all.
             every: checkpoint.peer_every, in steps.
             num_bytes: returns the size of one checkpoint of all ranks.

@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint
 from weft.checkpoint.object_store import Location, located
 from weft.config.run_config import RunConfig
@@ -28,24 +27,18 @@ class ReplicaCoordinator:
     Args:
         folder: folder of this replica.
         config: the run's config.
-        engine: engine of this replica.
-        is_alone: there are no other replicas, and every method does nothing.
+        engine: engine of this replica. Without other replicas, every method does nothing.
     """
 
-    def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine, *, is_alone: bool = False):
-        self.is_unsaved, self._is_alone = False, is_alone
+    def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine):
+        self.is_unsaved, self._others = False, engine.replicas
         self._folder, self._config, self._engine = folder, config, engine
-        self._joint_parts = RankGroup(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
 
     def elsewhere(self, own: int | None) -> Location | None:
-        """Return the checkpoint of another replica to resume from, or None to resume from this replica's own.
-
-        Args:
-            own: step of this replica's newest checkpoint, or None.
-        """
-        if self._is_alone or self._config.resume.step:
+        """Return the checkpoint of another replica to resume from, or None to resume from this replica's own."""
+        if self._others is None or self._config.resume.step:
             return None
-        path = self._newest(self._engine.on_first(lambda: newest_of_others(self._folder, own)))
+        path = self._newest(self._engine.ranks.on_first(lambda: newest_of_others(self._folder, own)))
         self.is_unsaved = path is not None
         return path
 
@@ -53,17 +46,16 @@ class ReplicaCoordinator:
         """Join replicas that are further, before the first step. Return False if a stop was requested meanwhile.
 
         Args:
-            checkpoints: this replica's checkpoints.
             progress: receives the step to continue from.
         """
-        if self._is_alone:
+        if self._others is None:
             return True
-        saved = self._engine.state()
+        saved = self._engine.state.values()
         with stop_on_signal(self._engine):
-            step = self._engine.rejoin(progress.step)
+            step = self._others.rejoin(progress.step)
         if step is None:
             return False
-        self.is_unsaved = self.is_unsaved or self._engine.state() != saved
+        self.is_unsaved = self.is_unsaved or self._engine.state.values() != saved
         if step != progress.step:
             checkpoints.moved(progress.step, step)
             progress.step = step
@@ -78,27 +70,26 @@ class ReplicaCoordinator:
             stop: why it ended.
         """
         reason = str(stop)
-        if self._is_alone:
+        if self._others is None:
             return reason
-        over = self._engine.over
+        over = self._others.over
         if over is None:
             if stop.reason is not StopReason.REQUESTED and trainer.parting is None:
-                self._engine.end()
+                self._others.end()
             return reason
         if not self._take_over(over, checkpoints, trainer.progress):
             return f"{reason} at step {over['step']}; the machine of replica {over['replica']} has their model"
         return f"{reason}; their model, of step {over['step']}, was taken over"
 
     def _take_over(self, over: Mapping[str, Any], checkpoints: RunCheckpoints, progress: Progress) -> bool:
-        """Load the model of replicas that have ended and save it here, if this machine can read it."""
         engine, where = self._engine, RunFolder(Path(over["where"]))
-        path = self._newest(engine.on_first(lambda: _checkpoints_of(where, int(over["token"]))))
+        path = self._newest(engine.ranks.on_first(lambda: _checkpoints_of(where, int(over["token"]))))
         if path is None:
             return False
         checkpoints.ended(True)
         with engine.pulse.doing("reads a checkpoint"):
             checkpoint = load_checkpoint(path, lazily=True)
-            engine.load(checkpoint)
+            engine.state.load(checkpoint)
         taken = Progress(**checkpoint.state["progress"])
         checkpoints.moved(taken.step + 1, taken.step)
         for one in fields(taken):
@@ -108,7 +99,7 @@ class ReplicaCoordinator:
         return True
 
     def _newest(self, root: str | None) -> Location | None:
-        found = None if root is None else newest_checkpoint(located(root), together=self._joint_parts)
+        found = None if root is None else newest_checkpoint(located(root), together=self._engine.ranks)
         return None if found is None else found.path
 
 
@@ -116,7 +107,6 @@ def newest_of_others(folder: RunFolder, own: int | None) -> str | None:
     """Return the checkpoints folder of another replica to resume from, or None to use the replica's own.
 
     Args:
-        folder: folder of the replica.
         own: step of its newest checkpoint, or None.
     """
     newest: list[tuple[int, str]] = []

@@ -30,21 +30,10 @@ from weft.units import counted
 _WORTH_TELLING = 0.02
 
 
-def rate_state(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that determine the learning rate of every step, for a checkpoint."""
-    return {
-        "steps": config.train.steps,
-        "lr": config.optimizer.lr,
-        "schedule": config.schedule.model_dump(mode="json"),
-    }
-
-
 def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) -> list[str]:
     """Return lines for a run that resumes with another number of steps than before.
 
     Args:
-        config: the run's config.
-        step: steps done.
         before: `rate_state` of the run that saved; None if the checkpoint lacks it.
     """
     if not before or before["steps"] == config.train.steps or step >= config.train.steps or not step:
@@ -164,7 +153,6 @@ def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> li
 
 
 def _facts(event: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a trace, one line each."""
     samples = ", ".join(map(str, event.get("samples", ())))
     found = {
         "module": event.get("module"),
@@ -181,7 +169,6 @@ def _facts(event: Mapping[str, Any]) -> list[str]:
 
 
 def _trace_of(folder: RunFolder, step: int | None) -> dict[str, Any]:
-    """Return the newest trace of a step."""
     traces: dict[int, dict[str, Any]] = {}
     try:
         with open(folder.events, "rb") as file:
@@ -226,7 +213,6 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _gone(folder: RunFolder, step: int, error: Exception) -> WeftError:
-    """Return the error for samples that cannot be read: a WeftError unchanged, others as a DataError."""
     if isinstance(error, WeftError):
         return error
     return DataError(
@@ -256,7 +242,7 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
         *(f"data    {line}" for line in task.data_lines()),
         f"batch   {task.batch_line()}",
         f"plan    {plan} on {counted(plan.world_size, f'{device} rank')}",
-        *engine.lines(),
+        *engine.reports.opening(),
     ]
 
 
@@ -265,9 +251,6 @@ def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: obj
 
     Args:
         command: its arguments. If empty (a run started from Python), the folder's config is used.
-        folder: the run's folder.
-        key: name of the setting.
-        value: new value of the setting.
     """
     words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
     # Steps and epochs exclude each other.
@@ -277,7 +260,6 @@ def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: obj
 
 
 def _go_on(command: Sequence[str]) -> str:
-    """Return how to continue an unfinished run. A command with resume.step must not return to that step again."""
     kept = [word for word in command if not word.startswith("resume.step=")]
     if len(kept) < len(command):
         return f"{shlex.join(kept)}   continues from here"
@@ -308,8 +290,6 @@ class Ending:
 
     Attributes:
         reason: "finished", or why the run stopped early.
-        shown: a sample of the model.
-        times: the time report.
     """
 
     progress: Progress
@@ -360,7 +340,6 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
 
 
 def _saves(folder: RunFolder) -> list[str]:
-    """Return the cost of the saves since the last start, or nothing if there were no saves."""
     found: list[dict[str, Any]] = []
     for event in read_events(folder.events):
         if event["event"] == "start":

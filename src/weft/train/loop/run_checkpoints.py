@@ -24,7 +24,7 @@ from weft.train.hooks import Progress, SaveEnd
 from weft.train.loop.callbacks import Checkpoints
 from weft.train.loop.checkpointer import Checkpointer, Retention, Save, refuse_unfit, steps_in
 from weft.train.loop.peer_copies import Copies
-from weft.train.loop.reporting import rate_change, rate_state
+from weft.train.loop.reporting import rate_change
 from weft.units import counted
 
 #: Maximum number of skipped checkpoints in the log.
@@ -54,17 +54,16 @@ class RunCheckpoints(Checkpoints):
         elsewhere: Callable[[int | None], Location | None] = lambda own: None,
     ):
         self._config, self._engine = config, engine
-        self._in_background, self._channel = config.checkpoint.background, engine.store_channel()
-        ranks = RankGroup(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
-        self._checkpointer = Checkpointer(ranks)
+        self._in_background, self._channel = config.checkpoint.background, engine.background_ranks()
+        self._checkpointer = Checkpointer(engine.ranks)
         self._retention = Retention(folder.checkpoints, config.checkpoint)
         self._ends = deque[SaveEnd]()  # the thread of a save appends to it
         self._num_reported = 0
         self._copies: Copies | None = None
         notes: list[str] = []
         if every := config.checkpoint.peer_every:
-            self._copies, notes = Copies.open(home, ranks, every, engine.checkpoint_bytes)
-        self._start = StartingPoint(folder, config, engine, ranks, self._copies, elsewhere, notes)
+            self._copies, notes = Copies.open(home, engine.ranks, every, engine.reports.checkpoint_bytes)
+        self._start = StartingPoint(folder, config, engine, self._copies, elsewhere, notes)
 
     def resume(self) -> tuple[Progress, list[str]]:
         """Load the checkpoint to start from, and return the progress and lines for the log. See `StartingPoint`."""
@@ -78,7 +77,7 @@ class RunCheckpoints(Checkpoints):
             self._finish()
             self._retention.good_step = min(self._retention.good_step, step)
             root = self._retention.root
-            self._engine.on_first(lambda: bool(set_aside(root, lambda one: one.step > step)))
+            self._engine.ranks.on_first(lambda: bool(set_aside(root, lambda one: one.step > step)))
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
         """Begin to write a checkpoint. Each rank writes its part, and `ended` returns the outcome.
@@ -94,7 +93,7 @@ class RunCheckpoints(Checkpoints):
             CheckpointError: if the previous save failed.
         """
         settings = self._config.checkpoint
-        if not last and settings.busy == "skip" and self._engine.on_first(lambda: self._checkpointer.is_busy):
+        if not last and settings.busy == "skip" and self._engine.ranks.on_first(lambda: self._checkpointer.is_busy):
             return "the checkpoint before it is still being written (checkpoint.busy=skip)"
         best = progress.best_step if settings.keep_best else None
 
@@ -115,7 +114,7 @@ class RunCheckpoints(Checkpoints):
         copies = self._copies
         if copies is None:
             return True
-        if self._engine.on_first(lambda: self._checkpointer.is_busy):
+        if self._engine.ranks.on_first(lambda: self._checkpointer.is_busy):
             return False
 
         def saved(step: int) -> None:
@@ -128,7 +127,6 @@ class RunCheckpoints(Checkpoints):
     def _begin(
         self, root: Location, progress: Progress, is_good: bool, saved: Callable[[int], None], is_copy: bool = False
     ) -> None:
-        """Wait for the previous save and begin one. `saved` is called once the checkpoint is committed."""
         self._finish()
         self._start.prove()
         began, step = time.perf_counter(), progress.step
@@ -166,7 +164,7 @@ class RunCheckpoints(Checkpoints):
     def drop_copies(self) -> None:
         """Delete the copies in memory, so that the next start resumes from disk. All ranks call it."""
         if self._copies is not None:
-            self._engine.on_first(self._copies.clear)
+            self._engine.ranks.on_first(self._copies.clear)
 
     def leave(self, error: Exception) -> None:
         """Wait briefly for the running save after an error, because committing needs all ranks."""
@@ -184,10 +182,9 @@ class RunCheckpoints(Checkpoints):
                 self._copies.clear()
             return self._retention.halted(first_bad)
 
-        return self._engine.on_first(describe)
+        return self._engine.ranks.on_first(describe)
 
     def _finish(self) -> None:
-        """Wait for the running save and record its outcome."""
         if self._checkpointer.save is not None:
             with self._engine.pulse.doing("writes a checkpoint"):
                 end = self._checkpointer.finish()
@@ -195,56 +192,48 @@ class RunCheckpoints(Checkpoints):
             self._ends.append(end)
 
     def _slices(self) -> list[SavedSlice]:
-        """Return the slices that this rank writes, as copies if training continues meanwhile."""
         if self._in_background:
             try:
-                return list(self._engine.save(aside=True))
+                return list(self._engine.state.slices(aside=True))
             except CheckpointError as error:
                 self._in_background = False
                 self._ends.append(SaveEnd(0, note=f"{error} Meanwhile training waits for each save."))
-        return list(self._engine.save())
+        return list(self._engine.state.slices())
 
 
 def _run_state(engine: Engine, config: RunConfig, progress: Progress, is_good: bool) -> dict[str, object]:
-    """Return a checkpoint's state except arrays."""
     position = StepBorders.of(engine.batches, config.train.global_batch).first(progress.step)
     return {
         "progress": asdict(progress),
         "plan": str(engine.plan),
-        **engine.state(),
+        **engine.state.values(),
         "data": {"next_sample": position, "sources": engine.batches.state_at(position)},
         # Random numbers of a step derive from these seeds, so there is no other state.
         "rng": {"seed": config.seed, "next_step": progress.step},
-        "rate": rate_state(config),
+        # Settings that determine the learning rate of every step.
+        "rate": {
+            "steps": config.train.steps,
+            "lr": config.optimizer.lr,
+            "schedule": config.schedule.model_dump(mode="json"),
+        },
         "evaluated": is_good,
     }
 
 
 class StartingPoint:
-    """Finds, loads and verifies the checkpoint that a run resumes from. All ranks call every method.
-
-    Args:
-        folder: the run's folder.
-        config: the run's config.
-        engine: the engine that loads it.
-        ranks: group of all ranks.
-        copies: the copies in memory, or None.
-        elsewhere: see `RunCheckpoints`.
-        notes: first lines for the log.
-    """
+    """Finds, loads and verifies the checkpoint that a run resumes from. All ranks call every method."""
 
     def __init__(
         self,
         folder: RunFolder,
         config: RunConfig,
         engine: Engine,
-        ranks: RankGroup,
         copies: Copies | None,
         elsewhere: Callable[[int | None], Location | None],
         notes: Sequence[str] = (),
     ):
         self._root, self._config, self._engine = folder.checkpoints, config, engine
-        self._ranks, self._copies, self._elsewhere, self._notes = ranks, copies, elsewhere, notes
+        self._copies, self._elsewhere, self._notes = copies, elsewhere, notes
         self._step = 0
         self._digests: BackgroundDigests | None = None
 
@@ -273,7 +262,7 @@ class StartingPoint:
                 return Progress(), notes
         with self._engine.pulse.doing("reads a checkpoint"):
             checkpoint = load_checkpoint(path, lazily=True)
-            left_out = self._engine.load(checkpoint)
+            left_out = self._engine.state.load(checkpoint)
         self._step = step = checkpoint.step
         notes.append(f"resumed from step {step}{' from memory' if is_copy else ''} ({checkpoint.state['plan']})")
         notes += [*left_out, *rate_change(self._config, step, checkpoint.state.get("rate"))]
@@ -284,17 +273,14 @@ class StartingPoint:
         if self._copies is None:
             return None, [*self._notes]
         if self._config.resume.step:
-            self._engine.on_first(self._copies.clear)
+            self._engine.ranks.on_first(self._copies.clear)
             return None, []
-        saved = self._engine.on_first(lambda: max(steps_in(self._root), default=None))
+        saved = self._engine.ranks.on_first(lambda: max(steps_in(self._root), default=None))
         return self._copies.newest(saved)
 
     def _find(self) -> tuple[Found | None, bool, list[str]]:
-        """Return the checkpoint to resume from, or None, True if it is verified, and lines for the log.
-
-        Each rank verifies its share.
-        """
-        root, ranks, on_first = self._root, self._ranks, self._engine.on_first
+        """Return the checkpoint to resume from, or None, True if it is verified, and lines for the log."""
+        root, ranks, on_first = self._root, self._engine.ranks, self._engine.ranks.on_first
         notes = on_first(lambda: _unfinished_message(set_unfinished_aside(root)))
         if step := self._config.resume.step:
             # Rank 0 reports problems before newer checkpoints are set aside.
@@ -315,8 +301,6 @@ class StartingPoint:
         return found, is_verified, [*notes, *on_first(lambda: _set_skipped_aside(root, newest))]
 
     def _verify_later(self, found: Found, ends: deque[SaveEnd]) -> BackgroundDigests:
-        """Begin to verify the digests of a checkpoint."""
-
         def stop(problems: list[str]) -> None:
             """Request a stop because the checkpoint is damaged. Runs in a thread of one rank."""
             ends.extend(
@@ -324,7 +308,7 @@ class StartingPoint:
             )
             self._engine.wants_stop = True
 
-        return BackgroundDigests(found.path, self._ranks.rank, self._ranks.number, stop)
+        return BackgroundDigests(found.path, self._engine.rank, self._engine.ranks.number, stop)
 
     def prove(self) -> None:
         """Verify the resumed checkpoint before the first save. All ranks raise CheckpointError if it is damaged.
@@ -336,8 +320,8 @@ class StartingPoint:
             return
         with self._engine.pulse.doing("waits for the digests of its checkpoint"):
             found = json.dumps(digests.wait()).encode()
-        answers = self._ranks.gather(found)
-        self._engine.on_first(lambda: self._refuse([one for text in answers for one in json.loads(text)]))
+        answers = self._engine.ranks.gather(found)
+        self._engine.ranks.on_first(lambda: self._refuse([one for text in answers for one in json.loads(text)]))
 
     def _refuse(self, problems: list[str]) -> None:
         if not problems:
@@ -363,11 +347,7 @@ def _name_of(root: Location, step: int) -> str:
 
 
 def _go_back(root: Location, step: int, problems: Sequence[str]) -> list[str]:
-    """Set all checkpoints after `step` aside and return lines for the log.
-
-    Raises:
-        CheckpointError: if `problems` is not empty.
-    """
+    """Set all checkpoints after `step` aside and return lines for the log."""
     if problems:
         others = ", ".join(str(one) for one in steps_in(root) if one != step) or "none"
         raise CheckpointError(f"resume.step={step}: {'; '.join(problems)}. Use another one: {others}.")
@@ -382,7 +362,6 @@ def _go_back(root: Location, step: int, problems: Sequence[str]) -> list[str]:
 
 
 def _set_skipped_aside(root: Location, found: Found) -> list[str]:
-    """Set damaged checkpoints aside, so that `checkpoint.keep` does not count them, and return lines for the log."""
     skipped = found.passed_over
     paths = {one.path for one in skipped}
     moved = set_aside(root, lambda one: one.committed and one.path in paths) if paths else []
@@ -414,9 +393,6 @@ class BackgroundDigests:
     """Verifies a rank's share of a checkpoint in a thread. `problems` is complete after `wait`.
 
     Args:
-        path: path of the checkpoint.
-        rank: this rank's share.
-        number: number of shares.
         found: called in the thread with the problems, if there are any.
     """
 

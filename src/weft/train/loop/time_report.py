@@ -32,20 +32,13 @@ _FAR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class _ReportedTimes:
-    """The times of all ranks since one start."""
-
     num_steps: int
     start_step: int
     ranks: Sequence[Mapping[str, Any]]
 
 
 def report_times(
-    folder: RunFolder,
-    mesh: Mesh,
-    model: nn.Module,
-    book: TimeBook,
-    task: Task,
-    start_step: int = 0,
+    folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook, task: Task, start_step: int = 0
 ) -> list[str]:
     """Write times.svg and trace.json into the run folder and return the report. A collective.
 
@@ -83,14 +76,7 @@ def report_times(
         return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
 
 
-def _written(
-    folder: RunFolder,
-    task: Task,
-    mesh: Mesh,
-    pipeline: Pipeline | None,
-    said: _ReportedTimes,
-) -> list[str]:
-    """Write the figures and return the report."""
+def _written(folder: RunFolder, task: Task, mesh: Mesh, pipeline: Pipeline | None, said: _ReportedTimes) -> list[str]:
     ranks, num_steps, start_step = said.ranks, said.num_steps, said.start_step
     seconds = [one["seconds"] for one in ranks]
     sizes = mesh.plan.axis_sizes()
@@ -109,14 +95,7 @@ def _written(
 
 
 def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
-    """Return lines about the transport of each axis of rank 0, with the reason. Axes with the same text share a line.
-
-    If links were measured, a line also compares the expected time of the calls with the waiting time.
-
-    Args:
-        mesh: the mesh of the ranks.
-        seconds: seconds of rank 0 by kind.
-    """
+    """Return lines about the transport of each axis of rank 0, with the reason. Axes with one text share a line."""
     names: dict[tuple[int, ...], str] = {}
     waited: dict[tuple[int, ...], float] = {}
     for axis in reversed(mesh.built_axes()):
@@ -143,7 +122,6 @@ def _incompatible_setting(planned_s: float, waited_s: float) -> str:
 
 
 def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:
-    """Simulate the schedule with the mean measured duration of each kind of action and free communication."""
     took: dict[str, list[float]] = {}
     for name, start, end in (action for actions in lists for action in actions):
         took.setdefault(name.rstrip("0123456789.") or name, []).append(end - start)
@@ -154,7 +132,6 @@ def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:
 
 
 def _bubble_line(pipeline: Pipeline, timeline: Timeline, lists: list[list[Span]]) -> str:
-    """Report the idle fraction of the last step: the schedule's own, and the measured one."""
     planned = sum(timeline.idle_s) / (len(timeline.idle_s) * timeline.makespan_s)
     span = max(actions[-1][2] for actions in lists)
     busy = sum(end - start for actions in lists for _, start, end in actions)
@@ -165,7 +142,6 @@ def _bubble_line(pipeline: Pipeline, timeline: Timeline, lists: list[list[Span]]
 
 
 def _planned(pipeline: Pipeline, timeline: Timeline) -> list[Any]:
-    """Return the tracks of the simulated schedule, for comparison with the measured ones."""
     return [
         (
             "schedule",
@@ -180,7 +156,6 @@ def _planned(pipeline: Pipeline, timeline: Timeline) -> list[Any]:
 
 
 def _gathered(mine: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
-    """Gather a JSON value from each rank on rank 0, in rank order. Called once per run."""
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(mesh.device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=mesh.device), mesh.world, op="max"))
     padded = torch.nn.functional.pad(text, (0, longest - text.numel()), value=ord(" "))

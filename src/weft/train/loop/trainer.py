@@ -27,12 +27,7 @@ _TRACED_IN_A_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that the engine has started.
-
-    Attributes:
-        number: number of the step, from 1.
-        data_s: seconds that the loop waited for its batches.
-    """
+    """A step that the engine has started."""
 
     number: int
     lr: float
@@ -49,10 +44,6 @@ class Trainer:
     the result earlier only if something is due that depends on it.
 
     Attributes:
-        task: the task to train.
-        engine: the engine that trains it.
-        checkpoints: the run's checkpoints.
-        hooks: the observers.
         left_out: steps, counted from 1, that are skipped with their data.
         requests: returns the pending requests on rank 0; None if the run accepts no requests.
         is_unsaved: no checkpoint has the initial weights.
@@ -107,7 +98,6 @@ class Trainer:
         return stop
 
     def _halt(self, sentence: str) -> TrainingHalted:
-        """End the loop, and return the error of a run that went wrong."""
         halt = self._saves.halt(sentence)
         self._end(str(halt))
         return halt
@@ -117,7 +107,6 @@ class Trainer:
         self._loop.hooks.on_end(self.progress.step, reason)
 
     def _train(self) -> Stop | None:
-        """Train the remaining steps. Return a reason to stop early, or None."""
         num_steps, stop = self.task.config.train.steps, None
         while stop is None and self.progress.step < num_steps:
             # Steps without one that is left out, until an outer step moves to another one.
@@ -133,7 +122,6 @@ class Trainer:
         return stop
 
     def _next_batches(self, steps: Iterator[list[Any]]) -> list[Any] | None:
-        """Return a step's batches, or None at the end, and count the waiting time."""
         start = time.perf_counter()
         with self.engine.pulse.doing("waits for its data", may_take_long=False):
             try:
@@ -146,7 +134,6 @@ class Trainer:
         return found
 
     def _train_step(self, batches: list[Any]) -> Stop | None:
-        """Run one step and the callbacks after it. Return a reason to stop, or None."""
         before, self._unread = self._unread, self._launch(self.progress.step, batches)
         launched = self._unread.result
         self.progress.step += 1
@@ -157,7 +144,12 @@ class Trainer:
         is_due = self._loop.is_last or self._evaluations.is_due or self._saves.is_due
         if stop or is_due or not isinstance(launched, LateResult):
             stop = self._read_last() or stop
-        self._continue_from_outer(launched)
+        if isinstance(launched, StepResult) and launched.goes_to is not None:
+            # An outer step selected another step. Such engines have no late results.
+            done, self.progress.step = self.progress.step, launched.goes_to
+            self._has_moved = True
+            self._saves.move(done, launched.goes_to)
+            self._loop.hooks.on_moved(done, launched.goes_to)
         self._saves.report()
         stop = stop or self._evaluations.after_step()
         if stop is None:
@@ -172,21 +164,11 @@ class Trainer:
         data_s, self._records.data_s = self._records.data_s, 0.0
         return _Launched(step + 1, config.optimizer.lr * factor, result, meter.end_step(), data_s)
 
-    def _continue_from_outer(self, result: StepResult | LateResult) -> None:
-        """Continue from the step that an outer step selected, if any. Such engines have no late results."""
-        if isinstance(result, StepResult) and result.goes_to is not None:
-            before, self.progress.step = self.progress.step, result.goes_to
-            self._has_moved = True
-            self._saves.move(before, result.goes_to)
-            self._loop.hooks.on_moved(before, result.goes_to)
-
     def _read_last(self) -> Stop | None:
-        """Read the last step's result if it is still unread."""
         unread, self._unread = self._unread, None
         return self._read(unread) if unread else None
 
     def _read(self, launched: _Launched) -> Stop | None:
-        """Read, report and check a step. Return a reason to stop, or None."""
         result = launched.result.read() if isinstance(launched.result, LateResult) else launched.result
         record, guard = self._records.make(launched, result), self._loop.guard
         if self._loop.hooks.on_step(record):
@@ -216,7 +198,7 @@ class _StepRecords:
 
     def __init__(self, task: Task, loop: LoopState):
         self._task, self._engine, self._book = task, loop.engine, loop.book
-        self._peak_flops = loop.engine.peak_flops()
+        self._peak_flops = loop.engine.reports.peak_flops()
         self._flops = task.flops_per_count() if self._peak_flops else None
         self._spikes = SpikeWatch()
         self.data_s = 0.0
@@ -255,7 +237,6 @@ class _StepRecords:
 
 
 def _wrong(result: StepResult, usual_loss: float | None) -> TraceKind | None:
-    """Return the value of a step to trace, or None for a good step or a search for the loss scale."""
     if not math.isfinite(result.loss):
         return "loss" if result.count else None
     if not math.isfinite(result.grad_norm):

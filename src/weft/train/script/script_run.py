@@ -46,11 +46,11 @@ from weft.parallel.state.flat_slices import refuse_float64
 from weft.parallel.state.gradients import data_parallel
 from weft.parallel.state.precision import Precision
 from weft.train.losses import LossFn, give_float32
-from weft.train.microbatches import from_loader
+from weft.train.microbatches import ForwardFn, from_loader
 from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_errors import report_user_errors
 from weft.train.script.script_state import ScriptState
-from weft.train.step.train_step import ForwardFn, TrainStep
+from weft.train.step.train_step import TrainStep
 from weft.units import parse_seconds
 
 

@@ -28,13 +28,13 @@ from weft.parallel.local_sgd import anchored
 from weft.parallel.state.gradients import data_parallel, is_attached, originals
 from weft.train.loop.checkpointer import Checkpointer, Save
 from weft.train.losses import LossFn
-from weft.train.microbatches import call_model
+from weft.train.microbatches import ForwardFn, call_model
 from weft.train.model_state import adapter_state, copied, resume, state_slices, written
 from weft.train.script.script_export import Ema, export_adapter, export_pretrained, full_tensors, moving_average
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
 from weft.train.state_io import on_each, rank_group
 from weft.train.step.evaluation import mean_loss
-from weft.train.step.train_step import ForwardFn, TrainStep
+from weft.train.step.train_step import TrainStep
 
 
 @dataclass(frozen=True, slots=True)

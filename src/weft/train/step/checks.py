@@ -1,23 +1,41 @@
-"""Check that replicas have equal weights: every fiftieth step adds their checksum to the step's all-reduce.
-
-Nothing makes replicas equal again: each applies the same gradients to its own weights. A flipped bit in the memory of
-one, or an optimizer that computes differently on one machine, persists and spreads through its gradients to all of
-them.
-"""
+"""Checks of steps: replicas have equal weights, ranks read different samples, and results do not depend on the plan."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.mesh import Mesh
 from weft.comm.pending import LateCopy
-from weft.errors import CommError
+from weft.data.batches import tensors_in
+from weft.errors import CommError, WeftWarning
+from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.gradients import DataParallel
+from weft.parallel.state.stale_references import OriginalParameters
+from weft.train.microbatches import Microbatches
+from weft.train.step.batch_check import check_first_batch
+from weft.train.step.gradient_check import BackwardCode, GradientProbe, check_gradients, needs_check, refuse_hooks
+from weft.train.step.passes import Accumulate, ModelState, Pipelined
+
+
+class StepCheck(Protocol):
+    """A check whose value is summed over all ranks in the step's all-reduce."""
+
+    def value(self, batch: Any) -> torch.Tensor | None:
+        """Return this rank's value on the device, 1-D float64, or None in a step without the check."""
+        ...
+
+    def check(self, sums: Sequence[float]) -> None:
+        """Check the sum over all ranks. All ranks call it."""
+        ...
+
 
 #: Steps between two checks. A check reads all masters once.
 EVERY = 50
@@ -25,11 +43,10 @@ _MASK = 2**32 - 1
 
 
 class ReplicaWatch:
-    """Compares the master weights of ranks that must be equal.
+    """Compares the master weights of ranks that must be equal, in every fiftieth step.
 
-    Args:
-        engine: owner of the masters.
-        mesh: the ranks.
+    Nothing makes replicas equal again: each applies the same gradients to its own weights. A flipped bit in the memory
+    of one, or an optimizer that computes differently on one machine, persists and spreads through its gradients.
     """
 
     def __init__(self, engine: DataParallel, mesh: Mesh):
@@ -39,22 +56,28 @@ class ReplicaWatch:
         self._axis = mesh["dp_shard"] if alike else mesh["dp_replicate"]
         self._steps, self._checksum = 0, 0
 
-    def number(self) -> torch.Tensor | None:
+    @property
+    def is_needed(self) -> bool:
+        """True if there are ranks that must be equal."""
+        return self._axis.size > 1
+
+    def value(self, batch: Any) -> torch.Tensor | None:
         """Return a value whose sum over all ranks is zero if all are equal, or None in steps without a check."""
+        del batch
         self._steps += 1
-        if self._axis.size == 1 or self._steps % EVERY:
+        if self._steps % EVERY:
             return None
         self._checksum = checksum(list(self._engine.local_weights().values()))
         times = 1 - self._axis.size if self._axis.rank == 0 else 1
         return torch.tensor([float(self._checksum * times)], dtype=torch.float64, device=self._mesh.device)
 
-    def check(self, total: float) -> None:
+    def check(self, sums: Sequence[float]) -> None:
         """Check the sum. All ranks call it.
 
         Raises:
             CommError: on all ranks, if weights differ. It names the ranks.
         """
-        if total == 0.0:
+        if sums[0] == 0.0:
             return
         device = self._mesh.device
         own = torch.tensor([self._checksum], dtype=torch.int64, device=device)
@@ -81,6 +104,113 @@ def checksum(tensors: list[torch.Tensor]) -> int:
     return total & _MASK
 
 
+# Checks of the first step.
+
+#: Upper bound of fingerprints: the squares of 2**17 ranks' fingerprints sum in float64 without rounding.
+_BOUND = 2**18
+#: Sampled values of each tensor.
+_LOOKED_AT = 4096
+
+
+class FirstStep:
+    """Checks in a model's first step.
+
+    It refuses hooks and old parameters. It warns of results that depend on how the plan divides a batch, and of ranks
+    that read the same samples.
+
+    Args:
+        checks_batch: run some small forwards, and if needed backwards, to find results that depend on the plan.
+    """
+
+    def __init__(self, passes: Accumulate, state: ModelState, mesh: Mesh, *, checks_batch: bool):
+        self._model, self._passes, self._state, self._mesh = passes.model, passes, state, mesh
+        self._checks_batch = checks_batch and mesh.world_size * mesh.plan.microbatches_per_step > 1
+        self._checks_gradients = checks_batch and not isinstance(passes, Pipelined)
+        self._code: BackwardCode | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the code of the step's forward, loss and backward."""
+        refuse_hooks(self._model, self._mesh)
+        self._code = BackwardCode(self._model) if self._checks_gradients else None
+        with OriginalParameters.refusing_old(self._model), self._code.recording() if self._code else nullcontext():
+            yield
+
+    def check_batch(self, batch: Any, samples: SampleNumbers) -> None:
+        """Run some samples of the first microbatch several times, and warn of differences. A collective."""
+        if not self._checks_batch:
+            return
+        passes, loss = self._passes, self._passes.loss
+        loss_fn, experts = None if loss.compares else loss.loss_fn, self._state.experts
+        check_first_batch(self._model, passes.with_labels, loss_fn, self._mesh, experts, batch, samples, passes.forward)
+        self._checks_batch = False
+
+    def check_gradients(
+        self, compute_again: Callable[..., float], split: Callable[[], tuple[list[Any], list[SampleNumbers]]]
+    ) -> None:
+        """Warn if functions and hooks that ran in the step's backward make gradients depend on the plan. A collective.
+
+        Args:
+            split: returns the microbatches of the step and their samples.
+        """
+        if self._code is None or not needs_check(self._mesh, self._code):
+            return
+
+        def compute(small: Microbatches, factor: float, seed: int) -> tuple[float, list[torch.Tensor]]:
+            loss_sum = compute_again(small, None, 0, factor=factor, backward_seed=seed)
+            return loss_sum, self._passes.engine.local_gradients()
+
+        microbatches, samples = split()
+        probe = GradientProbe(self._model, self._mesh, compute, adds_up=not self._passes.loss.compares)
+        check_gradients(probe, self._code, microbatches[0], samples[0])
+
+    def value(self, batch: Any) -> torch.Tensor | None:
+        """Return the fingerprint of a plain batch, which the caller may have forgotten to shard."""
+        if self._mesh.data.size == 1 or isinstance(batch, Microbatches):
+            return None
+        return fingerprint(batch).to(self._mesh.device)
+
+    def check(self, sums: Sequence[float]) -> None:
+        """Warn if all ranks read the same samples."""
+        if self._mesh.rank == 0:
+            warn_if_identical(sums, self._mesh.world_size, self._mesh.data.size)
+
+
+def fingerprint(batch: Any) -> torch.Tensor:
+    """Return (1, f, f squared) of an integer fingerprint f of the batch, float64; zeros for a batch without tensors.
+
+    `warn_if_identical` reads its sums over the ranks. The host does not wait for the device.
+    """
+    found: Any = None
+    for tensor in tensors_in(batch):
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        values = tensor.detach().reshape(-1)[:_LOOKED_AT].contiguous().view(torch.uint8).long()
+        places = torch.arange(1, len(values) + 1, device=values.device)
+        found = ((0 if found is None else found) * 31 + (values * places).sum()) % _BOUND
+    if found is None:
+        return torch.zeros(3, dtype=torch.float64)
+    number = found.double()
+    return torch.stack([torch.ones_like(number), number, number.square()])
+
+
+def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
+    """Warn if all ranks' fingerprints are equal.
+
+    sums: summed results of `fingerprint`. num_readers: data-parallel ranks.
+    """
+    num_known, total, squares = map(int, sums)
+    # Equality holds only if no number differs from the mean. They are integers, so nothing is rounded.
+    if num_known < num_ranks or num_ranks * squares != total**2:
+        return
+    warnings.warn(
+        f"batch: all {num_readers} data-parallel ranks got the same samples at the first step, so together they do "
+        "only the work of one. Shard the loader: loader = run.shard(loader).",
+        WeftWarning,
+        stacklevel=5,
+    )
+
+
 # Update ratio of a step: the norm of its update over the norm of the weights.
 
 #: A rank with more elements samples about this many: all of small parameters, and short, evenly spaced runs of large
@@ -91,12 +221,7 @@ _LEAST, _RUN = 256, 64
 
 
 class UpdateRatio:
-    """Measures the update ratio of one model. All ranks measure the same steps.
-
-    Args:
-        engine: owner of the model's parameters.
-        device: device of the sums.
-    """
+    """Measures the update ratio of one model. All ranks measure the same steps."""
 
     def __init__(self, engine: DataParallel, device: torch.device):
         self._engine, self._device = engine, device

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -19,8 +18,7 @@ from weft.comm.mesh import Mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.rules.rule import Facts
-from weft.data.batches import tensors_in
-from weft.errors import ModelError, OutOfMemory, WeftError, WeftWarning
+from weft.errors import ModelError, OutOfMemory, WeftError
 from weft.models.inspect import layers
 from weft.models.inspect.blocks import repeated_blocks
 from weft.monitor.step_times import memory_bytes
@@ -39,11 +37,12 @@ _ASKED = re.compile(r"ried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)")
 
 
 class ExplainedStep(Protocol):
-    """The interface of a training step that explanations read."""
+    """The interface of a training step that explanations read. has_trained: a step was successful."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     mesh: Mesh
+    has_trained: bool
 
     def local_gradients(self) -> Iterable[torch.Tensor]:
         """The tensors of this rank's gradients, including those that no parameter's `.grad` references."""
@@ -69,17 +68,28 @@ class MemoryByKind:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
-def explains_memory(call: Callable[Concatenate[_S, Any, _P], _R]) -> Callable[Concatenate[_S, Any, _P], _R]:
-    """Decorate a step's call on its batch to raise OutOfMemory, with suggestions, if memory runs out in it."""
+def explains_failures(call: Callable[Concatenate[_S, Any, _P], _R]) -> Callable[Concatenate[_S, Any, _P], _R]:
+    """Decorate a step's call on its batch to explain a lack of memory, and failures of the model in the first step.
+
+    The call raises OutOfMemory with suggestions. It raises ModelError with module and plan, under plans that give a
+    module's forward a part of its tensors. The model's error is the cause.
+    """
 
     @functools.wraps(call)
     def explained(self: _S, batch: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return call(self, batch, *args, **kwargs)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            result = call(self, batch, *args, **kwargs)
+        except WeftError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(explain(self, batch, error)) from error
+            text = None if self.has_trained else explain_failure(error, self.model, self.mesh.plan)
+            if text is None:
                 raise
-            raise OutOfMemory(explain(self, batch, error)) from error
+            raise ModelError(text) from error
+        self.has_trained = True
+        return result
 
     return explained
 
@@ -156,7 +166,6 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
 
 
 def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]]:
-    """Return (total as text, bytes of activations and temporaries, table) of this rank."""
     rows = [
         ("parameters", live.parameters),
         ("gradients", live.gradients),
@@ -178,7 +187,6 @@ def _rows(device: torch.device, live: MemoryByKind) -> tuple[str, int, list[str]
 
 
 def _asked(error: BaseException) -> int:
-    """Return the size in bytes of the failed allocation, or 0 if the message does not contain it."""
     match = _ASKED.search(str(error))
     if match is None:
         return 0
@@ -187,7 +195,6 @@ def _asked(error: BaseException) -> int:
 
 
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Return the bytes of storages that `seen` does not contain, and add them to it."""
     total = 0
     for tensor in tensors:
         # For a DTensor, this is the storage of the local shard.
@@ -200,51 +207,12 @@ def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 
 def _expected(optimizer: torch.optim.Optimizer, owned: list[torch.Tensor]) -> int:
-    """Return the size of states that the first update creates, for optimizers whose options determine it."""
     options = optimizer.defaults
     copies = 2 if "betas" in options else int(bool(options.get("momentum")))
     return copies * sum(getattr(param, "_local_tensor", param).nbytes for param in owned)
 
 
 # Explanation of failures in the first step of models whose code needs full tensors but gets a rank's part of them.
-
-
-class CheckedStep(Protocol):
-    """The interface of a training step: its model, its plan, and a flag for finished steps."""
-
-    model: nn.Module
-    mesh: Mesh
-    has_trained: bool
-
-
-_StepT = TypeVar("_StepT", bound=CheckedStep)
-
-
-def names_the_module(
-    call: Callable[Concatenate[_StepT, _P], _R],
-) -> Callable[Concatenate[_StepT, _P], _R]:
-    """Decorate a step's call to raise ModelError, with module and plan, if the first step fails in the model.
-
-    It applies only under plans that give a module's forward a part of its tensors. The model's error is the cause.
-    """
-
-    @functools.wraps(call)
-    def checked(self: _StepT, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if self.has_trained:
-            return call(self, *args, **kwargs)
-        try:
-            result = call(self, *args, **kwargs)
-        except WeftError:
-            raise
-        except Exception as error:
-            text = None if is_out_of_memory(error) else explain_failure(error, self.model, self.mesh.plan)
-            if text is None:
-                raise
-            raise ModelError(text) from error
-        self.has_trained = True
-        return result
-
-    return checked
 
 
 def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | None:
@@ -264,7 +232,6 @@ def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | Non
 
 
 def _parts(plan: Plan) -> list[tuple[str, str, str]]:
-    """Return (field, divided tensors, remedy) for each plan field that divides a module's inputs or weights."""
     found = [
         (plan.sp, "sp=on", "the tokens between layers", "sp=off"),
         (plan.tp > 1, f"tp={plan.tp}", "the features, heads or vocabulary", "tp=1"),
@@ -283,47 +250,3 @@ def _failed_module(error: Exception, model: nn.Module) -> str | None:
         found = paths.get(id(trace.tb_frame.f_locals.get("self")), found)
         trace = trace.tb_next
     return found
-
-
-# Detects that all ranks read the same samples, because the loader is not sharded. Checked once, within the step's
-# all-reduce.
-
-#: Upper bound of fingerprints: the squares of 2**17 ranks' fingerprints sum in float64 without rounding.
-_BOUND = 2**18
-#: Sampled values of each tensor.
-_LOOKED_AT = 4096
-
-
-def fingerprint(batch: Any) -> torch.Tensor:
-    """Return (1, f, f squared) of an integer fingerprint f of the batch, float64; zeros for a batch without tensors.
-
-    `warn_if_identical` reads its sums over the ranks. The host does not wait for the device.
-    """
-    found: Any = None
-    for tensor in tensors_in(batch):
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            continue
-        values = tensor.detach().reshape(-1)[:_LOOKED_AT].contiguous().view(torch.uint8).long()
-        places = torch.arange(1, len(values) + 1, device=values.device)
-        found = ((0 if found is None else found) * 31 + (values * places).sum()) % _BOUND
-    if found is None:
-        return torch.zeros(3, dtype=torch.float64)
-    number = found.double()
-    return torch.stack([torch.ones_like(number), number, number.square()])
-
-
-def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
-    """Warn if all ranks' fingerprints are equal.
-
-    sums: summed results of `fingerprint`. num_readers: data-parallel ranks.
-    """
-    num_known, total, squares = map(int, sums)
-    # Equality holds only if no number differs from the mean. They are integers, so nothing is rounded.
-    if num_known < num_ranks or num_ranks * squares != total**2:
-        return
-    warnings.warn(
-        f"batch: all {num_readers} data-parallel ranks got the same samples at the first step, so together they do "
-        "only the work of one. Shard the loader: loader = run.shard(loader).",
-        WeftWarning,
-        stacklevel=5,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from weft.data.random_state import preserve_generators, seed_generators
 from weft.models.adapters import AdaptedLinear, without_adapter
 from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.dropout.drop_state import marked_samples
+from weft.parallel.local_sgd import anchored
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.random.streams import key_of
 from weft.parallel.state.gradients import data_parallel
@@ -24,9 +25,8 @@ from weft.parallel.tensor.language_head import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
 from weft.train.losses import GatheredFeatures, GlobalBatchLoss, LossFn, in_float32, needs_float32
-from weft.train.microbatches import Microbatches, stands_in
+from weft.train.microbatches import ForwardFn, Microbatches
 from weft.train.state_io import on_first
-from weft.train.step.train_step import ForwardFn
 from weft.train.tasks.base import Task
 from weft.train.tasks.description import Which
 
@@ -35,10 +35,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     """Compute loss and metrics of this rank's batches, summed over the data-parallel ranks. A collective.
 
     Args:
-        model: result of `parallelize`.
         batches: the same number on each rank.
-        mesh: the ranks.
-        task: defines forward, loss and metrics.
     """
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
@@ -64,9 +61,24 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     return Evaluation(loss_sum / max(count, 1.0), round(count), dict(task.measure(named)))
 
 
+def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
+    """Compute loss and metrics of the replicas' last common weights, on batches that the task changes as in training.
+
+    Args:
+        model: result of `parallelize`.
+        batches: the task's evaluation batches of this rank.
+        mesh: the ranks.
+        task: the task.
+    """
+    if type(task).before_step is not Task.before_step:
+        every, num = list(batches), mesh.plan.microbatches_per_step
+        batches = [one for first in range(0, len(every), num) for one in task.before_step(every[first : first + num])]
+    with anchored(model):
+        return evaluate(model, batches, mesh, task)
+
+
 @torch.no_grad()
 def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task, totals: torch.Tensor) -> None:
-    """Add this rank's results to `totals`: losses within their global batch, scores within the full set."""
     loss: Any = task.loss
     every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()
     per_batch = mesh.plan.microbatches_per_step
@@ -149,7 +161,8 @@ def each_output(
 
     def on_device(batch: Any) -> Any:
         nonlocal counts
-        counts = not stands_in(batch)
+        samples = marked_samples(batch)
+        counts = samples is None or not samples.is_empty
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
         return shard_sequence(model, moved)
 
@@ -248,7 +261,9 @@ class RankForwards:
         model = self._second if of == "second" else self._model
         assert model is not None
         found: list[torch.Tensor] = []
-        with _without_adapter(model) if of == "base" else nullcontext():
+        # A stage of a pipeline may have no adapted layers.
+        has_adapter = of == "base" and any(isinstance(module, AdaptedLinear) for module in model.modules())
+        with without_adapter(model) if has_adapter else nullcontext():
             each_output(
                 model, batches, self._mesh, self._task.loss, self._task.forward,
                 lambda output, local, _: found.append(each(output, local).double()),
@@ -277,9 +292,3 @@ class RankForwards:
     def on_first(self, act: Callable[[], Any]) -> Any:
         """Return the JSON value that the first rank's `act` returns, on all ranks."""
         return on_first(self._mesh, act)
-
-
-def _without_adapter(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context that disables the adapter, if there is one: a stage of a pipeline may have no adapted layers."""
-    has_one = any(isinstance(module, AdaptedLinear) for module in model.modules())
-    return without_adapter(model) if has_one else nullcontext()

@@ -1,10 +1,9 @@
-"""CUDA graph capture and replay of microbatch forward and backward passes, and the context of each forward."""
+"""CUDA graph capture and replay of microbatch forward and backward passes."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,41 +16,18 @@ from weft.comm.mesh import Mesh
 from weft.data.batches import check_batch, map_tensors, mark_reused_buffer, parts_of, tensors_in
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
 from weft.memory.graph_recorder import CudaRecorder, Recorder, Recording, send_numbers
+from weft.monitor.step_times import Meter
 from weft.parallel.batch_norm.norm_groups import norm_groups_of
 from weft.parallel.choose_engine import recorded_passes
 from weft.parallel.dropout.by_position import drops_of
 from weft.parallel.dropout.drop_state import Drops, FixedDraws
-from weft.parallel.expert import ExpertBalance, balanced_routers
-from weft.parallel.pipeline.runtime import CountedLoss, Inside
+from weft.parallel.expert import balanced_routers
 from weft.parallel.random.streams import SampleNumbers
 from weft.parallel.state.gradients import DataParallel, data_parallel
 from weft.parallel.zero_flat.step import PassEnd, RecordedPasses
-
-
-def insides_of(model: nn.Module, experts: ExpertBalance, samples: Sequence[SampleNumbers], key: int) -> Inside:
-    """Return a function from a microbatch's index to the context manager of its forward.
-
-    Args:
-        model: result of `parallelize`.
-        experts: balance of the model's experts.
-        samples: samples of each microbatch.
-        key: key of the step's dropout.
-    """
-    drops, norms = drops_of(model), norm_groups_of(model)
-
-    @contextlib.contextmanager
-    def inside(index: int) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if drops is not None:
-                stack.enter_context(drops.microbatch(key, samples[index]))
-            if norms is not None:
-                stack.enter_context(norms.microbatch(samples[index], index))
-            if samples[index].is_empty:
-                stack.enter_context(experts.leaving_out())
-            yield
-
-    return inside
-
+from weft.train.losses import CheckedLoss
+from weft.train.microbatches import ForwardFn
+from weft.train.step.passes import Accumulate, Work
 
 # A batch in persistent memory, into which others of the same shapes are copied.
 
@@ -82,9 +58,6 @@ class FixedBatch:
     """Persistent memory for batches of one shape.
 
     Code that reads values on the host registers a check, which runs on each new batch. batch: the model's input.
-
-    Args:
-        like: a batch of that shape.
     """
 
     def __init__(self, like: Any):
@@ -166,13 +139,6 @@ class GraphedPasses:
     """Runs passes by graph replay, if possible.
 
     Args:
-        recorder: records graphs.
-        model: the trained model.
-        engine: owner of its gradients.
-        way: the engine's support for recorded passes.
-        drops: the model's dropout, or None.
-        device: the model's device.
-        recomputes: if True, backward recomputes parts of forward.
         speaks: if True, this rank logs passes that are not recorded.
     """
 
@@ -201,9 +167,7 @@ class GraphedPasses:
         It returns None if the pass cannot be replayed. The caller then runs it eagerly.
 
         Args:
-            given: the inputs that change.
             compute: runs forward and backward of a batch. It is recorded, and not called in a replay.
-            last: True for the last microbatch of the step.
         """
         found = self._found(given, last)
         if found is None:
@@ -222,7 +186,6 @@ class GraphedPasses:
             return known.recording.result.clone()
 
     def _found(self, given: MicrobatchInputs, last: bool) -> Hashable | None:
-        """Return the key of this pass's recording, or None if it cannot be recorded."""
         if given.samples.is_empty:
             return None  # a stand-in at the end of an epoch
         shape = shape_of(given.batch)
@@ -246,7 +209,6 @@ class GraphedPasses:
         return shape, len(given.samples.numbers), last, modes, beside, self._kernel_choice.found(last)
 
     def _is_ready(self, found: Hashable) -> bool:
-        """Return True if a pass ran eagerly often enough. Otherwise count one more eager pass."""
         count = self._seen.pop(found, 0)
         if count >= WARM_UPS:
             if len(self._passes) < MOST_RECORDINGS:
@@ -259,7 +221,6 @@ class GraphedPasses:
         return False
 
     def _recorded(self, given: MicrobatchInputs, compute: Compute, last: bool) -> _Pass:
-        """Record a pass. Recording also runs it."""
         drops, keeps = self._drops, self._kernel_choice.keeps(last)
         memory = _PassMemory(given, drops, self._device)
         memory.fill(given)
@@ -274,7 +235,6 @@ class GraphedPasses:
         return _Pass(memory, recording, self._kernel_choice.left())
 
     def _warn_once(self, what: str) -> None:
-        """Warn once about passes that are not recorded, with the reason."""
         if self._speaks and what not in self._said:
             warnings.warn(f"graphs=on: {what}.", WeftWarning, stacklevel=2)
         self._said.add(what)
@@ -284,8 +244,6 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
     """Build the graph runner of a model under graphs=on, and enable recording of its optimizer's steps.
 
     Args:
-        model: result of `parallelize`.
-        mesh: the plan's mesh.
         recorder: records graphs; None for CUDA's.
         compares: if True, the loss compares samples of several microbatches.
 
@@ -311,31 +269,40 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
     )  # fmt: skip
 
 
-def compute_of(
-    forward: Callable[[Any], Any], loss: CountedLoss, inside: Inside
-) -> Callable[[int, Any, Tensor], Tensor]:
-    """Return forward and backward of a microbatch as a function that can be recorded.
+class Graphed(Accumulate):
+    """One microbatch after another, each as one graph launch if its pass is recorded.
 
-    Args:
-        forward: forward of a batch.
-        loss: (output, batch, index) -> sum of losses and their number.
-        inside: context managers of forwards, by index.
-
-    Returns:
-        A function of a microbatch's index and the arguments of `Compute`.
+    graphs: the recorded passes.
     """
 
-    def compute(index: int, batch: Any, scale: Tensor) -> Tensor:
-        with inside(index):
-            loss_sum, number = loss(forward(batch), batch, index)
-            (loss_sum * scale).backward()
-        return _counted(loss_sum.detach(), number)
+    def __init__(
+        self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, graphs: GraphedPasses
+    ):
+        super().__init__(model, forward, loss, meter)
+        self.graphs = graphs
 
-    return compute
+    def run_one(self, work: Work, index: int) -> None:
+        """Replay or record a microbatch's pass, or run it eagerly."""
+
+        def compute(batch: Any, scale: Tensor) -> Tensor:
+            with work.inside(index):
+                loss_sum, number = work.loss(self.with_labels(self.model, batch), batch, index)
+                (loss_sum * scale).backward()
+            return _counted(loss_sum.detach(), number)
+
+        counted = None
+        if work.may_replay:
+            given = MicrobatchInputs(work.microbatches[index], work.samples[index], work.draws.key, work.scale)
+            with self.meter.phase("forward and backward"):
+                counted = self.graphs.run(given, compute, last=index == len(work.microbatches) - 1)
+        if counted is None:
+            super().run_one(work, index)
+            return
+        work.sums.add_(counted)
+        work.losses[index] = counted[0], counted[1]
 
 
 def _counted(loss_sum: Tensor, number: Tensor | float) -> Tensor:
-    """Return the sum of losses and their number, (2,) float64."""
     if not isinstance(number, Tensor):
         number = torch.full((), number, dtype=torch.float64, device=loss_sum.device)
     if number.device != loss_sum.device:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.data.random_state import seed_generators
 from weft.models.initialize import BATCH_NORMS
 
 #: Containers whose contents are restored. For other attributes, only the reference is restored.
@@ -56,7 +57,7 @@ class ForwardState:
 
     def seed(self, seed: int) -> None:
         """Seed the generators of torch, Python and numpy, and generators in attributes."""
-        seed_all(seed)
+        seed_generators(seed)
         for one in self._generators:
             one.manual_seed(seed) if isinstance(one, torch.Generator) else one.seed(seed)
 
@@ -131,7 +132,6 @@ def changed_attributes(before: dict[str, tuple[Any, Any]], after: dict[str, tupl
 
 
 def _is_same(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
-    """Return True if an attribute has the same value and contents."""
     (was, held), (now, holds) = before, after
     if type(was) is not type(now):
         return False
@@ -186,16 +186,7 @@ def traceless(model: nn.Module, *, runs_hooks: bool = False) -> Iterator[Forward
             norm.training = True
 
 
-def seed_all(seed: int) -> None:
-    """Seed the generators of torch, Python and numpy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
-
-
 def _attributes(module: nn.Module, *, copies: bool = True) -> dict[str, tuple[Any, Any]]:
-    """Return the module's attributes, with copies of tensors and containers."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in vars(module).items():
         if name in _KEPT or name.startswith(("_weft", "_fsdp")) or "hooks" in name:

@@ -96,13 +96,7 @@ class TracedSamples:
 
 
 def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFinding]) -> dict[str, Any]:
-    """Return cause, module, rank, parameters, figures and text.
-
-    Args:
-        kind: kind of the failure.
-        samples: the outliers.
-        findings: findings of all ranks, in their order.
-    """
+    """Return cause, module, rank, parameters, figures and text."""
     failed = next((one.error for one in findings if one.error), "")
     ranks = [rank for rank, one in enumerate(findings) if one.data == samples.data]
     first = ranks[0]
@@ -131,7 +125,6 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
 def _of_module(
     found: RankFinding, rank: int, samples: TracedSamples, findings: Sequence[RankFinding]
 ) -> dict[str, Any]:
-    """Return the event of the first module whose output is not finite."""
     holders = [place for place, one in enumerate(findings) if _own(one.weights, found.module)]
     every = ", for every sample" if samples.all_bad else ""
     if holders:
@@ -161,7 +154,6 @@ def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
 
 
 def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Sequence[int]) -> dict[str, Any]:
-    """Return the event of the module whose output differs most from its size on other samples."""
     # Without the highest loss, which belongs to these samples.
     others = sorted(loss for loss in samples.losses if math.isfinite(loss))[:-1]
     usual = statistics.median(others) if others else None
@@ -229,7 +221,6 @@ def _factor(seen: Sequence[Any]) -> float:
 
 
 def _own(names: Sequence[str], module: str) -> list[str]:
-    """Return the names of parameters of a module and its submodules."""
     return [name for name in names if name.startswith(f"{module}.")]
 
 

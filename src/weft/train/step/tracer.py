@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -125,20 +126,6 @@ def own_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def spoilt_parameters(model: nn.Module) -> list[str]:
-    """List the parameters with nonfinite values on this rank."""
-    return _not_finite((name, param) for name, param in model.named_parameters())
-
-
-def spoilt_gradients(model: nn.Module, whole: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """List this rank's parameters whose full gradient is not finite, in the model's order.
-
-    whole: the full gradients by name.
-    """
-    bad = set(_not_finite(whole))
-    return [name for name in map(own_name, dict(model.named_parameters())) if name in bad]
-
-
 def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     found = [(name, size_of(tensor)) for name, tensor in tensors]
     known = [(own_name(name), size) for name, size in found if size is not None]
@@ -185,6 +172,47 @@ class _Round:
     joined: dict[int, list[LossPart]] = field(default_factory=dict)
 
 
+class PartForwards:
+    """Forwards of parts of a step, in evaluation mode and without gradients."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, task: Task):
+        self._model, self._mesh, self._task = model, mesh, task
+
+    @property
+    def compares(self) -> bool:
+        """True if the loss compares samples of a global batch, so that a part has no loss."""
+        return isinstance(self._task.loss, GlobalBatchLoss)
+
+    def run(self, batches: list[Any], runs: list[range], *, counts: bool = True) -> _Round:
+        """Forward each batch, in evaluation mode and without gradients. counts: False for stand-ins."""
+        task, watch = self._task, ModuleWatch(self._model)
+        found: list[torch.Tensor] = []
+
+        def add(output: Any, local: Any, _: bool) -> None:
+            if self.compares:
+                size = size_of(output)
+                pair = [torch.zeros(()) if size is None else size * 0.0, torch.zeros(())]
+            else:
+                pair = [torch.as_tensor(one).detach() for one in task.loss(output, local)]
+            found.append(torch.stack([one.to(self._mesh.device, torch.float64) for one in pair]))
+
+        try:
+            with watch.watching():
+                each_output(self._model, watch.each(batches), self._mesh, task.loss, task.forward, add)
+        except CommError:
+            raise
+        except Exception as error:  # tracing must not end the run
+            text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+            return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], text)
+        calls = watch.calls()
+        pairs: list[list[float]] = torch.stack(found).tolist() if found else [[0.0, 0.0]] * len(batches)
+        parts = [
+            LossPart(loss_sum if counts else 0.0, count if counts else 0.0, all(one.is_finite for one in seen))
+            for (loss_sum, count), seen in zip(pairs, calls, strict=True)
+        ]
+        return _Round(runs, parts, calls)
+
+
 class StepTracer:
     """Traces steps of one model.
 
@@ -197,7 +225,18 @@ class StepTracer:
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
         self._model, self._mesh, self._task = model, mesh, task
+        self._forwards = PartForwards(model, mesh, task)
         self._places = StepBorders.of(batches, task.config.train.global_batch)
+        #: The last two steps, because results may be read during the next step.
+        self._steps: deque[TracedStep] = deque(maxlen=2)
+
+    def remember(self, step: TracedStep) -> None:
+        """Keep the data of a step until its numbers are checked."""
+        self._steps.append(step)
+
+    def remembered(self, number: int) -> TracedStep | None:
+        """Return the data of a step, or None if it is too old."""
+        return next((one for one in self._steps if one.number == number), None)
 
     def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
         """Return the event of a step, the same on all ranks. A collective.
@@ -206,7 +245,6 @@ class StepTracer:
 
         Args:
             kind: kind of the failure, equal on all ranks.
-            step: the step to trace.
         """
         numbers = samples_of(Microbatches(step.batches), len(step.batches), self._mesh.reader)
         given = self._task.before_step(step.batches)
@@ -214,9 +252,10 @@ class StepTracer:
         losses, last, can_tell = self._narrow(given, numbers, index)
         place = worst(last.joined[self._mesh.data.rank]) if can_tell else 0
         finding = self._look(given[index], last, place)
-        finding["weights"] = spoilt_parameters(self._model)
+        finding["weights"] = _not_finite(self._model.named_parameters())
         if kind == "gradient":
-            finding["gradients"] = spoilt_gradients(self._model, data_parallel(self._model).gradients())
+            bad = set(_not_finite(data_parallel(self._model).gradients()))
+            finding["gradients"] = [name for name in map(own_name, dict(self._model.named_parameters())) if name in bad]
         shown = self._named(last, place) if can_tell else numbers[index].numbers
         finding["numbers"] = [numbers[index].numbers[row] for row in shown] if can_tell else list(shown)
         words = self._share(finding)
@@ -240,9 +279,8 @@ class StepTracer:
     # --- which samples ---
 
     def _choose(self, step: TracedStep, given: Sequence[Any], numbers: Sequence[SampleNumbers]) -> tuple[int, int]:
-        """Return the data rank and the index of the worst microbatch of the step."""
-        if isinstance(self._task.loss, GlobalBatchLoss):
-            found = self._compute(list(given), [range(0)] * len(given)).parts
+        if self._forwards.compares:
+            found = self._forwards.run(list(given), [range(0)] * len(given)).parts
         else:
             found = [LossPart(0.0, 0.0)] * len(given)
             for place, (loss_sum, count) in step.losses.items():
@@ -264,7 +302,7 @@ class StepTracer:
         if not all(can for can, _ in said):
             others = [one for place, one in enumerate(given) if place != index]
             some = [batch, *others][:_WHOLE]
-            last = self._join(self._compute(some, [range(0)] * len(some)))
+            last = self._join(self._forwards.run(some, [range(0)] * len(some)))
             return _means(last), last, False
         most, means, last = max(count for _, count in said), None, None
         while last is None or most > 1:
@@ -274,7 +312,7 @@ class StepTracer:
             runs = [rows[one.start : one.stop] for one in shares.share_out(len(rows), min(_PARTS, len(rows)))]
             # Ranks with fewer rows compute some of them again.
             padded = [*runs, *[runs[-1]] * (min(_PARTS, most) - len(runs))]
-            found = self._compute(split_rows(batch, padded), padded, counts=not own.is_empty)
+            found = self._forwards.run(split_rows(batch, padded), padded, counts=not own.is_empty)
             last = self._join(_Round(runs, found.parts[: len(runs)], found.calls[: len(runs)], found.error))
             means = _means(last) if means is None else means
             if most <= _PARTS:
@@ -283,7 +321,6 @@ class StepTracer:
         return means, last, True
 
     def _named(self, last: _Round, place: int) -> list[int]:
-        """Return the rows to report: all nonfinite ones, or the rows of the worst part if all or none are nonfinite."""
         joined = last.joined[self._mesh.data.rank]
         bad = [one for one, part in enumerate(joined) if part.is_bad]
         places = bad if 0 < len(bad) < len(joined) else [place]
@@ -291,36 +328,7 @@ class StepTracer:
 
     # --- computing ---
 
-    def _compute(self, batches: list[Any], runs: list[range], *, counts: bool = True) -> _Round:
-        """Forward each batch, in evaluation mode and without gradients. counts: False for stand-ins."""
-        task, watch = self._task, ModuleWatch(self._model)
-        found: list[torch.Tensor] = []
-
-        def add(output: Any, local: Any, _: bool) -> None:
-            if isinstance(task.loss, GlobalBatchLoss):
-                size = size_of(output)
-                pair = [torch.zeros(()) if size is None else size * 0.0, torch.zeros(())]
-            else:
-                pair = [torch.as_tensor(one).detach() for one in task.loss(output, local)]
-            found.append(torch.stack([one.to(self._mesh.device, torch.float64) for one in pair]))
-
-        try:
-            with watch.watching():
-                each_output(self._model, watch.each(batches), self._mesh, task.loss, task.forward, add)
-        except CommError:
-            raise
-        except Exception as error:  # tracing must not end the run
-            return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], _in_words(error))
-        calls = watch.calls()
-        pairs: list[list[float]] = torch.stack(found).tolist() if found else [[0.0, 0.0]] * len(batches)
-        parts = [
-            LossPart(loss_sum if counts else 0.0, count if counts else 0.0, all(one.is_finite for one in seen))
-            for (loss_sum, count), seen in zip(pairs, calls, strict=True)
-        ]
-        return _Round(runs, parts, calls)
-
     def _look(self, batch: Any, last: _Round, place: int) -> dict[str, Any]:
-        """Return this rank's findings about a part."""
         mesh, calls = self._mesh, last.calls[place]
         bad = next((order for order, call in enumerate(calls) if not call.is_finite), -1)
         sizes = [{call.module: call.size for call in seen} for seen in last.calls]
@@ -344,7 +352,6 @@ class StepTracer:
     # --- exchange among ranks ---
 
     def _join(self, own: _Round) -> _Round:
-        """Exchange the results among the ranks that compute the same samples."""
         said = self._share([self._mesh.data.rank, [asdict(part) for part in own.parts]])
         own.joined = _joined(said)
         return own
@@ -354,7 +361,6 @@ class StepTracer:
 
 
 def _joined(said: Sequence[Sequence[Any]]) -> dict[int, list[LossPart]]:
-    """Return the combined results of each part, by data rank."""
     found: dict[int, list[list[LossPart]]] = {}
     for data, parts in said:
         found.setdefault(data, []).append([LossPart(**part) for part in parts])
@@ -362,7 +368,6 @@ def _joined(said: Sequence[Sequence[Any]]) -> dict[int, list[LossPart]]:
 
 
 def _means(found: _Round) -> list[float]:
-    """Return the mean losses of all parts of all ranks."""
     return [part.mean for parts in found.joined.values() for part in parts if part.count and not part.is_bad]
 
 
@@ -380,8 +385,3 @@ def _can_split(batch: Any, own: SampleNumbers) -> bool:
 def _size(batch: Any) -> torch.Tensor | float:
     size = size_of(batch)
     return 0.0 if size is None else size
-
-
-def _in_words(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"[:300]

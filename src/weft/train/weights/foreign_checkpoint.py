@@ -327,7 +327,7 @@ def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
 
 
 def _fresh_loss_scale() -> dict[str, Any]:
-    from weft.optim.loss_scale import LossScale
+    from weft.optim.step_decision import LossScale
 
     return dict(LossScale().state())
 

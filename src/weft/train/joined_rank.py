@@ -1,0 +1,110 @@
+"""A rank among the others: its device and cores, its mesh, the bytes that it sends, and its watch for hangs."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from weft.checkpoint.folders import RankGroup
+from weft.comm.collectives import barrier
+from weft.comm.gpu_settings import CoreChoice, Topology, bind, choose_cores, format_cores, pick_device
+from weft.comm.hang_watch import Watch, hang_event
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh, join_ranks, leave_ranks
+from weft.comm.store import StoreChannel, share_store_key
+from weft.env import RankEnv
+from weft.train.engine import EngineJob
+from weft.train.state_io import rank_group
+from weft.units import parse_seconds
+
+
+class JoinedRank:
+    """Joins the ranks of a job, and watches for hangs until it is closed."""
+
+    def __init__(self, job: EngineJob):
+        launch = job.config.launch
+        device = device_of_rank(launch.device, launch.numa, job.place)
+        if job.place is not None:
+            join_ranks(job.place, device, parse_seconds(launch.timeout), job.store, job.tell)
+        if dist.is_initialized():
+            # Under torchrun the folder's texts came through the store before messages could be signed.
+            share_store_key(job.store_key, repr((str(job.folder.path), sorted(job.folder.texts.items()))).encode())
+        self.ledger, plan = Ledger(), job.plan
+        if job.world is not None:
+            plan = plan.replace(dp_replicate=1, sync="step", compress="none")
+        self.mesh = build_mesh(plan, device, self.ledger.record, launch.route, launch.links or "auto")
+        if job.world is not None:
+            self.mesh.reader = self.mesh.reader.in_replica(job.world.replica, job.plan)
+        self.group = rank_group(self.mesh)
+        self._watch = Watch(
+            self.mesh,
+            job.tell,
+            warn_after_s=None if launch.warn_after == "auto" else parse_seconds(launch.warn_after),
+            limit_s=parse_seconds(launch.timeout),
+            limit_name=f"launch.timeout={launch.timeout}",
+            where_stacks=f"{job.folder.logs}/rank_*.log",
+            owns_process=job.place is not None,
+            on_report=lambda state, found: job.on_hang(hang_event(state, found)),
+        )
+
+    def background_group(self) -> RankGroup:
+        """Return a rank group for background threads, which communicates over the rendezvous store."""
+        rank, number = self.mesh.rank, self.mesh.world_size
+        if number == 1:
+            return RankGroup()
+        channel = StoreChannel(rank, number)
+        return RankGroup(rank, number, channel.on_first, channel.gather)
+
+    def wait(self) -> None:
+        """Wait for all ranks while hangs are watched, before this rank leaves them."""
+        barrier(self.mesh.world)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._watch.close()
+
+    def leave(self) -> None:
+        """Leave the other ranks. Not after an error, when they may be in a collective and the launcher ends them."""
+        leave_ranks()
+
+
+def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device:
+    """Return the device of this rank. With `numa`, bind the process to cores near its GPU.
+
+    Prints the binding to stderr, which is a rank's log in `weft train`. Raises the errors of `pick_device`.
+
+    Args:
+        place: rank of this process; None for a single rank.
+    """
+    device = pick_device(kind, place.local_rank if place is not None else 0)
+    if device.type == "cuda" and numa:
+        print(f"rank {place.rank if place is not None else 0}: {stay_near_gpu(place).text}", file=sys.stderr)
+    return device
+
+
+def stay_near_gpu(place: RankEnv | None) -> CoreChoice:
+    """Bind this process to its share of the cores of its GPU's NUMA node, unless cores were already chosen.
+
+    Returns the resulting binding. `place` is this rank's position on the machine; None for a single rank.
+    """
+    if sys.platform != "linux":
+        return CoreChoice(None, f"not bound to cores: {sys.platform} offers no way")
+    local_rank, count = (place.local_rank, place.local_world_size) if place is not None else (0, 1)
+    found = [torch.cuda.get_device_properties(index) for index in range(min(count, torch.cuda.device_count()))]
+    gpus = [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
+    apart = place is not None and place.starter == "slurm"
+    choice = choose_cores(Topology(), frozenset(os.sched_getaffinity(0)), gpus, local_rank, apart=apart)
+    if choice.cores is None:
+        return choice
+    try:
+        bind(choice.cores)
+    except OSError as error:
+        return CoreChoice(
+            None, f"not bound to cores: the system refuses cores {format_cores(choice.cores)} ({error.strerror})"
+        )
+    # More threads than cores would slow each other down.
+    torch.set_num_threads(min(torch.get_num_threads(), len(choice.cores)))
+    return choice

@@ -1,0 +1,140 @@
+"""Construction of what a torch engine trains: batches, model and step, from a job on joined ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from weft.checkpoint.load import list_checkpoints
+from weft.comm.mesh import Mesh
+from weft.config.layout import Layout
+from weft.data.batches import move_batch
+from weft.memory.recompute import recompute_of
+from weft.models.adapters import adapted
+from weft.monitor.step_times import Meter
+from weft.optim.build import build_optimizer, freeze
+from weft.parallel.context.context import sequence_in_use, shard_sequence
+from weft.parallel.local_sgd import rare_sync
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.flat_slices import StateSource
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero.magnitudes import load_base
+from weft.train.data_share import Batches, Share
+from weft.train.engine import EngineJob
+from weft.train.gpu_kernels import GpuKernels
+from weft.train.joined_rank import JoinedRank
+from weft.train.model_state import packed_source
+from weft.train.replica_engine import OtherWorlds
+from weft.train.step.evaluation import RankForwards
+from weft.train.step.train_step import TrainStep
+from weft.train.weights.run_adapter import with_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What an engine trains on one rank."""
+
+    step: TrainStep
+    batches: Batches
+    eval_batches: Iterable[Any] | None
+    replicas: OtherWorlds | None
+
+
+def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -> Built:
+    """Build batches, model, optimizer and step. A collective.
+
+    Raises:
+        WeftError: if the plan cannot be applied to the model.
+    """
+    config, task, mesh = job.config, job.task, rank.mesh
+    task.open(job.folder)
+    batches, eval_batches = _batches(job, mesh)
+
+    base = task.initial_model(mesh.plan)
+    weights = task.initial_weights(base)
+    model = with_adapter(base, config)
+    weights = None if weights is None else packed_source(model, weights)
+    freeze(model, config.optimizer)
+    # The checkpoint of an adapter has no base.
+    reads = adapted(model) is not None or not rank.group.on_first(
+        lambda: bool(list_checkpoints(job.folder.checkpoints))
+    )
+    _lay_out(job, mesh, model, weights, reads=reads)
+    kernels.choose_convolutions(model)
+    if (second := task.second_model(mesh.plan)) is not None:
+        _lay_out(job, mesh, second.requires_grad_(False), task.second_weights(second), reads=True)
+
+    replicas = None if job.world is None else OtherWorlds(job, job.world, mesh, model, rank.group)
+    step = TrainStep(
+        model,
+        build_optimizer(model.named_parameters(), config.optimizer, config.seed),
+        task.loss,
+        mesh,
+        forward=task.forward,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        nominal_tokens=task.nominal_count(),
+        meter=meter,
+        check_batch=config.train.check_batch,
+        # On a CPU the copies take compute time, so overlap gains nothing.
+        weights_follow=mesh.device.type == "cuda",
+    )
+    data_parallel(model).coders.exact_steps = config.train.compress_after
+    if (sync := rare_sync(model)) is not None:
+        sync.outer_lr, sync.outer_momentum = config.train.outer_lr, config.train.outer_momentum
+    if replicas is not None:
+        replicas.stop_with(step)
+
+    step.wait_for_weights()
+    with mesh.pulse.doing("computes what the task needs before the first step"):
+        task.begin(RankForwards(model, mesh, task, second))
+    _choose_recompute(model, mesh, job, batches)
+    return Built(step, batches, eval_batches, replicas)
+
+
+def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]:
+    """Return training and evaluation batches. Each world evaluates on the full set, in batches of the training size."""
+    axis = mesh.reader
+    share = Share(
+        job.config.train.global_batch,
+        mesh.plan.microbatches_per_step,
+        axis.rank,
+        axis.size,
+        pin=mesh.device.type == "cuda",
+    )
+    passes = share.microbatches * (axis.size // mesh.data.size)
+    own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)
+    return job.task.batches(share), job.task.eval_batches(own)
+
+
+def _lay_out(job: EngineJob, mesh: Mesh, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
+    config = job.config
+    parallelize(
+        model,
+        mesh,
+        layout=Layout.read(config.layout) if config.layout else None,
+        seed=config.seed,
+        filled_later=weights is not None,
+        pinned_limit=config.memory.pinned_limit,
+        norm_group=config.train.norm_group,
+        bf16_layers=config.train.bf16_layers,
+        fp8_recipe=config.train.fp8_recipe,
+    )
+    if weights is not None and reads:
+        with mesh.pulse.doing("reads the pretrained weights"):
+            load_base(model, weights)
+
+
+def _choose_recompute(model: nn.Module, mesh: Mesh, job: EngineJob, batches: Batches) -> None:
+    recompute = recompute_of(model)
+    if recompute is None or recompute.is_chosen:
+        return
+    batch = shard_sequence(model, move_batch(batches.batches(0)[0], mesh.device))
+
+    def example() -> None:
+        with sequence_in_use(model):
+            job.task.forward(model, batch)
+
+    recompute.prepare(model, example)
