@@ -54,7 +54,7 @@ def main() -> int:
     known = broad_subjects() if words.matrix == "broad" else subjects()
     if unknown := [name for name in words.models if name not in known]:
         sys.exit(f"error: models={unknown[0]}: not in the {words.matrix} matrix. Use one of {', '.join(known)}.")
-    cells = broad_matrix(words.ranks, is_whole=True) if words.matrix == "broad" else full_matrix(words.ranks)
+    cells = broad_matrix(words.ranks, is_complete=True) if words.matrix == "broad" else full_matrix(words.ranks)
     chosen = fitting(cells, words.pipelines, words.models)
     plans = drawn(once_each(chosen) if words.once else chosen, *words.part)
     count = sum(map(len, plans))

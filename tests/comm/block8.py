@@ -1,4 +1,4 @@
-"""A wire as one would add it: a byte for each value, a scale for each block; what is rounded off goes with the next."""
+"""Example of a user-defined wire format: one byte per value, one scale per block, with error feedback."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ register(WireSpec("block8", "tests.comm.block8:Block8", element_bytes=1, block=6
 
 
 class Block8(Wire):
-    """Blocks of int8 with a float32 scale each: the nearest of 255 steps; the residual is fed back."""
+    """int8 blocks with one float32 scale each, rounded to the nearest of 255 steps, with error feedback."""
 
     def encode(self, x_RN: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
-        owed_RN = x_RN if state is None else x_RN + state["residual"]
-        rows, numel = owed_RN.shape
-        blocks = pad(owed_RN, (0, -numel % self.spec.block)).view(rows, -1, self.spec.block)
+        compensated_RN = x_RN if state is None else x_RN + state["residual"]
+        rows, numel = compensated_RN.shape
+        blocks = pad(compensated_RN, (0, -numel % self.spec.block)).view(rows, -1, self.spec.block)
         scales = (blocks.abs().amax(-1, keepdim=True) / 127).float()
         steps = (blocks / scales.clamp(min=1e-30)).round().to(torch.int8).view(rows, -1)[:, :numel]
         codes = torch.cat([steps.contiguous().view(torch.uint8), scales.view(rows, -1).view(torch.uint8)], 1)
-        return codes, {"residual": owed_RN - self.decode(codes, numel, owed_RN.dtype)}
+        return codes, {"residual": compensated_RN - self.decode(codes, numel, compensated_RN.dtype)}
 
     def decode(self, codes_RC: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
         steps = codes_RC[:, :numel].view(torch.int8).to(dtype)

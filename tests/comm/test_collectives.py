@@ -1,4 +1,4 @@
-"""Collectives on real ranks: bits against one process, by any transport, and what the ledger counts."""
+"""Collectives on real ranks: bitwise equality with one process for every transport, and the ledger's counts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weft.verify.rank_pool import RankPool
 
 SHARED, EXCHANGE, BACKEND, STAGED = "shared memory", "gloo exchange", "backend", "staged through the host"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TYPES = {
-    "sum": (*FLOATS, *WHOLE, torch.complex64, torch.complex128),
-    "max": (*FLOATS, *WHOLE, torch.bool),
-    "min": (*FLOATS, *WHOLE, torch.bool),
+    "sum": (*FLOATS, *INTEGERS, torch.complex64, torch.complex128),
+    "max": (*FLOATS, *INTEGERS, torch.bool),
+    "min": (*FLOATS, *INTEGERS, torch.bool),
 }
 
 
@@ -46,7 +46,7 @@ def axis_of(size: int, transport: str) -> Axis:
 def wrong_values(
     size: int, transport: str, numels: list[int], dtypes: tuple = (), ops: tuple = ("sum", "max", "min")
 ) -> list:
-    """Every case whose bits are not those of one process."""
+    """Return the cases whose bits differ from the result of one process."""
     axis = axis_of(size, transport)
     wrong = []
     for op, numel in itertools.product(ops, numels):
@@ -58,11 +58,11 @@ def wrong_values(
             untouched = same_bits(mine, data(axis.rank, numel * size, dtype))
             into_itself = mine.clone()
             reduce_scatter(into_itself, axis, out=into_itself[own], op=op)
-            whole = all_reduce(mine, axis, op)
+            full = all_reduce(mine, axis, op)
             good = {
                 "reduce_scatter": same_bits(part, expected[own]) and untouched,
                 "reduce_scatter into itself": same_bits(into_itself[own], expected[own]),
-                "all_reduce": same_bits(whole, expected) and whole is mine,
+                "all_reduce": same_bits(full, expected) and full is mine,
             }
             wrong += [(name, op, numel, dtype) for name, is_good in good.items() if not is_good]
     for numel, dtype in itertools.product(numels, dtypes or (*TYPES["sum"], torch.bool, torch.float8_e4m3fn)):
@@ -83,15 +83,15 @@ def wrong_values(
 
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE, STAGED])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_bits_equal_those_of_one_process(request, size, transport):
+def test_results_are_bitwise_equal_to_one_process(request, size, transport):
     pool = request.getfixturevalue(f"ranks{size}")
-    # One element; odd; enough that small tensors become large ones (WHOLE_BYTES).
+    # One element; an odd number; enough to leave the path of small tensors (WHOLE_BYTES).
     for wrong in pool.run(wrong_values, size, transport, [1, 7, 5001]):
         assert wrong == []
 
 
 @pytest.mark.parametrize("size", gate_runs([2, 4], 0))
-def test_bits_of_tensors_larger_than_all_slots(request, size):
+def test_tensors_larger_than_all_slots_are_bitwise_equal(request, size):
     pool = request.getfixturevalue(f"ranks{size}")
     numel = NUM_SLOTS * SLOT_BYTES // 4 + 3  # for each rank
     for wrong in pool.run(wrong_values, size, SHARED, [numel], (torch.float32, torch.bfloat16), ("sum",)):
@@ -101,21 +101,21 @@ def test_bits_of_tensors_larger_than_all_slots(request, size):
 def large(size: int, transport: str) -> bool:
     axis = axis_of(size, transport)
     numel = (64 << 20) // 4
-    whole = all_reduce(torch.full((numel,), 1.5**axis.rank), axis)
+    full = all_reduce(torch.full((numel,), 1.5**axis.rank), axis)
     part = reduce_scatter(torch.arange(numel, dtype=torch.float32), axis)
     gathered = all_gather(part, axis)
-    return bool((whole == sum(1.5**rank for rank in range(size))).all()) and torch.equal(
+    return bool((full == sum(1.5**rank for rank in range(size))).all()) and torch.equal(
         gathered, torch.arange(numel, dtype=torch.float32) * size
     )
 
 
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND, STAGED])
-def test_64_mebibytes(ranks2, transport):
+def test_64_mib_tensors_are_reduced_and_gathered_exactly(ranks2, transport):
     assert ranks2.run(large, 2, transport) == [True, True]
 
 
-def nothing_is_lost_with_the_backend(size: int) -> list:
-    """gloo's own calls, which no CPU axis takes by itself: close values, its own order of adding."""
+def backend_results(size: int) -> list:
+    """Check gloo's own collectives, which no CPU axis selects by default. They add in another order."""
     axis = axis_of(size, BACKEND)
     mine = data(axis.rank, 24, torch.float64)
     expected = combined(size, 24, torch.float64, "sum")
@@ -129,19 +129,19 @@ def nothing_is_lost_with_the_backend(size: int) -> list:
     ]
 
 
-def test_the_backend_alone(ranks4):
-    assert ranks4.run(nothing_is_lost_with_the_backend, 4) == [[True] * 4] * 4
+def test_backend_transport_gives_close_sums_and_exact_copies(ranks4):
+    assert ranks4.run(backend_results, 4) == [[True] * 4] * 4
 
 
-def not_a_number(size: int, transport: str) -> list[list[bool]]:
+def reduce_nan(size: int, transport: str) -> list[list[bool]]:
     axis = axis_of(size, transport)
     value = torch.tensor([float("nan") if axis.rank == 1 else 1.0, 2.0])
     return [all_reduce(value.clone(), axis, op).isnan().tolist() for op in ("sum", "max", "min")]
 
 
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE, STAGED])
-def test_a_nan_of_one_rank_reaches_all(ranks2, transport):
-    assert ranks2.run(not_a_number, 2, transport) == [[[True, False]] * 3] * 2
+def test_nan_of_one_rank_reaches_all_ranks(ranks2, transport):
+    assert ranks2.run(reduce_nan, 2, transport) == [[[True, False]] * 3] * 2
 
 
 def exercise(plan_text: str) -> dict[str, object]:
@@ -159,7 +159,7 @@ def exercise(plan_text: str) -> dict[str, object]:
     return found
 
 
-def test_values_and_counts_on_two_ranks(ranks2):
+def test_values_and_ledger_counts_on_two_ranks(ranks2):
     for rank, found in enumerate(ranks2.run(exercise, "dp_replicate=2")):
         assert found["sum"] == [10, 12, 14, 16]
         assert found["max"] == [10, 11, 12, 13]
@@ -167,7 +167,7 @@ def test_values_and_counts_on_two_ranks(ranks2):
         assert found["broadcast"] == [[0, 1, 2, 3], [10, 11, 12, 13]]
         assert found["all_gather"] == [0, 1, 2, 3, 10, 11, 12, 13]
         assert found["reduce_scatter"] == [[10, 12], [14, 16]][rank]
-        # Bytes of the whole tensor: three all_reduces and two broadcasts of four fp32 numbers; eight gathered.
+        # Bytes of the full tensors: three all_reduces and two broadcasts of four fp32 numbers, one gather of eight.
         assert found["ledger"] == {
             ("dp_replicate*dp_shard", "all_reduce"): (3, 48),
             ("dp_replicate*dp_shard", "broadcast"): (2, 32),
@@ -178,7 +178,7 @@ def test_values_and_counts_on_two_ranks(ranks2):
         assert all(seconds > 0 for seconds in found["seconds"])
 
 
-def test_one_rank_communicates_nothing():
+def test_single_rank_records_no_communication():
     found = exercise("dp_replicate=1")
     assert found["sum"] == found["all_gather"] == found["reduce_scatter"] == [0, 1, 2, 3]
     assert found["ledger"] == {}
@@ -202,5 +202,5 @@ def shapes_and_gradients(size: int) -> list:
     ]
 
 
-def test_shapes_parameters_and_empty_tensors(ranks2):
+def test_non_contiguous_parameter_scalar_and_empty_tensors_are_accepted(ranks2):
     assert ranks2.run(shapes_and_gradients, 2) == [[True] * 6] * 2

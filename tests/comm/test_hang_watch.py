@@ -1,4 +1,4 @@
-"""A rank that lets the others wait is told of, on every transport; long work is not an alarm."""
+"""Hang watch: a late rank is reported on every transport, and declared long work raises no alarm."""
 
 from __future__ import annotations
 
@@ -24,118 +24,118 @@ from weft.config.plan import Plan
 WARN_AFTER_S = 0.4
 
 
-def in_users_code(seconds: float) -> None:
+def in_user_code(seconds: float) -> None:
     time.sleep(seconds)
 
 
 def watched(mesh: Mesh, late: int, work) -> tuple[list[str], str]:
-    """What this rank tells while the rank `late` does `work` before an all_reduce; and its stacks."""
-    told: list[str] = []
+    """Run `work` on the rank `late` before an all_reduce. Return this rank's reports and dumped stacks."""
+    reports: list[str] = []
     with tempfile.TemporaryFile("w+") as stacks:
         barrier(mesh.data)
-        with Watch(mesh, told.append, warn_after_s=WARN_AFTER_S, limit_s=60, stacks=stacks):
-            for _ in range(2):  # what was said is taken back: the second time is like the first
+        with Watch(mesh, reports.append, warn_after_s=WARN_AFTER_S, limit_s=60, stacks=stacks):
+            for _ in range(2):  # a report is withdrawn after the wait: the second round reports like the first
                 if mesh.rank == late:
                     work()
                 all_reduce(torch.ones(1), mesh.data)
                 time.sleep(0.25)
         barrier(mesh.data)
         stacks.seek(0)
-        return told, stacks.read()
+        return reports, stacks.read()
 
 
 def late_rank(transport: str, late: int) -> tuple[list[str], str]:
     mesh = build_mesh(Plan(dp_replicate=2))
     join(mesh.data, "cpu", transport)
-    return watched(mesh, late, lambda: in_users_code(2.0))
+    return watched(mesh, late, lambda: in_user_code(2.0))
 
 
 @pytest.mark.parametrize(
     "transport",
-    [pytest.param(one, marks=() if not place else pytest.mark.full) for place, one in enumerate(TRANSPORTS)],
+    [pytest.param(one, marks=() if not index else pytest.mark.full) for index, one in enumerate(TRANSPORTS)],
 )
-def test_who_lets_the_others_wait_is_told_with_its_line_and_stacks(ranks2, transport):
-    (told, stacks), (silent, theirs) = ranks2.run(late_rank, transport, 1)
+def test_late_rank_is_reported_with_line_and_stacks(ranks2, transport):
+    (reports, stacks), (silent, late_stacks) = ranks2.run(late_rank, transport, 1)
     assert silent == []
-    assert [text.partition(" since ")[0].partition(" after ")[0] for text in told] == [
+    assert [text.partition(" since ")[0].partition(" after ")[0] for text in reports] == [
         "waiting for rank 1",
         "rank 1 continues",
     ] * 2
-    assert "rank 0 is in all_reduce over dp_replicate." in told[0]
-    assert f"Rank 1 calls no collective, at {Path(__file__).name}:" in told[0]
-    assert "in in_users_code." in told[0]
-    assert "The wait ends at " in told[0]
+    assert "rank 0 is in all_reduce over dp_replicate." in reports[0]
+    assert f"Rank 1 calls no collective, at {Path(__file__).name}:" in reports[0]
+    assert "in in_user_code." in reports[0]
+    assert "The wait ends at " in reports[0]
     assert stacks.count("rank 0 waits in all_reduce over dp_replicate since") == 2
-    assert theirs.count("rank 1 calls no collective since") == 2
-    assert "in in_users_code" in theirs
+    assert late_stacks.count("rank 1 calls no collective since") == 2
+    assert "in in_user_code" in late_stacks
 
 
-def test_the_first_rank_tells_of_itself_where_it_has_the_terminal(ranks2):
-    (told, _), (silent, _) = ranks2.run(late_rank, "shared memory", 0)
+def test_late_rank_zero_reports_itself(ranks2):
+    (reports, _), (silent, _) = ranks2.run(late_rank, "shared memory", 0)
     assert silent == []
-    assert told[0].startswith("waiting for rank 0 since")
-    assert "rank 1 is in all_reduce" in told[0]
+    assert reports[0].startswith("waiting for rank 0 since")
+    assert "rank 1 is in all_reduce" in reports[0]
 
 
-def saves() -> tuple[list[str], str]:
+def save_on_rank_0() -> tuple[list[str], str]:
     mesh = build_mesh(Plan(dp_replicate=2))
 
     def save() -> None:
         with mesh.pulse.doing("saves a checkpoint"):
-            in_users_code(1.5)
+            in_user_code(1.5)
 
     return watched(mesh, 0, save)
 
 
-def test_long_work_is_one_calm_line(ranks2):
-    (told, _), (silent, _) = ranks2.run(saves)
+def test_declared_long_work_is_reported_without_alarm(ranks2):
+    (reports, _), (silent, _) = ranks2.run(save_on_rank_0)
     assert silent == []
-    assert len(told) == 2
-    for text in told:
+    assert len(reports) == 2
+    for text in reports:
         assert text.startswith("rank 0 saves a checkpoint: rank 1 waits for it in all_reduce over dp_replicate since")
 
 
-def works_alone() -> list[str]:
-    """Nobody waits: all ranks work for long, as in a first step that compiles."""
+def work_without_waits() -> list[str]:
+    """Work for long on all ranks without waiting for each other, as in a first step that compiles."""
     mesh = build_mesh(Plan(dp_replicate=2))
-    told: list[str] = []
+    reports: list[str] = []
     barrier(mesh.data)
-    with Watch(mesh, told.append, warn_after_s=0.3, limit_s=60) as first:
-        in_users_code(1.0)
+    with Watch(mesh, reports.append, warn_after_s=0.3, limit_s=60) as first:
+        in_user_code(1.0)
         barrier(mesh.data)
-        # A second mesh of the process: one thread goes on, and watches both.
-        with Watch(build_mesh(Plan(dp_shard=2)), told.append, warn_after_s=0.3, limit_s=60):
+        # With a second mesh in the process, one thread watches both.
+        with Watch(build_mesh(Plan(dp_shard=2)), reports.append, warn_after_s=0.3, limit_s=60):
             assert not first.is_alive()
             for _ in range(8):
                 barrier(mesh.data)
                 time.sleep(0.1)
             assert sum(isinstance(thread, Watch) for thread in threading.enumerate()) == 1
     barrier(mesh.data)
-    return told
+    return reports
 
 
-def test_nothing_is_told_where_nobody_waits(ranks2):
-    assert ranks2.run(works_alone) == [[], []]
+def test_no_report_without_waiting_ranks(ranks2):
+    assert ranks2.run(work_without_waits) == [[], []]
 
 
-def interpreter_is_stuck() -> str:
+def sleep_with_gil() -> str:
     mesh = build_mesh(Plan(dp_replicate=2))
     with tempfile.TemporaryFile("w+") as stacks:
         barrier(mesh.data)
         with Watch(mesh, lambda _: None, warn_after_s=WARN_AFTER_S, limit_s=60, stacks=stacks, owns_process=True):
             if mesh.rank == 1:
-                ctypes.PyDLL(None).usleep(1_500_000)  # and no other thread of Python runs
+                ctypes.PyDLL(None).usleep(1_500_000)  # holds the GIL: no other Python thread runs
             barrier(mesh.data)
         stacks.seek(0)
         return stacks.read()
 
 
-def test_a_rank_whose_interpreter_is_stuck_leaves_its_stacks_too(ranks2):
-    assert "in interpreter_is_stuck" in ranks2.run(interpreter_is_stuck)[1]
+def test_rank_that_holds_the_gil_dumps_its_stacks(ranks2):
+    assert "in sleep_with_gil" in ranks2.run(sleep_with_gil)[1]
 
 
 class Store(dict[str, str]):
-    """What a rank asks of the group's store."""
+    """In-memory store with the methods of the group's store that `Watch` calls."""
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)
@@ -150,9 +150,9 @@ class Store(dict[str, str]):
         self[key] = value
 
 
-def test_a_wait_is_reported_after_warn_after_and_not_later(monkeypatch):
-    mesh, told, clock, store = build_mesh(Plan()), list[str](), [0.0], Store()
-    watch = Watch(mesh, told.append, warn_after_s=5.0, limit_s=60)
+def test_wait_is_reported_exactly_after_warn_after(monkeypatch):
+    mesh, reports, clock, store = build_mesh(Plan()), list[str](), [0.0], Store()
+    watch = Watch(mesh, reports.append, warn_after_s=5.0, limit_s=60)
     watch._key = StoreKey(b"secret")
     waiting: Any = SimpleNamespace(where=lambda: ("all_reduce over tp", (0, 1)), late=lambda: (1,))
     mesh.pulse.waiting = waiting
@@ -163,18 +163,18 @@ def test_a_wait_is_reported_after_warn_after_and_not_later(monkeypatch):
     for tick in range(9):
         clock[0] = float(tick)
         watch._look()
-        seconds += [tick] * (len(told) - len(seconds))
+        seconds += [tick] * (len(reports) - len(seconds))
     assert seconds == [5]
-    assert told[0].startswith("waiting for rank 1 since ")
+    assert reports[0].startswith("waiting for rank 1 since ")
 
 
 @pytest.mark.filterwarnings("ignore:store key")
-def test_what_others_wrote_to_the_store_neither_silences_nor_alarms_the_watch(monkeypatch):
-    """Every key of the watch was forged: by "1", by another rank's number, by a record that blames another rank."""
-    mesh, told, clock, store = build_mesh(Plan()), list[str](), [0.0], Store()
+def test_forged_store_entries_neither_silence_nor_trigger_reports(monkeypatch):
+    """Check that a forged "1" under every key of the watch does not change its reports."""
+    mesh, reports, clock, store = build_mesh(Plan()), list[str](), [0.0], Store()
     for key in ("teller", "waiter", "alarm", "1", "place/1"):
         store.set(f"weft/watch/{key}", "1")
-    watch = Watch(mesh, told.append, warn_after_s=5.0, limit_s=60)
+    watch = Watch(mesh, reports.append, warn_after_s=5.0, limit_s=60)
     watch._key = StoreKey(b"secret")
     waiting: Any = SimpleNamespace(where=lambda: ("all_reduce over tp", (0, 1)), late=lambda: (1,))
     mesh.pulse.waiting = waiting
@@ -186,7 +186,7 @@ def test_what_others_wrote_to_the_store_neither_silences_nor_alarms_the_watch(mo
     for tick in range(9):
         clock[0] = float(tick)
         watch._look()
-    assert len(told) == 1
-    assert told[0].startswith("waiting for rank 1 since ")
-    assert "Rank 1 does not respond" in told[0]
-    assert dumped == [5.0]  # once this rank wanted stacks itself
+    assert len(reports) == 1
+    assert reports[0].startswith("waiting for rank 1 since ")
+    assert "Rank 1 does not respond" in reports[0]
+    assert dumped == [5.0]  # only when this rank itself requested stacks

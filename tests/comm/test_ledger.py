@@ -3,7 +3,7 @@ from __future__ import annotations
 from weft.comm.ledger import Ledger
 
 
-def test_the_ledger_adds_calls_bytes_and_seconds_by_axis_and_operation():
+def test_ledger_sums_calls_bytes_and_seconds_by_axis_and_operation():
     ledger = Ledger()
     ledger.record("tp", "all_reduce", 100, 0.5)
     ledger.record("tp", "all_reduce", 20, 0.25)
@@ -20,17 +20,17 @@ def test_the_ledger_adds_calls_bytes_and_seconds_by_axis_and_operation():
 
 
 class Wait:
-    """A device's wait, which is known when somebody asks. asked: how often somebody did."""
+    """Wait time on a device, which is read lazily. `num_reads` counts the reads."""
 
     def __init__(self, seconds):
-        self._seconds, self.asked = seconds, 0
+        self._seconds, self.num_reads = seconds, 0
 
     def seconds(self):
-        self.asked += 1
+        self.num_reads += 1
         return self._seconds
 
 
-def test_a_devices_waits_are_read_when_somebody_looks():
+def test_device_waits_are_read_only_on_demand():
     ledger = Ledger()
     waits = [Wait(1.0), Wait(2.0), Wait(4.0)]
     ledger.record("tp", "all_reduce", 8, waits[0])
@@ -39,17 +39,17 @@ def test_a_devices_waits_are_read_when_somebody_looks():
     ledger.record("dp_shard", "all_gather", 8, 0.5)
     end = ledger.mark()
     ledger.record("tp", "all_gather", 8, waits[2])
-    assert not any(wait.asked for wait in waits)
+    assert not any(wait.num_reads for wait in waits)
     assert ledger.seconds_between(start, end) == {"tp": 2.0, "dp_shard": 0.5}
-    assert (waits[0].asked, waits[2].asked) == (0, 0)
+    assert (waits[0].num_reads, waits[2].num_reads) == (0, 0)
     assert ledger.entry("tp", "all_reduce").seconds == 3.0
     assert (ledger.entry("tp", "all_gather").seconds, ledger.entry("dp_shard", "all_gather").seconds) == (4.0, 0.5)
 
 
-def test_waits_that_nobody_reads_do_not_pile_up():
+def test_number_of_unread_waits_is_bounded():
     ledger = Ledger()
     waits = [Wait(1.0) for _ in range(2**14 + 5)]
     for wait in waits:
         ledger.record("tp", "all_reduce", 8, wait)
-    assert sum(wait.asked for wait in waits) == 5
+    assert sum(wait.num_reads for wait in waits) == 5
     assert ledger.entry("tp", "all_reduce").seconds == len(waits)

@@ -1,4 +1,4 @@
-"""Low rank: what a rank-r sum becomes, what is left out, and where matrices lie."""
+"""Low-rank gradient compression: sums of rank r, their residuals, and which matrices are compressed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MATRIX = Matrix(40, ROWS, COLUMNS)
     st.integers(0, 10**6),
     st.integers(1, 8),
 )
-def test_matrices_are_whole_rows_of_a_stretch_and_worth_it(shape, first, last, rank):
+def test_matrices_cover_full_rows_of_a_slice_and_save_bytes(shape, first, last, rank):
     numel = torch.Size(shape).numel()
     start, end = sorted((first % (numel + 1), last % (numel + 1)))
     for one in matrices_of(shape, start, end, 7, rank):
@@ -50,7 +50,7 @@ def test_matrices_are_whole_rows_of_a_stretch_and_worth_it(shape, first, last, r
         ([8, 100_000], None),
     ],
 )
-def test_several_dimensions_are_nearly_square(shape, found):
+def test_tensor_dims_are_folded_to_a_nearly_square_matrix(shape, found):
     ones = matrices_of(shape, 0, torch.Size(shape).numel(), 0, 4)
     assert [one[1:] for one in ones] == ([found] if found else [])
 
@@ -63,7 +63,7 @@ def of_rank(rank: int, seed: int) -> torch.Tensor:
 
 
 def sums_of_low_rank(size: int) -> dict[str, object]:
-    """What ranks get, and what they owe, over steps."""
+    """Return sums, residual balances and checks of low-rank collectives over several steps."""
     axis = build_mesh(Plan.parse(f"dp_replicate={size}")).data
     found: dict[str, object] = {}
 
@@ -81,18 +81,18 @@ def sums_of_low_rank(size: int) -> dict[str, object]:
         assert other == size
         return out, dict(coder.states())["summands-1x7744/residual"][0].clone()
 
-    low, _ = step(fresh(), of_rank(4 // size, axis.rank))  # their sum has rank 4 at most
+    low, _ = step(fresh(), of_rank(4 // size, axis.rank))  # the sum has rank 4 at most
     found["low"] = low
     full = of_rank(COLUMNS, axis.rank)
-    coders, applied, owed_before = fresh(), [], torch.zeros(NUMEL, dtype=torch.float64)
+    coders, applied, residual_before = fresh(), [], torch.zeros(NUMEL, dtype=torch.float64)
     for clip in (1.0, 0.5, 1.0):
-        sums, owed = step(coders, full, clip)
-        balance = [start_all_reduce(one.clone(), axis).wait() for one in (owed_before, owed, full)]
+        sums, residual = step(coders, full, clip)
+        balance = [start_all_reduce(one.clone(), axis).wait() for one in (residual_before, residual, full)]
         found.setdefault("left", []).append(
             float((clip * (balance[0] + balance[2]) - clip * sums - balance[1]).abs().max())
         )
         applied.append(sums)
-        owed_before = owed
+        residual_before = residual
     found["sums"] = applied
     coders = fresh()
     own = torch.empty(NUMEL // size, dtype=torch.float64)
@@ -117,36 +117,39 @@ def check(pool, size: int) -> None:
         assert found["part"]
         assert not found["spoilt"]
         assert all(torch.equal(one, other) for one, other in zip(found["sums"], answers[0]["sums"], strict=True))
-    by_hand = [sum_by_hand(size, steps) for steps in (1, 2, 3)]
-    for one, other in zip(answers[0]["sums"], by_hand, strict=True):
+    references = [reference_sum(size, steps) for steps in (1, 2, 3)]
+    for one, other in zip(answers[0]["sums"], references, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def sum_by_hand(size: int, steps: int) -> torch.Tensor:
-    """Steps of Vogels et al., algorithm 1 and 2, on one process, with the debts' clip factors of the test."""
+def reference_sum(size: int, steps: int) -> torch.Tensor:
+    """Return the sum of the last of `steps` steps of Vogels et al., algorithms 1 and 2, computed in one process.
+
+    The residuals are scaled by the clip factors of the test.
+    """
     import hashlib
 
     seed = int.from_bytes(hashlib.blake2b(b"one outer 40", digest_size=7).digest(), "little")
     draw = torch.Generator().manual_seed(seed)
     basis = torch.randn(COLUMNS, 4, generator=draw, dtype=torch.float64)
     flats = [of_rank(COLUMNS, rank) for rank in range(size)]
-    owed = [torch.zeros(ROWS, COLUMNS, dtype=torch.float64) for _ in flats]
+    residuals = [torch.zeros(ROWS, COLUMNS, dtype=torch.float64) for _ in flats]
     sums = torch.empty(0)
     for clip in (1.0, 0.5, 1.0)[:steps]:
-        matrices = [MATRIX.of(flat) + debt for flat, debt in zip(flats, owed, strict=True)]
+        matrices = [MATRIX.of(flat) + one for flat, one in zip(flats, residuals, strict=True)]
         thin = torch.linalg.qr(sum(matrices) @ basis)[0]
         basis = sum(matrices).t() @ thin
         sums = thin @ basis.t()
-        owed = [clip * (matrix - sums / size) for matrix in matrices]
-    whole = sum(flats)
-    MATRIX.of(whole).copy_(sums)
-    return whole
+        residuals = [clip * (matrix - sums / size) for matrix in matrices]
+    full_sum = sum(flats)
+    MATRIX.of(full_sum).copy_(sums)
+    return full_sum
 
 
-def test_sums_are_those_of_the_paper_and_of_rank_four_exact(ranks2):
+def test_sums_match_powersgd_and_are_exact_for_rank_four(ranks2):
     check(ranks2, 2)
 
 
 @pytest.mark.full
-def test_so_they_are_of_four_ranks(ranks4):
+def test_sums_match_powersgd_on_four_ranks(ranks4):
     check(ranks4, 4)

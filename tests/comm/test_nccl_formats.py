@@ -1,4 +1,4 @@
-"""What travels over NCCL is of a number format that it takes, whatever Weft is given to send."""
+"""Tensors that are sent over NCCL have a dtype that NCCL supports, whatever the caller's dtype."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Done:
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """A link to a group of NCCL's of this rank alone: copies at once, and raises as torch does."""
+    """Return a link to a simulated NCCL group of one rank, which rejects dtypes as torch does, and the seen dtypes."""
     seen = deque()
 
-    def take(*tensors):
+    def record_and_copy(*tensors):
         for tensor in tensors:
             if tensor.dtype not in NCCL_FORMATS:
                 raise RuntimeError(f"Unconvertible NCCL type {tensor.dtype}")
@@ -35,17 +35,17 @@ def nccl(monkeypatch):
 
     def exchange(out, source, receive, send, **_):
         assert (sum(receive), sum(send)) == (out.numel(), source.numel())
-        return take(out, source)
+        return record_and_copy(out, source)
 
-    monkeypatch.setattr(backend, "all_reduce", lambda out, **_: take(out))
-    monkeypatch.setattr(backend, "broadcast", lambda out, **_: take(out))
-    monkeypatch.setattr(backend, "all_gather_single", lambda out, source, **_: take(out, source))
-    monkeypatch.setattr(backend, "reduce_scatter_single", lambda out, source, **_: take(out, source))
+    monkeypatch.setattr(backend, "all_reduce", lambda out, **_: record_and_copy(out))
+    monkeypatch.setattr(backend, "broadcast", lambda out, **_: record_and_copy(out))
+    monkeypatch.setattr(backend, "all_gather_single", lambda out, source, **_: record_and_copy(out, source))
+    monkeypatch.setattr(backend, "reduce_scatter_single", lambda out, source, **_: record_and_copy(out, source))
     monkeypatch.setattr(backend, "all_to_all_single", exchange)
     return BackendLink(None, (0,), "a test", lambda: False), seen
 
 
-def carried(link, kind, source):
+def run_operation(link, kind, source):
     numel = (source.numel(),)
     out = source.clone() if kind in ("all_reduce", "broadcast") else torch.zeros_like(source)
     counts = {"send": numel, "receive": numel} if kind == "all_to_all" else {}
@@ -57,17 +57,17 @@ def carried(link, kind, source):
 
 @pytest.mark.parametrize("dtype", [*OTHERS, *sorted(NCCL_FORMATS, key=str)], ids=str)
 @pytest.mark.parametrize("kind", ["all_gather", "broadcast", "all_to_all"])
-def test_what_is_only_moved_may_have_any_format(nccl, kind, dtype):
+def test_copying_collectives_accept_any_dtype(nccl, kind, dtype):
     link, seen = nccl
     source = torch.randint(0, 255, (5 * dtype.itemsize,), dtype=torch.uint8).remainder_(2).view(dtype)
-    out = carried(link, kind, source)
+    out = run_operation(link, kind, source)
     assert torch.equal(nccl_formats.as_bytes(out), nccl_formats.as_bytes(source))
     assert seen.pop() == (dtype if dtype in NCCL_FORMATS else torch.uint8)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_sums_of_complex_numbers_go_by_their_parts(nccl, kind):
+def test_complex_sums_are_sent_as_real_pairs(nccl, kind):
     link, seen = nccl
     source = torch.tensor([1 + 2j, 3 - 4j])
-    assert torch.equal(carried(link, kind, source), source)
+    assert torch.equal(run_operation(link, kind, source), source)
     assert seen.pop() == torch.float32

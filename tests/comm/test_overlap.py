@@ -1,4 +1,4 @@
-"""Many collectives under way at once, on several axes, waited for in any order."""
+"""Many concurrent collectives on several axes, waited for in any order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED, EXCHANGE, BACKEND = "shared memory", "gloo exchange", "backend"
 
 
 def out_of_order(plan_text: str, transport: str, axes: list[str], rounds: int, numel: int) -> list:
-    """Start everything, wait in an order of this rank's own. Returns what is wrong."""
+    """Start all collectives and wait for them in a rank-specific order. Return the names of wrong results."""
     mesh = build_mesh(Plan.parse(plan_text))
     order = random.Random(mesh.rank)
     for name in axes:
@@ -47,38 +47,38 @@ def out_of_order(plan_text: str, transport: str, axes: list[str], rounds: int, n
     order.shuffle(waiting)
     wrong = []
     for turn, (name, pending, expected) in enumerate(waiting):
-        # gloo's own sums of four ranks have another order.
+        # gloo adds four ranks in another order.
         close = transport == BACKEND and torch.allclose(pending.wait(), expected, atol=1e-4)
         if not close and not torch.equal(pending.wait(), expected):
             wrong.append(name)
         if turn == 3:
-            # A synchronous call in between, over gloo where no other axis has all ranks.
+            # Insert a synchronous call, over gloo if no other axis has all ranks.
             barrier(mesh.world)
     return wrong
 
 
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND])
-def test_waits_come_in_any_order(ranks2, transport):
-    # A third of the slots for each: most of it cannot be published when it starts.
+def test_collectives_may_be_waited_for_in_any_order(ranks2, transport):
+    # Each takes a third of the slots, so most of it cannot be published when it starts.
     numel = NUM_SLOTS * SLOT_BYTES // 3 // 16
     assert ranks2.run(out_of_order, "dp_replicate=2", transport, ["dp_replicate"], 5, numel) == [[]] * 2
 
 
 @pytest.mark.parametrize("numel", [100, NUM_SLOTS * SLOT_BYTES // 3 // 16])
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND])
-def test_two_axes_work_at_once(ranks4, transport, numel):
+def test_two_axes_run_concurrently(ranks4, transport, numel):
     found = ranks4.run(out_of_order, "dp_replicate=2 dp_shard=2", transport, ["dp_shard", "dp_replicate"], 3, numel)
     assert found == [[]] * 4
 
 
 @pytest.mark.parametrize("numel", [100, 70001])
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE])
-def test_four_ranks_with_much_under_way(ranks4, transport, numel):
+def test_many_concurrent_collectives_on_four_ranks(ranks4, transport, numel):
     assert ranks4.run(out_of_order, "dp_replicate=4", transport, ["dp_replicate"], 6, numel) == [[]] * 4
 
 
 def crossed_waits(transports: tuple[str, str]) -> list[float]:
-    """Two axes, of which every rank waits for the other one first than the rank that it needs."""
+    """Wait for two axes in the opposite order to the ranks that this rank depends on."""
     mesh = build_mesh(Plan.parse("dp_replicate=2 dp_shard=2"))
     join(mesh["dp_shard"], "cpu", transports[0])
     join(mesh["dp_replicate"], "cpu", transports[1])
@@ -93,7 +93,7 @@ def crossed_waits(transports: tuple[str, str]) -> list[float]:
 
 
 @pytest.mark.parametrize("transports", [(SHARED, SHARED), (SHARED, EXCHANGE)])
-def test_a_wait_carries_on_the_other_axes(ranks4, transports):
+def test_waiting_on_one_axis_progresses_the_others(ranks4, transports):
     assert ranks4.run(crossed_waits, transports) == [[2.0, 2.0]] * 4
 
 
@@ -105,10 +105,10 @@ def bits(size: int, transport: str, numel: int) -> tuple[bytes, bytes]:
     return all_reduce(mine, mesh.data).numpy().tobytes(), part.numpy().tobytes()
 
 
-def test_the_same_bits_on_every_rank_in_every_run_by_every_transport(ranks4):
+def test_bits_are_equal_across_ranks_runs_and_transports(ranks4):
     numel = 400_000
     first = ranks4.run(bits, 4, SHARED, numel)
-    assert len({whole for whole, _ in first}) == 1
+    assert len({full for full, _ in first}) == 1
     assert b"".join(part for _, part in first) == first[0][0]
     assert ranks4.run(bits, 4, SHARED, numel) == first
     assert ranks4.run(bits, 4, EXCHANGE, numel) == first

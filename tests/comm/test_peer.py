@@ -1,4 +1,4 @@
-"""From rank to rank on real ranks, by any transport; and gradients through every collective against one process."""
+"""Point-to-point exchanges for every transport, and gradients of all collectives against one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(rank: int, to: int, count: int, width: int, dtype: torch.dtype) -> torc
 
 
 def wrong_exchanges(size: int, transport: str, counts: list[list[int]], width: int, dtype: torch.dtype) -> list:
-    """counts[i][j]: rows from rank i to rank j."""
+    """Return the wrong exchanges. `counts[i][j]` is the number of rows from rank i to rank j."""
     axis = axis_of(size, transport)
     me, wrong = axis.rank, []
     receive = [counts[peer][me] for peer in range(size)]
@@ -50,7 +50,7 @@ def wrong_exchanges(size: int, transport: str, counts: list[list[int]], width: i
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rows_reach_their_ranks(ranks2, ranks4, transport):
+def test_rows_reach_their_destination_ranks(ranks2, ranks4, transport):
     big = SLOT_BYTES // 8 // 5 + 7
     for pool, counts in (
         (ranks2, [[1, 2], [0, 3]]),
@@ -75,22 +75,22 @@ def sent_messages(size: int) -> tuple[list[float], dict[str, tuple[int, int]]]:
         for one in sent:
             one.wait()
         return [], {operation: (entry.calls, entry.num_bytes) for _, operation, entry in ledger.rows()}
-    places = [torch.empty(3) for _ in range(4)]
-    under_way = [start_receive(place, axis, 0) for place in places]
-    return [float(one.wait()[0]) for one in under_way], {
+    buffers = [torch.empty(3) for _ in range(4)]
+    pending = [start_receive(buffer, axis, 0) for buffer in buffers]
+    return [float(one.wait()[0]) for one in pending], {
         operation: (entry.calls, entry.num_bytes) for _, operation, entry in ledger.rows()
     }
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_messages_arrive_in_order_and_are_counted(ranks2, is_staged):
+def test_messages_are_received_in_order_and_counted(ranks2, is_staged):
     first, second = ranks2.run(messages, 2, is_staged)
     assert second[0] == [0.0, 1.0, 2.0, 3.0]
     assert first[1] == {"send": (4, 48)}
     assert second[1] == {"receive": (4, 48)}
 
 
-def refusals(size: int) -> list[str]:
+def argument_errors(size: int) -> list[str]:
     axis = axis_of(size)
     found = []
     for call in (
@@ -105,8 +105,8 @@ def refusals(size: int) -> list[str]:
     return found
 
 
-def test_what_does_not_fit_is_refused(ranks2):
-    assert ranks2.run(refusals, 2)[0] == [
+def test_mismatched_arguments_are_rejected(ranks2):
+    assert ranks2.run(argument_errors, 2)[0] == [
         "all_to_all over dp_replicate: 3 rows are not a multiple of its 2 ranks. Give send= and receive=, or pad.",
         "all_to_all over dp_replicate: send=[1, 1] and receive=[1, 1] for 3 rows. Give both, one count for "
         "each of the 2 ranks, with send adding up to the rows.",
@@ -115,8 +115,8 @@ def test_what_does_not_fit_is_refused(ranks2):
     ]
 
 
-#: What each does to the list of all ranks' tensors, in plain torch.
-def plainly(name: str, parts: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
+def reference_outputs(name: str, parts: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    """Return every rank's output of collective `name` for all ranks' inputs, in plain torch."""
     size = len(parts)
     match name:
         case "copy_to":
@@ -128,12 +128,12 @@ def plainly(name: str, parts: list[torch.Tensor], dim: int) -> list[torch.Tensor
         case "scatter_sum":
             return list(sum(parts).chunk(size, dim))
         case "exchange_dims":
-            pieces = [part.chunk(size, dim) for part in parts]
-            return [torch.cat([piece[rank] for piece in pieces], 1 - dim) for rank in range(size)]
+            chunks = [part.chunk(size, dim) for part in parts]
+            return [torch.cat([one[rank] for one in chunks], 1 - dim) for rank in range(size)]
     raise AssertionError(name)
 
 
-def through(size: int, name: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run_collective(size: int, name: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     axis = axis_of(size)
     x = leaf(axis.rank, size)
     arguments = {"copy_to": (), "sum_over": (), "exchange_dims": (dim, 1 - dim)}.get(name, (dim,))
@@ -152,19 +152,19 @@ def weight(rank: int, shape: torch.Size) -> torch.Tensor:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", ["gather_from", "scatter_sum", "exchange_dims"])
-def test_gradients_are_those_of_the_whole(ranks2, ranks4, name, dim):
-    """The loss is the sum over the ranks, each with a weight of its own."""
+def test_collective_gradients_match_one_process(ranks2, ranks4, name, dim):
+    """Use a loss that is the sum over ranks, with a different weight on each."""
     for pool, size in ((ranks2, 2), (ranks4, 4)):
         leaves = [leaf(rank, size) for rank in range(size)]
-        expected = plainly(name, leaves, dim)
+        expected = reference_outputs(name, leaves, dim)
         sum((one * weight(rank, one.shape)).sum() for rank, one in enumerate(expected)).backward()
-        for rank, (y, grad) in enumerate(pool.run(through, size, name, dim)):
+        for rank, (y, grad) in enumerate(pool.run(run_collective, size, name, dim)):
             torch.testing.assert_close(y, expected[rank].detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(grad, leaves[rank].grad, rtol=1e-12, atol=1e-12)
 
 
-def pair(size: int) -> tuple[torch.Tensor, ...]:
-    """A row of a colwise and a rowwise product, and the two that keep ranks equal: slice and gather_slice."""
+def column_row_pair(size: int) -> tuple[torch.Tensor, ...]:
+    """Run a column-parallel and a row-parallel product, then slice_to and gather_slice on the replicated result."""
     axis = axis_of(size)
     x = leaf(0, size)
     up = leaf(1, size).detach()[..., 0].chunk(size, 0)[axis.rank].contiguous().requires_grad_()
@@ -175,12 +175,12 @@ def pair(size: int) -> tuple[torch.Tensor, ...]:
     return z.detach(), x.grad, up.grad
 
 
-def test_a_pair_of_products_and_equal_ranks(ranks2, ranks4):
+def test_column_and_row_parallel_pair_matches_one_process(ranks2, ranks4):
     for pool, size in ((ranks2, 2), (ranks4, 4)):
         x, up = leaf(0, size), leaf(1, size).detach()[..., 0].contiguous().requires_grad_()
         z = (torch.tanh(x[..., 0] @ up.T) @ up) * 3
         (z * weight(7, z.shape)).sum().backward()
-        for rank, (ours, x_grad, up_grad) in enumerate(pool.run(pair, size)):
+        for rank, (ours, x_grad, up_grad) in enumerate(pool.run(column_row_pair, size)):
             torch.testing.assert_close(ours, z.detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(x_grad, x.grad, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(up_grad, up.grad.chunk(size, 0)[rank], rtol=1e-12, atol=1e-12)
@@ -195,7 +195,7 @@ def exchanged(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return y.detach(), x.grad
 
 
-def test_gradients_travel_back_with_their_rows(ranks2):
+def test_exchange_returns_gradients_to_their_rows(ranks2):
     a, b = leaf(0, 2), leaf(1, 2)
     expected = [torch.cat([a[:1], b[:2]]), torch.cat([a[1:], b[2:]])]
     sum((one * weight(rank, one.shape)).sum() for rank, one in enumerate(expected)).backward()
@@ -204,8 +204,8 @@ def test_gradients_travel_back_with_their_rows(ranks2):
         assert torch.equal(grad, x.grad)
 
 
-class Seen(TorchDispatchMode):
-    """Counts the operations that a dispatch mode sees, as selective recompute does."""
+class OperationCounter(TorchDispatchMode):
+    """Count the operations that a dispatch mode intercepts, as selective recompute does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,22 +216,22 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_seen(size: int, transport: str) -> list[int]:
+def num_operations(size: int, transport: str) -> list[int]:
     axis = axis_of(size, transport)
     found = []
     for is_busy in (False, True):
         big, small = torch.ones(1 << 21), torch.ones(4)
         pending = start_all_reduce(big, axis) if is_busy else None
-        with Seen() as seen:
+        with OperationCounter() as counter:
             all_reduce(small, axis)
         if pending is not None:
             pending.wait()
-        found.append(seen.count)
+        found.append(counter.count)
     return found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_a_wait_carries_on_is_not_seen_by_dispatch_modes(ranks4, transport):
-    """Else a recomputed forward would differ from the first by what happened to be under way."""
-    for alone, beside in ranks4.run(operations_seen, 4, transport):
-        assert alone == beside
+def test_background_progress_is_hidden_from_dispatch_modes(ranks4, transport):
+    """Check it because a recomputed forward would otherwise differ from the first by concurrent collectives."""
+    for idle, busy in ranks4.run(num_operations, 4, transport):
+        assert idle == busy

@@ -1,4 +1,4 @@
-"""Within a host, the backend's link sends bf16 and fp16 as they are where their sum is wanted in fp32."""
+"""Within a host, the backend link sends bf16 and fp16 unconverted when their sum is requested in fp32."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NUMEL, GAP = 1200, 7
 
 
 def parts_of(rank: int, dtype: torch.dtype, size: int) -> Parts:
-    """Two parts with nothing between them, whose sums over ranks no rounding changes."""
+    """Return two parts with a gap between them. Their sums over ranks are exact."""
     flat = (data(rank, NUMEL * size, torch.float32) * 64).round().clamp(-127, 127).to(dtype) / 64
     return Parts([(0, flat[:1000]), (1000 + GAP, flat[1000 + GAP :])], NUMEL * size, torch.float32)
 
 
 def sums(size: int, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int, str]:
-    """Whether it sends short summands, this rank's sums, the bytes that the ledger has, and the choice."""
+    """Return whether the link sends short summands, this rank's sums, the ledger's bytes and the transport."""
     ledger = Ledger()
     mesh = build_mesh(Plan(dp_replicate=size), record=ledger.record)
     axis = mesh.data
@@ -37,7 +37,7 @@ def sums(size: int, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int, str]:
 
 
 @pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)])
-def test_sums_are_those_in_fp32_in_half_the_bytes(ranks4, dtype, width):
+def test_short_summands_give_fp32_sums_in_half_the_bytes(ranks4, dtype, width):
     expected = sum(parts_of(rank, dtype, 4).joined().double() for rank in range(4)).float()
     for rank, (is_short, out, num_bytes, transport) in enumerate(ranks4.run(sums, 4, dtype)):
         assert transport == "backend"
@@ -46,7 +46,7 @@ def test_sums_are_those_in_fp32_in_half_the_bytes(ranks4, dtype, width):
         assert num_bytes == width * 4 * NUMEL
 
 
-def test_between_hosts_sums_are_made_on_the_way(ranks4):
+def test_links_between_hosts_send_fp32_summands(ranks4):
     for is_short, _, num_bytes, _ in ranks4.run(on_hosts, 2, sums, 4, torch.bfloat16):
         assert not is_short
         assert num_bytes == 4 * 4 * NUMEL

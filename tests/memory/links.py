@@ -1,4 +1,4 @@
-"""Links for tests on a host alone."""
+"""Host links for tests without a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.memory.host_link import Waitable
 
 
 class LateCopy:
-    """A copy that happens when somebody waits for it, and never otherwise: the latest that a device may take."""
+    """A copy that runs only when it is waited for: the latest time that a device may take."""
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None, count: Callable[[], None]):
         self._todo: tuple[torch.Tensor, torch.Tensor] | None = (source, target)
@@ -37,7 +37,7 @@ class LateCopy:
 
 
 class LateLink:
-    """Like a device's copy engines, in that copies overlap with other work; see `LateCopy`."""
+    """Link whose copies overlap with other work, like a device's copy engines. See `LateCopy`."""
 
     overlaps = True
 
@@ -51,9 +51,9 @@ class LateLink:
     def up(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> LateCopy:
         return self._copy("up", source, target, after)
 
-    def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: Waitable | None) -> LateCopy:
+    def _copy(self, direction: str, source: torch.Tensor, target: torch.Tensor, after: Waitable | None) -> LateCopy:
         def count() -> None:
-            self.done[way] += 1
-            self.bytes[way] += source.nbytes
+            self.done[direction] += 1
+            self.bytes[direction] += source.nbytes
 
         return LateCopy(source, target, after, count)

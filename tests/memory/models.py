@@ -1,4 +1,4 @@
-"""Small models of every kind, in float64, each with a call that gives its output."""
+"""Small float64 models of every kind, each with a function that calls it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _images() -> torch.Tensor:
 
 
 def _cnn() -> tuple[nn.Module, Call]:
-    """A small residual network: blocks in a Sequential, and buffers that forward changes."""
+    """Return a small residual network with blocks in a Sequential, and buffers that forward changes."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.Sequential(Residual(8), Residual(8)), nn.Sequential(Residual(8)),
@@ -85,7 +85,7 @@ def _cnn() -> tuple[nn.Module, Call]:
 
 
 def _plain_cnn() -> tuple[nn.Module, Call]:
-    """No repeated blocks: the whole model is one, with dropout."""
+    """Return a model with dropout and without repeated blocks."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.ReLU(),
@@ -95,7 +95,7 @@ def _plain_cnn() -> tuple[nn.Module, Call]:
 
 
 class Twice(nn.Module):
-    """Runs its one block twice, with an input by keyword, a frozen weight, and an output that is a tuple."""
+    """Runs its only block twice, with a keyword input, a frozen weight, and a tuple output."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -125,7 +125,7 @@ def _twice() -> tuple[nn.Module, Call]:
 
 
 class Recurrent(nn.Module):
-    """Blocks that change in place what products gave: torch's own recurrent layers do, and activations may."""
+    """Blocks that modify products in place, as torch's recurrent layers do, and activations may."""
 
     class Layer(nn.Module):
         def __init__(self, kind: type[nn.RNNBase]) -> None:

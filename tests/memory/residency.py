@@ -1,7 +1,7 @@
-"""A machine with two memories, played on one: which tensors are the host's, and what no device could do with them.
+"""Simulation of host and device memory on one machine.
 
-Host storages are those of the pool and what is made from them alone. An operation that mixes both memories is refused
-as CUDA would refuse it: only copies and scalars may.
+Host storages are those in the pool, and results computed only from them. An operation that mixes both memories raises,
+as under CUDA, except for copies and scalars.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from weft.memory.offload import HostPool
 
-#: The last one: torch's optimizers divide their tensors by device before they call it.
-MAY_MIX = {"copy_", "_to_copy", "set_", "_fused_adamw_"}
+#: `_fused_adamw_` is allowed because torch's optimizers group tensors by device before they call it.
+MIXING_ALLOWED = {"copy_", "_to_copy", "set_", "_fused_adamw_"}
 
 
 class TwoMemories(TorchDispatchMode):
-    """While inside, refuses operations that mix host and device. pool: what makes the host's buffers."""
+    """Raises on operations that mix host and device while active. pool: allocator of host buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class TwoMemories(TorchDispatchMode):
         return found is not None and found() is storage
 
     def live_bytes(self, host: bool) -> int:
-        """Bytes of all storages made inside that still live, in one of the memories."""
+        """Return the bytes of live storages that were created while active, in one of the memories."""
         storages = [storage for ref in self._all.values() if (storage := ref()) is not None]
         return sum(one.nbytes() for one in storages if (one._cdata in self._host) == host)
 
@@ -47,12 +47,12 @@ class TwoMemories(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = list(_tensors((args, kwargs)))
         sides = {self.is_host(tensor) for tensor in given if tensor.ndim}
-        if name not in MAY_MIX and len(sides) > 1:
+        if name not in MIXING_ALLOWED and len(sides) > 1:
             raise RuntimeError(f"{name}: tensors of both memories")
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             if tensor.is_meta:
-                continue  # a shape, in no memory
+                continue  # has no memory
             storage = tensor.untyped_storage()
             self._all[storage._cdata] = weakref.ref(storage)
             if sides == {True} and name not in ("_to_copy",):

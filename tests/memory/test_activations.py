@@ -1,4 +1,4 @@
-"""Activations travel once each, parameters never, and what autograd would refuse is refused."""
+"""Activation offload: each activation is copied once, parameters never, and modified tensors are rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.models.inspect.blocks import repeated_blocks
 
 
 class Block(nn.Module):
-    """Three products of one input, as attention makes them."""
+    """Three products of one input, as in attention."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -50,8 +50,8 @@ def host(limit: int = 1 << 20) -> Host:
     return Host(LateLink(), HostPool(limit))
 
 
-def watched(model: nn.Module, where: Host, share: float = 1.0, least_bytes: int = 0) -> Activations:
-    return offload_activations(list(model.blocks.named_children()), share, where, least_bytes)
+def offload(model: nn.Module, host_memory: Host, share: float = 1.0, least_bytes: int = 0) -> Activations:
+    return offload_activations(list(model.blocks.named_children()), share, host_memory, least_bytes)
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -60,52 +60,52 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [param.grad.clone() for param in model.parameters()]
 
 
-def test_gradients_are_the_same_bits_and_all_buffers_come_back():
+def test_gradients_are_bitwise_equal_and_buffers_are_released():
     model, x = Stack(), torch.randn(16, 8)
     expected = gradients(model, x)
-    where = host()
-    activations = watched(model, where)
+    host_memory = host()
+    activations = offload(model, host_memory)
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
-        assert where.pool.used_bytes == 0
-    assert where.link.bytes["down"] == where.link.bytes["up"] == activations.sent_bytes
-    # Steps after the first take nothing new.
-    assert where.pool.held_bytes == where.pool.peak_bytes
+        assert host_memory.pool.used_bytes == 0
+    assert host_memory.link.bytes["down"] == host_memory.link.bytes["up"] == activations.sent_bytes
+    # Steps after the first allocate nothing.
+    assert host_memory.pool.held_bytes == host_memory.pool.peak_bytes
 
 
-def test_each_tensor_travels_once_and_parameters_and_buffers_do_not():
-    """Of a block: its input, for three products; a.sigmoid(), b, tanh's output and c. Five of 512 bytes."""
-    model, where = Stack(1), host()
-    activations = watched(model, where)
+def test_each_activation_is_copied_once_and_parameters_never():
+    """Expect five tensors of 512 bytes per block: its input, a.sigmoid(), b, tanh's output and c."""
+    model, host_memory = Stack(1), host()
+    activations = offload(model, host_memory)
     gradients(model, torch.randn(16, 8))
     assert activations.sent_bytes == 5 * 16 * 8 * 4
 
 
-def test_a_share_of_the_blocks_the_first_ones_and_at_least_one():
+def test_share_selects_first_blocks_and_at_least_one():
     for share, count in ((0.1, 1), (0.5, 2), (0.67, 2), (1.0, 3)):
-        model, where = Stack(3), host()
-        activations = watched(model, where, share)
+        model, host_memory = Stack(3), host()
+        activations = offload(model, host_memory, share)
         gradients(model, torch.randn(16, 8))
         assert activations.sent_bytes == count * 5 * 512
 
 
-def test_small_tensors_stay():
-    model, where = Stack(2), host()
-    activations = watched(model, where, least_bytes=513)
+def test_small_tensors_stay_on_the_device():
+    model, host_memory = Stack(2), host()
+    activations = offload(model, host_memory, least_bytes=513)
     gradients(model, torch.randn(16, 8))
     assert activations.sent_bytes == 0
 
 
-def test_the_device_keeps_one_block_at_a_time():
-    """Between forward and backward none; in backward, the block at work and the one before."""
-    model, where = Stack(4), host()
-    watched(model, where)
+def test_device_has_at_most_two_blocks_in_backward():
+    """Expect none between forward and backward, and at most two blocks in backward."""
+    model, host_memory = Stack(4), host()
+    offload(model, host_memory)
     output = model(torch.randn(16, 8).requires_grad_())
     gc.collect()
-    held = [one for one in gc.get_objects() if type(one).__name__ == "_Saved"]
-    assert len(held) == 4 * 5
-    assert all(one._tensor is None for one in held)
-    del held
+    live_saved = [one for one in gc.get_objects() if type(one).__name__ == "_Saved"]
+    assert len(live_saved) == 4 * 5
+    assert all(one._tensor is None for one in live_saved)
+    del live_saved
     most: list[int] = []
 
     def count(grad):
@@ -116,65 +116,65 @@ def test_the_device_keeps_one_block_at_a_time():
         block.parts[0].weight.register_hook(count)
     output.sum().backward()
     assert 5 <= max(most) <= 10
-    assert where.pool.used_bytes == 0
+    assert host_memory.pool.used_bytes == 0
 
 
 @pytest.mark.parametrize(("num_blocks", "share", "room"), [(6, 0.5, 3), (8, 0.25, 6), (8, 0.75, 2), (4, 0.75, 2)])
-def test_what_travelled_comes_back_in_the_room_of_blocks_whose_backward_is_over(num_blocks, share, room):
-    """When a block's backward begins, blocks before it are on their way: together never more than stayed in forward."""
-    model, where = Stack(num_blocks), host()
+def test_prefetch_in_backward_uses_only_freed_memory(num_blocks, share, room):
+    """Check that prefetching earlier blocks in backward never needs more memory than the blocks kept in forward."""
+    model, host_memory = Stack(num_blocks), host()
     x, count = torch.randn(16, 8), round(share * num_blocks)
     expected = gradients(model, x)
-    watched(model, where, share)
-    here: dict[int, int] = {}
+    offload(model, host_memory, share)
+    on_device: dict[int, int] = {}
 
-    def look(index: int) -> None:
+    def count_on_device(index: int) -> None:
         alive = [one for one in gc.get_objects() if type(one).__name__ == "_Saved"]
-        here[index] = sum(not one.is_away for one in alive) // 5
+        on_device[index] = sum(not one.is_away for one in alive) // 5
 
     for index, block in enumerate(model.blocks):
-        # The last of a block's weights to get its gradient: others of the block may be gone already.
-        block.parts[0].weight.register_hook(lambda grad, index=index: look(index))
+        # The last weight of a block to get its gradient: the block's other tensors may be freed already.
+        block.parts[0].weight.register_hook(lambda grad, index=index: count_on_device(index))
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
     staying = num_blocks - count
     for index in range(count, num_blocks):
-        assert here[index] == min(count, room - (index - count + 1)), here
+        assert on_device[index] == min(count, room - (index - count + 1)), on_device
     for index in range(count):
-        assert here[index] <= room, here
-    assert here[count - 1] >= min(count, room) - 1
+        assert on_device[index] <= room, on_device
+    assert on_device[count - 1] >= min(count, room) - 1
     assert room == max(2, staying)
-    assert where.pool.used_bytes == 0
+    assert host_memory.pool.used_bytes == 0
 
 
-def test_the_backward_of_a_microbatch_brings_nothing_of_those_behind_it():
-    """As in a pipeline: two go forward before the first goes back."""
-    model, where = Stack(4), host()
-    watched(model, where, 0.5)
+def test_backward_does_not_prefetch_later_microbatches():
+    """As in a pipeline, run two forwards before the first backward."""
+    model, host_memory = Stack(4), host()
+    offload(model, host_memory, 0.5)
     first = model(torch.randn(16, 8)).square().sum()
     saved = {id(one) for one in gc.get_objects() if type(one).__name__ == "_Saved"}
     second = model(torch.randn(16, 8)).square().sum()
     first.backward()
-    behind = [one for one in gc.get_objects() if type(one).__name__ == "_Saved" and id(one) not in saved]
-    assert behind
-    assert all(one.is_away for one in behind)
-    del behind
+    later_saved = [one for one in gc.get_objects() if type(one).__name__ == "_Saved" and id(one) not in saved]
+    assert later_saved
+    assert all(one.is_away for one in later_saved)
+    del later_saved
     second.backward()
-    assert where.pool.used_bytes == 0
+    assert host_memory.pool.used_bytes == 0
 
 
-def test_a_graph_that_is_dropped_gives_its_buffers_back():
-    model, where = Stack(), host()
-    watched(model, where)
+def test_dropped_graph_releases_its_buffers():
+    model, host_memory = Stack(), host()
+    offload(model, host_memory)
     output = model(torch.randn(16, 8))
-    assert where.pool.used_bytes > 0
+    assert host_memory.pool.used_bytes > 0
     del output
-    assert where.pool.used_bytes == 0
+    assert host_memory.pool.used_bytes == 0
 
 
-def test_backward_twice_through_one_graph():
+def test_backward_twice_through_one_graph_accumulates():
     model, x = Stack(2), torch.randn(16, 8)
     expected = gradients(model, x)
-    watched(model, host())
+    offload(model, host())
     model.zero_grad()
     loss = model(x).square().sum()
     loss.backward(retain_graph=True)
@@ -183,50 +183,50 @@ def test_backward_twice_through_one_graph():
         torch.testing.assert_close(param.grad, 2 * grad)
 
 
-def test_views_with_holes_and_repeated_rows():
-    class Cut(nn.Module):
+def test_non_contiguous_and_expanded_views_are_offloaded():
+    class SplitsFeatures(nn.Module):
         def __init__(self):
             super().__init__()
             self.wide = nn.Linear(8, 16)
             self.scale = nn.Parameter(torch.randn(1, 8))
 
         def forward(self, x):
-            left, right = self.wide(x).chunk(2, -1)  # two views with holes
-            return left * right * self.scale.exp().expand(16, 8) + x.t().contiguous().t()
+            with_offload, right = self.wide(x).chunk(2, -1)  # two non-contiguous views
+            return with_offload * right * self.scale.exp().expand(16, 8) + x.t().contiguous().t()
 
     torch.manual_seed(0)
     model = nn.Module()
-    model.blocks = nn.ModuleList([Cut()])
+    model.blocks = nn.ModuleList([SplitsFeatures()])
     model.forward = lambda x: model.blocks[0](x)
     x = torch.randn(16, 8)
     expected = gradients(model, x)
-    activations = watched(model, host())
+    activations = offload(model, host())
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
     assert activations.sent_bytes > 0
 
 
-def test_without_gradients_nothing_moves():
-    model, where = Stack(), host()
-    activations = watched(model, where)
+def test_nothing_is_offloaded_without_gradients():
+    model, host_memory = Stack(), host()
+    activations = offload(model, host_memory)
     with torch.no_grad():
         model(torch.randn(16, 8))
     assert activations.sent_bytes == 0
 
 
-def test_an_exception_in_a_block_leaves_no_hooks_behind():
-    model, where = Stack(2), host()
-    activations = watched(model, where)
+def test_exception_in_a_block_leaves_no_hooks():
+    model, host_memory = Stack(2), host()
+    activations = offload(model, host_memory)
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.randn(16, 7))
     before = activations.sent_bytes
     (torch.randn(16, 8, requires_grad=True) ** 2).sum().backward()
     assert activations.sent_bytes == before
     gradients(model, torch.randn(16, 8))
-    assert where.pool.used_bytes == 0
+    assert host_memory.pool.used_bytes == 0
 
 
-def test_a_tensor_changed_in_place_after_it_was_kept_is_refused_as_autograd_refuses_it():
-    class Spoils(nn.Module):
+def test_modified_saved_tensor_is_rejected():
+    class ModifiesSavedTensor(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(8, 8)
@@ -238,8 +238,8 @@ def test_a_tensor_changed_in_place_after_it_was_kept_is_refused_as_autograd_refu
             return z
 
     model = nn.Module()
-    model.blocks = nn.ModuleList([Spoils()])
-    watched(model, host())
+    model.blocks = nn.ModuleList([ModifiesSavedTensor()])
+    offload(model, host())
     with pytest.raises(ModelError) as caught:
         model.blocks[0](torch.randn(16, 8))
     assert str(caught.value) == (
@@ -248,16 +248,16 @@ def test_a_tensor_changed_in_place_after_it_was_kept_is_refused_as_autograd_refu
     )
 
 
-def test_a_copy_of_the_model_is_a_plain_model():
-    model, where = Stack(2), host()
-    activations = watched(model, where)
+def test_copied_model_does_not_offload():
+    model, host_memory = Stack(2), host()
+    activations = offload(model, host_memory)
     other = copy.deepcopy(model)
     gradients(other, torch.randn(16, 8))
     assert activations.sent_bytes == 0
 
 
 def live_after_forward(setting: str, backend: str | None, offloads: bool) -> int:
-    """Bytes that one forward leaves on the device for backward. Parameters are not counted."""
+    """Return the device bytes that one forward keeps for backward, without parameters."""
     torch._dynamo.reset()
     model, call = MODELS["llama"]()
     apply_recompute(model, Plan(recompute=setting))
@@ -267,7 +267,7 @@ def live_after_forward(setting: str, backend: str | None, offloads: bool) -> int
     memories = TwoMemories()
     if offloads:
         offload_activations(list(blocks.items()), 1.0, Host(PlainLink(), memories.pool), least_bytes=0)
-    call(model).sum().backward()  # policies are chosen, and graphs made, the first time
+    call(model).sum().backward()  # the first call chooses policies and compiles
     with memories:
         output = call(model)
         gc.collect()
@@ -277,9 +277,9 @@ def live_after_forward(setting: str, backend: str | None, offloads: bool) -> int
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.full)])
-def test_what_recompute_keeps_leaves_the_device(backend):
-    """What stays is what lies outside of the blocks, whatever the policy; compiled code saves some of it too."""
+def test_tensors_saved_by_recompute_are_offloaded(backend):
+    """Only tensors outside of the blocks stay on the device, for every policy."""
     for setting in ("none", "selective", "full"):
-        kept, left = (live_after_forward(setting, backend, offloads) for offloads in (False, True))
-        assert left < 0.1 * live_after_forward("none", backend, False)
-        assert left < 0.75 * kept
+        without_offload, with_offload = (live_after_forward(setting, backend, offloads) for offloads in (False, True))
+        assert with_offload < 0.1 * live_after_forward("none", backend, False)
+        assert with_offload < 0.75 * without_offload

@@ -1,4 +1,4 @@
-"""The choice under a budget, against trying every choice."""
+"""The cheapest choice within a memory budget, compared with all choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ menus = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(menus, st.integers(0, 200))
-def test_it_is_the_best_of_all_choices(menu_list, budget):
+def test_choice_is_the_best_of_all_choices(menu_list, budget):
     choice = cheapest_choice(menu_list, budget)
     fitting = [
         sum(option[1] for option in options)
@@ -34,7 +34,7 @@ def test_it_is_the_best_of_all_choices(menu_list, budget):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 10)), min_size=1, max_size=4), max_size=9),
        st.floats(0, 1))  # fmt: skip
-def test_large_sizes_are_never_rounded_into_the_budget(menu_list, share):
+def test_large_sizes_never_exceed_the_budget_by_rounding(menu_list, share):
     budget = int(share * sum(max(size for size, _ in menu) for menu in menu_list))
     choice = cheapest_choice(menu_list, budget)
     least = sum(min(size for size, _ in menu) for menu in menu_list)
@@ -43,12 +43,12 @@ def test_large_sizes_are_never_rounded_into_the_budget(menu_list, share):
         assert sum(menu[index][0] for menu, index in zip(menu_list, choice, strict=True)) <= budget
 
 
-def test_two_that_are_a_step_too_large_together_are_not_both_kept():
+def test_two_options_slightly_over_budget_are_not_both_chosen():
     menu = [(81_929, 0.0), (0, 1.0)]
     assert sorted(cheapest_choice([menu, menu], 163_840)) == [0, 1]
 
 
-def test_many_blocks_and_real_sizes_use_the_budget_to_the_last_percent():
+def test_many_blocks_use_over_98_percent_of_the_budget():
     gib = 2**30
     menu = [(2 * gib + 12345, 0.0), (gib + 777, 0.5), (100_001, 1.0)]
     budget = 100 * gib
@@ -57,6 +57,6 @@ def test_many_blocks_and_real_sizes_use_the_budget_to_the_last_percent():
     assert 0.98 * budget < total <= budget
 
 
-def test_a_negative_rest_fits_nothing():
+def test_negative_budget_has_no_choice():
     assert cheapest_choice([[(0, 1.0)]], -1) is None
     assert cheapest_choice([[(5, 1.0), (0, 2.0)]], 0) == [1]

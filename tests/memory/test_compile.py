@@ -1,5 +1,7 @@
-"""Recompute before torch.compile: the same numbers, one graph for a policy, less kept. The tracer is real; only one
-test pays for generated code."""
+"""Recompute with torch.compile: equal results, one graph per policy, and fewer saved bytes.
+
+Tracing is real, and one test generates code.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from weft.parallel.compile_blocks import compile_blocks
 from weft.verify.oracles import counted_graphs
 
 
-def compiled(name: str, setting: str, backend: str):
+def build_compiled(name: str, setting: str, backend: str):
     model, call = MODELS[name]()
     apply_recompute(model, Plan(recompute=setting))
     for block in repeated_blocks(model).values() or [model]:
@@ -28,17 +30,17 @@ def compiled(name: str, setting: str, backend: str):
 @pytest.mark.parametrize(
     *product("name, setting", ["llama-documents", "hf-gpt2", "cnn", "twice"], ["full", "selective", "attention", "60%"])
 )
-def test_traced_blocks_give_the_same_numbers_in_whole_graphs(name, setting):
+def test_compiled_recompute_matches_eager_without_graph_breaks(name, setting):
     if setting == "attention" and name not in HAVE_ATTENTION:
         pytest.skip("no attention in it")
     plain, call = MODELS[name]()
     expected = two_steps(plain, call)
-    with counted_graphs() as made:
-        found = two_steps(*compiled(name, setting, "aot_eager"))
+    with counted_graphs() as counted:
+        found = two_steps(*build_compiled(name, setting, "aot_eager"))
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
-    # The one break is the first look at each block, which is not compiled.
-    assert len(made.breaks) <= 1, made
+    # The one break is the first forward of each block, which is not compiled.
+    assert len(counted.breaks) <= 1, counted
 
 
 @pytest.mark.full
@@ -46,7 +48,7 @@ def test_traced_blocks_give_the_same_numbers_in_whole_graphs(name, setting):
     torch.__version__.startswith("2.11."),
     reason="torch 2.11's own code for recomputed attention in float64 on CPU takes its log-sum-exp for float32",
 )
-def test_generated_code_recomputes_under_a_plan_that_compiles():
+def test_generated_code_with_recompute_matches_eager():
     torch._dynamo.reset()
     model, call = MODELS["llama"]()
     apply_recompute(model, Plan(recompute="selective"))
@@ -58,28 +60,28 @@ def test_generated_code_recomputes_under_a_plan_that_compiles():
 
 
 @pytest.mark.parametrize(("setting", "most"), [("full", 0.25), ("selective", 0.9)])
-def test_a_compiled_block_keeps_less(setting, most):
-    """Counted by what its backward is given: autograd's node of a compiled graph holds it."""
+def test_compiled_recompute_saves_fewer_bytes(setting, most):
+    """Count the tensors that autograd's node of a compiled graph saves."""
 
-    def kept(setting: str) -> int:
+    def saved(setting: str) -> int:
         torch._dynamo.reset()
-        model, call = compiled("llama", setting, "aot_eager")
+        model, call = build_compiled("llama", setting, "aot_eager")
         call(model).sum().backward()
         return saved_bytes(lambda: call(model), model.parameters())
 
-    assert kept(setting) < most * kept("none")
+    assert saved(setting) < most * saved("none")
 
 
-def test_torchs_flag_for_side_effects_is_on_while_blocks_are_traced_and_at_no_other_time():
+def test_torch_side_effects_flag_is_set_only_while_tracing():
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     flags = torch._dynamo.config
     if not hasattr(flags, name):
         pytest.skip("this torch has no such flag")
     torch._dynamo.reset()
-    seen = []
+    flag_values = []
 
     def backend(graph, inputs):
-        seen.append(getattr(flags, name))
+        flag_values.append(getattr(flags, name))
         return graph
 
     model, call = MODELS["llama"]()
@@ -88,6 +90,6 @@ def test_torchs_flag_for_side_effects_is_on_while_blocks_are_traced_and_at_no_ot
     for _ in range(2):
         assert not getattr(flags, name)
         call(model)
-    assert seen
-    assert all(seen)
+    assert flag_values
+    assert all(flag_values)
     assert not getattr(flags, name)

@@ -1,4 +1,4 @@
-"""What is on the host is there, and only there; what is chosen is the share that was asked for."""
+"""Optimizer offload: offloaded tensors are only on the host, and their size matches the requested share."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MODULE = importlib.import_module("weft.parallel.parallelize")
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 1000), max_size=20), st.floats(0, 1))
-def test_what_is_chosen_misses_the_share_by_half_of_the_largest_at_most(sizes, share):
+def test_chosen_share_is_off_by_at_most_half_the_largest(sizes, share):
     named = [(str(index), size) for index, size in enumerate(sizes)]
     taken = sum(size for name, size in named if name in choose(named, share))
     assert abs(taken - share * sum(sizes)) <= max(sizes, default=0) / 2 + 1e-6
 
 
-def test_the_first_are_chosen_and_all_or_none_at_the_ends():
+def test_first_entries_are_chosen_and_all_or_none_at_the_limits():
     sizes = [("a", 4), ("b", 4), ("c", 4)]
     assert choose(sizes, 0.34) == {"a"}
     assert choose(sizes, 1.0) == {"a", "b", "c"}
@@ -75,7 +75,7 @@ def train(plan: str, host: Host | None, monkeypatch, num_steps: int = 3) -> tupl
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_no_operation_mixes_the_memories_and_each_thing_lies_where_it_should(precision, share, monkeypatch):
+def test_tensors_are_in_the_right_memory_without_mixing(precision, share, monkeypatch):
     with TwoMemories() as machine:
         host = Host(PlainLink(), machine.pool)
         trained, optimizer = train(f"precision={precision} offload=optimizer:{share}", host, monkeypatch)
@@ -83,9 +83,9 @@ def test_no_operation_mixes_the_memories_and_each_thing_lies_where_it_should(pre
         assert dict(engine.weights())
         assert list(engine.state_slices(optimizer))
     assert not any(machine.is_host(param) for param in trained.parameters())
-    there = [bucket for bucket in engine.reducer.buckets if bucket.on_host]
+    on_host_buckets = [bucket for bucket in engine.reducer.buckets if bucket.on_host]
     total = sum(bucket.size for bucket in engine.reducer.buckets)
-    assert sum(bucket.size for bucket in there) / total == pytest.approx(share, abs=0.35)
+    assert sum(bucket.size for bucket in on_host_buckets) / total == pytest.approx(share, abs=0.35)
     for bucket in engine.reducer.buckets:
         assert machine.is_host(bucket.master) == bucket.on_host
         assert not machine.is_host(bucket.weights)
@@ -94,15 +94,15 @@ def test_no_operation_mixes_the_memories_and_each_thing_lies_where_it_should(pre
     for param in optimizer.param_groups[0]["params"]:
         state = optimizer.state[param]
         assert {machine.is_host(state[key]) for key in ("exp_avg", "exp_avg_sq")} == {machine.is_host(param)}
-    # Masters and gradients in pinned memory, rounded up to pages; all else that is there, the optimizer made.
-    pinned = sum(2 * 4 * bucket.length for bucket in there)
-    assert pinned <= machine.pool.used_bytes <= pinned + 2 * 4096 * len(there)
+    # Masters and gradients are in pinned memory, rounded up to pages. The optimizer allocates the other host tensors.
+    pinned = sum(2 * 4 * bucket.length for bucket in on_host_buckets)
+    assert pinned <= machine.pool.used_bytes <= pinned + 2 * 4096 * len(on_host_buckets)
 
 
-def test_device_bytes_fall_by_masters_and_states(monkeypatch):
-    """bf16, one rank: 2 + 4 bytes of weights and gradients stay of 2 + 2 + 4 + 8.
+def test_device_bytes_decrease_by_masters_and_states(monkeypatch):
+    """Expect in bf16 on one rank 2 + 4 bytes of weights and gradients, down from 2 + 2 + 4 + 8.
 
-    What travels to the host is fp32; without it gradients stay in bf16 until the optimizer reads them.
+    Gradients are copied to the host in fp32. Without offload they stay in bf16 until the optimizer reads them.
     """
     found = {}
     for offload in ("none", "optimizer"):
@@ -116,8 +116,8 @@ def test_device_bytes_fall_by_masters_and_states(monkeypatch):
     assert found["optimizer"] == pytest.approx(6 * num_params, rel=0.1)
 
 
-def test_gradients_are_sent_while_backward_goes_on(monkeypatch):
-    """The first bucket is on its way before the last gradient is there."""
+def test_gradients_are_offloaded_during_backward(monkeypatch):
+    """Check that the first bucket is sent before the last gradient is computed."""
     link, order = LateLink(), []
     down = link.down
     monkeypatch.setattr(link, "down", lambda *args: (order.append("sent"), down(*args))[1])
@@ -136,8 +136,8 @@ def test_gradients_are_sent_while_backward_goes_on(monkeypatch):
     assert order.index("sent") < order.index("first layer") < len(order) - 1
 
 
-def test_a_users_own_loop(monkeypatch):
-    """The same weights as plain torch, with clipping by hand and an optimizer that nobody handed over."""
+def test_offload_in_a_user_loop_matches_plain_torch(monkeypatch):
+    """Compare weights with plain torch, with torch's clipping and an optimizer that was not passed to Weft."""
     results = []
     for offload in (False, True):
         trained = model().double()
@@ -158,18 +158,18 @@ def test_a_users_own_loop(monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-def test_loaded_weights_reach_the_masters(monkeypatch):
+def test_loaded_weights_update_the_masters(monkeypatch):
     trained, _ = train("offload=optimizer", Host(PlainLink(), HostPool(1 << 30)), monkeypatch)
     other = {name: torch.full_like(tensor, 0.25) for name, tensor in trained.state_dict().items()}
     trained.load_state_dict(other)
     assert all(bool((tensor == 0.25).all()) for _, tensor in data_parallel(trained).weights())
 
 
-def test_a_limit_that_is_too_small_is_told_before_the_first_step(monkeypatch):
+def test_too_small_host_limit_raises_before_the_first_step(monkeypatch):
     host = Host(PlainLink(), HostPool(8192))
     with pytest.raises(LaunchError) as caught:
         train("offload=optimizer", host, monkeypatch)
-    num_bytes = 4 * sum(-(-param.numel() // 16) * 16 for param in model().parameters())  # aligned in the bucket
+    num_bytes = 4 * sum(-(-param.numel() // 16) * 16 for param in model().parameters())  # aligned as in the bucket
     assert str(caught.value) == (
         f"offload=optimizer: this rank needs {format_bytes(-(-num_bytes // 4096) * 4096)} of host memory for copies, "
         f"and its limit is 8.00 KiB. Put a smaller share on the host, such as offload=optimizer:0.5, or raise "
@@ -177,7 +177,7 @@ def test_a_limit_that_is_too_small_is_told_before_the_first_step(monkeypatch):
     )
 
 
-def test_weights_come_up_in_the_compute_format():
+def test_weights_are_uploaded_in_the_compute_dtype():
     link = LateLink()
     part = HostPart(Host(link, HostPool(1 << 20)), 8, torch.float32)
     part.master.fill_(1.0 + 2**-12)
@@ -188,18 +188,18 @@ def test_weights_come_up_in_the_compute_format():
     assert part.master[0] == 1.0 + 2**-12
 
 
-def test_fused_kernels_are_chosen_where_nobody_said_otherwise():
+def test_fused_kernels_are_the_default_on_the_host():
     params = [nn.Parameter(torch.zeros(2))]
-    unsaid, said = torch.optim.AdamW(params), torch.optim.AdamW(params, foreach=False)
+    default, explicit = torch.optim.AdamW(params), torch.optim.AdamW(params, foreach=False)
     other = torch.optim.RMSprop(params)
-    for optimizer in (unsaid, said, other):
+    for optimizer in (default, explicit, other):
         step_on_host(optimizer)
-    assert unsaid.param_groups[0]["fused"] is True
-    assert said.param_groups[0]["fused"] is None
+    assert default.param_groups[0]["fused"] is True
+    assert explicit.param_groups[0]["fused"] is None
     assert "fused" not in other.param_groups[0]
 
 
-def test_a_run_says_what_goes_where():
+def test_offload_lines_describe_the_placement():
     plan = Plan.parse("offload=optimizer:0.5+activations")
     cuda, cpu = (offload_lines(plan, torch.device(kind)) for kind in ("cuda", "cpu"))
     assert cuda == [
@@ -211,12 +211,12 @@ def test_a_run_says_what_goes_where():
     assert open_host(Plan(), torch.device("cpu")) is None
 
 
-def test_a_warning_comes_once_at_start_on_a_cpu():
+def test_offload_on_a_cpu_warns_at_start():
     with pytest.warns(UserWarning, match="offload=optimizer: this rank's device is the host itself"):
         parallelize(model(), build_mesh(Plan.parse("offload=optimizer")))
 
 
-def test_settings_for_fully_shard():
+def test_offload_policy_for_fully_shard():
     plan = Plan.parse("dp_shard=2 zero=3 offload=params:0.5")
     policy = shard_offload(plan, torch.device("cpu"))["offload_policy"]
     assert policy.pin_memory is False

@@ -1,4 +1,4 @@
-"""Operators that hold what a graph cannot: their numbers, and how long a forward keeps what backward needs."""
+"""Opaque operators for code that a graph cannot contain: results, and lifetime of the tensors for backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.memory.opaque import Handle, Opaque
 
 
 class Branching(nn.Module):
-    """Multiplies by a weight, and looks at a value on the way."""
+    """Multiplies by a weight and branches on a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,15 +44,15 @@ class Block(nn.Module):
         return x + self.branching.code(inputs, [2.0])
 
 
-def keep_all(context, op, *args, **kwargs):
+def save_all(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE
 
 
-WAYS = {
+MODES = {
     "plain": lambda block, x: block(x),
     "checkpoint": lambda block, x: checkpoint(block.forward, x, use_reentrant=False),
     "selective": lambda block, x: checkpoint(
-        block.forward, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep_all)
+        block.forward, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_all)
     ),
 }
 
@@ -65,24 +65,24 @@ def _blocks():
     return opaque, nn.ModuleList(Block(opaque) for _ in range(3))
 
 
-def gradients(blocks, way, x) -> list[Tensor]:
+def gradients(blocks, mode, x) -> list[Tensor]:
     hidden = x
     for block in blocks:
-        hidden = way(block, hidden)
+        hidden = mode(block, hidden)
     hidden.square().sum().backward()
     found = [p.grad for p in blocks.parameters()]
     blocks.zero_grad()
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", gate_runs(["eager", "aot_eager"], 1))
-def test_a_graph_holds_it_and_gives_the_same_gradients(blocks, way, backend):
+def test_opaque_operator_in_a_graph_gives_equal_gradients(blocks, mode, backend):
     opaque, compiled = blocks
     x = torch.randn(4, 8, dtype=torch.float64)
-    plain = copy.deepcopy(compiled)  # whose handles are closed
-    want = gradients(plain, WAYS["plain"], x)
-    run = torch.compile(WAYS[way], backend=backend, fullgraph=True, dynamic=False)
+    plain = copy.deepcopy(compiled)  # copied handles are closed
+    want = gradients(plain, MODES["plain"], x)
+    run = torch.compile(MODES[mode], backend=backend, fullgraph=True, dynamic=False)
     for _ in range(2):
         for found, one in zip(gradients(compiled, run, x), want, strict=True):
             torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-12)
@@ -90,23 +90,23 @@ def test_a_graph_holds_it_and_gives_the_same_gradients(blocks, way, backend):
     assert opaque.num_records == 0
 
 
-@pytest.mark.parametrize(("way", "kept", "runs"), [("plain", 3, 1), ("checkpoint", 0, 2), ("selective", 3, 1)])
-def test_a_recomputed_block_keeps_nothing_of_it(blocks, way, kept, runs):
+@pytest.mark.parametrize(("mode", "num_saved", "runs"), [("plain", 3, 1), ("checkpoint", 0, 2), ("selective", 3, 1)])
+def test_recomputed_block_saves_no_records(blocks, mode, num_saved, runs):
     opaque, compiled = blocks
-    run = torch.compile(WAYS[way], backend="aot_eager", fullgraph=True, dynamic=False)
+    run = torch.compile(MODES[mode], backend="aot_eager", fullgraph=True, dynamic=False)
     hidden = torch.randn(4, 8, dtype=torch.float64)
     for block in compiled:
         hidden = run(block, hidden)
-    assert opaque.num_records == kept
+    assert opaque.num_records == num_saved
     hidden.sum().backward()
     del hidden
     assert opaque.num_records == 0
     assert [block.branching.num_runs for block in compiled] == [runs] * 3
 
 
-def test_two_forwards_wait_for_their_own_backward(blocks):
+def test_two_forwards_keep_separate_records(blocks):
     opaque, compiled = blocks
-    run = torch.compile(WAYS["plain"], backend="aot_eager", fullgraph=True, dynamic=False)
+    run = torch.compile(MODES["plain"], backend="aot_eager", fullgraph=True, dynamic=False)
     first, second = (torch.randn(4, 8, dtype=torch.float64) for _ in range(2))
     want = [gradients(compiled, run, x) for x in (first, second)]
     losses = []
@@ -123,14 +123,14 @@ def test_two_forwards_wait_for_their_own_backward(blocks):
         compiled.zero_grad()
 
 
-def test_without_gradients_nothing_is_kept(blocks):
+def test_no_records_without_gradients(blocks):
     opaque, compiled = blocks
     with torch.no_grad():
-        torch.compile(WAYS["plain"], backend="aot_eager", fullgraph=True)(compiled[0], torch.ones(4, 8).double())
+        torch.compile(MODES["plain"], backend="aot_eager", fullgraph=True)(compiled[0], torch.ones(4, 8).double())
     assert opaque.num_records == 0
 
 
-def test_code_that_gives_another_shape_is_an_error():
+def test_wrong_output_shape_raises():
     block = Block()
     opaque = Opaque()
     handle = opaque.handle(lambda owner, inputs, numbers: inputs[0].sum(), block)
@@ -139,15 +139,15 @@ def test_code_that_gives_another_shape_is_an_error():
 
 
 @pytest.mark.full
-def test_a_model_does_not_get_the_operators_of_one_that_is_gone():
-    """Torch keeps something of a name space whose library is gone, and an address in memory comes back."""
+def test_operator_names_are_never_reused():
+    """Check that names are unique: torch keeps state of a freed library's namespace, and addresses are reused."""
 
     def space() -> str:
         opaque = Opaque()
         return str(opaque.forward)
 
-    seen = []
+    names = []
     for _ in range(20):
-        seen.append(space())
+        names.append(space())
         gc.collect()
-    assert len(set(seen)) == 20
+    assert len(set(names)) == 20

@@ -1,4 +1,4 @@
-"""The pool's bound holds, its buffers are used again, and memory that CUDA knows never goes without being told."""
+"""Host pool: the limit holds, buffers are reused, and pinned memory is unpinned before it is freed."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from weft.memory.offload import HostPool, host_limit, open_host
 
 
 class Registry:
-    """What CUDA knows."""
+    """Records the buffers that are registered with CUDA."""
 
     def __init__(self):
-        self.known: set[int] = set()
+        self.pinned: set[int] = set()
 
     def pin(self, buffer):
-        assert buffer.data_ptr() not in self.known
-        self.known.add(buffer.data_ptr())
+        assert buffer.data_ptr() not in self.pinned
+        self.pinned.add(buffer.data_ptr())
 
     def unpin(self, buffer):
-        self.known.remove(buffer.data_ptr())
+        self.pinned.remove(buffer.data_ptr())
 
 
-class Last:
+class PendingCopy:
     waited = 0
 
     def wait_host(self):
         self.waited += 1
 
 
-def test_a_buffer_is_used_again_and_waits_for_its_last_copy():
-    pool, last = HostPool(1 << 20), Last()
+def test_buffer_is_reused_after_its_last_copy():
+    pool, last = HostPool(1 << 20), PendingCopy()
     first = pool.take(10_000, "x")
     assert first.nbytes == 12_288
     address = first.data_ptr()
@@ -48,20 +48,20 @@ def test_a_buffer_is_used_again_and_waits_for_its_last_copy():
     assert (pool.held_bytes, pool.used_bytes, pool.peak_bytes) == (12_288,) * 3
 
 
-def test_a_much_larger_buffer_is_not_wasted_on_a_small_request():
+def test_small_request_does_not_reuse_a_much_larger_buffer():
     pool = HostPool(1 << 20)
     pool.give_back(pool.take(400_000, "x"))
     assert pool.take(4_000, "x").nbytes == 4096
 
 
-def test_free_buffers_go_before_the_limit_refuses():
+def test_free_buffers_are_released_before_the_limit_raises():
     registry = Registry()
     pool = HostPool(100 * 4096, registry.pin, registry.unpin)
     large, small = pool.take(60 * 4096, "x"), pool.take(10 * 4096, "x")
     pool.give_back(large)
     pool.give_back(small)
     del large
-    assert pool.take(80 * 4096, "x").nbytes == 80 * 4096  # the 60 pages went, the 10 could stay
+    assert pool.take(80 * 4096, "x").nbytes == 80 * 4096  # the 60 pages were freed, the 10 could stay
     assert pool.held_bytes == 90 * 4096
     with pytest.raises(LaunchError) as caught:
         pool.take(51 * 4096, "offload=activations")
@@ -71,23 +71,23 @@ def test_free_buffers_go_before_the_limit_refuses():
     )
 
 
-def test_all_memory_is_unpinned_when_it_is_released_and_when_the_pool_goes():
+def test_memory_is_unpinned_on_release_and_deletion():
     registry = Registry()
     pool = HostPool(1 << 20, registry.pin, registry.unpin)
-    kept, free = pool.take(5, "x"), pool.take(5000, "x")
+    in_use, free = pool.take(5, "x"), pool.take(5000, "x")
     pool.give_back(free)
-    assert len(registry.known) == 2
+    assert len(registry.pinned) == 2
     pool.release()
-    assert registry.known == {kept.data_ptr()}
+    assert registry.pinned == {in_use.data_ptr()}
     assert pool.held_bytes == pool.used_bytes == 4096
     del pool
     gc.collect()
-    assert registry.known == set()
+    assert registry.pinned == set()
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 60_000) | st.none(), max_size=40))
-def test_the_bound_holds_whatever_is_asked(requests):
+def test_limit_holds_for_any_requests(requests):
     registry = Registry()
     pool, taken = HostPool(40 * 4096, registry.pin, registry.unpin), []
     for size in requests:
@@ -102,24 +102,24 @@ def test_the_bound_holds_whatever_is_asked(requests):
         assert all(one.nbytes >= 1 for one in taken)
         assert len({one.data_ptr() for one in taken}) == len(taken)
         assert pool.used_bytes == sum(one.nbytes for one in taken) <= pool.held_bytes <= pool.limit_bytes
-        assert len(registry.known) * 4096 <= pool.held_bytes
+        assert len(registry.pinned) * 4096 <= pool.held_bytes
 
 
-def test_ranks_of_one_machine_share_its_memory(monkeypatch):
-    alone = host_limit("50%")
+def test_host_limit_is_divided_over_local_ranks(monkeypatch):
+    single_rank = host_limit("50%")
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert host_limit("50%") == alone // 4
-    assert host_limit("25%") == pytest.approx(alone / 8, abs=8)
+    assert host_limit("50%") == single_rank // 4
+    assert host_limit("25%") == pytest.approx(single_rank / 8, abs=8)
     assert host_limit("64MiB") == 16 * 2**20
 
 
-def test_a_limit_above_what_the_machine_has_is_refused():
+def test_limit_above_machine_memory_is_rejected():
     with pytest.raises(LaunchError, match=r"^memory.pinned_limit=900TB: the ranks .* Use a share, such as .*=60%\.$"):
         host_limit("900TB")
 
 
-def test_the_setting_reaches_the_pool_and_is_a_size_or_a_share():
+def test_pinned_limit_is_a_size_or_a_share():
     assert open_host(Plan(offload=("optimizer",)), torch.device("cpu"), "1MiB").pool.limit_bytes == 2**20
     for text in ("64GiB", "0.5TB", "1%", "99%", "512MiB"):
         assert RunConfig(memory={"pinned_limit": text}).memory.pinned_limit == text

@@ -1,4 +1,4 @@
-"""Recompute changes what is kept, and no number: policies against none, on models of every kind."""
+"""Recompute policies change the saved bytes but no result, on models of every kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES = ["full", "selective", "attention", "70%"]
 
 
 def two_steps(model: nn.Module, call) -> dict[str, torch.Tensor]:
-    """Losses, gradients and buffers of two training passes; the first is the one that looks at the blocks."""
+    """Return losses, gradients and buffers of two training passes. The first pass inspects the blocks."""
     found = {}
     for step in range(2):
         model.zero_grad()
@@ -51,7 +51,7 @@ def references():
 
 @pytest.mark.parametrize("setting", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_gradients_buffers_and_random_numbers_are_as_without(name, setting, references):
+def test_recompute_matches_no_recompute(name, setting, references):
     model, call = MODELS[name]()
     names = list(model.state_dict())
     if (name, setting) == ("plain-cnn", "full"):
@@ -73,13 +73,13 @@ def test_loss_gradients_buffers_and_random_numbers_are_as_without(name, setting,
 
 
 @pytest.mark.parametrize("name", ["llama-documents", "hf-gpt2", "cnn"])
-def test_every_choice_that_a_budget_may_make_changes_no_number(name, references, monkeypatch):
-    """The first backward replays blocks after the choice was made: it must not feel it."""
+def test_every_budget_choice_matches_no_recompute(name, references, monkeypatch):
+    """The first backward recomputes blocks after the choice was made, which must not affect it."""
     used = set()
     for shift in range(10):
         model, call = MODELS[name]()
         recompute = apply_recompute(model, Plan(recompute="90%"))
-        pick = lambda menus, budget, shift=shift: [(shift + at) % len(menu) for at, menu in enumerate(menus)]  # noqa: E731
+        pick = lambda menus, budget, shift=shift: [(shift + index) % len(menu) for index, menu in enumerate(menus)]  # noqa: E731
         monkeypatch.setattr("weft.memory.recompute.cheapest_choice", pick)
         found = two_steps(model, call)
         for key, value in references(name).items():
@@ -89,62 +89,64 @@ def test_every_choice_that_a_budget_may_make_changes_no_number(name, references,
     assert ("attention" in used) == (name in HAVE_ATTENTION)
 
 
-def kept_bytes(setting: str, model: nn.Module, call) -> tuple[int, int]:
-    """Bytes alive after the second forward, the output aside, and the most during its backward."""
+def saved_and_peak_bytes(setting: str, model: nn.Module, call) -> tuple[int, int]:
+    """Return the bytes alive after the second forward, without the output, and the peak in its backward."""
     apply_recompute(model, Plan(recompute=setting))
     for _ in range(2):
         model.zero_grad()
         with LiveTensors([*model.parameters(), *model.buffers()]) as live:
             output = call(model)
-            kept = live.now - output.untyped_storage().nbytes()
+            saved = live.now - output.untyped_storage().nbytes()
             live.peak = 0
             output.sum().backward()
         del output
-    return kept, live.peak
+    return saved, live.peak
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-documents", "gpt2", "hf-gpt2", "hf-qwen2", "hf-gpt2-eager"])
-def test_what_is_kept_falls_with_the_policy(name):
-    none, selective, full = (kept_bytes(setting, *MODELS[name]()) for setting in ("none", "selective", "full"))
+def test_saved_bytes_decrease_with_the_policy(name):
+    none, selective, full = (
+        saved_and_peak_bytes(setting, *MODELS[name]()) for setting in ("none", "selective", "full")
+    )
     assert full[0] < 0.25 * none[0]
     assert full[0] < selective[0] < 0.75 * none[0]
     assert full[1] < selective[1] < none[1]
 
 
-def test_selective_keeps_products_and_attention_as_far_as_a_replay_gets():
+def test_selective_saves_products_and_attention_that_recompute_needs():
     model, call = MODELS["llama"]()
     recompute = apply_recompute(model, Plan(recompute="selective"))
     call(model).sum().backward()
-    # q, k, v, attention, o, gate, up; not down, after which nothing is needed.
+    # q, k, v, attention, o, gate, up, but not down, which is the last operation.
     assert {policy.saved for policy in recompute.policies.values()} == {frozenset(range(7))}
 
 
-def test_selective_makes_attention_scores_again():
-    """Without a fused core, scores grow with the square of the sequence: they are worth more than their products."""
+def test_selective_recomputes_attention_scores():
+    """Without fused attention, scores grow quadratically with the sequence, so they are recomputed."""
 
     def at_length(setting, num_tokens):
         model, _ = MODELS["hf-gpt2-eager"]()
-        return kept_bytes(setting, model, lambda model: model(token_ids(1, num_tokens)).logits)[0]
+        return saved_and_peak_bytes(setting, model, lambda model: model(token_ids(1, num_tokens)).logits)[0]
 
     none, selective = (at_length(setting, 64) / at_length(setting, 16) for setting in ("none", "selective"))
     assert none > 5.5
     assert selective < 4.5
 
 
-def test_weights_are_no_activations():
+def test_weights_are_not_counted_as_activations():
     shape = replace(LLAMA, vocab_size=3000, tied=False)
 
     def build():
         return build_decoder(shape, dtype=torch.float64, seed=0), lambda model: model(token_ids())
 
-    none, _ = kept_bytes("none", *build())
+    none, _ = saved_and_peak_bytes("none", *build())
     model, call = build()
-    kept_bytes("80%", model, call)
+    saved_and_peak_bytes("80%", model, call)
     assert recompute_of(model).full_bytes == pytest.approx(none, rel=0.02)
 
 
-def test_attention_keeps_what_a_core_would_keep_only_where_that_is_much():
-    """A core that keeps its scores; fused ones keep a number a row."""
+def test_attention_policy_recomputes_large_attention_state():
+    """Use attention that saves its scores. Fused attention saves one number per row."""
 
     class Scores(nn.Module):
         def forward(self, q, k, v, visible):
@@ -159,29 +161,29 @@ def test_attention_keeps_what_a_core_would_keep_only_where_that_is_much():
             block.attn.core = Scores()
         return model, call
 
-    none, attention = kept_bytes("none", *build()), kept_bytes("attention", *build())
+    none, attention = saved_and_peak_bytes("none", *build()), saved_and_peak_bytes("attention", *build())
     assert attention[0] < 0.8 * none[0]
     assert attention[1] < none[1]
 
 
 @pytest.mark.parametrize("name", ["llama-documents", "hf-gpt2", "cnn", "hf-gpt2-eager"])
 @pytest.mark.parametrize("setting", ["90%", "70%", ".5", "40%"])
-def test_a_budget_is_met_and_used(name, setting):
+def test_budget_is_met_and_mostly_used(name, setting):
     model, call = MODELS[name]()
-    none, _ = kept_bytes("none", *MODELS[name]())
-    kept, _ = kept_bytes(setting, model, call)
+    none, _ = saved_and_peak_bytes("none", *MODELS[name]())
+    saved, _ = saved_and_peak_bytes(setting, model, call)
     recompute = recompute_of(model)
     allowed = none * (float(setting) if "." in setting else int(setting[:-1]) / 100)
     assert recompute.full_bytes == pytest.approx(none, rel=0.05)
-    assert recompute.kept_bytes == pytest.approx(kept, rel=0.05)
-    assert kept < 1.05 * allowed
-    assert kept > 0.75 * allowed
+    assert recompute.kept_bytes == pytest.approx(saved, rel=0.05)
+    assert saved < 1.05 * allowed
+    assert saved > 0.75 * allowed
 
 
-def test_a_budget_in_bytes_mixes_policies_and_says_so():
+def test_budget_in_bytes_mixes_policies_and_reports_them():
     model, call = MODELS["llama"]()
-    kept, _ = kept_bytes("350KiB", model, call)
-    assert 0.8 * 350 * 2**10 < kept <= 350 * 2**10
+    saved, _ = saved_and_peak_bytes("350KiB", model, call)
+    assert 0.8 * 350 * 2**10 < saved <= 350 * 2**10
     recompute = recompute_of(model)
     assert len(set(recompute.policies.values())) > 1
     text = recompute.describe()
@@ -189,9 +191,9 @@ def test_a_budget_in_bytes_mixes_policies_and_says_so():
     assert " of the blocks' forward again" in text
 
 
-def test_a_generous_budget_recomputes_nothing():
+def test_large_budget_recomputes_nothing():
     model, call = MODELS["llama"]()
-    kept_bytes("1GiB", model, call)
+    saved_and_peak_bytes("1GiB", model, call)
     assert {policy.name for policy in recompute_of(model).policies.values()} == {"none"}
 
 
@@ -199,7 +201,7 @@ def test_a_generous_budget_recomputes_nothing():
     ("setting", "remedy"),
     [("20KiB", r"Use recompute=1MiB, or a larger accumulation\."), ("3%", r"Use recompute=\d+%, or a larger")],
 )
-def test_a_budget_that_full_does_not_meet_is_refused(setting, remedy):
+def test_budget_below_full_recompute_is_rejected(setting, remedy):
     model, call = MODELS["llama"]()
     apply_recompute(model, Plan(recompute=setting))
     with pytest.raises(
@@ -208,7 +210,7 @@ def test_a_budget_that_full_does_not_meet_is_refused(setting, remedy):
         call(model)
 
 
-def test_an_example_chooses_before_the_first_step_and_leaves_no_mark(references):
+def test_prepare_chooses_policies_without_side_effects(references):
     model, call = MODELS["cnn"]()
     recompute = apply_recompute(model, Plan(recompute="60%"))
     assert recompute.describe() == "60%: chosen in the first forward"
@@ -223,7 +225,7 @@ def test_an_example_chooses_before_the_first_step_and_leaves_no_mark(references)
         torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
 
 
-def test_evaluation_and_generation_recompute_nothing_and_choose_nothing():
+def test_forward_without_gradients_chooses_no_policy():
     model, call = MODELS["llama"]()
     recompute = apply_recompute(model, Plan(recompute="50%"))
     with torch.no_grad():
@@ -234,23 +236,23 @@ def test_evaluation_and_generation_recompute_nothing_and_choose_nothing():
 
 
 @pytest.mark.parametrize("setting", ["full", "selective", "50%"])
-def test_a_copy_has_its_own_weights_and_the_same_policies(setting):
+def test_copied_model_has_own_weights_and_equal_policies(setting):
     model, call = MODELS["llama"]()
     apply_recompute(model, Plan(recompute=setting))
     early = copy.deepcopy(model)
     call(model).sum().backward()
     late = copy.deepcopy(model)
-    for twin in (early, late):
+    for copied in (early, late):
         with torch.no_grad():
-            twin.embed.weight.mul_(2.0)
-        twin.zero_grad()
-        call(twin).sum().backward()
-        assert [b._weft_policy for b in twin.blocks] == [b._weft_policy for b in model.blocks]
-        assert not torch.equal(twin.embed.weight.grad, model.embed.weight.grad)
-        assert all(type(block).__name__ == "Block" for block in twin.blocks)
+            copied.embed.weight.mul_(2.0)
+        copied.zero_grad()
+        call(copied).sum().backward()
+        assert [b._weft_policy for b in copied.blocks] == [b._weft_policy for b in model.blocks]
+        assert not torch.equal(copied.embed.weight.grad, model.embed.weight.grad)
+        assert all(type(block).__name__ == "Block" for block in copied.blocks)
 
 
-def test_blocks_that_are_run_by_hand_choose_at_the_second_microbatch():
+def test_blocks_called_directly_choose_at_the_second_microbatch():
     model, _ = MODELS["llama"]()
     recompute = apply_recompute(model, Plan(recompute="50%"))
     from weft.models.attention import rotation, see_causally
@@ -265,10 +267,10 @@ def test_blocks_that_are_run_by_hand_choose_at_the_second_microbatch():
     assert recompute.is_chosen
 
 
-def test_a_second_call_takes_the_place_of_the_first():
+def test_second_apply_recompute_replaces_the_first():
     model, call = MODELS["llama"]()
     kinds = [type(module) for module in model.modules()]
-    # A budget takes what it measured to be the fastest.
+    # A budget chooses the policy that was measured to be fastest.
     for setting, others in (
         ("attention", {"none", "selective"}),
         ("60%", {"none", "selective", "full"}),
@@ -277,13 +279,13 @@ def test_a_second_call_takes_the_place_of_the_first():
         apply_recompute(model, Plan(recompute=setting))
         call(model).sum().backward()
         assert {policy.name for policy in recompute_of(model).policies.values()} <= {setting, *others}
-    full, _ = kept_bytes("full", model, call)
-    assert full == kept_bytes("full", *MODELS["llama"]())[0]
+    full, _ = saved_and_peak_bytes("full", model, call)
+    assert full == saved_and_peak_bytes("full", *MODELS["llama"]())[0]
     apply_recompute(model, Plan())
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_a_forward_that_others_replaced_is_refused():
+def test_block_with_replaced_forward_is_rejected():
     model = build_decoder(GPT2, seed=0)
     model.blocks[1].forward = model.blocks[1].forward
     with pytest.raises(
@@ -292,7 +294,7 @@ def test_a_forward_that_others_replaced_is_refused():
         apply_recompute(model, Plan(recompute="selective"))
 
 
-def test_a_full_cache_is_refused():
+def test_filled_cache_in_a_recomputed_block_is_rejected():
     from transformers import DynamicCache
 
     model, _ = MODELS["hf-qwen2"]()
@@ -305,7 +307,7 @@ def test_a_full_cache_is_refused():
         model(token_ids(), **{name: cache})
 
 
-def test_none_leaves_the_model_as_it_is():
+def test_recompute_none_leaves_the_model_unchanged():
     model = build_decoder(LLAMA, seed=0)
     kinds = [type(module) for module in model.modules()]
     assert apply_recompute(model, Plan()).describe() == "none: every activation is kept"
@@ -313,7 +315,7 @@ def test_none_leaves_the_model_as_it_is():
 
 
 class Experts(nn.Module):
-    """A block that holds a list."""
+    """A block with a ModuleList."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,8 +336,8 @@ class Pair(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-class Holder(nn.Module):
-    """Holds modules under the given names."""
+class ModelWithModules(nn.Module):
+    """A model with the given modules as attributes."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -372,12 +374,12 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_blocks_in_containers_of_every_kind(name):
+def test_blocks_in_every_kind_of_container_are_found(name):
     build, expected = CONTAINERS[name]
-    assert list(repeated_blocks(Holder(**build()))) == expected
+    assert list(repeated_blocks(ModelWithModules(**build()))) == expected
 
 
-def test_blocks_of_models_of_every_kind():
+def test_blocks_of_every_kind_of_model_are_found():
     found = {name: list(repeated_blocks(build()[0])) for name, build in MODELS.items()}
     assert found["llama"] == [f"blocks.{index}" for index in range(4)]
     assert found["hf-gpt2"] == [f"transformer.h.{index}" for index in range(3)]
@@ -390,7 +392,7 @@ def test_blocks_of_models_of_every_kind():
 
 
 class Stateful(Pair):
-    """Keeps state in forward: a counter, a running buffer, a list and a tensor that the loss reads."""
+    """Updates state in forward: a counter, a running buffer, a list and a tensor that the loss reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,8 +408,8 @@ class Stateful(Pair):
         return out
 
 
-class Counts(Pair):
-    """Keeps a counter alone."""
+class Counter(Pair):
+    """Updates only a counter in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,10 +420,10 @@ class Counts(Pair):
         return super().forward(x) * self.calls
 
 
-@pytest.mark.parametrize("kind", [Stateful, Counts])
+@pytest.mark.parametrize("kind", [Stateful, Counter])
 @pytest.mark.parametrize("recompute", ["full", "selective", "60%"])
-def test_state_that_forward_keeps_advances_once(recompute, kind):
-    """Two forwards come before their backwards, so a replay finds later state."""
+def test_state_updated_in_forward_advances_once(recompute, kind):
+    """Run two forwards before their backwards, so that recompute finds later state."""
 
     def train(recompute: str):
         torch.manual_seed(0)
@@ -441,18 +443,18 @@ def test_state_that_forward_keeps_advances_once(recompute, kind):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_full_recompute_without_blocks_is_an_error():
+def test_full_recompute_without_blocks_is_rejected():
     with pytest.raises(ModelError, match=r"recompute=full: it recomputes one repeated block at a time, and Linear has"):
         apply_recompute(nn.Linear(2, 2), Plan(recompute="full"))
 
 
 class Stack(nn.Module):
-    """Wide blocks in a container."""
+    """Wide blocks in a container that `container` makes."""
 
-    def __init__(self, hold) -> None:
+    def __init__(self, container) -> None:
         super().__init__()
         self.embed = nn.Linear(8, 8)
-        self.layers = hold([nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(12)])
+        self.layers = container([nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(12)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -463,7 +465,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "hold",
+    "container",
     [
         nn.ModuleList,
         lambda blocks: nn.ModuleDict({str(number): block for number, block in enumerate(blocks)}),
@@ -471,11 +473,11 @@ class Stack(nn.Module):
     ],
     ids=["ModuleList", "ModuleDict", "ModuleList of ModuleLists"],
 )
-def test_blocks_in_every_container_keep_less(hold):
-    """Blocks in a ModuleDict kept everything before."""
+def test_blocks_in_every_container_save_fewer_bytes(container):
+    """Check a regression: blocks in a ModuleDict saved everything."""
 
-    def kept(recompute: str) -> int:
-        model = Stack(hold)
+    def saved(recompute: str) -> int:
+        model = Stack(container)
         apply_recompute(model, Plan(recompute=recompute))
         found: dict[int, int] = {}
 
@@ -488,11 +490,11 @@ def test_blocks_in_every_container_keep_less(hold):
         del output
         return sum(found.values())
 
-    assert kept("full") < kept("none") / 3
+    assert saved("full") < saved("none") / 3
 
 
-class TakenApart(nn.Module):
-    """Calls the parts of its blocks, and not the blocks."""
+class CallsLayersOfBlocks(nn.Module):
+    """Calls the layers of its blocks instead of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -504,8 +506,8 @@ class TakenApart(nn.Module):
         return x
 
 
-def test_parts_are_recomputed_if_blocks_are_not_called():
-    model = TakenApart()
+def test_layers_are_recomputed_if_blocks_are_not_called():
+    model = CallsLayersOfBlocks()
     recompute = apply_recompute(model, Plan(recompute="full"))
     assert list(recompute.policies) == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
 
@@ -537,7 +539,7 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.parametrize("setting", ["full", "selective", "70%"])
-def test_blocks_that_are_called_with_other_weights(setting):
+def test_blocks_called_with_other_weights_equal_one_process(setting):
     grads = []
     for each in ("none", setting):
         model = CalledWithOtherWeights()

@@ -15,7 +15,7 @@ def model() -> nn.Module:
     return net
 
 
-def test_adamw_decays_matrices_only_and_leaves_frozen_parameters_out():
+def test_adamw_decays_only_matrices_and_skips_frozen_parameters():
     net = model()
     section = OptimizerSection(lr=0.01, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
     optimizer = build_optimizer(net.named_parameters(), section)
@@ -27,7 +27,7 @@ def test_adamw_decays_matrices_only_and_leaves_frozen_parameters_out():
     assert id(net[0].bias) not in {id(p) for p in vectors["params"]}
 
 
-def test_sgd_is_torchs_own_step():
+def test_sgd_matches_torch():
     torch.manual_seed(0)
     ours, theirs = model(), model()
     theirs.load_state_dict(ours.state_dict())
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
 
 
 def groups_of(section: OptimizerSection, net: nn.Module) -> dict[str, dict]:
-    """The group of each parameter by name, without its parameters."""
+    """Return each parameter's group by name, without the parameters."""
     names = {id(param): name for name, param in net.named_parameters()}
     optimizer = build_optimizer(net.named_parameters(), section)
     return {
@@ -63,14 +63,14 @@ def groups_of(section: OptimizerSection, net: nn.Module) -> dict[str, dict]:
     }
 
 
-def test_muon_leaves_embedding_head_and_vectors_to_adamw():
+def test_muon_trains_embedding_head_and_vectors_with_adamw():
     groups = groups_of(OptimizerSection(name="muon", lr=0.01), Decoder())
     assert [name for name, group in groups.items() if group["matrices"]] == ["block.weight"]
     assert {group["momentum"] for group in groups.values()} == {0.95}
     assert groups["block.bias"]["weight_decay"] == 0.0
 
 
-def test_groups_by_name_have_rates_and_decays_of_their_own_and_the_first_that_fits_decides():
+def test_first_matching_group_sets_rate_and_decay():
     chosen = (
         OptimizerGroup(match="*.bias", weight_decay=0.5),
         OptimizerGroup(match="block.*", lr=0.002),
@@ -86,7 +86,7 @@ def test_groups_by_name_have_rates_and_decays_of_their_own_and_the_first_that_fi
     }
 
 
-def test_a_rate_of_zero_freezes():
+def test_learning_rate_zero_freezes_parameters():
     net, section = Decoder(), OptimizerSection(groups=(OptimizerGroup(match="embed.*", lr=0.0),))
     freeze(net, section)
     assert [name for name, param in net.named_parameters() if not param.requires_grad] == ["embed.weight"]
@@ -94,7 +94,7 @@ def test_a_rate_of_zero_freezes():
 
 
 class Plain(torch.optim.Optimizer):
-    """Takes no weight decay."""
+    """An optimizer without weight decay."""
 
     def __init__(self, params, lr, factor=1.0):
         super().__init__(params, {"lr": lr, "factor": factor})
@@ -105,7 +105,7 @@ class WithoutRate(torch.optim.Optimizer):
         super().__init__(params, {})
 
 
-def test_a_class_by_name_gets_the_settings_that_it_takes():
+def test_optimizer_class_gets_its_supported_settings():
     section = OptimizerSection(name="torch.optim:Adafactor", lr=0.02, options={"beta2_decay": -0.7})
     optimizer = build_optimizer(Decoder().named_parameters(), section)
     assert isinstance(optimizer, torch.optim.Adafactor)
@@ -143,7 +143,7 @@ def test_a_class_by_name_gets_the_settings_that_it_takes():
          "Change or leave them out."),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_one_sentence(settings, message):
+def test_invalid_optimizer_settings_raise_one_sentence(settings, message):
     with pytest.raises(ConfigError) as caught:
         check_optimizer(Decoder().to("meta"), OptimizerSection(**settings))
     assert str(caught.value) == message

@@ -21,7 +21,7 @@ def gradients(module: nn.Module, step: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator)
 
 
-def test_matrices_follow_torchs_muon_and_the_rest_torchs_adamw():
+def test_matrices_match_torch_muon_and_others_torch_adamw():
     ours, theirs = model(), model()
     optimizer = Muon(
         [{"params": ours[0].parameters(), "matrices": False}, {"params": ours[1:].parameters()}],
@@ -42,15 +42,15 @@ def test_matrices_follow_torchs_muon_and_the_rest_torchs_adamw():
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
-def test_singular_values_come_near_one(shape):
+def test_orthogonalized_singular_values_are_near_one(shape):
     torch.manual_seed(1)
     values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, dtype=torch.float64)))
     assert float(values.min()) > 0.5
     assert float(values.max()) < 1.3
 
 
-def one_by_one(matrix: torch.Tensor) -> torch.Tensor:
-    """The iteration as torch.optim.Muon has it, in the matrix's own format."""
+def orthogonalize_one(matrix: torch.Tensor) -> torch.Tensor:
+    """Run the iteration of torch.optim.Muon in the matrix's dtype."""
     a, b, c = COEFFICIENTS
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm()
@@ -61,8 +61,8 @@ def one_by_one(matrix: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stack_bytes", [1, 2 * 4 * 64, 2**28])
-def test_matrices_of_one_shape_are_turned_together_as_one_by_one(stack_bytes, monkeypatch):
-    """Whole stacks, stacks of two, and each by itself; square, wide and tall."""
+def test_stacked_matrices_match_single_matrices(stack_bytes, monkeypatch):
+    """Use full stacks, stacks of two and single matrices, which are square, wide and tall."""
     monkeypatch.setattr(muon, "STACK_BYTES", stack_bytes)
     generator = torch.Generator().manual_seed(2)
     shapes = [(8, 8), (4, 16), (8, 8), (16, 4), (8, 8), (4, 16)]
@@ -70,13 +70,13 @@ def test_matrices_of_one_shape_are_turned_together_as_one_by_one(stack_bytes, mo
     optimizer, expected = Muon(params, lr=0.1, weight_decay=0.0, momentum=0.0), []
     for param in params:
         param.grad = torch.randn(param.shape, dtype=torch.float64, generator=generator)
-        expected.append(param.detach() - 0.1 * 0.2 * max(param.shape) ** 0.5 * one_by_one(param.grad))
+        expected.append(param.detach() - 0.1 * 0.2 * max(param.shape) ** 0.5 * orthogonalize_one(param.grad))
     optimizer.step()
-    for param, wanted in zip(params, expected, strict=True):
-        torch.testing.assert_close(param.detach(), wanted, rtol=1e-10, atol=1e-12)
+    for param, expected_param in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach(), expected_param, rtol=1e-10, atol=1e-12)
 
 
-def test_states_come_back():
+def test_states_are_restored():
     ours = model()
     optimizer = Muon(ours.parameters())
     gradients(ours, 0)

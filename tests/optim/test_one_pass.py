@@ -1,4 +1,4 @@
-"""The steps of optimizers that go over memory once."""
+"""Optimizer steps in one pass over memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.optim.one_pass import AdamRule, Lane, SgdRule, adam_kernel, sgd_kernel
 from weft.optim.step_decision import StepDecision, clip_factor
 
 
-def test_the_kernels_arithmetic_on_the_host_is_torchs():
-    """What the simulated GPU computes of small tensors in the place of the Triton kernels."""
+def test_host_version_of_the_kernels_matches_torch():
+    """Check the functions that replace the Triton kernels for small tensors on the simulated GPU."""
     torch.manual_seed(0)
     param, grad = torch.randn(9, dtype=torch.float64, requires_grad=True), torch.randn(9, dtype=torch.float64)
     master, m, v = param.detach().clone(), torch.zeros(9).double(), torch.zeros(9).double()
@@ -39,8 +39,8 @@ RULES = {"adam": AdamRule(3, 0.1, 0.8, 0.9, 1e-8, 0.3, True), "sgd": SgdRule(0.1
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kernel", [False, True])
-def test_a_factor_that_is_no_number_leaves_all_as_it_is(rule, kernel):
-    """So a step is skipped whose numbers only the device knows; any other factor is as the host's own."""
+def test_nan_factor_leaves_everything_unchanged(rule, kernel):
+    """A NaN factor on the device skips the step. Any other factor equals a host factor."""
     torch.manual_seed(0)
     start = [torch.randn(9) for _ in range(3 if rule == "adam" else 2)]
     start[-1].abs_()
@@ -75,7 +75,7 @@ def test_a_factor_that_is_no_number_leaves_all_as_it_is(rule, kernel):
         ([7.3, 11.0, 0.0, math.inf], False, False),
     ],
 )
-def test_the_devices_verdict_is_the_hosts(numbers, taken, finite, max_norm):
+def test_device_decision_matches_the_host(numbers, taken, finite, max_norm):
     decision = StepDecision(torch.tensor(numbers, dtype=torch.float64), 8.0, 4.0, max_norm)
     assert (decision.was_taken, bool(decision.is_taken), bool(decision.is_finite)) == (taken, taken, finite)
     assert str(decision.numbers) == str(numbers)

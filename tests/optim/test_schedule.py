@@ -21,7 +21,7 @@ schedules = st.builds(
 
 @given(schedules, st.integers(100, 300))
 @settings(max_examples=100, deadline=None)
-def test_a_schedule_rises_to_one_then_never_rises_and_ends_at_final(schedule, num_steps):
+def test_schedule_warms_up_to_one_then_decays_to_final(schedule, num_steps):
     factors = [lr_factor(step, num_steps, schedule) for step in range(num_steps)]
     warm = schedule.warmup(num_steps)
     assert all(a < b for a, b in itertools.pairwise(factors[:warm]))
@@ -32,20 +32,20 @@ def test_a_schedule_rises_to_one_then_never_rises_and_ends_at_final(schedule, nu
     assert factors[-1] == pytest.approx(1.0 if schedule.kind == "constant" else schedule.final, abs=1e-9)
 
 
-def test_cosine_is_half_way_down_in_the_middle():
+def test_cosine_is_halfway_in_the_middle():
     schedule = ScheduleSection(kind="cosine", warmup_steps=0, final=0.2)
     assert lr_factor(49, 100, schedule) == pytest.approx(0.2 + 0.8 * 0.5)
     assert lr_factor(24, 100, schedule) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
 
 
-def test_wsd_is_stable_until_its_decay():
+def test_wsd_is_constant_until_its_decay():
     schedule = ScheduleSection(kind="wsd", warmup_steps=10, decay_steps=20, final=0.0)
     assert [lr_factor(step, 100, schedule) for step in (9, 10, 50, 79)] == [1.0] * 4
     assert lr_factor(80, 100, schedule) == pytest.approx(0.95)
     assert lr_factor(89, 100, schedule) == pytest.approx(0.5)
 
 
-def test_the_warm_up_follows_the_length_of_the_run_unless_it_is_given():
+def test_default_warmup_depends_on_the_number_of_steps():
     assert [ScheduleSection().warmup(steps) for steps in (5, 300, 100_000)] == [0, 15, 1000]
     assert ScheduleSection(warmup_steps=7).warmup(300) == 7
     assert lr_factor(14, 300, ScheduleSection()) == 1.0

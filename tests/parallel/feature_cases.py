@@ -1,4 +1,4 @@
-"""Operations on divided features that hand-written feed-forward layers and attention use, and plain attention forms."""
+"""Operations on sharded features of hand-written feed-forward layers and attention, and forms of plain attention."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def detached_mean(h):
     return h - center
 
 
-#: Between the layers of the feed-forward part. Each feature by itself, or in groups that a rank has all of.
+#: Operations between the feed-forward layers that treat features separately, or in groups within a rank.
 LEGAL: dict[str, Any] = {
     "nothing": lambda ff, h: h,
     "relu squared": lambda ff, h: h.relu().square(),
@@ -82,7 +82,7 @@ LEGAL: dict[str, Any] = {
     "scale of one": lambda ff, h: h * ff.scale,
     "checkpoint": lambda ff, h: torch.utils.checkpoint.checkpoint(F.gelu, h, use_reentrant=False),
 }
-#: Features meet, or their number counts.
+#: Operations that mix features or depend on their number.
 MIXING: dict[str, Any] = {
     "root of width": lambda ff, h: h / h.shape[-1] ** 0.5,
     "width": lambda ff, h: h / h.size(-1),
@@ -172,7 +172,7 @@ class NanoAttention(nn.Module):
 
 
 class OwnHeads(nn.Module):
-    """Heads under a name of its own; by hand, with a scale."""
+    """Attention written by hand, with a scale and an unusual attribute name for the heads."""
 
     def __init__(self, by_size=False):
         super().__init__()
@@ -204,7 +204,7 @@ class TimmAttention(nn.Module):
 
 
 class WidthScaled(OwnHeads):
-    """Scales by the width of what comes in, and of all heads."""
+    """Scales by the width of the input and of all heads."""
 
     def forward(self, x):
         q, k, v = (one.unflatten(-1, (-1, self.d)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
@@ -213,20 +213,20 @@ class WidthScaled(OwnHeads):
 
 
 class MixedHeads(OwnHeads):
-    """Talking heads: heads meet before the softmax."""
+    """Talking-heads attention: heads are mixed before the softmax."""
 
     def __init__(self):
         super().__init__()
-        self.talk = nn.Parameter(torch.randn(self.h, self.h))
+        self.mixing = nn.Parameter(torch.randn(self.h, self.h))
 
     def forward(self, x):
         q, k, v = (one.unflatten(-1, (-1, self.d)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        scores = torch.einsum("bhts,hg->bgts", q @ k.mT, self.talk)
+        scores = torch.einsum("bhts,hg->bgts", q @ k.mT, self.mixing)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class Alibi(OwnHeads):
-    """A slope for each head, by number."""
+    """ALiBi: a slope per head index."""
 
     def forward(self, x):
         q, k, v = (one.unflatten(-1, (-1, self.d)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
@@ -237,7 +237,7 @@ class Alibi(OwnHeads):
 
 
 class LearnedBias(OwnHeads):
-    """A bias for each head and pair of tokens."""
+    """Learned bias per head and pair of tokens."""
 
     def __init__(self, heads):
         super().__init__()
@@ -296,5 +296,5 @@ CASES["gate from outside in the feed-forward part"] = in_feed_forward(MIXING["ga
 
 
 def feature_outcomes(names: list[str], plan: str = "tp=2") -> dict[str, str]:
-    """Outcomes on this rank."""
+    """Return the outcomes on this rank."""
     return outcomes(plan, names, CASES)

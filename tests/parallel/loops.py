@@ -1,4 +1,4 @@
-"""Small models and loops that users write themselves, for tests on ranks."""
+"""Small models and user-style training loops for tests on ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def rows(index: int, rank: int | None = None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Batch number `index` of 4 samples; of rank 0 or 1 its half."""
+    """Return batch `index` of 4 samples, or the half of rank 0 or 1."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index), dtype=torch.float64).to(dtype)
     return x if rank is None else x[rank * 2 : rank * 2 + 2]
 
 
 class Fork(nn.Module):
-    """Two branches, of which each call takes one."""
+    """Two branches. Each call takes one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def fork() -> Fork:
 
 
 def laid_out(plan_text: str, model: nn.Module, **options: object) -> tuple[nn.Module, Mesh]:
-    """`parallelize` on the ranks that are there."""
+    """Apply `parallelize` on the current ranks."""
     mesh = build_mesh(Plan.parse(plan_text))
     if options:
         from weft.parallel.state.gradients import attach
@@ -55,7 +55,7 @@ def laid_out(plan_text: str, model: nn.Module, **options: object) -> tuple[nn.Mo
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole masters by name."""
+    """Return the full master weights by name."""
     return {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
 
 

@@ -1,4 +1,4 @@
-"""Hand-written blocks that keep tokens apart outside of attention, and blocks that mix them or read features."""
+"""Hand-written blocks: some treat tokens separately outside of attention, others mix tokens or read features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = 2 * DIM
 
 
 class Stack(nn.Module):
-    """Blocks between an embedding and a head. times: runs of each block in a row. rounds: runs of all blocks."""
+    """Blocks between an embedding and a head. times: calls of each block in a row. rounds: passes over all blocks."""
 
     def __init__(self, make: Callable[[], nn.Module], layers: int = 2, times: int = 1, rounds: int = 1):
         super().__init__()
@@ -43,7 +43,7 @@ class Stack(nn.Module):
 
 
 class PreNorm(nn.Module):
-    """Attention and a feed-forward part, each behind a norm."""
+    """Attention and a feed-forward part, each after a norm."""
 
     def __init__(self, ff: Callable[[], nn.Module] = FeedForward, attn: Callable[[], nn.Module] = Attention):
         super().__init__()
@@ -161,7 +161,7 @@ class Highway(nn.Module):
 
 
 class Memory(nn.Module):
-    """Looks up the values of the best keys."""
+    """Product-key style memory: reads the values of the best keys."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ class Basis(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts by the indices of their tokens."""
+    """Experts selected by token indices."""
 
     def __init__(self, shared: bool = False):
         super().__init__()
@@ -229,7 +229,7 @@ class MaskedExperts(Experts):
 
 
 class MixtralExperts(Experts):
-    """By a one-hot mask and nonzero, as in Mixtral."""
+    """Experts selected by a one-hot mask and nonzero, as in Mixtral."""
 
     def forward(self, x):
         b, t, d = x.shape
@@ -246,7 +246,7 @@ class MixtralExperts(Experts):
 
 
 class SortedExperts(Experts):
-    """Tokens sorted by expert, and back."""
+    """Sorts tokens by expert and restores their order."""
 
     def forward(self, x):
         flat = x.flatten(0, 1)
@@ -301,7 +301,7 @@ class Normed(Attention):
 
 
 class Rotary(Attention):
-    """Positions are counted inside, where all tokens are."""
+    """Computes positions inside attention, which has all tokens."""
 
     def forward(self, x):
         q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
@@ -340,7 +340,7 @@ class Differential(nn.Module):
 
 
 class Nano(nn.Module):
-    """As in nanoGPT: heads and width are numbers of the module."""
+    """As in nanoGPT: heads and width are attributes of the module."""
 
     def __init__(self, heads=4):
         super().__init__()
@@ -356,7 +356,7 @@ class Nano(nn.Module):
 
 
 class Timm(nn.Module):
-    """As in timm: one reshape into queries, keys and values with their heads."""
+    """As in timm: one reshape into queries, keys and values per head."""
 
     def __init__(self, heads=2, known=True, index=False):
         super().__init__()
@@ -374,7 +374,7 @@ class Timm(nn.Module):
 
 
 class Written(Attention):
-    """Heads and their width are attributes of usual names."""
+    """Heads and head width are attributes with common names."""
 
     def __init__(self, heads=2):
         super().__init__()
@@ -415,7 +415,7 @@ class Sandwich(PreNorm):
 
 
 class AllInOne(nn.Module):
-    """All layers are the block's own."""
+    """All layers are direct attributes of the block."""
 
     def __init__(self):
         super().__init__()
@@ -430,7 +430,7 @@ class AllInOne(nn.Module):
 
 
 class Streams(PreNorm):
-    """Several residual streams for each token."""
+    """Several residual streams per token."""
 
     def __init__(self):
         super().__init__()
@@ -454,7 +454,7 @@ class Adapted(PreNorm):
 
 
 class ChunkedFF(PreNorm):
-    """The feed-forward part, a few tokens at a time."""
+    """Runs the feed-forward part on a few tokens at a time."""
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))
@@ -518,7 +518,7 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
 
 
 class Behind(FeedForward):
-    """Mixes tokens behind the second layer."""
+    """Mixes tokens after the second layer."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -526,7 +526,7 @@ class Behind(FeedForward):
 
 
 class Counting(Attention):
-    """Takes the number of tokens as an argument."""
+    """Attention that takes the number of tokens as an argument."""
 
     def forward(self, x, length):
         q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
@@ -543,7 +543,7 @@ class Counted(PreNorm):
 
 
 class First(PreNorm):
-    """A change of the block's input."""
+    """A block that applies `change` to its input."""
 
     def __init__(self, change: Callable[..., Any], add: Callable[[nn.Module], None] | None = None):
         super().__init__()
@@ -564,7 +564,7 @@ def first(change: Callable[..., Any], **modules: Callable[[], nn.Module]) -> Cal
 
 
 class Wide(FeedForward):
-    """A change between the two layers of the feed-forward part."""
+    """A feed-forward part that applies `change` between its two layers."""
 
     def __init__(self, change: Callable[..., Any]):
         super().__init__()
@@ -593,10 +593,10 @@ def expert_choice(block, x):
 
 
 def capacity(block, x):
-    """Tokens beyond an expert's capacity are dropped."""
+    """Drop tokens beyond an expert's capacity."""
     best = F.one_hot(block.gate(x).argmax(-1), 4)
-    place = best.cumsum(1) * best
-    return x * ((place > 0) & (place <= 2)).any(-1, keepdim=True)
+    slot = best.cumsum(1) * best
+    return x * ((slot > 0) & (slot <= 2)).any(-1, keepdim=True)
 
 
 def nonzero_capacity(block, x):
@@ -609,7 +609,7 @@ def nonzero_capacity(block, x):
 
 
 def expert_mean(block, x):
-    """Tokens of an expert are centered."""
+    """Center the tokens of an expert."""
     flat = x.flatten(0, 1)
     out = torch.zeros_like(flat)
     for number in range(4):
@@ -644,7 +644,7 @@ def expert_rank(block, x):
 
 
 def other_rows(block, x):
-    """Reads some tokens and writes to others."""
+    """Read some tokens and write to others."""
     flat, best = x.flatten(0, 1), block.gate(x.flatten(0, 1)).argmax(-1)
     rows = best.argsort()
     return x + torch.zeros_like(flat).index_add_(0, rows, flat).view_as(x)
@@ -734,19 +734,19 @@ CASES = LEGAL | ILLEGAL
 
 
 def module_outcomes(names: list[str], plan: str, tokens: int = TOKENS) -> dict[str, str]:
-    """Outcomes on this rank."""
+    """Return the outcomes on this rank."""
     found: dict[str, str] = {}
     batch = torch.randint(VOCAB, (2, tokens), generator=torch.Generator().manual_seed(5))
     for name in names:
         try:
             found[name] = outcome(plan, CASES[name], batch)
-        except Exception as error:  # a case that crashes is an answer too
+        except Exception as error:  # a crash is reported as an outcome
             found[name] = f"crashed {type(error).__name__}: {error}"
     return found
 
 
 def context_outcomes(names: list[str]) -> dict[str, str]:
-    """Outcomes under cp=2 on this rank."""
+    """Return the outcomes under cp=2 on this rank."""
     return {name: context_outcome(CASES[name]) for name in names}
 
 
@@ -774,9 +774,9 @@ def context_outcome(build: Callable[[], nn.Module]) -> str:
     scale = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
     for name, param in other.named_parameters():
         grad = torch.zeros_like(param) if param.grad is None else param.grad
-        wanted = torch.zeros_like(param) if grads[name] is None else grads[name]
-        difference = float((all_reduce(grad.clone(), mesh["cp"]) - wanted).abs().max())
-        worst[name] = difference / max(float(wanted.abs().max()), 1e-3 * scale)
+        reference = torch.zeros_like(param) if grads[name] is None else grads[name]
+        difference = float((all_reduce(grad.clone(), mesh["cp"]) - reference).abs().max())
+        worst[name] = difference / max(float(reference.abs().max()), 1e-3 * scale)
     where = max(worst, key=lambda name: worst[name])
     return "equal" if worst[where] < EQUAL else f"differs {where} {worst[where]:.2g}"
 

@@ -1,6 +1,6 @@
-"""Models for tensor parallelism, and one forward and backward of each compared with one process.
+"""Models for tensor parallelism, and comparison of their forward and backward with one process.
 
-Gradients are put together from the ranks' parts by the placements alone: no engine of data parallelism takes part.
+Gradients are joined from the ranks' shards by the placements, without a data-parallel engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GPT2 = replace(LLAMA, family="gpt2", num_kv_heads=4, ffn_dim=64, tied=False)
 
 
 def hugging_face(name: str, **changes: Any) -> nn.Module:
-    """A tiny random model of one family of transformers, in float64, with the eager sums of its attention."""
+    """Return a tiny random float64 model of a transformers family, with eager attention."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
@@ -48,10 +48,10 @@ def hugging_face(name: str, **changes: Any) -> nn.Module:
     config = getattr(transformers, config_class)(**{**sizes, **own, **changes})
     model = getattr(transformers, model_class)(config).double()
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):  # those of transformers work in float32
+        if type(module).__name__.endswith("RMSNorm"):  # transformers' norms compute in float32
             module.forward = functools.partial(_norm_in_float64, module)
     with torch.no_grad():
-        for param in model.parameters():  # biases and norms that start at 0 or 1 would hide what is done to them
+        for param in model.parameters():  # biases and norms at 0 or 1 would hide errors
             param += 0.05 * torch.randn_like(param)
     return model
 
@@ -74,8 +74,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
     "phi": ("PhiConfig", "PhiForCausalLM", _KV),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"num_key_value_heads": 4}),
-    "glm": ("GlmConfig", "GlmForCausalLM", {**_KV, "head_dim": 4}),  # rotates neighbouring features
-    "deepseek_v3": (  # latent attention: layers that stay whole come before the cut ones, and a key that heads share
+    "glm": ("GlmConfig", "GlmForCausalLM", {**_KV, "head_dim": 4}),  # rotates neighboring features
+    "deepseek_v3": (  # latent attention: replicated layers precede sharded ones, and heads share a key
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         {
@@ -87,7 +87,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     ),
-    "gpt_oss": (  # a sink for each head, which is cut with the heads
+    "gpt_oss": (  # a sink per head, which is sharded with the heads
         "GptOssConfig",
         "GptOssForCausalLM",
         {
@@ -100,7 +100,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "sliding_window": 4,
         },
     ),
-    "bloom": (  # attention that stays whole, since it reads biases of all heads
+    "bloom": (  # replicated attention, since it reads biases of all heads
         "BloomConfig",
         "BloomForCausalLM",
         {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
@@ -115,7 +115,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build(name: str, **changes: Any) -> nn.Module:
-    """A model by name: "decoder", "decoder-gpt2" or a family of transformers."""
+    """Return a model by name: "decoder", "decoder-gpt2" or a transformers family."""
     if name.startswith("decoder"):
         spec = replace(GPT2 if name == "decoder-gpt2" else LLAMA, **changes)
         return build_decoder(spec, dtype=torch.float64, seed=1)
@@ -123,7 +123,7 @@ def build(name: str, **changes: Any) -> nn.Module:
 
 
 def batch_for(name: str) -> dict[str, torch.Tensor]:
-    """Two samples; a third of the labels are not trained."""
+    """Return two samples with a third of the labels masked."""
     generator = torch.Generator().manual_seed(5)
     if name == "vit":
         images = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
@@ -135,7 +135,7 @@ def batch_for(name: str) -> dict[str, torch.Tensor]:
 
 
 def run(model: nn.Module, name: str, batch: dict[str, torch.Tensor], fused: bool) -> torch.Tensor:
-    """The loss of one forward."""
+    """Return the loss of one forward."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     loss_fn = token_cross_entropy if fused else _own_loss
     with expect_labels(model, loss_fn, batch):
@@ -144,7 +144,7 @@ def run(model: nn.Module, name: str, batch: dict[str, torch.Tensor], fused: bool
 
 
 def _own_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """A loss that wants whole logits."""
+    """Compute a loss that needs full logits."""
     labels = batch["labels"].flatten()
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels, reduction="sum"), len(labels)
 
@@ -157,7 +157,7 @@ def differences(
     change: Callable[[nn.Module], None] | None = None,
     **changes: Any,
 ) -> dict[str, float]:
-    """Largest difference of loss and gradients from one process, relative to the largest number of each."""
+    """Return the largest differences of loss and gradients from one process, relative to each tensor's maximum."""
     plan = Plan.parse(plan_text)
     ledger = Ledger()
     mesh = build_mesh(plan, record=ledger.record)
@@ -187,21 +187,21 @@ def differences(
         assert param.grad is not None, key
         placement = placements.get(key, WHOLE)
         if placement.index is not None:
-            whole = torch.zeros_like(expected)
-            whole.index_add_(placement.dim, torch.tensor(placement.index), param.grad)
-            whole = all_reduce(whole, tp)
+            full = torch.zeros_like(expected)
+            full.index_add_(placement.dim, torch.tensor(placement.index), param.grad)
+            full = all_reduce(full, tp)
         elif placement.cut:
             parts = all_gather(param.grad.contiguous(), tp).view(tp.size, *param.shape)
-            whole = placement.join(list(parts))
+            full = placement.join(list(parts))
         else:
-            whole = all_reduce(param.grad.clone(), tp) if placement.partial else param.grad
-        difference = float((whole - expected).abs().max()) / max(float(expected.abs().max()), least)
+            full = all_reduce(param.grad.clone(), tp) if placement.partial else param.grad
+        difference = float((full - expected).abs().max()) / max(float(expected.abs().max()), least)
         found[key] = difference
     return found
 
 
 def worst(cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, tuple[str, float]]:
-    """The worst number of each case: many in one call, since the ranks are there already."""
+    """Return the largest difference of each case, for many cases in one call of a pool of ranks."""
     results: dict[str, tuple[str, float]] = {}
     for plan, name, options in cases:
         found = differences(plan, name, **options)

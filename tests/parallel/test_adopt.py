@@ -1,4 +1,4 @@
-"""Any torch optimizer on pieces of parameters does what it does on whole ones."""
+"""Torch optimizers on shards of parameters match the same optimizers on full parameters."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OPTIMIZERS = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True),
     "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
-    "lamb-like": lambda params: Trusting(params, lr=0.1),
+    "lamb-like": lambda params: NormScaledSGD(params, lr=0.1),
     "muon": lambda params: Muon(params, lr=0.02, weight_decay=0.1),
 }
 
 
-class Trusting(torch.optim.SGD):
-    """A step whose length depends on the norm of the whole parameter, and that torch does not know."""
+class NormScaledSGD(torch.optim.SGD):
+    """An optimizer unknown to torch whose step depends on the norm of the full parameter."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -67,14 +67,14 @@ def train_all(plan: str) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_an_optimizer_on_pieces_equals_it_on_whole_parameters(plan, ranks2):
+def test_optimizer_on_shards_matches_full_parameters(plan, ranks2):
     for results in ranks2.run(train_all, plan + " precision=fp64"):
         for name, got in results.items():
             torch.testing.assert_close(got, train_plain(name), rtol=1e-9, atol=1e-12, msg=lambda text, n=name: n + text)
 
 
 def groups_after(plan: str) -> list[tuple[float, int]]:
-    """Per group: weight decay and number of elements."""
+    """Return weight decay and number of elements per group."""
     model, _ = laid_out(plan, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = torch.optim.AdamW(
@@ -88,11 +88,11 @@ def groups_after(plan: str) -> list[tuple[float, int]]:
     return [(g["weight_decay"], sum(p.numel() for p in g["params"])) for g in optimizer.param_groups]
 
 
-def test_groups_live_on_and_each_element_has_one_owner(ranks2):
+def test_groups_are_preserved_and_each_element_has_one_owner(ranks2):
     (decay_0, plain_0), (decay_1, plain_1) = ranks2.run(groups_after, "dp_shard=2 zero=1")
     assert decay_0[0] == decay_1[0] == 0.3
     assert decay_0[1] + decay_1[1] == 8 * 16 + 16 * 4
-    assert plain_0[1] + plain_1[1] == 16 + 4 + 2 * 3  # the frozen one stays, whole
+    assert plain_0[1] + plain_1[1] == 16 + 4 + 2 * 3  # the frozen parameter stays unsharded
 
 
 def named_groups(plan: str) -> list[list[str]]:
@@ -102,13 +102,13 @@ def named_groups(plan: str) -> list[list[str]]:
     return [group["param_names"] for group in optimizer.param_groups]
 
 
-def test_names_of_an_optimizer_built_from_named_parameters_follow_its_pieces(ranks2):
+def test_param_names_match_the_sharded_parameters(ranks2):
     (first,), (second,) = ranks2.run(named_groups, "dp_shard=2 zero=1")
     assert {*first, *second} == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def whole_pieces(plan: str) -> tuple[list[tuple[int, ...]], float]:
-    """Shapes that Muon sees here, and how much of the buckets is fill."""
+def muon_shapes(plan: str) -> tuple[list[tuple[int, ...]], float]:
+    """Return the shapes of Muon's parameters on this rank, and the size of buckets relative to parameters."""
     mesh = build_mesh(Plan.parse(plan))
     torch.manual_seed(0)
     model = parallelize(nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(6))), mesh)
@@ -118,7 +118,7 @@ def whole_pieces(plan: str) -> tuple[list[tuple[int, ...]], float]:
     return [tuple(p.shape) for p in optimizer.param_groups[0]["params"]], size / (6 * 24 * 24)
 
 
-def test_matrices_are_dealt_out_whole_and_evenly(ranks2):
-    for shapes, fill in ranks2.run(whole_pieces, "dp_shard=2 zero=1"):
+def test_muon_matrices_are_assigned_unsharded_and_evenly(ranks2):
+    for shapes, fill in ranks2.run(muon_shapes, "dp_shard=2 zero=1"):
         assert shapes == [(24, 24)] * 3
         assert fill <= 1.05

@@ -1,4 +1,4 @@
-"""Where parameters lie in flat buckets: nothing overlaps, nothing is lost, pieces join to the whole."""
+"""Layout of parameters in flat buckets: no overlaps, no losses, and slices join to the full parameters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def slots_of(described) -> list[Slot]:
 
 @settings(max_examples=150, deadline=None)
 @given(_params, st.sampled_from([1, 2, 3, 8]), st.integers(1, 4000), st.sampled_from(["none", "some", "all"]))
-def test_every_element_has_one_place(described, num_shards, bucket_bytes, whole):
+def test_every_element_has_one_position(described, num_shards, bucket_bytes, unsharded):
     slots = slots_of(described)
-    chosen = {slot.name for slot in slots if whole == "all" or (whole == "some" and int(slot.name) % 2)}
+    chosen = {slot.name for slot in slots if unsharded == "all" or (unsharded == "some" and int(slot.name) % 2)}
     formats = {slot.param: slot.param.dtype for slot in slots}
     shard = Axis("dp_shard", num_shards, 0, tuple(range(num_shards)))
     buckets = lay_out(slots, formats, torch.float32, shard, whole=frozenset(chosen), bucket_bytes=bucket_bytes)
@@ -50,12 +50,12 @@ def test_every_element_has_one_place(described, num_shards, bucket_bytes, whole)
         assert bool((taken == 1).all())
 
 
-def test_matrices_dealt_out_to_too_many_ranks_are_refused():
+def test_unsharded_matrices_over_too_many_ranks_are_rejected():
     slots = [Slot(str(index), nn.Parameter(torch.empty(4096, 4096, device="meta")), 0) for index in range(64)]
     formats = {slot.param: slot.param.dtype for slot in slots}
     names = frozenset(slot.name for slot in slots)
     shard = Axis("dp_shard", 8192, 0, tuple(range(8192)))
-    assert lay_out(slots, formats, torch.float32, shard)  # cut anywhere, there is room for all of them
+    assert lay_out(slots, formats, torch.float32, shard)  # sharded at any element, all of them fit
     with pytest.raises(
         ModelError,
         match=r"dp_shard=8192: .* pads 4.00 GiB of weights with 508 GiB. Use dp_shard=64 "
@@ -66,7 +66,7 @@ def test_matrices_dealt_out_to_too_many_ranks_are_refused():
 
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from([(6, 5), (2, 3, 4, 5), (64,), ()]), st.booleans(), st.integers(0, 40), st.integers(1, 30))
-def test_pieces_join_to_the_whole(shape, turned, start, length):
+def test_slices_join_to_the_full_parameter(shape, turned, start, length):
     data = torch.randn(shape)
     if turned and data.ndim > 1:
         data = data.mT.contiguous().mT
@@ -76,19 +76,19 @@ def test_pieces_join_to_the_whole(shape, turned, start, length):
     slot.of(flat).copy_(data)
     owners = 0
     for part in (slice(index * length, (index + 1) * length) for index in range(num_parts)):
-        piece = slot.view_in(flat[part], part)
-        assert (piece is not None) == slot.is_in(part)
-        if piece is not None:
+        local_slice = slot.view_in(flat[part], part)
+        assert (local_slice is not None) == slot.is_in(part)
+        if local_slice is not None:
             owners += 1
-            assert torch.equal(piece, slot.elements_in(data, part))
-            assert not piece.isnan().any()
-            piece.fill_(7.0)
+            assert torch.equal(local_slice, slot.elements_in(data, part))
+            assert not local_slice.isnan().any()
+            local_slice.fill_(7.0)
     assert bool((slot.of(flat) == 7.0).all())
     assert owners >= 1
 
 
-def most_whole_gradients(plan: str) -> tuple[int, int]:
-    """How many buckets had a whole gradient at once in a backward, and how many buckets there are."""
+def most_full_gradients(plan: str) -> tuple[int, int]:
+    """Return the most buckets with a full gradient during backward, and the number of buckets."""
     torch.manual_seed(0)
     model, mesh = laid_out(plan, nn.Sequential(*(nn.Linear(16, 16) for _ in range(10))), bucket_bytes=1024)
     engine, most = data_parallel(model), 0
@@ -108,7 +108,7 @@ def most_whole_gradients(plan: str) -> tuple[int, int]:
     return most, len(engine.reducer.buckets)
 
 
-def test_stage_2_has_few_whole_gradients_at_once(ranks2):
-    for most, num_buckets in ranks2.run(most_whole_gradients, "dp_shard=2 zero=2"):
+def test_stage_2_allocates_few_full_gradients(ranks2):
+    for most, num_buckets in ranks2.run(most_full_gradients, "dp_shard=2 zero=2"):
         assert num_buckets >= 10
         assert most <= 3

@@ -1,4 +1,4 @@
-"""Descriptions by tracing: they say of known families what formulas say, and of real blocks what autograd keeps."""
+"""Model descriptions by tracing match the formulas of supported families and the bytes that autograd saves."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from weft.train.tasks.description import describe_by_tracing, describe_folder, t
 
 HERE = "tests.parallel.traced_models:"
 SEQ = 512
-CUTS = [{}, {"tp": 2}, {"tp": 4, "sp": True}, {"compile": True}, {"cp": 2}]
+SHARDINGS = [{}, {"tp": 2}, {"tp": 4, "sp": True}, {"compile": True}, {"cp": 2}]
 
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, TracedModel]:
-    """Sizes of the project, traced."""
+    """Return traced models of Weft's named sizes."""
     found = {}
     for name in ("llama3-8b", "gpt2-medium"):
         with torch.device("meta"):
@@ -52,28 +52,28 @@ def known() -> dict[str, TracedModel]:
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium"])
-def test_a_known_family_is_described_as_its_config_says(known, name):
+def test_traced_family_matches_its_config(known, name):
     shape, found = Shape.of_decoder(decoder_spec(name)), known[name]
     assert (found.num_params, found.num_layers, found.vocab) == (shape.num_params, shape.layers, shape.vocab)
     assert (found.hidden, found.tied) == (shape.hidden, shape.tied)
-    assert len(found.layers) == 1  # alike layers are traced once
+    assert len(found.layers) == 1  # identical layers are traced once
     for causal in (True, False):
         own, formula = found.flops(2, SEQ, causal=causal) / (2 * SEQ), flops_per_token(shape, SEQ, causal=causal)
         assert own == pytest.approx(formula, rel=0.01)
     jobs = [Job(shape=each, seq_len=SEQ, global_batch=8) for each in (shape, TracedShape.of(found))]
-    for cut in CUTS:
-        columns = Columns.make(1, microbatch=2, **cut)
+    for sharding in SHARDINGS:
+        columns = Columns.make(1, microbatch=2, **sharding)
         formula, traced = (layer_bytes(job, columns).kept[0] for job in jobs)
-        assert traced == pytest.approx(formula, rel=0.02), cut
+        assert traced == pytest.approx(formula, rel=0.02), sharding
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium"])
-def test_its_plans_are_estimated_alike(known, name):
+def test_estimates_of_traced_family_match_its_config(known, name):
     asked = [Question.of(model, "2x8xh100", seq_len=SEQ, global_batch=64) for model in (name, known[name])]
     plans = [Plan.parse(text) for text in (
         "dp_shard=16 zero=3 precision=bf16 compile=on", "dp_shard=4 zero=1 tp=4 sp=on precision=bf16 compile=on",
         "pp=4 dp_shard=4 zero=1 microbatches=4 precision=bf16 compile=on")]  # fmt: skip
-    # What a traced model's loss is, nobody knows: its logits are whole.
+    # A traced model's loss is unknown, so its logits are not chunked.
     known_job = replace(asked[0].job, stack=replace(asked[0].job.stack, cut_loss=False))
     jobs = [known_job, asked[1].job]
     formula, traced = (
@@ -83,7 +83,7 @@ def test_its_plans_are_estimated_alike(known, name):
     assert traced.allocated_bytes == pytest.approx(formula.allocated_bytes, rel=0.03)
 
 
-def test_a_random_config_of_transformers_too():
+def test_traced_transformers_config_matches_formulas():
     found = trace(f"{HERE}llama")
     config = traced_models.llama().config.to_dict()
     shape = _from_hugging_face("llama", config).shape
@@ -94,7 +94,7 @@ def test_a_random_config_of_transformers_too():
     assert found.layers[0].saved_bytes(2, 128, "compiled") == pytest.approx(compiled, rel=0.02)
 
 
-#: Model, its inputs, what a sample has of tokens, and whether its first block's output is kept too (of a last ReLU).
+#: Model, its inputs, tokens per sample, and whether the first block's output is saved too (by a final ReLU).
 REAL = {
     "own": (lambda: (torch.zeros(2, 64, dtype=torch.int64),), 64, False),
     "llama": (lambda: {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}, 64, False),
@@ -105,41 +105,41 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_what_is_said_to_be_kept_is_what_autograd_keeps(name):
+def test_traced_saved_bytes_match_autograd(name):
     make, seq, keeps_output = REAL[name]
     spec = DecoderSpec(vocab_size=256, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=352, max_seq_len=64)
     made = build_decoder(spec) if name == "own" else getattr(traced_models, name)()
     model = (made[0] if isinstance(made, tuple) else made).bfloat16()
     block = next(iter(repeated_blocks(model).values()))
-    seen = {}
+    recorded = {}
 
-    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        seen["full"] = sum(each.untyped_storage().nbytes() for each in given if each.requires_grad)
-        # Of rotary positions: all layers share them.
+        recorded["full"] = sum(each.untyped_storage().nbytes() for each in given if each.requires_grad)
+        # Rotary tables, which all layers share.
         shared = {each.untyped_storage()._cdata: each for each in given if not each.requires_grad}.values()
-        seen["shared"] = sum(each.untyped_storage().nbytes() for each in shared if each.is_floating_point())
-        seen["trace"] = trace_block(module, type(module).forward, args, kwargs)
+        recorded["shared"] = sum(each.untyped_storage().nbytes() for each in shared if each.is_floating_point())
+        recorded["trace"] = trace_block(module, type(module).forward, args, kwargs)
 
     handles = [
-        block.register_forward_pre_hook(look, with_kwargs=True),
-        block.register_forward_hook(lambda module, args, output: seen.update(output=output)),
+        block.register_forward_pre_hook(record, with_kwargs=True),
+        block.register_forward_hook(lambda module, args, output: recorded.update(output=output)),
     ]
     example = make()
     model.train()(**example) if isinstance(example, dict) else model.train()(*example)
     for handle in handles:
         handle.remove()
-    assert seen["trace"].keeps_output == keeps_output
-    output = seen["output"].untyped_storage().nbytes() if keeps_output else 0
+    assert recorded["trace"].keeps_output == keeps_output
+    output = recorded["output"].untyped_storage().nbytes() if keeps_output else 0
     layer = describe_by_tracing(model, example).layers[0]
-    assert layer.saved_bytes(2, seq, "full") == seen["full"]
-    kept = seen["trace"].kept_bytes + seen["full"] + output - seen["shared"]
+    assert layer.saved_bytes(2, seq, "full") == recorded["full"]
+    kept = recorded["trace"].kept_bytes + recorded["full"] + output - recorded["shared"]
     assert layer.saved_bytes(2, seq) == pytest.approx(kept, rel=0.03)
-    heavy = sum(operation.num_bytes for operation in seen["trace"].heavy if operation)
-    assert layer.saved_bytes(2, seq, "selective") == pytest.approx(heavy + seen["full"], rel=0.03)
+    heavy = sum(operation.num_bytes for operation in recorded["trace"].heavy if operation)
+    assert layer.saved_bytes(2, seq, "selective") == pytest.approx(heavy + recorded["full"], rel=0.03)
 
 
-def test_a_perceptron_a_network_and_a_vision_transformer_have_plans():
+def test_perceptron_network_and_vision_transformer_have_plans():
     for name, num_layers in (("perceptron", 1), ("network", 4), ("vit", 2)):
         found = trace(f"{HERE}{name}")
         assert not found.reads_sequence
@@ -155,16 +155,16 @@ def test_a_perceptron_a_network_and_a_vision_transformer_have_plans():
         assert {one.plan.zero for one in answer.ranked} >= {0, 1, 3}
 
 
-def test_products_of_a_convolution_are_those_that_it_does():
+def test_convolution_flops_match_the_formula():
     layer = trace(f"{HERE}network").layers[0]
-    # Two convolutions of 3 x 3 from 16 to 16 channels over 16 x 16 places, 2 FLOPs each.
+    # Two 3 x 3 convolutions from 16 to 16 channels at 16 x 16 positions, 2 FLOPs each.
     assert layer.flops(3, 1) == 3 * 2 * 2 * 16 * 16 * 9 * 16 * 16
     assert layer.flops(3, 1, backward=True) == 2 * layer.flops(3, 1)
     before = trace(f"{HERE}network").before
-    assert before.flops(1, 1, backward=True) == before.flops(1, 1)  # pictures need no gradient
+    assert before.flops(1, 1, backward=True) == before.flops(1, 1)  # images need no gradient
 
 
-def test_experts_of_transformers_are_counted_as_far_as_tokens_visit_them():
+def test_expert_flops_count_only_routed_tokens():
     found = trace(f"{HERE}mixtral")
     shape = _from_hugging_face("mixtral", traced_models.mixtral().config.to_dict()).shape
     assert found.flops(1, 64) / 64 == pytest.approx(flops_per_token(shape, 64, causal=True), rel=0.01)
@@ -172,24 +172,24 @@ def test_experts_of_transformers_are_counted_as_far_as_tokens_visit_them():
     assert "config.json" in dict(found.limits)["ep"].reason
 
 
-def test_an_encoders_output_travels_beside_what_its_decoder_makes():
+def test_encoder_output_is_counted_in_stage_boundaries():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(d_model=64, d_ff=128, num_layers=3, num_decoder_layers=4, num_heads=4, d_kv=16)
     with torch.device("meta"):
         found = describe_by_tracing(transformers.T5ForConditionalGeneration(config))
-    # Of six borders three are in the encoder or at its end, and three in the decoder.
+    # Of six stage boundaries, three are in the encoder or at its end, and three in the decoder.
     assert found.crossings == pytest.approx((3 + 2 * 3) / 6)
     job = Job(shape=TracedShape.of(found), seq_len=SEQ, global_batch=8)
-    alone = replace(job, shape=TracedShape.of(replace(found, crossings=1.0)))
+    without_encoder_output = replace(job, shape=TracedShape.of(replace(found, crossings=1.0)))
     plan, cluster = Plan.parse("pp=2 microbatches=4 precision=bf16"), ClusterSpec.parse("2xh100")
     two, one = (
         estimate(each, cluster, Columns.of([plan], each), Tables.of(cluster.device, "tables")).terms["pp_p2p"][0]
-        for each in (job, alone)
+        for each in (job, without_encoder_output)
     )
     assert one < two < 1.5 * one
 
 
-def test_what_the_runtime_cannot_divide_is_said_with_the_reason():
+def test_unsupported_axes_are_listed_with_reasons():
     limits = {name: limit.reason for name, limit in trace(f"{HERE}encoder").limits}
     assert "every rank would compute the attention of Sequential, a model of your own, for all tokens" in limits["cp"]
     limits = {name: limit.reason for name, limit in trace(f"{HERE}perceptron").limits}
@@ -197,7 +197,7 @@ def test_what_the_runtime_cannot_divide_is_said_with_the_reason():
     assert "has no sequence dimension" in limits["sp"]
 
 
-def test_a_saved_description_is_planned_without_torch(tmp_path):
+def test_saved_description_is_planned_without_torch(tmp_path):
     path = tmp_path / "model.json"
     found = trace(f"{HERE}llama")
     found.save(path)
@@ -216,7 +216,7 @@ def test_a_saved_description_is_planned_without_torch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "expected"),
     [
         ("choosing", "aten._local_scalar_dense.default fails"),
         ("number", "it returned int, not an nn.Module. Return a model"),
@@ -225,21 +225,21 @@ def test_a_saved_description_is_planned_without_torch(tmp_path):
         ("nothing", "it cannot be imported"),
     ],
 )
-def test_what_cannot_be_described_is_refused_in_one_sentence(name, words, capsys):
+def test_unsupported_model_function_is_rejected_in_one_sentence(name, expected, capsys):
     assert run(["plan", f"{HERE}{name}", "8xh100"]) == 2
     text = capsys.readouterr().err
-    assert words in text
+    assert expected in text
     assert text.startswith(f"error: model={HERE}{name}: ")
     assert "Traceback" not in text
 
 
-def test_a_script_leaves_the_choice_to_the_planner(capsys):
+def test_script_with_plan_auto_uses_the_planner(capsys):
     with weft.init("auto", model=f"{HERE}perceptron", seq_len=1, global_batch=8, device="cpu") as started:
         assert started.plan.world_size == 1
     assert "plan=auto chose" in capsys.readouterr().out
 
 
-def test_two_towers_are_planned_though_pictures_come_first(tmp_path, capsys):
+def test_model_with_two_towers_is_planned(tmp_path, capsys):
     config = {
         "model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": 512,
         "text_config": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2,
@@ -251,6 +251,6 @@ def test_two_towers_are_planned_though_pictures_come_first(tmp_path, capsys):
     found = describe_folder(tmp_path)
     assert (found.traced.hidden, found.traced.num_layers, found.traced.max_seq_len) == (512, 5, 77)
     assert run(["plan", str(tmp_path), "4xh100", "--global-batch", "64", "--top", "1"]) == 0
-    told = capsys.readouterr().out
-    assert "64 sequences of 77 tokens a step" in told
-    assert "no band: no model but decoders of text was ever measured" in told
+    output = capsys.readouterr().out
+    assert "64 sequences of 77 tokens a step" in output
+    assert "no band: no model but decoders of text was ever measured" in output

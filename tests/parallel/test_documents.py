@@ -1,4 +1,4 @@
-"""Packed documents of Hugging Face models: each gives what it gives alone, or the model is refused."""
+"""Packed documents in Hugging Face models: each matches its unpacked result, or the model is rejected."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SIZES = {
     "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 LENGTHS = (9, 14, 5, 4)
-#: Models whose documents stay apart, by the name of their config, with what it says beside SIZES. Those with a star
-#: did not before Weft gave their masks borders, or positions that begin behind the one of padding.
-APART: dict[str, tuple[str, dict[str, Any]]] = {
+#: Models that separate documents: config name and settings in addition to SIZES. Those with a star need Weft's masks
+#: with document boundaries, or positions that start after the pad token's.
+SEPARATING: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": 6}),
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6}),
@@ -38,7 +38,7 @@ APART: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss*": (
         "GptOssConfig",
         {"head_dim": 8, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1,
-         "experts_implementation": "eager"},  # grouped products refuse float64
+         "experts_implementation": "eager"},  # grouped products do not support float64
     ),
     "opt*": ("OPTConfig", {"ffn_dim": 24, "word_embed_proj_dim": 16}),
     "biogpt*": ("BioGptConfig", {}),
@@ -48,7 +48,7 @@ APART: dict[str, tuple[str, dict[str, Any]]] = {
     "megatron-bert*": ("MegatronBertConfig", {"is_decoder": True}),
 }  # fmt: skip
 STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-#: Models that carry something along the row, or count positions by themselves.
+#: Models that carry state along the row, or compute positions themselves.
 MIXING: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaConfig", {"state_size": 4}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
@@ -60,67 +60,67 @@ MIXING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def built(name: str, beside: dict[str, Any], device: str = "cpu") -> Any:
+def built(name: str, changes: dict[str, Any], device: str = "cpu") -> Any:
     torch.manual_seed(0)
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES | beside))
+        return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES | changes))
 
 
-@pytest.mark.parametrize("family", APART)
-def test_each_document_gives_what_it_gives_alone(family):
-    model = built(*APART[family]).double().eval()
+@pytest.mark.parametrize("family", SEPARATING)
+def test_packed_documents_match_unpacked_ones(family):
+    model = built(*SEPARATING[family]).double().eval()
     assert not why_documents_mix(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(5.0)  # else tokens hardly see each other
+                parameter.mul_(5.0)  # otherwise tokens hardly affect each other
         documents = torch.randint(5, 61, (sum(LENGTHS),)).split(LENGTHS)
-        alone = [model(input_ids=one[None], use_cache=False).logits for one in documents]
+        unpacked = [model(input_ids=one[None], use_cache=False).logits for one in documents]
         attend_in_documents(model)
         row = call_in_documents(model, _packed(*documents)).logits
-    for ours, theirs in zip(row.split(LENGTHS, dim=1), alone, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # some compute rotations in float32
+    for ours, theirs in zip(row.split(LENGTHS, dim=1), unpacked, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # some models compute rotations in float32
 
 
 @pytest.mark.parametrize("family", MIXING)
-def test_a_model_that_mixes_them_is_told(family):
-    said = why_documents_mix(built(*MIXING[family], device="meta"))
-    assert said == f"documents of one row see each other in a {family} model"
+def test_mixing_models_are_reported(family):
+    reason = why_documents_mix(built(*MIXING[family], device="meta"))
+    assert reason == f"documents of one row see each other in a {family} model"
 
 
-def test_a_model_that_cannot_be_tried_is_not_trusted():
+def test_model_that_fails_the_trial_is_reported():
     assert why_documents_mix(built("XmodConfig", {}, device="meta")) == (
         "Weft cannot show that documents of one row stay apart in a xmod model, since a small one fails (ValueError: "
         "Input language unknown. Please call `XmodPreTrainedModel.set_default_language()`)"
     )
 
 
-def test_trying_changes_neither_the_model_nor_random_numbers():
-    model = built(*APART["opt*"])
+def test_trial_changes_neither_model_nor_random_state():
+    model = built(*SEPARATING["opt*"])
     before, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
     torch.manual_seed(5)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(5)
     assert not why_documents_mix(model)
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
     assert model.config.to_dict() == config
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
 
-def test_masks_are_as_before_behind_a_call():
+def test_trial_restores_mask_functions():
     known = __import__("transformers.masking_utils", fromlist=["x"]).ALL_MASK_ATTENTION_FUNCTIONS
     before = {name: known[name] for name in known}
-    why_documents_mix(built(*APART["opt*"]))
+    why_documents_mix(built(*SEPARATING["opt*"]))
     assert {name: known[name] for name in before} == before
 
 
 @pytest.mark.full
-def test_models_that_read_borders_need_no_trial():
-    """Of every family of the installed transformers, with its own sizes made small: what is not tried stays apart."""
+def test_models_that_read_boundaries_need_no_trial():
+    """Check every installed transformers family with small sizes: those that need no trial separate documents."""
     found = {}
     for kind in sorted(transformers.AutoModelForCausalLM._model_mapping._model_mapping):
-        # Some configs of transformers are no models by default, or have sizes that fit no other.
+        # Some default configs do not build, or have incompatible sizes.
         with contextlib.suppress(Exception):
             with torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[kind]())

@@ -1,4 +1,4 @@
-"""Experts over ranks at the edges: nobody's tokens or labels, other people's modules, refusals, bytes, resume."""
+"""Edge cases of expert parallelism: ranks without tokens or labels, user modules, errors, sent bytes, resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BIAS = dataclasses.replace(MOE, balance="bias", balance_rate=0.02)
 
 @dataclasses.dataclass(frozen=True)
 class FirstTwoCase(MoECase):
-    """Every token goes to experts 0 and 1: the ranks behind get none, ever."""
+    """A case that routes every token to experts 0 and 1, so later ranks never get tokens."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -59,7 +59,7 @@ def _to_first_two(gate, args, output):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_ranks_that_no_token_reaches_go_along(zero, ranks2):
+def test_ranks_without_tokens_match_one_process(zero, ranks2):
     for case in (
         FirstTwoCase(BIAS, global_batch=4, num_steps=2),
         HuggingFaceFirstTwoCase(MOE, global_batch=4, num_steps=2),
@@ -72,8 +72,8 @@ def test_ranks_that_no_token_reaches_go_along(zero, ranks2):
         assert all(not reference.grads[name][2:].any() for name in idle)
 
 
-def test_a_rank_whose_labels_are_all_masked_still_runs_its_experts(ranks2):
-    case = MoECase(MOE, global_batch=2, num_steps=2)  # the last sample has no label
+def test_rank_with_masked_labels_still_runs_its_experts(ranks2):
+    case = MoECase(MOE, global_batch=2, num_steps=2)  # the last sample has no labels
     assert (case.batch(0)["labels"][1] == -100).all()
     reference = train_case("precision=fp64", case)
     for result in ranks2.run(train_case, "dp_shard=2 ep=2 zero=1 precision=fp64", case):
@@ -81,7 +81,7 @@ def test_a_rank_whose_labels_are_all_masked_still_runs_its_experts(ranks2):
 
 
 def train(plan_text: str, case: DecoderCase, first: int, last: int, load: str = "", save: str = ""):
-    """Losses, weights and biases of some steps, from the start or from a checkpoint."""
+    """Return losses, weights and biases of some steps, new or from a checkpoint."""
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh = build_mesh(plan)
     model = parallelize(case.model(), mesh)
@@ -95,11 +95,11 @@ def train(plan_text: str, case: DecoderCase, first: int, last: int, load: str = 
     return losses, weights, [router.bias_ppm.tolist() for router in routers(model)]
 
 
-def test_biases_follow_the_tokens_of_all_ranks_and_runs_go_on_under_any_number_of_ep(ranks2, ranks4, tmp_path):
+def test_balance_biases_use_all_tokens_and_resume_under_any_ep(ranks2, ranks4, tmp_path):
     case = MoECase(BIAS, global_batch=4, num_steps=4)
     losses, weights, biases = train("", case, 0, 4)
     assert any(any(bias) for bias in biases)
-    assert all(value % 20_000 == 0 for bias in biases for value in bias)  # whole steps of the rate
+    assert all(value % 20_000 == 0 for bias in biases for value in bias)  # multiples of the rate
     saved = ranks4.run(train, "dp_shard=4 ep=4 zero=2", case, 0, 2, save=str(tmp_path))[0]
     assert saved[0] == pytest.approx(losses[:2], rel=1e-12)
     path = str(tmp_path / "step_00000002")
@@ -110,22 +110,22 @@ def test_biases_follow_the_tokens_of_all_ranks_and_runs_go_on_under_any_number_o
     ):
         for plan in plans:
             runs += ranks.run(train, plan, case, 2, 4, load=path)
-    for went_on in runs:
-        assert went_on[0] == pytest.approx(losses[2:], rel=1e-12)
-        assert went_on[2] == biases
+    for resumed in runs:
+        assert resumed[0] == pytest.approx(losses[2:], rel=1e-12)
+        assert resumed[2] == biases
         for name, weight in weights.items():
-            torch.testing.assert_close(went_on[1][name], weight, rtol=1e-9, atol=1e-12, msg=name)
+            torch.testing.assert_close(resumed[1][name], weight, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def weights_from_shapes(plan_text: str) -> dict[str, torch.Tensor]:
-    """Of a model that was built on the meta device, where no rank ever has all experts."""
+    """Return the weights of a model built on the meta device, so that no rank ever has all experts."""
     mesh = build_mesh(Plan.parse(plan_text))
     model = parallelize(build_decoder(BIAS, device="meta", dtype=torch.float64), mesh, seed=3)
     return {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_experts_are_made_from_shapes_with_the_weights_of_one_process(zero, ranks2):
+def test_experts_from_meta_match_one_process_weights(zero, ranks2):
     expected = dict(build_decoder(BIAS, dtype=torch.float64, seed=3).named_parameters())
     for weights in ranks2.run(weights_from_shapes, f"dp_shard=2 ep=2 zero={zero}"):
         assert weights.keys() == expected.keys()
@@ -133,7 +133,7 @@ def test_experts_are_made_from_shapes_with_the_weights_of_one_process(zero, rank
 
 
 def bytes_of_one_step(plan_text: str, spec, num_tokens: int) -> tuple[int, int, int]:
-    """Calls and bytes of all_to_all over ep, and of anything else over it."""
+    """Return calls and bytes of all_to_all over ep, and all bytes over ep."""
     plan, ledger = Plan.parse(f"{plan_text} precision=fp64"), Ledger()
     mesh = build_mesh(plan, record=ledger.record)
     model = build_decoder(spec, dtype=torch.float64)
@@ -145,10 +145,10 @@ def bytes_of_one_step(plan_text: str, spec, num_tokens: int) -> tuple[int, int, 
 
 
 @pytest.mark.parametrize("ep", [2, 4])
-def test_bytes_are_those_of_the_formula(ep, ranks4):
-    """Dispatch and combine, forward and backward: 4 exchanges of M * k * h values for each layer with experts.
+def test_all_to_all_bytes_match_the_formula(ep, ranks4):
+    """Expect 4 exchanges of M * k * h values per layer with experts: dispatch and combine, forward and backward.
 
-    Of each, (ep - 1) / ep leaves the rank. Tokens that visit all experts are spread evenly, as the formula has it.
+    Of each, (ep - 1) / ep leaves the rank. Every token is routed to all experts, so the load is even as in the formula.
     """
     spec, num_tokens = dataclasses.replace(MOE, num_experts=4, top_k=4, balance="none"), 24
     layers = len(spec.moe_layers)
@@ -159,7 +159,7 @@ def test_bytes_are_those_of_the_formula(ep, ranks4):
 
 
 class UsersExperts(nn.Module):
-    """Somebody's own module of stacked experts, with a bias in each."""
+    """A user's module of stacked experts with biases."""
 
     def __init__(self, num_experts: int, dim: int):
         super().__init__()
@@ -170,9 +170,9 @@ class UsersExperts(nn.Module):
     def forward(self, x, ids, weights):
         y = x.new_zeros(x.shape)
         for expert in range(self.matrices.shape[0]):
-            tokens, places = torch.where(ids == expert)
+            tokens, slots = torch.where(ids == expert)
             out = (x[tokens] @ self.matrices[expert] + self.shifts[expert]).tanh()
-            y = y.index_add(0, tokens, out * weights[tokens, places, None])
+            y = y.index_add(0, tokens, out * weights[tokens, slots, None])
         return y
 
 
@@ -193,8 +193,8 @@ def users_inputs(num_tokens: int, part: int):
     return x.requires_grad_(), ids, weights.requires_grad_()
 
 
-def run_users(plan_text: str, num_tokens: int) -> dict[str, torch.Tensor]:
-    """Output and gradients; under tp all ranks come with the same tokens."""
+def run_user_model(plan_text: str, num_tokens: int) -> dict[str, torch.Tensor]:
+    """Return output and gradients. Under tp all ranks have the same tokens."""
     mesh = build_mesh(Plan.parse(plan_text))
     model = UsersModel()
     distribute_experts(model, mesh, Layout.parse("experts=expert"))
@@ -207,22 +207,22 @@ def run_users(plan_text: str, num_tokens: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("plan", ["dp_shard=2 ep=2", "tp=2 ep=2", "tp=2"])
 @pytest.mark.parametrize("num_tokens", [6, 7, 1])
-def test_any_module_of_stacked_experts_is_spread_by_layout(plan, num_tokens, ranks2):
-    """Numbers of tokens that tp does not divide are padded; gradients of experts are partial sums over tp."""
-    results = ranks2.run(run_users, plan, num_tokens)
-    whole = [run_users("", num_tokens)]
+def test_layout_distributes_user_modules_of_stacked_experts(plan, num_tokens, ranks2):
+    """Token counts that tp does not divide are padded. Gradients of experts are partial sums over tp."""
+    results = ranks2.run(run_user_model, plan, num_tokens)
+    references = [run_user_model("", num_tokens)]
     parts = Plan.parse(plan).dp_size
     if parts == 2:
         model, (x, ids, weights) = UsersModel(), users_inputs(num_tokens, 1)
         out = model(x, ids, weights)
         out.square().sum().backward()
-        whole.append({"out": out.detach(), "x": x.grad, "weights": weights.grad}
+        references.append({"out": out.detach(), "x": x.grad, "weights": weights.grad}
                      | {name: parameter.grad for name, parameter in model.named_parameters()})  # fmt: skip
     for rank, result in enumerate(results):
         for name in ("out", "x", "weights"):
-            torch.testing.assert_close(result[name], whole[rank % parts][name], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(result[name], references[rank % parts][name], rtol=1e-12, atol=1e-12)
     for name in ("experts.matrices", "experts.shifts"):
-        total = sum(one[name] for one in whole)
+        total = sum(one[name] for one in references)
         ours = [torch.zeros(()) if one[name] is None else one[name] for one in results]
         if "ep=2" in plan:
             for rank, grad in enumerate(ours):
@@ -233,14 +233,14 @@ def test_any_module_of_stacked_experts_is_spread_by_layout(plan, num_tokens, ran
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_rows_that_arrive_by_rank_are_put_in_order_of_their_expert(by_source):
+def test_received_rows_are_sorted_by_expert(by_source):
     index, inverse, ends = _by_expert(torch.tensor(by_source), sum(map(sum, by_source)))
-    arrived = [(expert, source, row) for source, counts in enumerate(by_source)
+    received = [(expert, source, row) for source, counts in enumerate(by_source)
                for expert, count in enumerate(counts) for row in range(count)]  # fmt: skip
-    ordered = [arrived[place] for place in index.tolist()]
-    assert ordered == sorted(arrived)
-    assert [ordered[place] for place in inverse.tolist()] == arrived
-    assert ends.tolist() == [sum(row[0] <= expert for row in arrived) for expert in range(3)]
+    ordered = [received[position] for position in index.tolist()]
+    assert ordered == sorted(received)
+    assert [ordered[position] for position in inverse.tolist()] == received
+    assert ends.tolist() == [sum(row[0] <= expert for row in received) for expert in range(3)]
 
 
 class Unstacked(nn.Module):
@@ -249,7 +249,7 @@ class Unstacked(nn.Module):
         self.experts = nn.Linear(4, 6)
 
 
-def spread(plan_text: str, model: nn.Module, layout: str | None = None, times: int = 1) -> None:
+def distribute_times(plan_text: str, model: nn.Module, layout: str | None = None, times: int = 1) -> None:
     mesh = build_mesh(Plan.parse(plan_text))
     for _ in range(times):
         distribute_experts(model, mesh, Layout.parse(layout) if layout else None)
@@ -266,8 +266,8 @@ def spread(plan_text: str, model: nn.Module, layout: str | None = None, times: i
     (UsersModel(4), "experts=expert", 2, "module of type UsersExperts: its experts are already divided over ep. "
     "Build a new model."),
 ])  # fmt: skip
-def test_what_cannot_be_spread_is_refused_in_a_sentence(model, layout, times, text, ranks2):
+def test_undividable_experts_are_rejected(model, layout, times, text, ranks2):
     with pytest.raises(CommError) as caught:
-        ranks2.run(spread, "dp_shard=2 ep=2", model, layout, times)
+        ranks2.run(distribute_times, "dp_shard=2 ep=2", model, layout, times)
     assert text in str(caught.value)
     assert ModelError.__name__ in str(caught.value)

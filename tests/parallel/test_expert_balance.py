@@ -1,4 +1,4 @@
-"""What the step does for routers, against numbers made by hand: parity alone cannot see what both sides leave out."""
+"""Router balancing in a step against independent references, since parity cannot detect what both sides omit."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from weft.train.step.train_step import TrainStep
 from weft.verify.parity import train_case
 
 
-def test_the_auxiliary_loss_is_weighed_against_a_mean_over_trained_tokens():
+def test_auxiliary_loss_is_weighted_by_trained_tokens():
     case = MoECase(MOE, global_batch=4, num_steps=1, max_grad_norm=0.0)
     found = train_case("accumulation=2 precision=fp64", case)
-    by_hand = dataclasses.replace(case, spec=dataclasses.replace(MOE, balance="none"))
-    model, batch, losses = by_hand.model(), case.batch(0), []
+    unbalanced = dataclasses.replace(case, spec=dataclasses.replace(MOE, balance="none"))
+    model, batch, losses = unbalanced.model(), case.batch(0), []
 
-    def look(router, args, routing: Routing) -> None:
+    def record(router, args, routing: Routing) -> None:
         probs = F.linear(args[0], router.weight).softmax(-1)
         for ids_TK, probs_TE in zip(routing.ids_BTK, probs, strict=True):
             share = F.one_hot(ids_TK, MOE.num_experts).sum((0, 1)) / ids_TK.numel()
             losses.append(len(ids_TK) * MOE.num_experts * (share * probs_TE.mean(0)).sum())
 
     for router in routers(model):
-        router.register_forward_hook(look)
+        router.register_forward_hook(record)
     loss_sum, num_tokens = case.loss(case.forward(model, batch), batch)
     assert len(losses) == 4 * len(MOE.moe_layers)
     ((loss_sum + MOE.balance_rate * sum(losses)) / num_tokens).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found.grads[name], parameter.grad, rtol=1e-9, atol=1e-13, msg=name)
-    # What is reported is the loss without it.
+    # The reported loss excludes the auxiliary loss.
     assert found.losses[0] == pytest.approx(float(loss_sum.detach()) / int(num_tokens), rel=1e-12)
 
 
@@ -48,15 +48,15 @@ def biased_step(rate: float = 0.02) -> tuple[TrainStep, MoECase]:
     return TrainStep(model, case.optimizer_of(model), case.loss, mesh, forward=case.forward), case
 
 
-def test_a_step_moves_biases_once_by_the_counts_of_all_its_microbatches():
+def test_step_updates_biases_once_from_all_microbatches():
     step, case = biased_step()
     counts = {}
 
-    def look(router, args, routing: Routing) -> None:
+    def record(router, args, routing: Routing) -> None:
         counts[router] = counts.get(router, 0) + F.one_hot(routing.ids_BTK, MOE.num_experts).sum((0, 1, 2))
 
     for router in routers(step.model):
-        router.register_forward_hook(look)
+        router.register_forward_hook(record)
     step(case.batch(0))
     for router in routers(step.model):
         assert int(counts[router].sum()) == 4 * case.seq_len * MOE.top_k
@@ -64,7 +64,7 @@ def test_a_step_moves_biases_once_by_the_counts_of_all_its_microbatches():
         assert router.bias_ppm.tolist() == (20_000 * (even - counts[router]).sign()).long().tolist()
 
 
-def test_a_skipped_step_leaves_biases_and_the_next_one_starts_to_count_anew():
+def test_skipped_step_keeps_biases_and_resets_counts():
     step, case = biased_step()
     masked = case.batch(0)
     masked["labels"] = torch.full_like(masked["labels"], -100)
@@ -74,7 +74,7 @@ def test_a_skipped_step_leaves_biases_and_the_next_one_starts_to_count_anew():
     assert all(int(router.load.tokens_E.sum()) == 4 * case.seq_len * MOE.top_k for router in routers(step.model))
 
 
-def test_a_model_without_routers_is_left_alone():
+def test_model_without_routers_needs_no_balancing():
     balance = ExpertBalance(torch.nn.Linear(2, 2), build_mesh(Plan()))
     balance.begin(1.0)
     balance.start()

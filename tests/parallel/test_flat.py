@@ -1,4 +1,4 @@
-"""What the engine of stages 0 to 2 keeps, sends and refuses."""
+"""Data-parallel engine of ZeRO stages 0 to 2: state, communication and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def each_microbatch(plan: str, each: bool) -> tuple[dict, int, float]:
     return weights(model), ledger.entry("dp_shard", "reduce_scatter").num_bytes, metrics.grad_norm
 
 
-def test_gradients_travel_once_a_step_or_after_each_microbatch_to_save_memory(ranks2):
+def test_gradients_are_reduced_per_step_or_per_microbatch(ranks2):
     once = ranks2.run(each_microbatch, "dp_shard=2 zero=2 precision=fp64 accumulation=3", False)[0]
     each = ranks2.run(each_microbatch, "dp_shard=2 zero=2 precision=fp64 accumulation=3", True)[0]
     torch.testing.assert_close(each[0], once[0], rtol=1e-12, atol=1e-15)
@@ -54,7 +54,7 @@ def test_gradients_travel_once_a_step_or_after_each_microbatch_to_save_memory(ra
 
 
 class Repeats(nn.Module):
-    """A layer behind reentrant recomputation, called `times` times: autograd delivers its gradient as often."""
+    """A layer under reentrant recomputation, called `times` times, so autograd delivers that many gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def repeats() -> Repeats:
 
 
 def repeat(plan: str, times: list[list[int]]) -> tuple[list[str], dict]:
-    """times: per step and rank how often the layer is called. Buckets are small, so each travels by itself."""
+    """Train steps with `times[step][rank]` calls of the layer. Small buckets hold one parameter each."""
     model, mesh = laid_out(plan, repeats(), bucket_bytes=64)
     step, errors = step_of(model, mesh), []
     for index, counts in enumerate(times):
@@ -88,7 +88,7 @@ def repeat(plan: str, times: list[list[int]]) -> tuple[list[str], dict]:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_a_layer_recomputed_twice_in_one_backward_counts_twice(plan, ranks2):
+def test_layer_recomputed_twice_contributes_twice(plan, ranks2):
     reference = repeats()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
     for index, counts in enumerate([[2, 2], [1, 2], [2, 0]]):
@@ -103,8 +103,8 @@ def test_a_layer_recomputed_twice_in_one_backward_counts_twice(plan, ranks2):
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_a_gradient_that_comes_after_its_bucket_left_is_an_error_that_names_it(plan, ranks2):
-    """Only one rank sees it; all ranks raise, and the next try is right."""
+def test_late_gradient_raises_with_the_parameter_name(plan, ranks2):
+    """Only one rank detects it, all ranks raise, and the next attempt succeeds."""
     results = ranks2.run(repeat, plan + " precision=fp64", [[1, 1], [1, 3]])
     fresh = ranks2.run(repeat, plan + " precision=fp64", [[3, 3], [1, 1], [1, 3]])
     for errors, _ in results:
@@ -114,7 +114,7 @@ def test_a_gradient_that_comes_after_its_bucket_left_is_an_error_that_names_it(p
     assert [errors for errors, _ in fresh] == [[], []]
 
 
-def meddle(plan: str) -> list[str]:
+def change_parameters(plan: str) -> list[str]:
     found = []
     for change in (
         lambda model: model.float(),
@@ -137,8 +137,8 @@ def meddle(plan: str) -> list[str]:
     return [*found, str(caught.value)]
 
 
-def test_parameters_that_left_their_buckets_are_noticed(ranks2):
-    moved, frozen, replaced, unfrozen = ranks2.run(meddle, "dp_shard=2 zero=1 precision=fp64")[0]
+def test_moved_frozen_and_unfrozen_parameters_are_detected(ranks2):
+    moved, frozen, replaced, unfrozen = ranks2.run(change_parameters, "dp_shard=2 zero=1 precision=fp64")[0]
     assert moved == replaced.replace("memory or another format", "memory or another format")
     assert moved.startswith("parameter '0.weight': it was moved to other memory or another format after")
     assert frozen.startswith("parameter '0.weight': it was frozen after")
@@ -146,7 +146,7 @@ def test_parameters_that_left_their_buckets_are_noticed(ranks2):
 
 
 def write_weights(plan: str) -> list[bool]:
-    """Weights that a user writes are the masters' too: by load_state_dict unrounded, in place as they are."""
+    """Return whether masters equal weights that a user sets by load_state_dict (unrounded) or directly."""
     model, mesh = laid_out(plan, mlp(torch.float32))
     step = step_of(model, mesh)
     step(rows(0, mesh.rank, torch.float32))
@@ -165,26 +165,26 @@ def write_weights(plan: str) -> list[bool]:
 
 @pytest.mark.parametrize("plan", STAGES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_that_somebody_writes_become_the_masters(plan, precision, ranks2):
+def test_weights_set_by_the_user_replace_the_masters(plan, precision, ranks2):
     assert ranks2.run(write_weights, f"{plan} precision={precision}") == [[True, True, True]] * 2
 
 
-def whole_gradients_after(plan: str) -> list[bool]:
+def full_gradients_after(plan: str) -> list[bool]:
     model, mesh = laid_out(plan, mlp())
     step_of(model, mesh)([rows(index, mesh.rank) for index in range(mesh.plan.accumulation)])
     buckets = data_parallel(model).reducer.buckets
     return [bucket.grads is None for bucket in buckets]
 
 
-def test_no_whole_gradient_is_kept_that_need_not_be(ranks2):
-    """Gradients of one microbatch travel from where autograd put them; stage 1 collects those of several."""
+def test_full_gradients_are_freed_unless_accumulated(ranks2):
+    """A single microbatch's gradients are reduced from autograd's memory. Stage 1 first sums several microbatches."""
     for plan, none in (
         ("zero=2", True),
         ("zero=2 accumulation=2", True),
         ("zero=1", True),
         ("zero=1 accumulation=2", False),
     ):
-        found = ranks2.run(whole_gradients_after, f"dp_shard=2 precision=fp64 {plan}")[0]
+        found = ranks2.run(full_gradients_after, f"dp_shard=2 precision=fp64 {plan}")[0]
         assert found == [none] * len(found), plan
 
 
@@ -199,7 +199,7 @@ def weights_of_first_rank(plan: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_all_ranks_start_from_the_first_ranks_weights_and_buffers(plan, ranks2):
+def test_all_ranks_start_with_rank_zero_weights_and_buffers(plan, ranks2):
     (first, got), (_, other) = ranks2.run(weights_of_first_rank, plan + " precision=fp64")
     assert got.keys() == first.keys()
     for name, tensor in first.items():
@@ -218,7 +218,7 @@ def batch_norm(plan: str) -> dict:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_statistics_of_batch_norm_are_the_first_ranks_and_unrounded(precision, ranks2):
+def test_batch_norm_statistics_are_rank_zero_fp32_values(precision, ranks2):
     first, second = ranks2.run(batch_norm, f"dp_shard=2 zero=1 precision={precision}")
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
@@ -227,7 +227,7 @@ def test_statistics_of_batch_norm_are_the_first_ranks_and_unrounded(precision, r
             assert tensor.abs().sum() > 0
 
 
-def test_a_copy_of_the_model_is_a_plain_model():
+def test_copied_model_is_a_plain_model():
     model, mesh = laid_out("precision=bf16", mlp(torch.float32))
     for plain in (copy.deepcopy(model), pickle.loads(pickle.dumps(nn.Sequential(*copy.deepcopy(model))))):
         with pytest.raises(ModelError, match="is not parallelized, or is a copy"):
@@ -244,7 +244,7 @@ def sparse_rows(plan: str) -> dict:
     return weights(model)
 
 
-def test_sparse_embedding_gradients_join_the_others(ranks2):
+def test_sparse_embedding_gradients_are_reduced(ranks2):
     torch.manual_seed(4)
     model = nn.Sequential(nn.Embedding(12, 3), nn.Linear(3, 2)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -258,7 +258,7 @@ def test_sparse_embedding_gradients_join_the_others(ranks2):
 
 
 def overlap(plan: str) -> list[int]:
-    """How many buckets were on their way when the last backward ended, in each step."""
+    """Return the number of buckets being reduced at the end of the last backward, per step."""
     model, mesh = laid_out(plan, fork(), bucket_bytes=64)
     engine, found = data_parallel(model), []
     for _ in range(2):
@@ -274,13 +274,13 @@ def overlap(plan: str) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", STAGES)
-def test_buckets_leave_during_the_last_backward_only(plan, ranks2):
+def test_buckets_are_reduced_only_during_the_last_backward(plan, ranks2):
     for found in ranks2.run(overlap, plan + " precision=fp64"):
         assert found == [6, 6]
 
 
-class Own(torch.optim.Optimizer):
-    """An optimizer that Weft knows nothing of."""
+class PlainDescent(torch.optim.Optimizer):
+    """An optimizer that Weft has no rule for."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -293,7 +293,7 @@ class Own(torch.optim.Optimizer):
 
 
 def clipped(plan_text: str) -> dict[str, torch.Tensor]:
-    """One clipped step of an optimizer that takes parameter by parameter, in several buckets."""
+    """Train one clipped step of a per-parameter optimizer, with several buckets."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     torch.manual_seed(0)
@@ -303,14 +303,18 @@ def clipped(plan_text: str) -> dict[str, torch.Tensor]:
     assert len(data_parallel(model).reducer.buckets) > 2
     rows = torch.randn(8, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     step = TrainStep(
-        model, Own(model.parameters()), lambda out, batch: (out.square().sum(), out.numel()), mesh, max_grad_norm=1e-3
+        model,
+        PlainDescent(model.parameters()),
+        lambda out, batch: (out.square().sum(), out.numel()),
+        mesh,
+        max_grad_norm=1e-3,
     )
     step(rows.view(mesh.data.size, -1, 24)[mesh.data.rank])
     return {name: weight.clone() for name, weight in data_parallel(model).weights()}
 
 
-def test_all_buckets_are_clipped_for_an_optimizer_of_ones_own(ranks2):
-    alone = clipped("precision=fp64")
+def test_all_buckets_are_clipped_for_a_custom_optimizer(ranks2):
+    reference = clipped("precision=fp64")
     for plan in ("dp_replicate=2", "dp_shard=2 zero=2"):
         for found in ranks2.run(clipped, f"{plan} precision=fp64"):
-            torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+            torch.testing.assert_close(found, reference, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""torch's optimizers over whole stretches of buckets: the same numbers, states and hooks as one after another."""
+"""torch's optimizers over full bucket slices give the same results, states and hooks as per-parameter steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def groups_of(model: nn.Module) -> list[dict]:
-    """Matrices are decayed and vectors, beside them in one bucket, are not. One vector has a rate of its own."""
+    """Return groups with decay for matrices only, in one bucket with vectors. One vector has another learning rate."""
     params = list(model.parameters())
     vectors = [p for p in params if p.ndim < 2]
     return [
@@ -51,7 +51,7 @@ def trained(plan: str, kind: str, num_steps: int = 3) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_train_as_torch_does_on_one(kind, plan, ranks2):
+def test_flat_steps_match_torch_on_one_process(kind, plan, ranks2):
     model = mlp()
     optimizer = KINDS[kind](groups_of(model))
     for index in range(3):
@@ -67,11 +67,11 @@ def test_ranks_train_as_torch_does_on_one(kind, plan, ranks2):
         torch.testing.assert_close(gradients, clipped | {"norm": norm}, rtol=1e-10, atol=1e-13)
 
 
-def one_rank(precision: str, kind: str, *, watched: bool = False, num_steps: int = 3) -> tuple[dict, TrainStep]:
+def one_rank(precision: str, kind: str, *, with_hook: bool = False, num_steps: int = 3) -> tuple[dict, TrainStep]:
     model, mesh = laid_out(f"precision={precision}", mlp().float())
     step = TrainStep(model, KINDS[kind](groups_of(model)), square, mesh, max_grad_norm=0.3)
-    if watched:
-        step.optimizer.register_step_pre_hook(lambda *args: None)  # sends it the usual way
+    if with_hook:
+        step.optimizer.register_step_pre_hook(lambda *args: None)  # forces torch's step
     for index in range(num_steps):
         step(rows(index, 0).float())
     return weights(model), step
@@ -79,14 +79,14 @@ def one_rank(precision: str, kind: str, *, watched: bool = False, num_steps: int
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_one_rank_trains_bit_for_bit_as_with_torchs_own_step(kind, precision):
+def test_flat_step_on_one_rank_matches_torch_step(kind, precision):
     got, _ = one_rank(precision, kind)
-    expected, step = one_rank(precision, kind, watched=True)
+    expected, step = one_rank(precision, kind, with_hook=True)
     assert not any(one._held for one in data_parallel(step.model)._optimizers.steps.values())
     torch.testing.assert_close(got, expected, rtol=3e-7, atol=1e-8)
 
 
-def test_states_lie_where_torch_has_them_and_a_loop_of_ones_own_goes_on_with_them():
+def test_states_are_in_torch_format_and_usable_in_a_user_loop():
     _, step = one_rank("fp32", "adamw")
     state = step.optimizer.state_dict()["state"]
     assert {key for one in state.values() for key in one} == {"step", "exp_avg", "exp_avg_sq"}
@@ -101,11 +101,11 @@ def test_states_lie_where_torch_has_them_and_a_loop_of_ones_own_goes_on_with_the
         chosen.step()
     torch.testing.assert_close(plain_weights(step.model), plain_weights(model), rtol=1e-6, atol=1e-7)
     assert {float(one["step"]) for one in step.optimizer.state_dict()["state"].values()} == {4.0}
-    step(rows(4, 0).float())  # counts the step of the loop between
+    step(rows(4, 0).float())  # counts the step of the user's loop
     assert {float(one["step"]) for one in step.optimizer.state_dict()["state"].values()} == {5.0}
 
 
-def test_schedulers_and_hooks_are_called():
+def test_learning_rate_schedulers_and_step_hooks_are_called():
     model, mesh = laid_out("precision=fp32", mlp().float())
     step = TrainStep(model, KINDS["adamw"](groups_of(model)), square, mesh)
     scheduler = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda index: 0.5**index)
@@ -120,13 +120,13 @@ def test_schedulers_and_hooks_are_called():
     step(rows(1, 0).float())
     hook.remove()
     assert len(seen) == 1
-    assert all(seen[0])  # a hook of the user's finds gradients
+    assert all(seen[0])  # a user's hook sees gradients
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("steps", ["adam", "sgd"])
-def test_the_kernels_of_a_gpu_compute_the_same(steps, decoupled):
-    """In Triton's interpreter, whose bf16 is rounded towards zero."""
+def test_gpu_kernels_match_the_cpu_step(steps, decoupled):
+    """Run the kernels in Triton's interpreter, which rounds bf16 towards zero."""
     triton = pytest.importorskip("triton")
     triton.knobs.runtime.interpret = True
     from weft.optim import one_pass

@@ -1,4 +1,4 @@
-"""Ids and labels that a model has no row for: one clear error, before a GPU asserts and without a wait for it."""
+"""Out-of-range ids and labels raise a clear error before a device assert, and without a device synchronization."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LABEL = "label {}: the model's head has {} entries. Use labels from 0 to {}, and
 
 
 def step_with(name, value, text="precision=fp64"):
-    """What a step under a plan says of one wrong number in its batch."""
+    """Return the error of a step with one wrong id or label in its batch."""
     case = DecoderCase(LLAMA)
     mesh = build_mesh(Plan.parse(text))
     model = case.model()
@@ -42,22 +42,22 @@ def step_with(name, value, text="precision=fp64"):
 
 
 @pytest.mark.parametrize("value", [61, -7])
-def test_an_id_without_a_row(value):
-    said = step_with("input_ids", value)
-    assert re.match(ID.format(value, 61, 60), said), said
-    assert ("give the model 62 entries" in said) == (value == 61)
+def test_out_of_range_id_is_rejected(value):
+    message = step_with("input_ids", value)
+    assert re.match(ID.format(value, 61, 60), message), message
+    assert ("give the model 62 entries" in message) == (value == 61)
 
 
-def test_a_label_without_a_class():
+def test_out_of_range_label_is_rejected():
     assert step_with("labels", 99).startswith(LABEL.format(99, 61, 60))
 
 
-def test_a_cut_vocabulary_says_the_same(ranks2):
-    for name, wanted in (("input_ids", "has 61 entries. Use ids from 0 to 60"), ("labels", LABEL.format(70, 61, 60))):
-        assert all(wanted in said for said in ranks2.run(step_with, name, 70, "tp=2 precision=fp64"))
+def test_sharded_vocabulary_gives_the_same_errors(ranks2):
+    for name, expected in (("input_ids", "has 61 entries. Use ids from 0 to 60"), ("labels", LABEL.format(70, 61, 60))):
+        assert all(expected in message for message in ranks2.run(step_with, name, 70, "tp=2 precision=fp64"))
 
 
-def test_what_the_host_moved_is_looked_at_there():
+def test_moved_batches_are_checked_on_the_host():
     model = nn.Sequential(nn.Embedding(10, 4))
     watch_indices(model)
     model.to("meta")
@@ -102,11 +102,11 @@ except weft.errors.ModelError as error:
 
 
 @pytest.mark.paper
-def test_a_scripts_step_on_a_gpu(tmp_path):
+def test_simulated_gpu_step_checks_ids_without_waits(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = script_on_paper(script)
     assert done.returncode == 0, done.stderr
-    waits, said = done.stdout.splitlines()
+    waits, message = done.stdout.splitlines()
     assert waits == "waits 0"
-    assert said.startswith("id 16: table (Embedding) has 16 entries. Use ids from 0 to 15")
+    assert message.startswith("id 16: table (Embedding) has 16 entries. Use ids from 0 to 15")

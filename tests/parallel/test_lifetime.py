@@ -1,4 +1,4 @@
-"""Nothing outlives its model: a mesh holds 8 MiB of shared memory for two ranks, and a pool of ranks sees hundreds."""
+"""Meshes and engines are freed with their models: a mesh of two ranks takes 8 MiB of shared memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ PLANS = (
 
 
 def alive() -> dict[str, int]:
-    """Meshes that have communicated, and engines, on this rank."""
-    gc.unfreeze()  # ranks freeze what a call leaves behind, and what is frozen is not listed
+    """Return the numbers of live meshes' segments and engines on this rank."""
+    gc.unfreeze()  # ranks freeze remaining objects after a call, and gc does not list frozen ones
     gc.collect()
     kinds = [type(found) for found in gc.get_objects()]
     return {kind.__name__: kinds.count(kind) for kind in (Segment, Reducer)}
@@ -48,8 +48,8 @@ def train_decoder(plan: str) -> None:
     train_case(plan, DecoderCase(LLAMA, num_steps=1))
 
 
-def forward_alone(plan: str) -> None:
-    """Outputs of a loss that nobody sends back."""
+def forward_only(plan: str) -> None:
+    """Run a forward without a backward."""
     case = DecoderCase(LLAMA, num_steps=1)
     mesh = build_mesh(Plan.parse(f"{plan} precision=fp64"))
     model = case.model()
@@ -64,7 +64,7 @@ def own_loop(plan: str) -> None:
         model(rows(index, mesh.rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    if mesh.plan.zero < 3:  # fully_shard refuses copies
+    if mesh.plan.zero < 3:  # fully_shard does not support copies
         copy.deepcopy(model)
 
 
@@ -75,8 +75,8 @@ class Fails(nn.Linear):
         return y
 
 
-def breaks_off(plan: str) -> None:
-    """An exception in the middle of backward, while gradients of later layers are under way."""
+def fail_in_backward(plan: str) -> None:
+    """Raise an exception in backward, while gradients of later layers are being reduced."""
     model, mesh = laid_out(plan, nn.Sequential(Fails(8, 8), nn.Linear(8, 4)).double())
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), lambda out, _: (out.sum(), len(out)), mesh)
     for index in range(2):
@@ -84,23 +84,23 @@ def breaks_off(plan: str) -> None:
             step(rows(index, mesh.rank))
 
 
-#: What looks at a block before it chooses, and what runs inside of hooks on saved tensors.
-WATCHED = [
+#: Plans that inspect a block before choosing, and plans with saved-tensor hooks.
+INSPECTING = [
     (loop, plan)
-    for loop in (train_decoder, forward_alone)
+    for loop in (train_decoder, forward_only)
     for plan in ("tp=2 recompute=attention", "tp=2 sp=on recompute=selective", "tp=2 recompute=60%",
                  "cp=2 recompute=selective", "tp=2 offload=activations:0.5")
 ]  # fmt: skip
 
-#: The loops of users are in float64, whatever the plan says.
-LOOPS = [(loop, f"{plan} precision=fp64") for loop in (train, own_loop, breaks_off) for plan in PLANS]
+#: User loops are always in float64.
+LOOPS = [(loop, f"{plan} precision=fp64") for loop in (train, own_loop, fail_in_backward) for plan in PLANS]
 
 
-ALL = [*LOOPS, *WATCHED, (train, "dp_shard=2 zero=2 recompute=full precision=bf16")]
+ALL = [*LOOPS, *INSPECTING, (train, "dp_shard=2 zero=2 recompute=full precision=bf16")]
 
 
-def test_meshes_go_with_their_models(ranks2):
-    """All at once: looking at what is alive takes longer than training. The next test says which plan it was."""
+def test_meshes_are_freed_with_their_models(ranks2):
+    """Check all plans together, since counting objects is slow. The next test shows which plan failed."""
     before = ranks2.run(alive)
     for loop, plan in ALL:
         ranks2.run(loop, plan)
@@ -109,7 +109,7 @@ def test_meshes_go_with_their_models(ranks2):
 
 @pytest.mark.full
 @pytest.mark.parametrize("loop, plan", ALL)
-def test_a_mesh_goes_with_its_model(loop, plan, ranks2):
+def test_mesh_is_freed_with_its_model(loop, plan, ranks2):
     before = ranks2.run(alive)
     ranks2.run(loop, plan)
     assert ranks2.run(alive) == before

@@ -1,4 +1,4 @@
-"""Means over one rank's samples: warned of where they make other numbers than one device, and what is said is true."""
+"""Means over one rank's samples are reported if results differ from one device, and only then."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)).double()
 
 
-def ragged(rank: int | None = None) -> dict[str, torch.Tensor]:
-    """Four samples of 6 tokens, with 5, 4, 1 and 1 labels."""
+def uneven_batch(rank: int | None = None) -> dict[str, torch.Tensor]:
+    """Return four samples of 6 tokens with 5, 4, 1 and 1 labels, or a rank's half."""
     ids = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
     labels = ids.masked_fill(torch.arange(6) > torch.tensor([5, 4, 1, 1])[:, None], -100)
     batch = {"input_ids": ids, "labels": labels}
@@ -40,11 +40,11 @@ def ragged(rank: int | None = None) -> dict[str, torch.Tensor]:
 
 
 def own_loop(plan: str, weighted: bool) -> tuple[dict[str, torch.Tensor], list[float], list[str]]:
-    """Weights after two steps, losses, and what was warned of."""
+    """Return weights after two steps, losses and warnings."""
     run = start(plan)
     model, losses = run.parallelize(llama()), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    batch = ragged(run.mesh.data.rank)
+    batch = uneven_batch(run.mesh.data.rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -57,14 +57,14 @@ def own_loop(plan: str, weighted: bool) -> tuple[dict[str, torch.Tensor], list[f
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    said = [str(one.message) for one in caught if one.category is WeftWarning]
-    return {name: weight.clone() for name, weight in data_parallel(model).weights()}, losses, said
+    messages = [str(one.message) for one in caught if one.category is WeftWarning]
+    return {name: weight.clone() for name, weight in data_parallel(model).weights()}, losses, messages
 
 
 def one_device() -> tuple[dict[str, torch.Tensor], list[float]]:
     model, losses = llama(), []
     for _ in range(2):
-        loss = model(**ragged()).loss
+        loss = model(**uneven_batch()).loss
         model.zero_grad()
         loss.backward()
         with torch.no_grad():
@@ -75,15 +75,15 @@ def one_device() -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3"])
-def test_global_mean_in_an_own_loop_is_one_devices_loss(plan, ranks2):
+def test_global_mean_in_a_user_loop_matches_one_device(plan, ranks2):
     weights, losses = one_device()
-    for got, seen, said in ranks2.run(own_loop, plan + " precision=fp64", True):
-        assert said == []
-        assert seen == pytest.approx(losses, rel=1e-6)  # the model's own loss is computed in fp32
+    for got, seen_losses, messages in ranks2.run(own_loop, plan + " precision=fp64", True):
+        assert messages == []
+        assert seen_losses == pytest.approx(losses, rel=1e-6)  # the model computes its loss in fp32
         torch.testing.assert_close(got, weights, rtol=1e-6, atol=1e-8)
 
 
-def test_a_models_own_mean_in_an_own_loop_is_warned_of_once_on_the_first_rank(ranks2):
+def test_model_mean_loss_warns_once_on_rank_zero(ranks2):
     weights, _ = one_device()
     (got, _, first), (_, _, second) = ranks2.run(own_loop, "dp_replicate=2 precision=fp64", False)
     assert second == []
@@ -101,7 +101,7 @@ def images(**kinds) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), norm(4), nn.ReLU(), nn.Conv2d(4, 4, 3), norm(4), nn.Flatten())
 
 
-def said_by(plan: str, model: nn.Module) -> list[str]:
+def parallelize_warnings(plan: str, model: nn.Module) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize(model, build_mesh(Plan.parse(plan)))
@@ -115,12 +115,12 @@ REMEDY = (
 )
 
 
-def said_of_batch_norm(plan: str) -> list[str]:
-    return said_by(plan, images())
+def batch_norm_warnings(plan: str) -> list[str]:
+    return parallelize_warnings(plan, images())
 
 
-def test_batch_norm_over_several_ranks_is_warned_of_on_the_first(ranks2):
-    assert ranks2.run(said_of_batch_norm, "dp_replicate=2 accumulation=3") == [
+def test_batch_norm_over_ranks_warns_on_rank_zero(ranks2):
+    assert ranks2.run(batch_norm_warnings, "dp_replicate=2 accumulation=3") == [
         [
             "batch norm in 1, 4: each of 2 ranks x 3 microbatches normalizes its own samples, " + REMEDY,
         ],
@@ -128,20 +128,20 @@ def test_batch_norm_over_several_ranks_is_warned_of_on_the_first(ranks2):
     ]
 
 
-def test_batch_norm_on_one_device_is_warned_of_where_a_batch_is_cut():
-    assert said_by("accumulation=2", images()) == [
+def test_batch_norm_warns_if_microbatches_split_a_batch():
+    assert parallelize_warnings("accumulation=2", images()) == [
         "batch norm in 1, 4: each of 2 microbatches normalizes its own samples, " + REMEDY
     ]
-    assert said_by("dp_replicate=1", images()) == []
-    assert said_by("accumulation=2", images(norm=lambda size: nn.GroupNorm(2, size))) == []
-    assert len(said_by("accumulation=2", images().eval())) == 1  # a train step brings it into training
+    assert parallelize_warnings("dp_replicate=1", images()) == []
+    assert parallelize_warnings("accumulation=2", images(norm=lambda size: nn.GroupNorm(2, size))) == []
+    assert len(parallelize_warnings("accumulation=2", images().eval())) == 1  # a train step sets training mode
     frozen = images()
     frozen[1].eval()
     frozen[4].eval()
-    assert said_by("accumulation=2", frozen) == []
+    assert parallelize_warnings("accumulation=2", frozen) == []
 
 
-def said_with_joined_ranks(plan: str) -> list[str]:
+def sync_batch_norm_warnings(plan: str) -> list[str]:
     mesh = build_mesh(Plan.parse(plan))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(images(), mesh.data.group)
     with warnings.catch_warnings(record=True) as caught:
@@ -150,11 +150,11 @@ def said_with_joined_ranks(plan: str) -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def test_statistics_that_torch_joins_over_ranks_are_not_warned_of(ranks2):
-    assert ranks2.run(said_with_joined_ranks, "dp_replicate=2") == [[], []]
+def test_sync_batch_norm_does_not_warn(ranks2):
+    assert ranks2.run(sync_batch_norm_warnings, "dp_replicate=2") == [[], []]
 
 
-def test_batch_norm_over_groups_is_not_warned_of():
+def test_batch_norm_with_norm_group_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallelize(images(), build_mesh(Plan.parse("accumulation=2")), norm_group=4)
@@ -164,7 +164,7 @@ def loss_fn(output: torch.Tensor, batch: list[torch.Tensor]) -> tuple[torch.Tens
     return output.square().sum(), len(output)
 
 
-def test_group_norm_gives_one_devices_numbers_and_frozen_statistics_stay_frozen():
+def test_group_norm_and_frozen_statistics_match_one_device():
     batch = [torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(3)).double(), torch.zeros(4)]
     for make in (lambda: images(norm=lambda size: nn.GroupNorm(2, size)), lambda: frozen_statistics(images())):
         found = []
@@ -174,7 +174,7 @@ def test_group_norm_gives_one_devices_numbers_and_frozen_statistics_stay_frozen(
             model = parallelize(make(), mesh)
             step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, mesh)
             found.append([step(batch).loss])
-            model.eval()  # an evaluation in between
+            model.eval()  # as in an evaluation between steps
             found[-1] += [step(batch).loss for _ in range(2)]
         assert found[1] == pytest.approx(found[0], rel=1e-12)
         assert found[0][2] != found[0][0]
@@ -187,11 +187,11 @@ def frozen_statistics(model: nn.Module) -> nn.Module:
     return model
 
 
-def same_batch(plan: str, alike: bool) -> list[str]:
+def batch_warnings(plan: str, same_samples: bool) -> list[str]:
     run = start(plan)
     model = run.parallelize(nn.Linear(3, 2))
     step = run.train_step(model, torch.optim.SGD, lambda out, b: (F.mse_loss(out, b[1], reduction="sum"), 4), lr=0.1)
-    seed = 0 if alike else run.mesh.data.rank
+    seed = 0 if same_samples else run.mesh.data.rank
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -201,9 +201,9 @@ def same_batch(plan: str, alike: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3"])
-def test_a_loader_that_nobody_sharded_is_warned_of_once_on_the_first_rank(plan, ranks2):
-    assert ranks2.run(same_batch, plan, False) == [[], []]
-    assert ranks2.run(same_batch, plan, True) == [
+def test_unsharded_loader_warns_once_on_rank_zero(plan, ranks2):
+    assert ranks2.run(batch_warnings, plan, False) == [[], []]
+    assert ranks2.run(batch_warnings, plan, True) == [
         [
             "batch: all 2 data-parallel ranks got the same samples at the first step, so together they do only the "
             "work of one. Shard the loader: loader = run.shard(loader)."

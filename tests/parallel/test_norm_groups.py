@@ -1,4 +1,4 @@
-"""Batch norm over groups of samples: the same numbers, wherever the samples of a group lie."""
+"""Batch norm over groups of samples gives the same results for any distribution of a group over ranks."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def loss_fn(output: torch.Tensor, batch) -> tuple[torch.Tensor, int]:
     return (output - batch[1]).square().sum(), len(output)
 
 
-def by_hand(size: int, count: int = SAMPLES) -> dict[str, torch.Tensor]:
-    """Plain PyTorch: each group by itself, running statistics by the mean over the groups of a step."""
+def train_reference(size: int, count: int = SAMPLES) -> dict[str, torch.Tensor]:
+    """Train in plain PyTorch: one forward per group, running statistics from the mean over a step's groups."""
     model = network().train()
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]
@@ -60,21 +60,21 @@ def by_hand(size: int, count: int = SAMPLES) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         x, y = data(step, count)
         before = [(norm.running_mean.clone(), norm.running_var.clone()) for norm in norms]
-        seen, outputs = [], []
+        statistics, outputs = [], []
         for norm in norms:
             norm.momentum = 1.0
         for part in x.split(size):
             outputs.append(model(part))
-            seen.append([(norm.running_mean.clone(), norm.running_var.clone()) for norm in norms])
+            statistics.append([(norm.running_mean.clone(), norm.running_var.clone()) for norm in norms])
         (loss_fn(torch.cat(outputs), (x, y))[0] / count).backward()
         optimizer.step()
         optimizer.zero_grad()
-        for place, norm in enumerate(norms):
-            norm.momentum = momenta[place]
+        for index, norm in enumerate(norms):
+            norm.momentum = momenta[index]
             factor = norm.momentum or 1 / (step + 1)
             for which, buffer in enumerate((norm.running_mean, norm.running_var)):
-                mean = torch.stack([one[place][which] for one in seen]).mean(0)
-                buffer.copy_(before[place][which] * (1 - factor) + mean * factor)
+                mean = torch.stack([one[index][which] for one in statistics]).mean(0)
+                buffer.copy_(before[index][which] * (1 - factor) + mean * factor)
             norm.num_batches_tracked.fill_(step + 1)
     return model.state_dict()
 
@@ -90,7 +90,7 @@ def trained(plan: str, size: int, count: int = SAMPLES, ledger: Ledger | None = 
 
 def check(case: object, ranks: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
     assert set().union(*ranks) == expected.keys()
-    for got in ranks:  # a stage of a pipeline has its part
+    for got in ranks:  # a pipeline stage has a part of the model
         for name, value in got.items():
             error = (value - expected[name]).abs().max().item()
             assert error < 1e-10, f"{case}: {name} differs by {error:.1e}"
@@ -98,11 +98,11 @@ def check(case: object, ranks: list[dict[str, torch.Tensor]], expected: dict[str
 
 @pytest.mark.parametrize(
     "plan, size",
-    # No groups of 2: normalised, two values are +1 and -1 but for eps, and what rounding leaves of a gradient grows.
+    # No groups of 2: two normalized values are nearly +1 and -1, and rounding errors of gradients are amplified.
     [("", 16), ("", 4), ("accumulation=2", 4), ("accumulation=2 recompute=full", 8), ("accumulation=4", 4)],
 )
-def test_groups_in_one_process(plan, size):
-    check(plan, [trained(plan, size)], by_hand(size))
+def test_groups_in_one_process_match_plain_pytorch(plan, size):
+    check(plan, [trained(plan, size)], train_reference(size))
 
 
 PLANS2 = [
@@ -118,20 +118,20 @@ PLANS2 = [
 ]
 
 
-def many(cases: list[tuple[str, int, int]]) -> list[dict[str, torch.Tensor]]:
+def train_many(cases: list[tuple[str, int, int]]) -> list[dict[str, torch.Tensor]]:
     return [trained(*case) for case in cases]
 
 
-def test_groups_that_span_two_ranks(ranks2):
+def test_groups_over_two_ranks_match_plain_pytorch(ranks2):
     cases = [(plan, size, SAMPLES) for plan, size in PLANS2]
-    # Uneven: 14 samples, of which groups of 4 begin on one rank and end on another; and a group larger than the batch.
+    # Uneven: with 14 samples, groups of 4 span two ranks. Also a group larger than the batch.
     cases += [("dp_replicate=2", 4, 14), ("dp_shard=2 zero=3", 6, 14), ("dp_replicate=2", 32, 14)]
-    for case, *ranks in zip(cases, *ranks2.run(many, cases), strict=True):
-        check(case, ranks, by_hand(*case[1:]))
+    for case, *ranks in zip(cases, *ranks2.run(train_many, cases), strict=True):
+        check(case, ranks, train_reference(*case[1:]))
 
 
-def over_four(cases: list[tuple[str, int, int]]) -> tuple[list[dict[str, torch.Tensor]], list[set[str]]]:
-    """Weights of each case, and the axes whose ranks shared statistics."""
+def train_and_list_axes(cases: list[tuple[str, int, int]]) -> tuple[list[dict[str, torch.Tensor]], list[set[str]]]:
+    """Return the weights of each case, and the axes over which statistics were gathered."""
     found, axes = [], []
     for plan, size, count in cases:
         ledger = Ledger()
@@ -140,19 +140,19 @@ def over_four(cases: list[tuple[str, int, int]]) -> tuple[list[dict[str, torch.T
     return found, axes
 
 
-def test_a_group_is_summed_over_the_ranks_that_have_it(ranks4):
+def test_group_statistics_are_gathered_over_its_ranks_only(ranks4):
     cases = [
-        ("dp_replicate=4", 8, 16),  # two ranks a group
+        ("dp_replicate=4", 8, 16),  # two ranks per group
         ("dp_replicate=2 dp_shard=2", 16, 16),
-        ("dp_replicate=4", 4, 16),  # a group a rank: nothing is sent
+        ("dp_replicate=4", 4, 16),  # one group per rank: no communication
         ("dp_replicate=4 accumulation=2", 4, 16),
         ("dp_replicate=4", 4, 7),
-        ("dp_replicate=4 accumulation=2", 4, 6),  # two stand-ins
+        ("dp_replicate=4 accumulation=2", 4, 6),  # two placeholders
         ("dp_replicate=2 pp=2 microbatches=2", 8, 16),
     ]
-    answers = ranks4.run(over_four, cases)
-    for place, case in enumerate(cases):
-        check(case, [found[place] for found, _ in answers], by_hand(*case[1:]))
+    answers = ranks4.run(train_and_list_axes, cases)
+    for index, case in enumerate(cases):
+        check(case, [found[index] for found, _ in answers], train_reference(*case[1:]))
     assert answers[0][1][:3] == [{"dp_replicate/2*dp_shard"}, {"dp_replicate*dp_shard"}, set()]
 
 
@@ -163,7 +163,7 @@ def stepped(model: nn.Module, plan: str, size: int, batch: object, loss=loss_fn)
     return model
 
 
-def test_a_skipped_step_moves_no_statistics():
+def test_skipped_step_keeps_running_statistics():
     x, y = data(0)
     before = network().state_dict()
     model = stepped(network(), "", 4, (x, y * torch.nan))
@@ -171,7 +171,7 @@ def test_a_skipped_step_moves_no_statistics():
         torch.testing.assert_close(buffer, before[name])
 
 
-def test_frozen_statistics_stay_and_are_used():
+def test_frozen_statistics_are_used_and_unchanged():
     model = network()
     frozen = model[1].norm.eval()
     frozen.running_mean += 0.5
@@ -181,12 +181,12 @@ def test_frozen_statistics_stay_and_are_used():
     assert not torch.allclose(trained_model[1].last.running_mean, torch.zeros(4).double())
 
 
-def test_rows_that_are_not_samples_belong_to_their_sample():
-    """Each sample brings frames of its own number; the norm sees frames."""
+def test_rows_are_grouped_by_their_sample():
+    """Samples have different numbers of frames, and the norm's rows are frames."""
     sizes = [1, 3, 2, 4]
     x = torch.randn(sum(sizes), 5, generator=torch.Generator().manual_seed(0)).double()
     model = nn.Sequential(nn.BatchNorm1d(5)).double()
-    expected = torch.cat([copy.deepcopy(model)(part) for part in x.split([4, 6])])  # two samples a group
+    expected = torch.cat([copy.deepcopy(model)(part) for part in x.split([4, 6])])  # two samples per group
     outputs = []
 
     def loss(output: torch.Tensor, batch: object) -> tuple[torch.Tensor, int]:
@@ -209,13 +209,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_grouped_is_refused(text):
+def test_ungroupable_batches_are_rejected(text):
     plan, size, batch = REFUSED[text]
     with pytest.raises(ModelError, match="^norm_group=.*" + re.escape(text)):
         stepped(network(), plan, size, batch)
 
 
-def test_a_loop_of_ones_own_is_refused_and_evaluation_is_not():
+def test_user_loop_is_rejected_and_evaluation_is_allowed():
     model = parallelize(network(), build_mesh(Plan.parse("precision=fp64")), norm_group=4)
     with pytest.raises(ModelError, match=r"only run\.train_step passes the sample numbers"):
         model.train()(data(0)[0])

@@ -1,4 +1,4 @@
-"""norm_group on subclasses of batch norm with a forward of their own: what they add stays, or they are refused."""
+"""norm_group with batch norm subclasses that override forward: their changes are kept, or they are rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES, STEPS = 8, 2
 
 
 class WithActivation(nn.BatchNorm2d):
-    """As timm writes it, with its own count of batches."""
+    """As in timm, with its own count of batches."""
 
     def forward(self, x):
         factor = 0.0 if self.momentum is None else self.momentum
@@ -59,7 +59,7 @@ class Frozen(nn.BatchNorm2d):
 
 
 class Renorm(nn.BatchNorm2d):
-    """Batch renormalization by hand."""
+    """Batch renormalization."""
 
     def forward(self, x):
         mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3))
@@ -67,7 +67,7 @@ class Renorm(nn.BatchNorm2d):
         return F.batch_norm(x, mean.detach(), var.detach(), self.weight, self.bias, False, 0.0, self.eps)
 
 
-class ByHand(nn.BatchNorm2d):
+class BatchMaximum(nn.BatchNorm2d):
     def forward(self, x):
         return super().forward(x) - x.amax((0, 2, 3), keepdim=True)
 
@@ -95,10 +95,10 @@ class OtherMomentum(nn.BatchNorm2d):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.5)
 
 
-KEPT = [WithActivation, CallsSuper, ShiftedWeight, ByKeyword, Frozen]
+SUPPORTED = [WithActivation, CallsSuper, ShiftedWeight, ByKeyword, Frozen]
 REFUSED = {
     Renorm: "it moves running_mean or running_var itself",
-    ByHand: "it computes statistics of one microbatch",
+    BatchMaximum: "it computes statistics of one microbatch",
     Ghost: "a batch norm got",
     GhostByChannels: "a batch norm got",
     OtherStatistics: "it passes statistics to batch_norm that are not its running_mean",
@@ -124,7 +124,7 @@ def loss_fn(output, batch):
 
 
 def plain(kind: type[nn.Module]) -> dict[str, torch.Tensor]:
-    """Torch alone, the batch as one."""
+    """Train in plain PyTorch on full batches."""
     model = network(kind).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(STEPS):
@@ -146,7 +146,7 @@ def trained(plan: str, kind: type[nn.Module], size: int = SAMPLES) -> dict[str, 
 
 def trained_all(plan: str) -> dict[str, dict[str, torch.Tensor] | str]:
     found = {}
-    for kind in [*KEPT, *REFUSED]:
+    for kind in [*SUPPORTED, *REFUSED]:
         try:
             found[kind.__name__] = trained(plan, kind)
         except ModelError as error:
@@ -155,28 +155,28 @@ def trained_all(plan: str) -> dict[str, dict[str, torch.Tensor] | str]:
 
 
 def check(plan: str, found: dict[str, dict[str, torch.Tensor] | str]) -> None:
-    for kind in KEPT:
+    for kind in SUPPORTED:
         expected = plain(kind)
         assert isinstance(found[kind.__name__], dict), (plan, found[kind.__name__])
         for name, value in found[kind.__name__].items():
             torch.testing.assert_close(
                 value, expected[name].to(value), rtol=1e-10, atol=1e-10, msg=f"{plan} {kind.__name__} {name}"
             )
-    for kind, said in REFUSED.items():
-        assert said in str(found[kind.__name__]), (plan, kind, found[kind.__name__])
+    for kind, message in REFUSED.items():
+        assert message in str(found[kind.__name__]), (plan, kind, found[kind.__name__])
 
 
-def test_subclasses_in_one_process():
+def test_norm_subclasses_in_one_process():
     check("one process", trained_all(""))
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3"])
-def test_subclasses_whose_group_spans_ranks(plan, ranks2):
+def test_norm_subclasses_with_groups_over_ranks(plan, ranks2):
     for answer in ranks2.run(trained_all, plan):
         check(plan, answer)
 
 
-def test_groups_of_a_subclass_are_those_of_torch_norms_and_an_activation():
+def test_subclass_groups_match_a_norm_with_activation():
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
@@ -190,7 +190,7 @@ def test_groups_of_a_subclass_are_those_of_torch_norms_and_an_activation():
         torch.testing.assert_close(ours[name.replace("1.norm", "1")], value, rtol=1e-12, atol=1e-12)
 
 
-def test_evaluation_and_a_lazy_norm():
+def test_evaluation_is_unchanged_and_lazy_norm_is_rejected():
     mesh = build_mesh(Plan.parse("precision=fp64"))
     model = network(WithActivation)
     expected = copy.deepcopy(model).eval()(data(0)[0])

@@ -1,4 +1,4 @@
-"""Hugging Face models within documents: the numbers of transformers' own masks, and no tensor over pairs of tokens."""
+"""Packed attention in Hugging Face models matches transformers' masks, without a tensor over pairs of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATENT = {
     "v_head_dim": 6, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
-#: By name: the config, what it says beside COMMON, and whether the model reads borders.
+#: Name -> config, settings in addition to COMMON, and whether the model reads document boundaries.
 FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "llama": ("LlamaConfig", {}, True),
     "qwen3": ("Qwen3Config", {"head_dim": 8}, True),
@@ -45,21 +45,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-def made(family: str) -> Any:
-    name, beside, _ = FAMILIES[family]
+def build_model(family: str) -> Any:
+    name, changes, _ = FAMILIES[family]
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**COMMON | beside)).double()
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**COMMON | changes)).double()
 
 
-def reading(family: str) -> Any:
-    """The same model, which reads borders."""
-    model = made(family)
+def build_with_boundaries(family: str) -> Any:
+    """Return the same model with attention that reads document boundaries."""
+    model = build_model(family)
     attend_in_documents(model)
     return model
 
 
 def batch_of(lengths: list[list[int]]) -> dict[str, torch.Tensor]:
-    """A batch as the loader gives it, of documents of some lengths in each row."""
+    """Return a batch in the loader's format, with documents of the given lengths in each row."""
     ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
     batch = {
         "input_ids": torch.randint(VOCABULARY, ids.shape, generator=torch.Generator().manual_seed(1)),
@@ -74,7 +74,7 @@ def batch_of(lengths: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def trained(model: Any, batch: dict[str, torch.Tensor], **given: Any) -> tuple[torch.Tensor, ...]:
-    """Logits, and the gradients of all parameters."""
+    """Return logits and the gradients of all parameters."""
     logits = model(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False, **given).logits
     logits.square().sum().backward()
     return logits.detach(), *(param.grad for param in model.parameters() if param.grad is not None)
@@ -82,27 +82,29 @@ def trained(model: Any, batch: dict[str, torch.Tensor], **given: Any) -> tuple[t
 
 @pytest.mark.parametrize("lengths", [[[40, 17, 39], [96]], [[96], [96]]], ids=["borders", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_numbers_are_those_of_a_mask(family, lengths):
+def test_packed_attention_matches_masks(family, lengths):
     batch = batch_of(lengths)
-    model = reading(family)
+    model = build_with_boundaries(family)
     given = borders_of(model, batch)
     assert bool(given) == FAMILIES[family][2]
-    for ours, theirs in zip(trained(model, batch, **given), trained(made(family), batch), strict=True):
+    for ours, theirs in zip(trained(model, batch, **given), trained(build_model(family), batch), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_borders_are_found_from_ids_and_a_mask_of_the_user_still_works():
+def test_boundaries_from_ids_and_user_mask():
     batch = batch_of([[40, 56], [10, 86]])
-    model = reading("llama")
+    model = build_with_boundaries("llama")
     by_ids = borders_of(model, {name: one for name, one in batch.items() if name != "document_starts"})
     torch.testing.assert_close(by_ids["attention_mask"][:, 0, 0], batch["document_starts"][:, :2])
     padded = {"attention_mask": (torch.arange(TOKENS) < 80).expand(2, -1).long()}
-    for ours, theirs in zip(trained(model, batch, **padded), trained(made("llama"), batch, **padded), strict=True):
+    for ours, theirs in zip(
+        trained(model, batch, **padded), trained(build_model("llama"), batch, **padded), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 class Largest(TorchDispatchMode):
-    """Notes the elements of the largest result."""
+    """Record the number of elements of the largest result."""
 
     numel = 0
 
@@ -114,10 +116,10 @@ class Largest(TorchDispatchMode):
         return found
 
 
-def test_no_tensor_is_over_pairs_of_tokens():
-    # Wider than any other tensor of a row: 96 tokens of 61 logits are 5,856.
+def test_packed_attention_has_no_tensor_over_pairs():
+    # Larger than any other tensor of a row: 96 tokens of 61 logits are 5,856.
     batch, pairs = batch_of([[40, 17, 39]]), TOKENS * TOKENS
-    model = reading("llama")
+    model = build_with_boundaries("llama")
     with Largest() as plain:
         trained(model, batch)
     with Largest() as given:

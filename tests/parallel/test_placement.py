@@ -1,4 +1,4 @@
-"""Parts of whole tensors: cut and joined, for any shape and number of ranks."""
+"""Placements: sharding and joining of full tensors for any shape and number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.parallel.state.placement import WHOLE, AxisMap, Placement, merge_place
     dim=st.integers(0, 2),
     pad=st.integers(0, 4),
 )
-def test_parts_join_to_the_whole(size, rows, dim, pad):
+def test_shards_join_to_the_full_tensor(size, rows, dim, pad):
     shape = [3, 2, 4]
     fused = len(rows) > 1
     shape[dim] = size * sum(rows) - (0 if fused else min(pad, size * sum(rows) - 1))
@@ -30,17 +30,17 @@ def test_parts_join_to_the_whole(size, rows, dim, pad):
         parts=tuple(size * number for number in rows) if fused else (),
         pad=size * sum(rows) - shape[dim],
     )
-    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    parts = [placement.local(whole, rank, size) for rank in range(size)]
+    full = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    parts = [placement.local(full, rank, size) for rank in range(size)]
     assert {tuple(part.shape) for part in parts} == {(*shape[:dim], sum(rows), *shape[dim + 1 :])}
-    assert torch.equal(placement.join(parts), whole)
+    assert torch.equal(placement.join(parts), full)
     assert placement.full_shape(parts[0].shape, size) == tuple(shape)
 
 
 @settings(max_examples=30, deadline=None)
 @given(heads=st.integers(1, 3), times=st.integers(1, 3), width=st.integers(1, 3))
-def test_rows_that_several_ranks_hold(heads, times, width):
-    whole = torch.arange(float(heads * width * 2)).view(heads * width, 2)
+def test_rows_replicated_on_several_ranks_join(heads, times, width):
+    full = torch.arange(float(heads * width * 2)).view(heads * width, 2)
     placements = [
         Placement(
             cut=("tp",),
@@ -50,18 +50,18 @@ def test_rows_that_several_ranks_hold(heads, times, width):
         )
         for rank in range(heads * times)
     ]
-    parts = [placement.local(whole, rank, heads * times) for rank, placement in enumerate(placements)]
+    parts = [placement.local(full, rank, heads * times) for rank, placement in enumerate(placements)]
     indexes = [placement.index for placement in placements]
-    assert torch.equal(placements[-1].join(parts, indexes), whole)
+    assert torch.equal(placements[-1].join(parts, indexes), full)
     assert {placement.num_equal((width, 2), heads * times) for placement in placements} == {times}
 
 
-def test_fused_segments_are_cut_each_by_itself():
+def test_fused_segments_are_sharded_separately():
     placement = Placement(cut=("tp",), parts=(4, 2))
     assert placement.local(torch.arange(6), 1, 2).tolist() == [2, 3, 5]
 
 
-def test_rows_that_do_not_come_out_even_are_refused():
+def test_unevenly_dividing_rows_are_rejected():
     with pytest.raises(ModelError) as caught:
         Placement(cut=("tp",)).local(torch.zeros(7, 2), 0, 4)
     assert str(caught.value) == (
@@ -72,7 +72,7 @@ def test_rows_that_do_not_come_out_even_are_refused():
         Placement(cut=("tp",), index=(0, 1))
 
 
-def test_techniques_add_to_each_other_but_one_alone_cuts():
+def test_placements_merge_but_shard_a_parameter_only_once():
     cut, partial = Placement(cut=("tp",), dim=1), Placement(partial=("cp",))
     merged = merge_placements({"a": cut, "b": partial}, {"a": partial}, {"b": cut})
     assert merged == dict.fromkeys(("a", "b"), Placement(cut=("tp",), dim=1, partial=("cp",)))
@@ -80,7 +80,7 @@ def test_techniques_add_to_each_other_but_one_alone_cuts():
         merge_placements({"a": cut}, {"a": Placement(cut=("ep",))})
 
 
-def test_experts_are_cut_over_ep_alone():
+def test_experts_are_sharded_over_ep_only():
     axes = AxisMap(build_mesh(Plan()), {"w": Placement(cut=("ep",), partial=("tp",))}, sharded=True)
     with pytest.raises(ModelError) as caught:
         axes.of("w", (2, 3))
@@ -90,7 +90,7 @@ def test_experts_are_cut_over_ep_alone():
     )
 
 
-def test_a_placement_of_nothing_is_refused():
+def test_placement_of_unknown_parameter_is_rejected():
     axes = AxisMap(build_mesh(Plan()), {"weigth": WHOLE}, sharded=True)
     with pytest.raises(ModelError) as caught:
         axes.check_names(torch.nn.Linear(2, 2))

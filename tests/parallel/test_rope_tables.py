@@ -1,4 +1,4 @@
-"""Rotary tables by the length of each row: a row alone and the same row padded in a batch have the same loss."""
+"""Rotary tables by row length: a row has the same logits alone and padded in a batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def phi3(limit=8):
         max_position_embeddings=64, pad_token_id=0, original_max_position_embeddings=limit,
         rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, **tables},
     )  # fmt: skip
-    return followed(Phi3ForCausalLM(config))
+    return with_row_lengths(Phi3ForCausalLM(config))
 
 
-def followed(model, cp=1):
+def with_row_lengths(model, cp=1):
     torch.manual_seed(0)
     model = model.double()
     with torch.no_grad():
@@ -40,15 +40,15 @@ def rows():
     return ids, mask
 
 
-def test_a_short_row_has_the_same_logits_alone_and_padded():
+def test_short_row_has_equal_logits_unpadded_and_padded():
     model, (ids, mask) = phi3(), rows()
-    together = model(input_ids=ids, attention_mask=mask).logits
-    alone = model(input_ids=ids[:1, :SHORT], attention_mask=mask[:1, :SHORT]).logits
-    torch.testing.assert_close(together[:1, :SHORT], alone, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(together[1:], model(input_ids=ids[1:]).logits, rtol=1e-10, atol=1e-10)
+    batched = model(input_ids=ids, attention_mask=mask).logits
+    single = model(input_ids=ids[:1, :SHORT], attention_mask=mask[:1, :SHORT]).logits
+    torch.testing.assert_close(batched[:1, :SHORT], single, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(batched[1:], model(input_ids=ids[1:]).logits, rtol=1e-10, atol=1e-10)
 
 
-def test_each_packed_document_has_its_own_table():
+def test_each_packed_document_has_its_own_rope_table():
     model, (ids, _) = phi3(), rows()
     packed = torch.cat((ids[:1, :SHORT], ids[1:]), 1)
     positions = torch.cat((torch.arange(SHORT), torch.arange(LONG)))[None]
@@ -57,14 +57,14 @@ def test_each_packed_document_has_its_own_table():
     torch.testing.assert_close(found[:, SHORT:], model(input_ids=ids[1:]).logits, rtol=1e-10, atol=1e-10)
 
 
-def test_dynamic_tables_are_refused_above_the_limit():
+def test_dynamic_rope_tables_are_rejected_above_the_limit():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         max_position_embeddings=8, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
     )  # fmt: skip
-    model, (ids, mask) = followed(LlamaForCausalLM(config)), rows()
+    model, (ids, mask) = with_row_lengths(LlamaForCausalLM(config)), rows()
     model(input_ids=ids[:, :8], attention_mask=mask[:, :8])
     with pytest.raises(ModelError, match=r"rope_type=dynamic: a sequence of 16 tokens is longer than 8"):
         model(input_ids=ids, attention_mask=mask)

@@ -1,4 +1,4 @@
-"""AdamW with moments in bf16: right on average, the same under every plan, and exact to resume."""
+"""AdamW with bf16 or 8-bit moments: unbiased rounding, equal under every plan, and exact resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.train.step.train_step import TrainStep
 FORMATS = {"bf16": {torch.bfloat16}, "fp8": {torch.int8, torch.uint8}}
 
 
-def test_rounding_is_right_on_average_and_never_far():
+def test_rounding_is_unbiased_and_within_one_step():
     x = torch.randn(100, generator=torch.Generator().manual_seed(0))[:, None].expand(-1, 20_000).contiguous()
     noise = noise_at(torch.arange(x.numel()).view(x.shape), (1, 2)) & 0xFFFF
     got = rounded(x, noise).float()
@@ -31,13 +31,13 @@ def test_rounding_is_right_on_average_and_never_far():
     assert torch.equal(rounded(exact, torch.full((4,), 0xFFFF, dtype=torch.int32)).float(), exact)
 
 
-def test_bits_differ_by_place_key_and_beyond_32_bits():
-    places = torch.arange(4096)
+def test_random_bits_differ_by_index_and_key_beyond_32_bits():
+    indices = torch.arange(4096)
     bits = [
-        noise_at(places, (1, 2)),
-        noise_at(places, (1, 3)),
-        noise_at(places, (2, 2)),
-        noise_at(places + 2**33, (1, 2)),
+        noise_at(indices, (1, 2)),
+        noise_at(indices, (1, 3)),
+        noise_at(indices, (2, 2)),
+        noise_at(indices + 2**33, (1, 2)),
     ]
     for index, one in enumerate(bits):
         assert len(one.unique()) > 4090
@@ -45,13 +45,13 @@ def test_bits_differ_by_place_key_and_beyond_32_bits():
             assert (one == other).sum() < 3
 
 
-def test_positions_are_those_of_the_whole():
-    whole = torch.arange(6 * 8 * 2).view(6, 8, 2)
+def test_positions_refer_to_the_full_parameter():
+    full = torch.arange(6 * 8 * 2).view(6, 8, 2)
     for part, local in (
-        (Part((6, 8, 2)), whole),
-        (Part((6, 8, 2), 0, ((2, 5),)), whole[2:5]),
-        (Part((6, 8, 2), 1, ((4, 8),)), whole[:, 4:]),
-        (Part((6, 8, 2), 1, ((6, 8), (1, 2))), torch.cat([whole[:, 6:], whole[:, 1:2]], 1)),
+        (Part((6, 8, 2)), full),
+        (Part((6, 8, 2), 0, ((2, 5),)), full[2:5]),
+        (Part((6, 8, 2), 1, ((4, 8),)), full[:, 4:]),
+        (Part((6, 8, 2), 1, ((6, 8), (1, 2))), torch.cat([full[:, 6:], full[:, 1:2]], 1)),
     ):
         line = local.reshape(-1)
         placed = PlacedPart("w", part, 3, line.device)
@@ -81,7 +81,7 @@ def test_every_plan_rounds_as_one_process(plan, form, ranks2):
         torch.testing.assert_close(theirs, states, rtol=0, atol=0)
 
 
-def test_it_follows_adamw():
+def test_rounded_adamw_stays_close_to_adamw():
     generator = torch.Generator().manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(4000)) for _ in range(2))
     rounding = RoundedAdamW([ours], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
@@ -91,13 +91,13 @@ def test_it_follows_adamw():
         for param, optimizer in ((ours, rounding), (theirs, exact)):
             param.grad = grad.clone()
             optimizer.step()
-    moved, off = float((theirs.detach() - 1).abs().mean()), (ours - theirs).detach()
-    assert float(off.abs().mean()) < 0.02 * moved
-    assert abs(float(off.mean())) < 0.002 * moved
+    mean_change, error = float((theirs.detach() - 1).abs().mean()), (ours - theirs).detach()
+    assert float(error.abs().mean()) < 0.02 * mean_change
+    assert abs(float(error.mean())) < 0.002 * mean_change
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_resumed_run_rounds_on(form):
+def test_resumed_run_continues_the_rounding(form):
     def run(num_steps: int, start: tuple | None = None) -> tuple:
         param = nn.Parameter(torch.ones(100) if start is None else start[0].detach().clone())
         optimizer = RoundedAdamW([param], seed=5, states=form)
@@ -108,14 +108,14 @@ def test_a_resumed_run_rounds_on(form):
             optimizer.step()
         return param, optimizer
 
-    straight, (resumed, optimizer) = run(4)[0], run(2, run(2))
-    assert torch.equal(resumed, straight)
+    uninterrupted, (resumed, optimizer) = run(4)[0], run(2, run(2))
+    assert torch.equal(resumed, uninterrupted)
     (state,) = optimizer.state.values()
     assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == FORMATS[form]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_bytes_round_right_on_average_and_keep_every_code(dtype):
+def test_8_bit_rounding_is_unbiased_and_keeps_every_code(dtype):
     limits = torch.iinfo(dtype)
     codes = torch.arange(max(limits.min, -127), limits.max + 1).to(dtype)
     numbers = exact_moment(codes)
@@ -132,7 +132,7 @@ def test_bytes_round_right_on_average_and_keep_every_code(dtype):
 
 
 def fitted(states: str, beta2: float) -> float:
-    """Mean loss of the last 20 of 200 steps: a network learns another one's answers, with noise in them."""
+    """Return the mean loss of the last 20 of 200 steps of fitting another network's noisy outputs."""
     torch.manual_seed(0)
     model, teacher = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2))
     section = OptimizerSection.model_validate({"states": states, "lr": 0.01, "betas": (0.9, beta2)})
@@ -150,12 +150,12 @@ def fitted(states: str, beta2: float) -> float:
 
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 @pytest.mark.parametrize("form", FORMATS)
-def test_training_ends_where_it_does_with_fp32_means(form, beta2):
+def test_rounded_states_reach_the_fp32_loss(form, beta2):
     assert fitted(form, beta2) == pytest.approx(fitted("fp32", beta2), rel=0.02)
 
 
-def test_states_of_one_byte_load_into_other_formats():
-    """What is stored in one byte becomes bf16 and fp32 exactly, and comes back."""
+def test_8_bit_states_load_into_other_formats():
+    """Check that 8-bit states convert to fp32 exactly, and back."""
     param = nn.Parameter(torch.ones(50))
     ours = RoundedAdamW([param], states="fp8")
     param.grad = torch.randn(50, generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,6 @@
-"""One rank of thousands: what it does at start and in a step does not grow with their number.
+"""Work of one rank among thousands at start and in a step does not grow with their number.
 
-The process group is torch's fake one: it moves nothing and answers at once, so one process can be any rank.
+torch's fake process group returns without communication, so one process can be any rank.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PLANS = [
 ]
 
 
-class Counted:
-    """Counts the calls of functions inside of `with`."""
+class CallCounter:
+    """Count function calls inside `with`."""
 
-    def __enter__(self) -> Counted:
+    def __enter__(self) -> CallCounter:
         self.calls = Counter[str]()
         sys.setprofile(self._note)
         return self
@@ -50,14 +50,14 @@ class Counted:
             self.calls[called.__name__] += 1
 
 
-def life(plan: str, world: int) -> tuple[int, int, Counter[str], list[int]]:
-    """One rank's start and second step: calls of each, bytes that it moved, elements that its buckets hold."""
+def start_and_step(plan: str, world: int) -> tuple[int, int, Counter[str], list[int]]:
+    """Return function calls of a rank's start and second step, bytes sent at start, and bucket sizes."""
     moved = Counter[str]()
     dist.init_process_group("fake", store=FakeStore(), rank=world // 3, world_size=world)
     try:
         text = plan.format(world=world, replicas=world // 8)
-        gc.disable()  # what it calls belongs to others
-        with Counted() as start:
+        gc.disable()  # garbage collection would call functions of other tests
+        with CallCounter() as start:
             mesh = build_mesh(Plan.parse(text), record=lambda axis, kind, size, *_: moved.update({kind: size}))
             model = nn.Sequential(nn.Embedding(200, 16), *(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 200))
             parallelize(model, mesh)
@@ -65,11 +65,11 @@ def life(plan: str, world: int) -> tuple[int, int, Counter[str], list[int]]:
         started = Counter(moved)
         ids = torch.arange(8).view(2, 4)
         step(ids)
-        with Counted() as second:
+        with CallCounter() as second:
             step(ids)
         engine = data_parallel(model)
-        held = engine.reducer.buckets if isinstance(engine, FlatModel) else []
-        return sum(start.calls.values()), sum(second.calls.values()), started, [bucket.size for bucket in held]
+        buckets = engine.reducer.buckets if isinstance(engine, FlatModel) else []
+        return sum(start.calls.values()), sum(second.calls.values()), started, [bucket.size for bucket in buckets]
     finally:
         gc.enable()
         dist.destroy_process_group()
@@ -79,18 +79,18 @@ def loss_fn(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, in
     return output.square().sum(), batch.numel()
 
 
-#: torch 2.13 warns of a linear layer whose output is a view where its module is one unit; nothing writes to it.
+#: torch 2.13 warns of a unit whose output is a view. Nothing writes to it.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize("plan", PLANS)
-def test_neither_start_nor_step_grows_with_the_ranks(plan):
+def test_start_and_step_do_not_grow_with_world_size(plan):
     for world in (FEW, MANY):
-        life(plan, world)  # imports, and what torch makes once and keeps
-    start, step, moved, few = life(plan, FEW)
-    start_of_many, step_of_many, moved_by_many, many = life(plan, MANY)
+        start_and_step(plan, world)  # imports, and torch's one-time initialization
+    start, step, moved, few = start_and_step(plan, FEW)
+    start_of_many, step_of_many, moved_by_many, many = start_and_step(plan, MANY)
     assert step_of_many <= 1.05 * step
     assert start_of_many <= 1.05 * start
     for kind in moved_by_many:
         assert moved_by_many[kind] <= moved[kind] + 4 * len(many) * ALIGNMENT * MANY, kind
-    # Parts are equal and aligned: what is filled up is bounded for each bucket, and few buckets stay few.
+    # Shards are equal and aligned, so padding is bounded per bucket, and the number of buckets is constant.
     assert len(many) == len(few)
     assert all(more <= fewer + ALIGNMENT * MANY for more, fewer in zip(many, few, strict=True))

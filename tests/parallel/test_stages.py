@@ -1,6 +1,6 @@
-"""Stages of a pipeline, cut by hand: one norm, tied ends, and whole tensors of all stages on every rank.
+"""Pipeline stages split by hand: one gradient norm, tied ends, and full tensors of all stages on every rank.
 
-Here each rank passes its stage's output on by a sum over all stages, which is slow, but differentiable.
+Each rank passes on its stage's output by a sum over all stages, which is slow but differentiable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLANS = ["pp=2", "pp=2 dp_replicate=2", "pp=2 dp_shard=2 zero=2 microbatches=2",
 
 
 class Tied(nn.Module):
-    """An embedding that is the head too, around layers; `first` to `last` of them are here."""
+    """Layers between an embedding and a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Tied(nn.Module):
         self.pp = Axis("pp", 1, 0, (0,))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = torch.zeros(len(ids), WIDTH, dtype=torch.float64, requires_grad=True)  # all stages go backward
+        x = torch.zeros(len(ids), WIDTH, dtype=torch.float64, requires_grad=True)  # so that all stages run backward
         for stage in range(self.pp.size):
             x = copy_to(sum_over(self.stage(ids, x) if stage == self.pp.rank else 0.0 * x, self.pp), self.pp)
         return self.head(self.frozen(self.norm(x)) + self.shift) if hasattr(self, "head") else x
@@ -109,7 +109,7 @@ def train(plan: str, num_steps: int, groups: object = None) -> tuple[dict, list[
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_stages_equal_one_process_and_take_what_it_saved(plan, request):
+def test_stages_match_one_process_and_resume_its_state(plan, request):
     ranks = request.getfixturevalue("ranks2" if plan == "pp=2" else "ranks4")
     saved, _, _ = train("", 1)
     want, losses, norms = train("", 2, saved)

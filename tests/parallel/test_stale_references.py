@@ -1,4 +1,4 @@
-"""Parameters that a model holds by other references than module attributes: equal numbers, or refused by name."""
+"""References to parameters other than module attributes: results match, or the reference is rejected by name."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ PLANS = ["dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2", "dp_shard=2 zero=2 of
 
 
 class Net(nn.Module):
-    """Three linear layers. `hold` keeps a reference to the first; `use` computes with it."""
+    """Three linear layers. `add_reference` stores a reference to the first, `use` computes with it."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
         self.double()
-        self.hold()
+        self.add_reference()
 
-    def hold(self):
+    def add_reference(self):
         pass
 
     def use(self, x):
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class View(Net):
-    def hold(self):
+    def add_reference(self):
         self.w_t = self.up.weight.t()
 
     def use(self, x):
@@ -53,7 +53,7 @@ class View(Net):
 
 
 class Detached(Net):
-    def hold(self):
+    def add_reference(self):
         self.w = self.up.weight.detach()
 
     def use(self, x):
@@ -61,7 +61,7 @@ class Detached(Net):
 
 
 class DataView(Net):
-    def hold(self):
+    def add_reference(self):
         self.views = {"w": self.up.weight.data.T}
 
     def use(self, x):
@@ -69,7 +69,7 @@ class DataView(Net):
 
 
 class PythonList(Net):
-    def hold(self):
+    def add_reference(self):
         self.weights = [self.up.weight, self.up.bias]
 
     def use(self, x):
@@ -77,7 +77,7 @@ class PythonList(Net):
 
 
 class NestedDict(Net):
-    def hold(self):
+    def add_reference(self):
         self.store = {"up": {"kernel": (self.up.weight, self.up.bias)}}
 
     def use(self, x):
@@ -85,7 +85,7 @@ class NestedDict(Net):
 
 
 class Closure(Net):
-    def hold(self):
+    def add_reference(self):
         weight, bias = self.up.weight, self.up.bias
         self.apply_up = lambda x: F.linear(x, weight, bias)
 
@@ -94,7 +94,7 @@ class Closure(Net):
 
 
 class Partial(Net):
-    def hold(self):
+    def add_reference(self):
         self.apply_up = functools.partial(F.linear, weight=self.up.weight, bias=self.up.bias)
 
     def use(self, x):
@@ -102,7 +102,7 @@ class Partial(Net):
 
 
 class DefaultArgument(Net):
-    def hold(self):
+    def add_reference(self):
         def up(x, w=self.up.weight, *, b=self.up.bias):
             return F.linear(x, w, b)
 
@@ -113,7 +113,7 @@ class DefaultArgument(Net):
 
 
 class InDict(Net):
-    def hold(self):
+    def add_reference(self):
         self.__dict__["w"] = self.up.weight
 
     def use(self, x):
@@ -121,7 +121,7 @@ class InDict(Net):
 
 
 class Variable:
-    """As Keras holds a weight."""
+    """A weight wrapper as in Keras."""
 
     def __init__(self, value):
         self._value = value
@@ -132,7 +132,7 @@ class Variable:
 
 
 class KerasLike(Net):
-    def hold(self):
+    def add_reference(self):
         self.kernel, self.offset = Variable(self.up.weight), Variable(self.up.bias)
         self.torch_params = nn.ParameterDict({"kernel": self.up.weight, "bias": self.up.bias})
         del self.up
@@ -142,7 +142,7 @@ class KerasLike(Net):
 
 
 class SlotObject(Net):
-    def hold(self):
+    def add_reference(self):
         self.config = types.SimpleNamespace(tied=types.SimpleNamespace(weight=self.up.weight))
 
     def use(self, x):
@@ -150,7 +150,7 @@ class SlotObject(Net):
 
 
 class BufferView(Net):
-    def hold(self):
+    def add_reference(self):
         self.register_buffer("w", self.up.weight.detach().view(-1))
 
     def use(self, x):
@@ -158,7 +158,7 @@ class BufferView(Net):
 
 
 class NumpyView(Net):
-    def hold(self):
+    def add_reference(self):
         self.array = self.up.weight.detach().numpy()
 
     def use(self, x):
@@ -166,9 +166,9 @@ class NumpyView(Net):
 
 
 class FlatParameters(Net):
-    """The parameters are views of one tensor, which forward reads."""
+    """Parameters are views of one tensor, which forward reads."""
 
-    def hold(self):
+    def add_reference(self):
         self.flat = torch.cat([self.up.weight.detach().flatten(), self.up.bias.detach()])
         self.up.weight, self.up.bias = nn.Parameter(self.flat[:128].view(16, 8)), nn.Parameter(self.flat[128:])
 
@@ -177,7 +177,7 @@ class FlatParameters(Net):
 
 
 class Row(Net):
-    def hold(self):
+    def add_reference(self):
         self.first = self.up.weight[0]
 
     def use(self, x):
@@ -185,9 +185,9 @@ class Row(Net):
 
 
 class ComputedOnce(Net):
-    """Gradients reach the parameter through what was computed from it before."""
+    """Gradients reach the parameter through a tensor computed from it earlier."""
 
-    def hold(self):
+    def add_reference(self):
         self.shifted = self.up.weight + 1.0
 
     def use(self, x):
@@ -195,7 +195,7 @@ class ComputedOnce(Net):
 
 
 class BoundMethod(Net):
-    def hold(self):
+    def add_reference(self):
         self.product = self.up.weight.mul
 
     def use(self, x):
@@ -203,9 +203,9 @@ class BoundMethod(Net):
 
 
 class Decay(Net):
-    """Adds a term over all parameters, which it listed once."""
+    """Adds a term over a list of all parameters made at construction."""
 
-    def hold(self):
+    def add_reference(self):
         self.listed = list(self.parameters())
 
     def use(self, x):
@@ -216,23 +216,23 @@ GLOBAL: list[torch.Tensor] = []
 
 
 class Global(Net):
-    def hold(self):
+    def add_reference(self):
         GLOBAL[:] = [self.up.weight.t()]
 
     def use(self, x):
         return x @ GLOBAL[0] + self.up.bias
 
 
-FOREIGN = [
+STALE = [
     View, Detached, DataView, PythonList, NestedDict, Closure, Partial, DefaultArgument, InDict, KerasLike, SlotObject,
     BufferView, NumpyView, FlatParameters, Row, ComputedOnce, BoundMethod, Decay, Global,
 ]  # fmt: skip
 
 
-class OnlyHeld(Net):
-    """Lists and views that forward does not compute with."""
+class UnusedReference(Net):
+    """Lists and views that forward does not use in computations."""
 
-    def hold(self):
+    def add_reference(self):
         self.listed, self.view = list(self.parameters()), self.up.weight.t()
 
     def use(self, x):
@@ -243,7 +243,7 @@ class OnlyHeld(Net):
 
 
 class Tied(Net):
-    def hold(self):
+    def add_reference(self):
         self.head = nn.Linear(8, 8).double()
         self.mid = nn.Linear(8, 8, bias=False).double()
         self.mid.weight = self.head.weight
@@ -253,7 +253,7 @@ class Tied(Net):
 
 
 class Refreshed(Net):
-    """A view that is made again in each forward."""
+    """A view that each forward creates again."""
 
     def use(self, x):
         self.w_t = self.up.weight.t()
@@ -261,9 +261,9 @@ class Refreshed(Net):
 
 
 class Teacher(Net):
-    """A frozen copy, hidden from the modules."""
+    """A frozen copy that is not in a module."""
 
-    def hold(self):
+    def add_reference(self):
         self.teacher = [self.up.weight.detach().clone()]
 
     def use(self, x):
@@ -271,7 +271,7 @@ class Teacher(Net):
 
 
 class Frozen(Net):
-    def hold(self):
+    def add_reference(self):
         self.up.weight.requires_grad_(False)
         self.fixed = self.up.weight.t()
 
@@ -280,24 +280,24 @@ class Frozen(Net):
 
 
 class Parametrized(Net):
-    def hold(self):
+    def add_reference(self):
         parametrizations.weight_norm(self.up)
 
 
 class OldWeightNorm(Net):
-    def hold(self):
+    def add_reference(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.up = nn.utils.weight_norm(self.up)
 
 
 class OldSpectralNorm(Net):
-    def hold(self):
+    def add_reference(self):
         self.up = nn.utils.spectral_norm(self.up)
 
 
 class Recurrent(Net):
-    def hold(self):
+    def add_reference(self):
         self.rnn = nn.GRU(8, 8, batch_first=True).double()
 
     def use(self, x):
@@ -310,7 +310,7 @@ class Functional(Net):
 
 
 ORDINARY = [
-    Net, OnlyHeld, Tied, Refreshed, Teacher, Frozen, Parametrized, OldWeightNorm, OldSpectralNorm, Recurrent,
+    Net, UnusedReference, Tied, Refreshed, Teacher, Frozen, Parametrized, OldWeightNorm, OldSpectralNorm, Recurrent,
     Functional,
 ]  # fmt: skip
 
@@ -335,7 +335,7 @@ def trained(plan: str, kind: type[Net]) -> dict[str, torch.Tensor]:
 
 def trained_all(plan: str) -> dict[str, dict[str, torch.Tensor] | str]:
     found = {}
-    for kind in [*FOREIGN, *ORDINARY]:
+    for kind in [*STALE, *ORDINARY]:
         try:
             found[kind.__name__] = trained(plan, kind)
         except Exception as error:
@@ -355,12 +355,12 @@ def plain(kind: type[Net]) -> dict[str, torch.Tensor]:
 
 
 def check(plan: str, found: dict[str, dict[str, torch.Tensor] | str]) -> None:
-    for kind in [*FOREIGN, *ORDINARY]:
+    for kind in [*STALE, *ORDINARY]:
         answer = found[kind.__name__]
         if isinstance(answer, str):
             assert answer.split(":")[0] in ("ModelError", "LayoutError", "TrialError"), (plan, kind, answer)
-            # tp refuses weights that are computed, zero=3 those that are read while their module is not called.
-            assert kind in FOREIGN or "tp=2: " in answer or "layout: " in answer or "zero=3: " in answer, (plan, answer)
+            # tp rejects computed weights, zero=3 weights that are read while their module is not called.
+            assert kind in STALE or "tp=2: " in answer or "layout: " in answer or "zero=3: " in answer, (plan, answer)
             continue
         expected = plain(kind)
         for name, value in answer.items():
@@ -368,12 +368,12 @@ def check(plan: str, found: dict[str, dict[str, torch.Tensor] | str]) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_no_foreign_reference_is_silently_wrong(plan, ranks2):
+def test_no_stale_reference_is_silently_wrong(plan, ranks2):
     for answer in ranks2.run(trained_all, plan):
         check(plan, answer)
 
 
-def test_one_process_and_what_is_said():
+def test_stale_references_are_named_in_one_process():
     found = trained_all("")
     check("", found)
     reached = {
@@ -381,33 +381,33 @@ def test_one_process_and_what_is_said():
         FlatParameters: "flat",
         Global: "global GLOBAL[0]",
     }  # fmt: skip
-    for kind, how in reached.items():
-        assert f"parameter up.weight is used through {how}, which" in found[kind.__name__], found[kind.__name__]
-    # The objects stay parameters of the modules here, so these train as ever.
+    for kind, path in reached.items():
+        assert f"parameter up.weight is used through {path}, which" in found[kind.__name__], found[kind.__name__]
+    # In one process these objects stay the modules' parameters, so training is unaffected.
     for kind in (PythonList, NestedDict, Closure, Partial, DefaultArgument, InDict, KerasLike, SlotObject, Decay):
         assert isinstance(found[kind.__name__], dict), found[kind.__name__]
 
 
-def test_zero3_says_how_the_parameter_is_reached(ranks2):
+def test_stale_references_are_named_under_zero_3(ranks2):
     found = ranks2.run(trained_all, "dp_shard=2 zero=3")[0]
     reached = {
         PythonList: "weights[0]", NestedDict: "store['up']['kernel'][0]", Closure: "variable weight of apply_up",
         Partial: "an argument of apply_up", DefaultArgument: "a default of apply_up", KerasLike: "kernel._value",
         SlotObject: "config.tied.weight", ComputedOnce: "shifted", Decay: "listed[0]",
     }  # fmt: skip
-    for kind, how in reached.items():
-        assert f"is used through {how}, which" in found[kind.__name__], found[kind.__name__]
+    for kind, path in reached.items():
+        assert f"is used through {path}, which" in found[kind.__name__], found[kind.__name__]
 
 
-def test_a_loop_of_its_own_is_refused_too():
+def test_stale_reference_is_rejected_in_a_user_loop():
     model = parallelize(View(), build_mesh(Plan.parse("precision=fp64")))
     for _ in range(2):
         with pytest.raises(ModelError, match=r"parameter up\.weight is used through w_t"):
             model(batch(0)[0])
 
 
-def test_a_loss_that_holds_old_parameters_is_refused(ranks2):
-    assert all("is used from outside of its modules" in said for said in ranks2.run(loss_with_old_parameters, 3))
+def test_loss_with_old_parameters_is_rejected(ranks2):
+    assert all("is used from outside of its modules" in message for message in ranks2.run(loss_with_old_parameters, 3))
 
 
 def loss_with_old_parameters(zero: int) -> str:
@@ -426,20 +426,20 @@ def loss_with_old_parameters(zero: int) -> str:
     return "not refused"
 
 
-def test_compiled_blocks_are_watched_too():
+def test_stale_references_are_detected_in_compiled_models():
     mesh = build_mesh(Plan.parse("compile=on precision=fp64"))
-    for kind, refused in ((View, True), (OnlyHeld, False)):
+    for kind, refused in ((View, True), (UnusedReference, False)):
         model = parallelize(nn.Sequential(kind(), nn.Sequential(nn.Linear(4, 4), nn.GELU()).double()), mesh)
         step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn, mesh)
-        said = ""
+        message = ""
         try:
             step(batch(0))
             step(batch(1))
         except ModelError as error:
-            said = str(error)
-        assert ("is used through 0.w_t" in said) == refused, said
+            message = str(error)
+        assert ("is used through 0.w_t" in message) == refused, message
 
 
-def test_ordinary_models_are_not_watched():
+def test_ordinary_models_have_no_reference_checks():
     for kind in (Net, Tied, Refreshed, Teacher, Parametrized, Recurrent, Functional):
         assert watched_references(parallelize(kind(), build_mesh(Plan.parse("precision=fp64")))) is None, kind

@@ -1,4 +1,4 @@
-"""zero=3 steps what the next forward begins with before the rest: the same bits, and each part once."""
+"""zero=3 steps the first parameters of the next forward before the others, with equal bits and one step each."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_two_parts_are_one_step(name):
-    whole = mlp()
-    parted = copy.deepcopy(whole)
-    seen: list[list[bool]] = []
-    optimizers = [optimizer_of(model, name) for model in (whole, parted)]
+def test_step_in_two_parts_equals_one_step(name):
+    single = mlp()
+    split = copy.deepcopy(single)
+    changes: list[list[bool]] = []
+    optimizers = [optimizer_of(model, name) for model in (single, split)]
     assert steps_in_parts(optimizers[0])
-    for turn, norm in enumerate((3.0, float("nan"), 0.1)):  # the second is not taken
-        before = [param.detach().clone() for param in parted.parameters()]
-        for model in (whole, parted):
+    for step_index, norm in enumerate((3.0, float("nan"), 0.1)):  # the second step is skipped
+        before = [param.detach().clone() for param in split.parameters()]
+        for model in (single, split):
             model.zero_grad()
-            model(rows(turn)).square().sum().backward()
+            model(rows(step_index)).square().sum().backward()
         step_by_decision(optimizers[0], decision(norm))
-        first = {id(next(parted.parameters()))}
+        first = {id(next(split.parameters()))}
 
-        def look(before: list[torch.Tensor] = before) -> None:
-            params = zip(parted.parameters(), before, strict=True)
-            seen.append([not torch.equal(now, then) for now, then in params])
+        def record(before: list[torch.Tensor] = before) -> None:
+            params = zip(split.parameters(), before, strict=True)
+            changes.append([not torch.equal(now, then) for now, then in params])
 
-        step_by_decision(optimizers[1], decision(norm), first, look)
-        for one, other in zip(whole.parameters(), parted.parameters(), strict=True):
+        step_by_decision(optimizers[1], decision(norm), first, record)
+        for one, other in zip(single.parameters(), split.parameters(), strict=True):
             assert torch.equal(one, other)
             torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
     rest = [False] * (len(before) - 1)
-    assert seen == [[True, *rest], [False, *rest], [True, *rest]]
+    assert changes == [[True, *rest], [False, *rest], [True, *rest]]
     for one, other in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize("handed_over", [False, True])
-def test_what_was_gathered_early_goes_where_shards_may_change_and_stays_where_a_pass_begins(handed_over):
+def test_early_gathers_are_dropped_unless_handed_over(handed_over):
     first = FirstGathers([mlp()], [[]], Order(Axis("dp_shard", 1, 0, (0,)), ["root"]), torch.device("cpu"))
     module, handle = Mock(), Mock()
     first._early = [(module, handle)]
@@ -68,5 +68,5 @@ def test_what_was_gathered_early_goes_where_shards_may_change_and_stays_where_a_
         assert call.call_count == (0 if handed_over else 1)
 
 
-def test_an_optimizer_that_weft_does_not_know_steps_at_once():
+def test_unknown_optimizer_does_not_step_in_parts():
     assert not steps_in_parts(torch.optim.NAdam(mlp().parameters()))

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism against one process: losses and every gradient, on models nobody rewrote."""
+"""Tensor and sequence parallelism of unmodified models match one process: losses and every gradient."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def check(pool, cases):
 
 
 def cases(ranks):
-    """Every family with and without sequence parallelism; whole logits where the other case has none."""
+    """Return every family without sp and with full logits, and with sp and a fused loss."""
     found = [(f"tp={ranks}", name, {"fused": False}) for name in TEXT]
     found += [(f"tp={ranks} sp=on", name, {"fused": True}) for name in TEXT]
     return [*found, (f"tp={ranks}", "vit", {"fused": False})]
 
 
-def test_every_family_on_two_ranks(ranks2):
+def test_every_family_matches_one_process_on_two_ranks(ranks2):
     check(ranks2, cases(2))
 
 
 @pytest.mark.full
-def test_every_family_on_four_ranks(ranks4):
+def test_every_family_matches_one_process_on_four_ranks(ranks4):
     check(ranks4, cases(4))
 
 
 @pytest.mark.parametrize("sp", ["", " sp=on"])
-def test_heads_vocabulary_and_widths_of_every_kind(ranks4, sp):
-    """One key-value head for all, as many as ranks, a vocabulary smaller than the padding, three heads a rank."""
+def test_head_counts_vocabularies_and_widths_match_one_process(ranks4, sp):
+    """Use one key-value head, one per rank, a vocabulary that needs padding, and three heads per rank."""
     wide = {"dim": 48, "num_heads": 12, "ffn_dim": 12}
     check(
         ranks4,
@@ -55,16 +55,16 @@ def test_heads_vocabulary_and_widths_of_every_kind(ranks4, sp):
     )
 
 
-def cut_computed_weight():
+def shard_computed_weight():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     nn.utils.parametrizations.weight_norm(model[0])
     parallelize(model, build_mesh(Plan(tp=2)), layout=Layout.parse("0=colwise 2=rowwise"))
 
 
-def test_a_weight_that_is_computed_from_others_is_refused(ranks2):
+def test_computed_weight_is_rejected(ranks2):
     with pytest.raises(RankError) as caught:
-        ranks2.run(cut_computed_weight)
+        ranks2.run(shard_computed_weight)
     assert caught.value.refusal == (
         "layout: 0.weight is computed from other parameters (a weight norm?), and it cannot be sharded. Set "
         "0=replicate in a layout, or use tp=1."

@@ -1,4 +1,4 @@
-"""Code that nobody vetted, under tp and sp: the numbers of one process, or a refusal that names what it met."""
+"""Arbitrary user code under tp and sp matches one process, or is rejected with the operation's name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weft.models.inspect.find_layout import find_layout
 from weft.parallel.tensor.apply import find_token_regions
 from weft.parallel.tensor.read_layout import nowhere
 
-#: What tracing cannot see, and a trial step does.
-UNSEEN = ("log of length", "length of shape", "vmap of length", "custom backward")
-#: A module that mixes tokens gets all of them.
+#: Cases that tracing cannot detect, but a trial step does.
+UNTRACED = ("log of length", "length of shape", "vmap of length", "custom backward")
+#: Cases whose token-mixing module gets all tokens.
 GATHERED = ("conv",)
-#: A constant for all features, which the norm behind it removes.
+#: Adds a constant to all features, which the following norm removes.
 REMOVED = ("length in full",)
 REFUSED = {
     "condition for each token": r"blocks\.0 \(Block\) calls `mul`",
@@ -35,12 +35,12 @@ REFUSED = {
 }
 
 
-#: A part of the cases in the gate, and all of them in the full run.
+#: Some cases in the gate, and all of them in the full run.
 PARTS = pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 7], ids=["all", "some"])
 
 
-def seen(part):
-    names = [name for name in token_cases.MIXING if name not in (*UNSEEN, *REMOVED, *GATHERED)]
+def traceable_names(part):
+    names = [name for name in token_cases.MIXING if name not in (*UNTRACED, *REMOVED, *GATHERED)]
     return names[part]
 
 
@@ -67,23 +67,23 @@ def in_block(names):
     return [f"{name} in a block" for name in names]
 
 
-def test_what_mixes_tokens_in_a_block_is_refused_by_name():
-    expect_refused(seen(slice(0, None, 5)))
+def test_token_mixing_in_a_block_is_rejected_by_name():
+    expect_refused(traceable_names(slice(0, None, 5)))
 
 
 @pytest.mark.full
-def test_all_that_mixes_tokens_in_a_block_is_refused_by_name():
-    expect_refused(seen(slice(None)))
+def test_every_token_mixing_case_is_rejected_by_name():
+    expect_refused(traceable_names(slice(None)))
 
 
-def test_what_tracing_cannot_see_is_tried(ranks2):
-    found = check(ranks2, token_cases.token_outcomes, in_block(UNSEEN[1:]), "tp=2 sp=on", ())
+def test_untraceable_mixing_is_rejected_by_a_trial_step(ranks2):
+    found = check(ranks2, token_cases.token_outcomes, in_block(UNTRACED[1:]), "tp=2 sp=on", ())
     for name, outcome in found.items():
         assert outcome.startswith("refused tp=2 sp=on: a trial step on small inputs differs from one process"), name
 
 
 @PARTS
-def test_blocks_in_every_order_and_structure(ranks2, every):
+def test_block_structures_match_one_process_or_are_rejected(ranks2, every):
     names = list(token_cases.STRUCTURES)[::every]
     found = check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names) - REFUSED.keys())
     for name, reason in REFUSED.items():
@@ -91,18 +91,18 @@ def test_blocks_in_every_order_and_structure(ranks2, every):
 
 
 @PARTS
-def test_what_keeps_tokens_apart_has_the_numbers_of_one_process(ranks2, every):
+def test_token_wise_operations_match_one_process(ranks2, every):
     names = in_block(list(token_cases.LEGAL)[::every])
     check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names))
 
 
-def test_between_blocks_tokens_may_meet(ranks2):
+def test_token_mixing_between_blocks_matches_one_process(ranks2):
     names = [f"{name} between" for name in ("roll", "positions", "length")]
     check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names))
 
 
 @pytest.mark.full
-def test_between_blocks_all_tokens_may_meet(ranks2):
+def test_every_operation_between_blocks_matches_or_is_rejected(ranks2):
     names = [f"{name} between" for name in token_cases.LEGAL | token_cases.MIXING]
     for start in range(0, len(names), 50):
         check(ranks2, token_cases.token_outcomes, names[start : start + 50], "tp=2 sp=on", ())
@@ -110,32 +110,32 @@ def test_between_blocks_all_tokens_may_meet(ranks2):
 
 @PARTS
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("tp=2 sp=on", marks=pytest.mark.full)])
-def test_features_are_divided_only_where_they_stay_apart(ranks2, plan, every):
+def test_features_are_sharded_only_if_treated_separately(ranks2, plan, every):
     names = list(feature_cases.CASES)[::every]
     found = check(ranks2, feature_cases.feature_outcomes, names, plan, names if plan == "tp=2" else ())
-    if plan == "tp=2":  # what is legal is divided, and not only right
+    if plan == "tp=2":  # legal cases must be sharded, not only correct
         legal = [f"{name} in the feed-forward part" for name in feature_cases.LEGAL]
         divided = [name for name in legal if found.get(name) == found[legal[0]]]
         assert len(divided) > 0.8 * len([name for name in legal if name in found])
 
 
-#: Own blocks in the gate.
+#: User blocks in the gate.
 SOME_MODULES = ("three layers", "residual ff", "flat ff", "experts by where", "all in one", "each block twice",
                 "nanoGPT", "timm", "mixer", "mean behind the row layer", "mean of an expert")  # fmt: skip
-#: Legal blocks that sp refuses: the block's own code takes a part of the tokens at a time.
+#: Legal blocks that sp rejects, since their code processes some tokens at a time.
 SPLIT_TOKENS = ("chunks of tokens",)
 
 
 @pytest.mark.parametrize("names", [pytest.param(tuple(module_cases.CASES), marks=pytest.mark.full), SOME_MODULES],
                          ids=["all", "some"])  # fmt: skip
 @pytest.mark.parametrize("plan", [pytest.param("tp=2", marks=pytest.mark.full), "tp=2 sp=on"])
-def test_own_blocks_have_the_numbers_of_one_process(ranks2, plan, names):
+def test_user_blocks_match_one_process(ranks2, plan, names):
     accepted = set(module_cases.LEGAL) if plan == "tp=2" else set(module_cases.LEGAL) - set(SPLIT_TOKENS)
     for start in range(0, len(names), 20):
         check(ranks2, module_cases.module_outcomes, names[start : start + 20], plan, accepted)
 
 
-def test_tokens_that_the_ranks_cannot_share_evenly_are_padded(ranks2):
+def test_uneven_numbers_of_tokens_are_padded(ranks2):
     names = ("parallel", "attention by hand", "flat ff", "depthwise convolution")
     first, _ = ranks2.run(module_cases.module_outcomes, names, "tp=2 sp=on", 7)
     for name, outcome in first.items():
@@ -143,36 +143,36 @@ def test_tokens_that_the_ranks_cannot_share_evenly_are_padded(ranks2):
 
 
 @pytest.mark.parametrize("name", ["nanoGPT", "timm", "timm by index", "written heads"])
-def test_heads_that_are_written_down_are_divided(name):
+def test_heads_in_module_attributes_are_sharded(name):
     layout = find_layout(module_cases.CASES[name]())
-    cut = "q" if name == "written heads" else "c_attn" if name == "nanoGPT" else "qkv"
-    style = layout.style(f"layers.0.attn.{cut}")
+    layer = "q" if name == "written heads" else "c_attn" if name == "nanoGPT" else "qkv"
+    style = layout.style(f"layers.0.attn.{layer}")
     assert style is not None
     assert style.name == "colwise"
 
 
 @pytest.mark.parametrize("name", ["mean behind the row layer", "mixer", "experts by where"])
-def test_a_module_that_mixes_tokens_gets_all_of_them(name):
+def test_token_mixing_module_gets_all_tokens(name):
     model = module_cases.CASES[name]()
     regions = find_token_regions(model, find_layout(model), nowhere, 2)
     assert regions.full
     assert regions.why_full
 
 
-def test_the_number_of_tokens_is_not_given_to_a_module_that_gets_all_of_them():
+def test_token_count_argument_to_a_mixing_module_is_rejected():
     model = module_cases.CASES["length given"]()
     with pytest.raises(LayoutError, match="the number of tokens"):
         find_token_regions(model, find_layout(model), nowhere, 2)
 
 
-#: Legal blocks that cp refuses too: attention in the block's own code, and a block that runs twice in a row.
+#: Legal blocks that cp also rejects: attention in the block's code, and a block called twice in a row.
 OPEN_ATTENTION = (*SPLIT_TOKENS, "all in one", "each block twice")
 
 
 @pytest.mark.parametrize("names", [pytest.param(tuple(module_cases.CASES), marks=pytest.mark.full),
                                    ("parallel", "flat ff", "rotary attention", "all in one", "positions")],
                          ids=["all", "some"])  # fmt: skip
-def test_own_blocks_under_context_parallelism(ranks2, names):
+def test_user_blocks_under_context_parallelism(ranks2, names):
     for start in range(0, len(names), 10):
         part = names[start : start + 10]
         for name, outcome in ranks2.run(module_cases.context_outcomes, part)[0].items():

@@ -1,4 +1,4 @@
-"""zero=3 beyond parity: units, memory, a user's own loop, checkpoints, ranks that disagree."""
+"""zero=3 beyond parity: units, memory, user loops, checkpoints, ranks that disagree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def rows(index: int, rank: int | None = None) -> torch.Tensor:
-    """Batch number `index` of 4 samples; of rank 0 or 1 its half."""
+    """Return batch `index` of 4 samples, or the half of rank 0 or 1."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
     return x if rank is None else x[rank * 2 : rank * 2 + 2]
 
@@ -65,11 +65,11 @@ def test_tied_weights_stay_with_the_root():
     assert units(model) == ["blocks.0"]
 
 
-def test_blocks_in_stages_lists_and_sequences():
+def test_units_of_stages_lists_and_sequences():
     stages = nn.Sequential(nn.Sequential(Layer(), Layer()), nn.Sequential(Layer(), Layer()))
     assert units(nn.Sequential(nn.Linear(8, 8), stages)) == ["0", "1.0.0", "1.0.1", "1.1.0", "1.1.1"]
     assert units(nn.ModuleList([nn.ModuleList([Layer()]), nn.ModuleList([Layer()])])) == ["0.0", "1.0"]
-    # Experts inside of blocks belong to their block; a backbone beside a head is no block.
+    # Experts in blocks belong to their block. A backbone next to a head is not a block.
     mixtures = nn.ModuleList([nn.ModuleList([Layer(), Layer()]) for _ in range(2)])
     assert units(mixtures) == ["0.0", "0.1", "1.0", "1.1"]
 
@@ -88,27 +88,27 @@ def test_blocks_in_stages_lists_and_sequences():
     assert units(nn.Sequential(Backbone(), nn.Linear(8, 8))) == ["0.layers.0", "0.layers.1", "1"]
 
 
-def test_a_module_at_two_places_is_one_unit_and_blocks_that_share_a_weight_are_none():
+def test_shared_module_is_one_unit_and_tied_blocks_are_split():
     shared = Layer()
     assert units(nn.ModuleList([shared, Layer(), shared])) == ["0", "1"]
     first, second = Layer(), Layer()
     second.up.weight = first.up.weight
     assert units(nn.ModuleList([first, second])) == ["0.down", "1.down"]
 
-    class KeepsTheFirst(nn.Module):
+    class StoresTheFirst(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             layers = [Layer(), Layer()]
             self.first, self.layers = layers[0], nn.ModuleList(layers)
 
-    assert units(KeepsTheFirst()) == ["layers.0", "layers.1"]
+    assert units(StoresTheFirst()) == ["layers.0", "layers.1"]
 
 
 def test_small_layers_and_attention_projections_stay_with_the_root():
     model = nn.Sequential(nn.Linear(200, 200), nn.LayerNorm(200))
     assert units(model) == ["0"]
     model = nn.Module()
-    model.attention = nn.MultiheadAttention(16, 2)  # it reads out_proj's weight without calling it
+    model.attention = nn.MultiheadAttention(16, 2)  # it reads out_proj's weight without calling out_proj
     assert units(model) == []
 
 
@@ -116,34 +116,34 @@ def test_small_layers_and_attention_projections_stay_with_the_root():
 
 
 def live_bytes(skip: set[int]) -> int:
-    """Bytes of all tensors that Python knows of, each storage once."""
+    """Return the bytes of all tensors that gc tracks, each storage once."""
     gc.collect()
     sizes = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and type(thing).__name__ not in ("DTensor", "FakeTensor"):
-            storage = thing.untyped_storage()
+    for item in gc.get_objects():
+        if isinstance(item, torch.Tensor) and type(item).__name__ not in ("DTensor", "FakeTensor"):
+            storage = item.untyped_storage()
             if storage.data_ptr() not in skip:
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
 
-def of_transports(mesh: Mesh) -> set[int]:
-    """Memory that ranks of one host share to exchange: of a fixed size, whatever the model."""
-    found, seen, ahead = set(), set(), [mesh.world.links]
-    while ahead:
-        thing = ahead.pop()
-        if id(thing) in seen or isinstance(thing, type | types.ModuleType | types.FunctionType):
+def transport_storages(mesh: Mesh) -> set[int]:
+    """Return the storages of the shared-memory transports, whose size does not depend on the model."""
+    found, seen, queue = set(), set(), [mesh.world.links]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(item, type | types.ModuleType | types.FunctionType):
             continue
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            found.add(thing.untyped_storage().data_ptr())
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found.add(item.untyped_storage().data_ptr())
         else:
-            ahead += gc.get_referents(thing)
+            queue += gc.get_referents(item)
     return found
 
 
 def measure(plan: str) -> tuple[int, dict[str, float]]:
-    """Number of parameters, and bytes for each after a step: of shards and gradients, then of all that is alive."""
+    """Return the number of parameters, and the bytes per parameter after a step, by kind and in total."""
     gc.collect()
     before = {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)}
     model = build_decoder(SPEC, seed=0)
@@ -166,15 +166,15 @@ def measure(plan: str) -> tuple[int, dict[str, float]]:
         "states": sum(
             v.nbytes for s in optimizer.state.values() for v in s.values() if v.ndim
         ) / num_params,
-        "all": live_bytes(before | of_transports(mesh)) / num_params,
+        "all": live_bytes(before | transport_storages(mesh)) / num_params,
     }  # fmt: skip
     return num_params, found
 
 
 @pytest.mark.parametrize("reshard", ["after_forward", "after_backward", "after_step"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_after_a_step_a_rank_holds_its_part_and_nothing_else(precision, reshard, ranks2, ranks4):
-    """16 bytes a parameter over the shard group: weight, gradient and two moments in fp32."""
+def test_rank_has_only_its_shard_after_a_step(precision, reshard, ranks2, ranks4):
+    """Expect 16 bytes per parameter over the shard group: weight, gradient and two moments in fp32."""
     for layout, ranks, size in (("dp_shard=4", ranks4, 4), ("dp_replicate=2 dp_shard=2", ranks4, 2)):
         plan = f"{layout} zero=3 precision={precision} accumulation=2 reshard={reshard}"
         for _, found in ranks.run(measure, plan):
@@ -184,7 +184,7 @@ def test_after_a_step_a_rank_holds_its_part_and_nothing_else(precision, reshard,
             assert found["all"] == pytest.approx(16 / size, rel=0.03)
 
 
-# --- a user's own loop ---
+# --- user loops ---
 
 
 def mlp() -> nn.Module:
@@ -222,14 +222,14 @@ def reference() -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 @pytest.mark.parametrize("how", ["adopted", "seen at its first step", "built before", "model"])
-def test_backward_clip_step_zero_grad(how, ranks2):
+def test_user_loop_matches_one_process(how, ranks2):
     want, want_norms = reference()
     for got, norms in ranks2.run(own_loop, PLAN, how):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
         assert norms == pytest.approx(want_norms, rel=1e-10)
 
 
-def test_own_loop_over_replicas(ranks4):
+def test_user_loop_over_replicas_matches_one_process(ranks4):
     want, want_norms = reference()
     for got, norms in ranks4.run(own_loop, "dp_replicate=2 dp_shard=2 zero=3 precision=fp64", "adopted"):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
@@ -245,7 +245,7 @@ def foreign_parameter(plan: str) -> str:
     return ""
 
 
-def test_an_optimizer_of_foreign_parameters_is_refused(ranks2):
+def test_optimizer_with_foreign_parameter_is_rejected(ranks2):
     assert (
         "it holds a parameter of shape (3,) that the parallelized model does not have"
         in ranks2.run(foreign_parameter, PLAN)[0]
@@ -256,7 +256,7 @@ def test_an_optimizer_of_foreign_parameters_is_refused(ranks2):
 
 
 class Half(nn.Module):
-    """A frozen half, a buffer, a scalar, rows that 2 and 4 ranks cannot share evenly."""
+    """A frozen half, a buffer, a scalar, and rows that do not divide evenly over 2 and 4 ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def train_half(plan: str, kind: str, first: int, num_steps: int, saved: dict | None) -> dict:
-    """Go on from `saved`, with other weights before; return what a checkpoint holds."""
+    """Train from `saved`, which replaces other weights. Return a checkpoint's tensors."""
     model = Half().double()
     if saved is not None:
         with torch.no_grad():
@@ -292,18 +292,18 @@ def train_half(plan: str, kind: str, first: int, num_steps: int, saved: dict | N
     for step in range(first, first + num_steps):
         engine.begin_step()
         with engine.microbatch(last=True):
-            # Each rank of a replica has the same samples, so that every plan trains on the same.
+            # All ranks have the same samples, so that every plan trains on the same data.
             model(rows(step)).square().sum().backward()
         engine.finish()
         engine.scale(1 / mesh.data.size)
         optimizer.step()
         engine.publish()
-    held = capture(model, optimizer)
-    return {group: {name: tensor.clone() for name, tensor in tensors.items()} for group, tensors in held.items()}
+    captured = capture(model, optimizer)
+    return {group: {name: tensor.clone() for name, tensor in tensors.items()} for group, tensors in captured.items()}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
-def test_a_checkpoint_fits_every_plan(kind, ranks2, ranks4):
+def test_checkpoint_resumes_under_every_plan(kind, ranks2, ranks4):
     one = train_half("precision=fp64", kind, 0, 4, None)
     saved = ranks2.run(train_half, PLAN, kind, 0, 2, None)[0]
     assert saved["model"].keys() == one["model"].keys()
@@ -318,7 +318,7 @@ def test_a_checkpoint_fits_every_plan(kind, ranks2, ranks4):
 
 
 class Chooser(nn.Module):
-    """Blocks of which each rank may be told to skip one; inside a block, one of two halves may go unused."""
+    """Blocks of which a rank may skip one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,14 +360,14 @@ def disagree(plan: str, what: str) -> str:
          "rank 0 reduces the gradients of blocks.2 while rank 1 ends the step: "),
     ],
 )  # fmt: skip
-def test_ranks_that_call_different_modules_get_an_error_with_names(plan, what, text, ranks2):
+def test_different_module_calls_on_ranks_raise_with_names(plan, what, text, ranks2):
     for message in ranks2.run(disagree, plan, what):
         assert message.startswith(text)
         assert "Call the same modules in the same order on all of them" in message
 
 
 class Forked(nn.Module):
-    """Blocks that use one of two layers each."""
+    """Blocks that each use one of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,8 +406,8 @@ def test_ranks_may_use_different_parameters_of_a_block(ranks2):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
-def break_off(plan: str) -> dict[str, torch.Tensor]:
-    """A step that fails in its second microbatch, then one that does not."""
+def gradients_after_a_failure(plan: str) -> dict[str, torch.Tensor]:
+    """Run a step that fails in its second microbatch, then a step that succeeds."""
     model, mesh = laid_out(plan, mlp())
     engine, rank = data_parallel(model), mesh["dp_shard"].rank
     engine.begin_step()
@@ -428,7 +428,7 @@ def break_off(plan: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("reshard", ["after_forward", "after_step"])
-def test_a_step_that_broke_off_leaves_nothing_behind(reshard, ranks2, ranks4):
+def test_failed_step_leaves_no_gradients(reshard, ranks2, ranks4):
     model = mlp()
     for index in range(2):
         model(rows(index)).square().sum().backward()
@@ -436,10 +436,10 @@ def test_a_step_that_broke_off_leaves_nothing_behind(reshard, ranks2, ranks4):
     for layout, ranks in (("dp_shard=2", ranks2), ("dp_replicate=2 dp_shard=2", ranks4)):
         times = 2 if "replicate" in layout else 1
         plan = f"{layout} zero=3 precision=fp64 accumulation=2 reshard={reshard}"
-        for got in ranks.run(break_off, plan):
+        for got in ranks.run(gradients_after_a_failure, plan):
             torch.testing.assert_close(got, {name: times * grad for name, grad in want.items()}, rtol=1e-12, atol=1e-14)
 
 
-def test_without_ranks_to_shard_over():
+def test_zero_3_without_dp_shard_is_rejected():
     with pytest.raises(PlanError, match="zero=3: it shards over dp_shard, and dp_shard is 1"):
         parallelize(mlp(), build_mesh(Plan(zero=3)))

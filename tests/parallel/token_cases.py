@@ -1,4 +1,4 @@
-"""Operations on tokens that hand-written models use, in a block and between blocks."""
+"""Operations on tokens in hand-written models, within blocks and between blocks."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def einops_like(block, x):
     return x.reshape(b, t, 4, -1).permute(0, 2, 1, 3).permute(0, 2, 1, 3).reshape(b, t, -1)
 
 
-#: Treats each token by itself. keyword arguments of the block that a case adds modules with are in `ADDS`.
+#: Operations that treat tokens separately. `ADDS` has the block's keyword arguments for cases that add modules.
 LEGAL: dict[str, Any] = {
     "nothing": lambda block, x: x,
     "glu": lambda block, x: x + F.glu(torch.cat((x, block.side(x)), -1), -1),
@@ -250,7 +250,7 @@ LEGAL: dict[str, Any] = {
     "same size": lambda block, x: x * 2 if x.shape == block.side(x).shape else x,
 }
 
-#: Mixes tokens, or depends on their number or position.
+#: Operations that mix tokens, or depend on their number or position.
 MIXING: dict[str, Any] = {
     "mean": lambda block, x: x - x.mean(1, keepdim=True),
     "global gate": lambda block, x: x * block.side(x.mean(1)).sigmoid()[:, None],
@@ -573,7 +573,7 @@ def _with_aux(kind):
 
 
 class Lists(nn.Module):
-    """Layers in lists of lists, or dicts, none of which is called."""
+    """Layers in nested lists or dicts that are not called as modules."""
 
     def __init__(self, make):
         super().__init__()
@@ -652,5 +652,5 @@ CASES: dict[str, Any] = {
 
 
 def token_outcomes(names: list[str], plan: str = "tp=2 sp=on") -> dict[str, str]:
-    """Outcomes on this rank."""
+    """Return the outcomes on this rank."""
     return outcomes(plan, names, CASES)

@@ -1,4 +1,4 @@
-"""One small model with code of a case in it, under tp and sp, against one process in float64."""
+"""A small model with a case's code, under tp and sp, compared with one process in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.parallel.parallelize import Application, shard
 from weft.parallel.state.placement import WHOLE
 
 DIM, VOCAB, TOKENS, HEAD = 16, 11, 8, 4
-#: How far from one process counts as equal, relative to the largest number.
+#: Tolerance of a comparison with one process, relative to the maximum.
 EQUAL = 1e-10
 
 
@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """first: on the block's input. inside: between the two layers of the feed-forward part."""
+    """Transformer block. first: applied to its input. inside: applied between the feed-forward layers."""
 
     def __init__(self, first=None, inside=None, add: Callable[[nn.Module], None] | None = None):
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """between: on what goes from block to block. loop: in place of the loop over the blocks."""
+    """Model of blocks. between: applied between blocks. loop: replaces the loop over the blocks."""
 
     def __init__(self, first=None, inside=None, between=None, loop=None, add=None, add_block=None):
         super().__init__()
@@ -121,21 +121,21 @@ def outcome(plan: str, build: Callable[[], nn.Module], batch: Any = None, exampl
     grads = {name: param.grad for name, param in model.named_parameters()}
     scale = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
     for name, param in other.named_parameters():
-        wanted, placement = grads[name], placements.get(name, WHOLE)
+        reference, placement = grads[name], placements.get(name, WHOLE)
         grad = torch.zeros_like(param) if param.grad is None else param.grad
         if placement.cut:
             grad = placement.join(list(all_gather(grad.contiguous(), tp).view(tp.size, *param.shape)))
         elif placement.partial:
             grad = all_reduce(grad.clone(), tp)
-        wanted = torch.zeros_like(grad) if wanted is None else wanted
-        worst[name] = float((grad - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3 * scale)
+        reference = torch.zeros_like(grad) if reference is None else reference
+        worst[name] = float((grad - reference).abs().max()) / max(float(reference.abs().max()), 1e-3 * scale)
     where = max(worst, key=lambda name: worst[name])
-    cuts = sum(bool(placement.cut) for placement in placements.values())
-    return f"equal {cuts}" if worst[where] < EQUAL else f"differs {where} {worst[where]:.2g}"
+    num_sharded = sum(bool(placement.cut) for placement in placements.values())
+    return f"equal {num_sharded}" if worst[where] < EQUAL else f"differs {where} {worst[where]:.2g}"
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """A sum over numbers of different weight, so that no symmetry hides a difference."""
+    """Return a sum with different weights, so that no symmetry hides a difference."""
     output = output[0] if isinstance(output, tuple) else output
     weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view_as(output)
     return (output.log_softmax(-1) * weights).sum() if output.dim() > 1 else (output * weights).sum()
@@ -149,6 +149,6 @@ def outcomes(plan: str, names: list[str], table: dict[str, Any]) -> dict[str, st
         build = case if callable(case) else lambda case=case: Net(**case)
         try:
             found[name] = outcome(plan, build)
-        except Exception as error:  # a case that crashes is an answer too
+        except Exception as error:  # a crash is reported as an outcome
             found[name] = f"crashed {type(error).__name__}: {error}"
     return found

@@ -1,4 +1,4 @@
-"""Models for the tests of tracing: what functions named on the command line would return."""
+"""Models for tests of tracing, as returned by functions that a user names on the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Perceptron(nn.Module):
 
 
 class Residual(nn.Module):
-    """A block of a residual network; the first of a stage halves the picture."""
+    """A residual block. The first one of a stage halves the image."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
@@ -52,7 +52,7 @@ class Network(nn.Module):
 
 
 class Choosing(nn.Module):
-    """What it does depends on values, so it does not run without them."""
+    """Control flow depends on values, so it cannot run on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models with adapters whose base is frozen: every kind, with and without dropout, on models of several makes."""
+"""Models with adapters on a frozen base: every kind of adapter, with and without dropout, on several architectures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.verify.parity import Case, DecoderCase
 
 @dataclasses.dataclass(frozen=True)
 class AdapterCase:
-    """Another case, trained by an adapter alone. B starts away from zero, so that A has a gradient at once."""
+    """Another case of which only an adapter is trained. B starts nonzero, so that A has a gradient in step 1."""
 
     of: Case
     kind: str = "lora"
@@ -47,7 +47,7 @@ class AdapterCase:
 
 
 def adapter_subjects() -> dict[str, Subject]:
-    """By name: what differs in how layers are cut (heads, shared keys, transposed and fused weights, experts)."""
+    """Return subjects by name that differ in sharding (heads, shared keys, transposed or fused weights, experts)."""
     chosen = cases()
     experts, latent = MoECase(MOE, num_steps=3), FAMILIES["deepseek-v3"]
     return {
@@ -61,13 +61,13 @@ def adapter_subjects() -> dict[str, Subject]:
     }
 
 
-#: Wide enough that two ranks share whole blocks of 64 inputs.
+#: Wide enough that each of two ranks has full blocks of 64 inputs.
 WIDE = dataclasses.replace(LLAMA, dim=128, ffn_dim=128, num_heads=2)
 WIDE_MOE = dataclasses.replace(MOE, dim=128, ffn_dim=128, expert_ffn_dim=128, num_heads=2)
 
 
 def packed_subjects() -> dict[str, Subject]:
-    """Those whose base is kept as bytes, with adapters on all layers that are, and on some."""
+    """Return subjects with a quantized base, with adapters on all quantized layers or on some."""
     wide = DecoderCase(WIDE)
     return {
         "nf4": Subject(AdapterCase(wide, base="nf4"), WIDE),
@@ -77,7 +77,7 @@ def packed_subjects() -> dict[str, Subject]:
 
 
 def dropping_subjects() -> dict[str, Subject]:
-    """Those whose adapters drop: compared with one process of Weft, which drops by position too."""
+    """Return subjects whose adapters have dropout. Their reference is one process of Weft, which has the same masks."""
     chosen = cases()
     return {
         "drop-lora": Subject(AdapterCase(chosen["decoder"], dropout=0.3), LLAMA),

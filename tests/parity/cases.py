@@ -1,4 +1,4 @@
-"""Models of every kind for the parity matrix: Hugging Face decoders, a convolutional network, random module trees."""
+"""Models for the parity matrix: Hugging Face decoders, a convolutional network, random module trees."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HuggingFaceCase(DecoderCase):
 
 @dataclass(frozen=True)
 class PackedCase(HuggingFaceCase):
-    """A decoder of transformers, with documents that only positions show, or with padding that a mask shows."""
+    """A transformers decoder with documents given by positions only, or with padding given by a mask."""
 
     padded: bool = False
 
@@ -75,7 +75,7 @@ class PackedCase(HuggingFaceCase):
         inputs = {"position_ids": batch["positions"]}
         if self.padded:
             inputs["attention_mask"] = batch["mask"]
-        # A model that fills a cache does not see documents in positions, here as there.
+        # With a cache, transformers ignores the document boundaries in positions.
         return model(input_ids=batch["input_ids"], use_cache=not self.documents, **inputs).logits
 
 
@@ -130,7 +130,7 @@ class SmallConvNet(nn.Module):
 
 @dataclass(frozen=True)
 class TreeCase:
-    """A random tree of modules: shared modules, shared weights, frozen and unused parts, buffers, odd sizes."""
+    """A random module tree: shared modules, tied weights, frozen and unused parts, buffers, odd sizes."""
 
     seed: int
     num_steps: int = 3
@@ -161,7 +161,7 @@ class TreeCase:
 
 
 class Branches(nn.Module):
-    """The sum of its branches, of which the last is never called."""
+    """Sum of its branches. The last branch is never called."""
 
     def __init__(self, branches: list[nn.Module]):
         super().__init__()
@@ -172,7 +172,7 @@ class Branches(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Buffers that forward reads: one that is saved, one that is not, and one of whole numbers; a scalar parameter."""
+    """Buffers that forward reads (persistent, non-persistent and integer) and a scalar parameter."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -188,7 +188,7 @@ class Buffered(nn.Module):
 def _grow(draw: random.Random, depth: int, width: int, known: list[nn.Module]) -> nn.Module:
     kind = draw.choice(["leaf", "leaf", "sequence", "branches", "again", "tied"]) if depth else "leaf"
     if kind == "again" and known:
-        return draw.choice(known)  # the same module at two places
+        return draw.choice(known)  # the same module twice in the tree
     if kind in ("sequence", "branches"):
         children = [_grow(draw, depth - 1, width, known) for _ in range(draw.randint(1, 3))]
         return nn.Sequential(*children) if kind == "sequence" else Branches(children)
@@ -205,7 +205,7 @@ def _grow(draw: random.Random, depth: int, width: int, known: list[nn.Module]) -
 
 
 def cases() -> dict[str, Case]:
-    """One of each kind, by name."""
+    """Return one case of each kind by name."""
     decoder = DecoderCase(LLAMA, global_batch=16)
     settings = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
     return {
@@ -218,9 +218,9 @@ def cases() -> dict[str, Case]:
 
 @dataclass(frozen=True)
 class LoopedCase(ImageCase):
-    """One layer called three times, each time inside a reentrant checkpoint of torch's.
+    """One layer called three times, each time inside a reentrant torch checkpoint.
 
-    Each of these runs a backward of its own, so autograd delivers the layer's gradient in three parts.
+    Each checkpoint runs a separate backward, so autograd delivers the layer's gradient in three parts.
     """
 
     def model(self) -> nn.Module:

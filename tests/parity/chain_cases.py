@@ -1,4 +1,4 @@
-"""Models of several lists of blocks: encoders and decoders, and a tower of images before a text."""
+"""Models with several chains of blocks: encoder-decoder models, and a vision tower with a text decoder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 IGNORE = -100
-_HALVES: dict[str, Any] = {
+_ENCODER_DECODER: dict[str, Any] = {
     "vocab_size": 61, "d_model": 16, "encoder_layers": 3, "decoder_layers": 5, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
     "max_position_embeddings": 32,
@@ -21,10 +21,10 @@ _IMAGE = 60
 
 @dataclass(frozen=True)
 class ChainCase:
-    """One of transformers' models, eight blocks in its chain; sources and targets of uneven, padded lengths.
+    """A transformers model with eight blocks in its chains, and padded sources and targets of different lengths.
 
-    kind: t5, bart, whisper or llava. frozen: the encoder, or the tower of images. reads_encoder: the
-    loss also takes the hidden states of the encoder. dropout: of activations and attention, but in llava.
+    kind: t5, bart, whisper or llava. frozen: freeze the encoder or the vision tower. reads_encoder: the loss also
+    reads the encoder's hidden states. dropout: rate for activations and attention, ignored by llava.
     """
 
     kind: str
@@ -47,10 +47,10 @@ class ChainCase:
                 dropout_rate=self.dropout, decoder_start_token_id=0, relative_attention_num_buckets=8,
             ))  # fmt: skip
         elif self.kind == "bart":
-            model = transformers.BartForConditionalGeneration(transformers.BartConfig(**_HALVES, **rates))
+            model = transformers.BartForConditionalGeneration(transformers.BartConfig(**_ENCODER_DECODER, **rates))
         elif self.kind == "whisper":
             model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
-                **_HALVES, **rates, num_mel_bins=8, max_source_positions=12, max_target_positions=16,
+                **_ENCODER_DECODER, **rates, num_mel_bins=8, max_source_positions=12, max_target_positions=16,
             ))  # fmt: skip
         else:
             model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(
@@ -77,10 +77,10 @@ class ChainCase:
         generator = torch.Generator().manual_seed(step)
         rows, source, target = self.global_batch, 9 + step, 7 - step
 
-        def drawn(*shape: int) -> torch.Tensor:
+        def random_ids(*shape: int) -> torch.Tensor:
             return torch.randint(3, _IMAGE, shape, generator=generator)
 
-        ids, labels = drawn(rows, source), drawn(rows, target)
+        ids, labels = random_ids(rows, source), random_ids(rows, target)
         lengths = torch.randint(1, target + 1, (rows, 1), generator=generator)
         labels[torch.arange(target) >= lengths] = IGNORE
         mask = (torch.arange(source) < torch.randint(5, source + 1, (rows, 1), generator=generator)).long()

@@ -1,4 +1,4 @@
-"""Deep models under plans that compile: what is trained, and what torch.compile made of it."""
+"""Deep models under plans with compile=on: the trained cases, and the graphs that torch.compile made."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weft.verify.matrix import covering, row_of
 from weft.verify.oracles import counted_graphs
 from weft.verify.parity import Case, DecoderCase, ParityResult, train_case
 
-#: More blocks than torch.compile compiles anew before it gives up.
+#: More blocks than torch.compile's recompilation limit.
 DEPTH = 12
 _DEEP = dataclasses.replace(LLAMA, num_layers=DEPTH)
 
 
 @dataclasses.dataclass(frozen=True)
 class DroppingCase(PlainCase):
-    """Plain blocks that drop by nn.Dropout; inside attention too, where `attention` is not 0."""
+    """Plain blocks with nn.Dropout, and with dropout inside attention if `attention` is not 0."""
 
     depth: int = DEPTH
     attention: float = 0.0
@@ -38,7 +38,7 @@ class DroppingCase(PlainCase):
 
 
 def deep_subjects() -> dict[str, Subject]:
-    """Twelve blocks: Weft's decoder, one with experts (dense blocks first), plain PyTorch with dropout."""
+    """Return models of twelve blocks: Weft's decoder, one with experts, plain PyTorch with dropout."""
     experts = dataclasses.replace(MOE, num_layers=DEPTH, first_moe_layer=2)
     return {
         "decoder": Subject(DecoderCase(_DEEP, num_steps=2), _DEEP),
@@ -48,10 +48,9 @@ def deep_subjects() -> dict[str, Subject]:
 
 
 def compiled_cells(num_ranks: int) -> list[Cell]:
-    """Few legal plans that compile: each axis, each kind of recompute, zero=3, with each model that has a place for it.
+    """Return a few legal plans with compile=on that cover each axis, recompute policy and zero=3 for each model.
 
-    Those that differ from one another only in how data parallelism, accumulation or a schedule go on outside of blocks
-    are tried without compiling.
+    Plans that differ only outside of blocks (data parallelism, accumulation, schedule) are tested without compiling.
     """
     only = {
         "compile": (True,), "order": ((),), "offload": ((),), "zero": (0, 3), "accumulation": (1,),
@@ -66,14 +65,14 @@ def compiled_cells(num_ranks: int) -> list[Cell]:
 
 
 def compiled_in_gate(cells: list[Cell]) -> list[int]:
-    """The places of those that have each axis, recompute and model once."""
+    """Return the indices of cells that cover each axis, recompute policy and model once."""
     groups = [(name,) for name in ("tp", "sp", "cp", "ep", "pp", "zero", "subject", "recompute")]
     return covering([row_of(cell.plan, subject=cell.subject) for cell in cells], groups)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A training, and what was compiled for it: graphs, reasons of breaks, runs that the limit left uncompiled."""
+    """The result of a training, its number of graphs, and the reasons of graph breaks."""
 
     result: ParityResult
     graphs: int
@@ -81,7 +80,7 @@ class Compiled:
 
 
 def train_compiled(plan: str, case: Case, backend: str = "eager") -> Compiled:
-    """On each rank, without code being generated. Fails where torch.compile gives up on a block."""
+    """Train on this rank without code generation. Fails if torch.compile gives up on a block."""
     with compiled_by(backend), counted_graphs() as found:
         result = train_case(plan, case)
     return Compiled(result, found.graphs, list(found.breaks))

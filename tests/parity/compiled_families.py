@@ -1,4 +1,4 @@
-"""Deep models of transformers as people call them: nobody tells them use_cache=False."""
+"""Deep transformers models, called as in a user's script: without use_cache=False."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.parity.families import FAMILIES, Family, FamilyCase
 
-#: More blocks than torch.compile compiles anew before it gives up.
+#: DEEP has more blocks than torch.compile's recompilation limit.
 SHALLOW, DEEP = 2, 10
-#: Families in which every block is called alike. Experts multiply in a form that float64 has and a graph can hold.
+#: Families that call every block with the same arguments. The experts implementation supports float64 and graphs.
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen3": {}, "gpt2": {}, "bert": {}, "olmo2": {},
     "mixtral": {"experts_implementation": "batched_mm"},
@@ -34,7 +34,7 @@ class DeepFamily(FamilyCase):
         return dataclasses.replace(known, settings={**known.settings, **SETTINGS[self.name], **depth})
 
     def model(self) -> nn.Module:
-        """OLMo 2's norms add up over all heads, in float32 whatever they are given: that would round by the cut."""
+        """Return the model. OLMo 2's norms are replaced by float64 ones: float32 sums would depend on sharding."""
         model = super().model()
         if self.name == "olmo2":
             for norm in model.modules():

@@ -1,4 +1,4 @@
-"""`pytest tests/parity --all-plans`: every cell of both matrices, not only those that the gate runs."""
+"""`pytest tests/parity --all-plans` runs every cell of both matrices, not only the gate's choice."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from tests.parity.plans import (
 
 @pytest.fixture(scope="session")
 def plain():
-    """What PyTorch alone computes, by case."""
+    """Return the results of plain PyTorch by case."""
     return References()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of `matrix_cells` and of `broad_cells` get all cells of one layout at a time."""
+    """Parametrize `matrix_cells` and `broad_cells` by layout: each test gets all cells of one layout."""
     everything = metafunc.config.getoption("--all-plans")
     if "matrix_cells" in metafunc.fixturenames:
         cells = {num_ranks: full_matrix(num_ranks) for num_ranks in (2, 4)}
         two = chosen_cells(cells[2])
-        chosen = cells if everything else {2: two, 4: chosen_cells(cells[4], groups=ON_FOUR, besides=two)}
-        _one_test_a_layout(metafunc, "matrix_cells", chosen)
+        chosen = cells if everything else {2: two, 4: chosen_cells(cells[4], groups=ON_FOUR, covered=two)}
+        _parametrize_by_layout(metafunc, "matrix_cells", chosen)
     if "broad_cells" in metafunc.fixturenames:
-        chosen = {num_ranks: broad_matrix(num_ranks, is_whole=everything) for num_ranks in (2, 4)}
+        chosen = {num_ranks: broad_matrix(num_ranks, is_complete=everything) for num_ranks in (2, 4)}
         in_gate = {} if everything else {ranks: chosen_cells(cells, groups=IN_GATE) for ranks, cells in chosen.items()}
-        _one_test_a_layout(metafunc, "broad_cells", chosen, in_gate)
+        _parametrize_by_layout(metafunc, "broad_cells", chosen, in_gate)
 
 
-def _one_test_a_layout(
+def _parametrize_by_layout(
     metafunc: pytest.Metafunc,
     name: str,
     chosen: dict[int, Sequence[Cell]],
     in_gate: dict[int, Sequence[Cell]] | None = None,
 ) -> None:
-    """in_gate: of the cells chosen for so many ranks those that the gate runs; others are marked `full`."""
+    """Parametrize `name` by layout. Cells that are not in `in_gate` (by number of ranks) are marked `full`."""
     found = []
     for num_ranks, cells in chosen.items():
         few = set((in_gate or chosen)[num_ranks])

@@ -1,4 +1,4 @@
-"""Models that drop in training: after embeddings, inside attention, between the two layers of an MLP, after both."""
+"""Models with dropout: after embeddings, inside attention, between the layers of an MLP, and after both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parity.families import FAMILIES, Family, FamilyCase
 from weft.verify.parity import Case, ParityResult, train_cases
 from weft.verify.verifier import Float64Throughout
 
-#: Settings of the families that drop. In eager attention the weights are dropped by F.dropout, else inside of torch's.
+#: Settings of families with dropout. Eager attention calls F.dropout; otherwise dropout is inside torch's attention.
 DROPPING: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3}),
     "gpt2-eager": ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0.3, "attn_implementation": "eager"}),
@@ -37,7 +37,7 @@ class DroppingFamily(FamilyCase):
 
 @dataclasses.dataclass(frozen=True)
 class FlatFamily(FamilyCase):
-    """OPT, whose blocks flatten (batch, tokens, features) to (batch * tokens, features) in front of their MLP."""
+    """OPT, whose blocks flatten (batch, tokens, features) to (batch * tokens, features) before their MLP."""
 
     @property
     def family(self) -> Family:
@@ -47,7 +47,7 @@ class FlatFamily(FamilyCase):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP in plain PyTorch; the MLP drops between its layers, which tp cuts."""
+    """Pre-norm attention and MLP in plain PyTorch. The MLP has dropout between its layers, where tp shards features."""
 
     def __init__(self, dim: int, heads: int, rate: float):
         super().__init__()
@@ -58,11 +58,11 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop(self.attn(self.norm1(x)))
-        return x + self.drop(self.mlp(self.norm2(x)))  # the same module a second time: other numbers
+        return x + self.drop(self.mlp(self.norm2(x)))  # the same module called twice: another mask
 
 
 class SelfAttention(nn.Module):
-    """Causal attention that drops inside of torch's function."""
+    """Causal attention with dropout inside torch's attention function."""
 
     def __init__(self, dim: int, heads: int, rate: float):
         super().__init__()
@@ -95,7 +95,7 @@ class PlainModel(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class PlainCase(FamilyCase):
-    """A model in plain PyTorch, of no family."""
+    """A plain PyTorch model that belongs to no family."""
 
     @property
     def family(self) -> Family:
@@ -110,12 +110,12 @@ class PlainCase(FamilyCase):
 
 
 def cases() -> dict[str, Case]:
-    """By name."""
+    """Return the cases by name."""
     families = {name: DroppingFamily(name, num_steps=2) for name in DROPPING if name != "gpt2-sdpa"}
     return {**families, "plain": PlainCase("plain", num_steps=2)}
 
 
 def train_throughout(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
-    """Several cases under one plan, in float64 in backward too, where blocks are replayed."""
+    """Train several cases under one plan, with float64 also in backward, where blocks are recomputed."""
     with Float64Throughout():
         return train_cases(plan, chosen)

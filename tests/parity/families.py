@@ -1,7 +1,7 @@
-"""The Hugging Face families, each as a random model of a few thousand parameters.
+"""Hugging Face families, each as a random model of a few thousand parameters.
 
-To lay a family over a further axis nothing is to be done here: plans come from the rules. A family that cannot be laid
-over an axis says so in `without`, with the reason beside it.
+Plans come from the rules, so a new axis needs no change here. `without` lists the axes that a family does not support,
+with the reason next to it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SIZES = {
 _GROUPED = {**_SIZES, "num_key_value_heads": KV_HEADS}
 _NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
-#: The five tokens of an image cannot be cut in two.
+#: The five tokens of an image cannot be divided by two.
 FIVE_TOKENS = frozenset({"cp", "sp"})
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one family's model is built. model, config: names in transformers. without: axes it has no place for."""
+    """How to build one family's model. model, config: names in transformers. without: axes that it does not support."""
 
     model: str
     config: str
@@ -54,7 +54,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         "Gemma2ForCausalLM",
         "Gemma2Config",
-        # Layers with a window take turns with layers without; scores are capped at 2, which they reach here.
+        # Layers with a window alternate with layers without. Scores are capped at 2, which they reach here.
         {**_GROUPED, "head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4},
     ),
     "gpt2": Family(
@@ -81,13 +81,13 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
         "MixtralConfig",
-        # The grouped matrix product that transformers prefers refuses float64.
+        # transformers' default grouped matrix product does not support float64.
         {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     ),
     "deepseek-v3": Family(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
-        # Latent attention, without experts: layers that stay whole, and a key for all heads, come before cut layers.
+        # Latent attention without experts: replicated layers, and one key for all heads, precede sharded layers.
         {
             **_SIZES,
             "num_key_value_heads": HEADS,
@@ -100,12 +100,12 @@ FAMILIES: dict[str, Family] = {
         },
         kv_heads=HEADS,
     ),
-    # Norms take the queries of all heads together, and the keys.
+    # Norms reduce over the queries of all heads, and over the keys.
     "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", {**_GROUPED, "tie_word_embeddings": False}),
     "gpt-oss": Family(
         "GptOssForCausalLM",
         "GptOssConfig",
-        # A sink for each head; layers with a window take turns with layers without.
+        # One sink per head. Layers with a window alternate with layers without.
         {
             **_GROUPED,
             "head_dim": 4,
@@ -125,7 +125,7 @@ FAMILIES: dict[str, Family] = {
     "roberta": Family(
         "RobertaForMaskedLM",
         "RobertaConfig",
-        # Padding occurs among the tokens: positions begin after its number, and leave it out.
+        # The pad token occurs among the tokens: positions start after its id and skip it.
         {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 5},
         kv_heads=HEADS,
     ),
@@ -153,7 +153,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """One family's model on random tokens (or images), in float64. weights start larger than usual, to be seen."""
+    """One family's model on random tokens or images, in float64. Weights start large, so that errors are visible."""
 
     name: str
     num_steps: int = 1
@@ -197,7 +197,7 @@ class FamilyCase:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         if self.family.model.endswith("CausalLM") or self.name == "gpt2":
             inputs["use_cache"] = False
-        # Gemma's norm adds up its weight's gradient in float32, in which the cut of the batch shows.
+        # Gemma's norm sums its weight's gradient in float32, whose result depends on the split of the batch.
         with Float64Throughout():
             return model(**inputs).logits
 
@@ -208,7 +208,7 @@ class FamilyCase:
 
 
 def shape_of(family: Family) -> DecoderSpec:
-    """What the rules may ask of a family: heads, widths, layers."""
+    """Return the heads, widths and layers of a family for the rules."""
     return DecoderSpec(
         vocab_size=VOCAB, dim=DIM, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=family.kv_heads,
         ffn_dim=4 * DIM if family.model.startswith("GPT2") else FFN, max_seq_len=LENGTH,

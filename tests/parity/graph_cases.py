@@ -1,4 +1,4 @@
-"""Short trainings with and without graphs, which a recorder of operators stands in for."""
+"""Short trainings with and without CUDA graphs, which an operator recorder replaces on a CPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ STEPS, VOCAB, TOKENS = 7, 23, 8
 
 @dataclass(slots=True)
 class Trained:
-    """What steps said, weights and states at the end, the last gradients; recordings, replays of passes and of all."""
+    """Metrics of each step, final weights, states and gradients, and numbers of recordings and replays."""
 
-    said: list[tuple[float, float, float]] = field(default_factory=list)
+    step_metrics: list[tuple[float, float, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class Trained:
     replays: int = 0
 
     def same_as(self, other: Trained) -> bool:
-        """To the bit."""
-        if self.said != other.said:
+        """Return whether metrics and tensors are bitwise equal."""
+        if self.step_metrics != other.step_metrics:
             return False
         mine, theirs = ([*one.weights.items(), *one.gradients.items(), *one.states.items()] for one in (self, other))
         return len(mine) == len(theirs) and all(
@@ -48,7 +48,7 @@ def batch_of(step: int, rows: int, tokens: int = TOKENS) -> dict[str, torch.Tens
     draw = torch.Generator().manual_seed(step)
     ids = torch.randint(VOCAB, (rows, tokens + 1), generator=draw)
     labels = ids[:, 1:].clone()
-    labels[0, : step % 3] = -100  # another number of trained tokens in each step
+    labels[0, : step % 3] = -100  # a different number of trained tokens in each step
     return {"ids": ids[:, :-1].contiguous(), "labels": labels}
 
 
@@ -64,12 +64,12 @@ def loss_of(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch
     return total * batch["factor"][0].to(total), (batch["labels"] != -100).sum()
 
 
-def dropping() -> nn.Module:
+def model_with_dropout() -> nn.Module:
     return PlainModel(VOCAB, 16, 2, 0.25)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not, as Weft's own."""
+    """Return AdamW with weight decay for matrices only, as in Weft's optimizer."""
     groups: dict[float, list[nn.Parameter]] = {0.1: [], 0.0: []}
     for param in model.parameters():
         groups[0.1 if param.ndim > 1 else 0.0].append(param)
@@ -85,12 +85,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def train(
     plan: str, *, graphs: bool, steps: int = STEPS, optimizer: Callable[[nn.Module], Any] = adamw,
     loss: Callable[..., Any] = loss_of, tokens_at: Callable[[int], int] = lambda step: TOKENS,
-    spoil: Callable[[int], float] = lambda step: 1.0, build: Callable[[], nn.Module] = dropping,
+    spoil: Callable[[int], float] = lambda step: 1.0, build: Callable[[], nn.Module] = model_with_dropout,
     watch: Callable[[TrainStep, int], None] = lambda step, index: None, device: torch.device | None = None,
 ) -> Trained:  # fmt: skip
-    """Train for some steps, in which rate, batch, number of tokens and dropout change; a GPU records graphs of its own.
+    """Train for some steps with changing learning rate, batch, token count and dropout. A GPU records real graphs.
 
-    spoil: what each step's loss is multiplied by, such as infinity. watch: called before each.
+    spoil: factor of each step's loss, such as infinity. watch: called before each step.
     """
     parsed = Plan.parse(f"{plan} graphs=on" if graphs else plan)
     mesh, recorder = build_mesh(parsed, device or torch.device("cpu")), OpRecorder()
@@ -111,8 +111,10 @@ def train(
         batch = batch_of(index * mesh.data.size + mesh.data.rank, rows, tokens_at(index))
         batch["factor"] = torch.tensor([spoil(index)] * rows, dtype=torch.float64)
         metrics = step(batch, dropout_key=1000 + index)
-        found.said.append((metrics.loss, metrics.grad_norm, metrics.loss_scale or 1.0))
-        found.said[-1] = tuple(0.5 if one != one else one for one in found.said[-1])  # NaN equals nothing
+        found.step_metrics.append((metrics.loss, metrics.grad_norm, metrics.loss_scale or 1.0))
+        found.step_metrics[-1] = tuple(
+            0.5 if one != one else one for one in found.step_metrics[-1]
+        )  # NaN does not compare equal
     step.finalize()
     engine = data_parallel(model)
     found.gradients = {f"gradient of {name}": one.clone() for name, one in engine.gradients()}
@@ -124,6 +126,6 @@ def train(
 
 
 def pair(plan: str, **options: Any) -> tuple[bool, Trained]:
-    """Whether graphs change nothing, and what was trained with them."""
+    """Return whether graphs change nothing, and the training with graphs."""
     with_graphs = train(plan, graphs=True, **options)
     return with_graphs.same_as(train(plan, graphs=False, **options)), with_graphs

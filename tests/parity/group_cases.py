@@ -1,4 +1,4 @@
-"""A model whose loss compares each sample with those of its group: pairs of features, as in picture and caption."""
+"""A model whose contrastive loss compares each sample with its group, as for image and caption pairs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ IN, DIM = 6, 8
 
 @weft.group_loss(4)
 def contrast(own, group, places):
-    """Which second half of the group belongs to each first half, and the other way round."""
-    [mine], [all_of_them] = own, group
-    scores = torch.cat([mine[:, 0] @ all_of_them[:, 1].t(), mine[:, 1] @ all_of_them[:, 0].t()])
+    """Return the loss of matching each first feature with its second one, and vice versa."""
+    [mine], [all_features] = own, group
+    scores = torch.cat([mine[:, 0] @ all_features[:, 1].t(), mine[:, 1] @ all_features[:, 0].t()])
     return F.cross_entropy(scores, places.repeat(2), reduction="sum"), len(places)
 
 
@@ -38,7 +38,7 @@ class Pairs(nn.Module):
 
 @dataclass(frozen=True)
 class GroupCase(SampleCase):
-    """size: samples of a step, of which groups have four."""
+    """`global_batch` samples per step, in groups of four."""
 
     global_batch: int
     num_steps: int = 2
@@ -64,7 +64,7 @@ class GroupCase(SampleCase):
 
 
 def train_groups(plans: list[str], sizes: tuple[int, ...] = (8, 7)) -> dict[tuple[str, int], ParityResult]:
-    """Each plan with full groups, and with a last one of three; "": PyTorch alone."""
+    """Train each plan with full groups, and with a last group of three. The plan "" is plain PyTorch."""
     return {
         (plan, size): train_case(f"{plan} precision=fp64", GroupCase(size)) if plan else train_plain(GroupCase(size))
         for plan in plans

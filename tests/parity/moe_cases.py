@@ -1,4 +1,4 @@
-"""Models with experts for the parity matrix: the project's, with every way of balancing, and Hugging Face's."""
+"""Models with experts for the parity matrix: Weft's with every balancing method, and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.parallel.expert import balance_routers
 from weft.verify.parity import Case, DecoderCase
 from weft.verify.verifier import Float64Throughout
 
-#: A dense layer and two with experts; the loss of balancing weighs so much that a wrong one is seen.
+#: One dense layer and two with experts. The balancing loss has a large weight, so that errors in it are visible.
 MOE = DecoderSpec(
     vocab_size=61, dim=16, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True,
     num_experts=8, top_k=2, expert_ffn_dim=12, num_shared_experts=1, first_moe_layer=1, balance_rate=0.05,
@@ -24,7 +24,7 @@ MOE = DecoderSpec(
 
 @dataclass(frozen=True)
 class MoECase(DecoderCase):
-    """A decoder with experts whose routers differ a lot between experts, and to which some experts are strange."""
+    """A decoder with experts whose random router weights give the experts very different loads."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -72,13 +72,13 @@ class HuggingFaceMoECase(DecoderCase):
         return model.double()
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        # Routers take their softmax in float32, in which a last bit of float64 may show as one of its own.
+        # Routers take softmax in float32, which can amplify a last bit of float64 to one of float32.
         with Float64Throughout():
             return model(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False).logits
 
 
 def moe_cases() -> dict[str, Case]:
-    """Every way of balancing and dropping, padding and packed documents, by name."""
+    """Return cases by name with every balancing and dropping method, padding and packed documents."""
     of = dataclasses.replace
     return {
         "aux": MoECase(MOE, global_batch=8, num_steps=2),

@@ -1,4 +1,4 @@
-"""Models for pipelines: deep enough for eight stages, of several kinds, some with frozen or shared parts."""
+"""Models for pipelines: deep enough for eight stages, some with frozen or tied parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPT2 = DecoderSpec(
 
 @dataclass(frozen=True)
 class FrozenCase(DecoderCase):
-    """The embedding and the first blocks are frozen: some stages have no backward, others send no gradient."""
+    """A decoder with frozen embedding and first blocks: some stages have no backward, others send no gradient."""
 
     num_frozen: int = 3
 
@@ -44,7 +44,7 @@ class FrozenCase(DecoderCase):
         return model
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        # A stage may have nothing to train; its rank then has an optimizer of nothing.
+        # A stage may have no trainable parameter. Its optimizer is then empty.
         trained = [param for param in model.parameters() if param.requires_grad]
         return torch.optim.AdamW([{"params": trained}], lr=3e-3, weight_decay=0.1)
 
@@ -77,7 +77,7 @@ class FamilyCase(DecoderCase):
             "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32,
         }  # fmt: skip
         if self.kind == "gemma3_text":
-            # Layers of two kinds, told apart by their place in the list.
+            # Layers of two kinds, which depend on the index in the list.
             settings |= {"head_dim": 4, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 4}
         config = transformers.AutoConfig.for_model(self.kind, **settings)
         return transformers.AutoModelForCausalLM.from_config(config).double()
@@ -86,14 +86,14 @@ class FamilyCase(DecoderCase):
         inputs = {"input_ids": batch["input_ids"], "use_cache": False}
         if self.kind != "bloom":
             inputs["position_ids"] = batch["positions"]
-        # Gemma's norms add up their weight's gradient in float32, in which the cut into microbatches shows.
+        # Gemma's norms sum their weight's gradient in float32, whose result depends on the microbatches.
         with Float64Throughout() if self.kind.startswith("gemma") else nullcontext():
             return model(**inputs).logits
 
 
 @dataclass(frozen=True)
 class SequentialCase:
-    """A plain nn.Sequential whose layers change the width: shapes differ from boundary to boundary."""
+    """A plain nn.Sequential whose layers change the width: shapes differ between stage boundaries."""
 
     num_steps: int = 4
     max_grad_norm: float = 1.0
@@ -122,7 +122,7 @@ class SequentialCase:
 
 
 def cases() -> dict[str, Case]:
-    """One of each kind, by name."""
+    """Return one case of each kind by name."""
     return {
         "tied": DecoderCase(TIED, num_steps=3, global_batch=16, seq_len=8, documents=True),
         "gpt2": DecoderCase(GPT2, num_steps=3, global_batch=16, seq_len=8, optimizer="sgd"),
@@ -132,13 +132,13 @@ def cases() -> dict[str, Case]:
 
 
 def families() -> dict[str, Case]:
-    """Hugging Face decoders, by name."""
+    """Return Hugging Face decoders by name."""
     kinds = ("llama", "qwen2", "gpt2", "bloom", "gpt_neox", "gemma2", "gemma3_text")
     return {kind: FamilyCase(TIED, num_steps=2, global_batch=16, seq_len=8, kind=kind) for kind in kinds}
 
 
 def expert_cases() -> dict[str, Case]:
-    """Decoders with experts, deep enough for four stages, with each way of balancing and dropping."""
+    """Return decoders with experts, deep enough for four stages, with each balancing and dropping method."""
     return {
         name: dataclasses.replace(
             case, spec=dataclasses.replace(case.spec, num_layers=4), global_batch=16, seq_len=8, num_steps=2

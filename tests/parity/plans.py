@@ -1,8 +1,8 @@
-"""The matrices: which models are trained under which plans, on ranks that are there, against PyTorch alone.
+"""Parity matrices: models and plans that are trained on a pool of ranks and compared with plain PyTorch.
 
-Plans are listed from the rules. One cell is a plan and a subject. `full_matrix` is deep: few models under everything
-that a rank may do with its part. `broad_matrix` is broad: many kinds of models under every layout. The gate runs a
-choice of cells in which all pairs occur; `pytest tests/parity --all-plans` runs every one.
+Plans are enumerated from the rules. A cell is a plan and a subject. `full_matrix` is deep: few models under all
+layouts, recompute and offload settings. `broad_matrix` is broad: many kinds of models under every layout. The gate runs
+a choice of cells that covers all pairs. `pytest tests/parity --all-plans` runs every cell.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from weft.verify.parity import Case, DecoderCase, ParityResult, train_case, trai
 from weft.verify.rank_pool import RankPool
 
 RTOL = 1e-10
-#: As many heads as four ranks of Ulysses need.
+#: Enough heads for four ranks of Ulysses.
 WIDE_GPT2 = dataclasses.replace(GPT2, num_heads=4, num_kv_heads=4)
 MULTI_QUERY = dataclasses.replace(LLAMA, num_kv_heads=1, tied=False)
-#: The axes that a model without layers and heads has no place for.
+#: Axes that a model without layers and heads does not support.
 ONLY_DATA = frozenset({"pp", "cp", "tp", "ep"})
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A case, and what the rules may know of it. without: axes that it cannot be laid over."""
+    """A case with the shape that the rules read. without: axes that it does not support."""
 
     case: Case
     shape: DecoderSpec | None = None
     without: frozenset[str] = frozenset()
 
     def plans(self, num_ranks: int, **only: Sequence[object]) -> list[Plan]:
-        """Every legal plan for it."""
+        """Return every legal plan for the subject."""
         size = (getattr(self.case, "global_batch", None), getattr(self.case, "seq_len", None))
-        values = {name: tuple(given) for name, given in {**self.left_out(), **only}.items()}
+        values = {name: tuple(given) for name, given in {**self.excluded_axes(), **only}.items()}
         return list(_legal(num_ranks, self.shape, size, tuple(sorted(values.items()))))
 
-    def left_out(self) -> dict[str, tuple[object, ...]]:
-        """The one value of each axis that it cannot be laid over."""
+    def excluded_axes(self) -> dict[str, tuple[object, ...]]:
+        """Return the only allowed value of each unsupported axis."""
         return {name: (False,) if name == "sp" else (1,) for name in self.without}
 
 
@@ -63,19 +63,19 @@ def _legal(
     size: tuple[int | None, int | None],
     only: tuple[tuple[str, tuple[object, ...]], ...],
 ) -> list[Plan]:
-    """Many models have one shape, and the same plans."""
+    """Return legal plans, cached because many models have the same shape."""
     return legal(num_ranks, model=shape, global_batch=size[0], seq_len=size[1], **dict(only))
 
 
 class Cell(NamedTuple):
-    """One training to compare."""
+    """One training of the matrix: a subject under a plan."""
 
     subject: str
     plan: Plan
 
 
 def subjects() -> dict[str, Subject]:
-    """The four models of the full matrix."""
+    """Return the four models of the full matrix."""
     chosen = cases()
     return {
         "decoder": Subject(chosen["decoder"], LLAMA),
@@ -86,12 +86,12 @@ def subjects() -> dict[str, Subject]:
 
 
 def families() -> dict[str, Subject]:
-    """All Hugging Face families."""
+    """Return all Hugging Face families."""
     return {name: Subject(FamilyCase(name), shape_of(family), family.without) for name, family in FAMILIES.items()}
 
 
 def packed() -> dict[str, Subject]:
-    """Documents in one sequence, told by ids or by positions; padding that a mask shows; keys that heads share."""
+    """Return subjects with packed documents (given by ids or positions), masked padding, or shared keys."""
     sizes = {"num_steps": 2, "global_batch": 8}
     return {
         "packed": Subject(DecoderCase(LLAMA, **sizes, documents=True), LLAMA),
@@ -104,7 +104,7 @@ def packed() -> dict[str, Subject]:
 
 
 def experts() -> dict[str, Subject]:
-    """Models with experts: the project's with every way of balancing and dropping, and Hugging Face's."""
+    """Return models with experts: Weft's with every balancing and dropping method, and Hugging Face's."""
     foreign = dataclasses.replace(MOE, num_layers=2, num_shared_experts=0, first_moe_layer=0, tied=False)
     return {
         **{f"moe-{name}": Subject(case, case.spec) for name, case in moe_cases().items() if isinstance(case, MoECase)},
@@ -116,20 +116,20 @@ def experts() -> dict[str, Subject]:
 
 
 def broad_subjects() -> dict[str, Subject]:
-    """The models of the broad matrix."""
+    """Return the models of the broad matrix."""
     return {**families(), **packed(), **experts()}
 
 
-#: Covered besides all pairs of fields: what data parallelism does, in threes.
+#: Covered in addition to all pairs of fields: triples of ZeRO stage and the settings of a rank.
 THREES = tuple(("zero", *two) for two in itertools.combinations(("recompute", "offload", "accumulation"), 2))
 GROUPS = (*pairs((*plan_fields(), "subject")), *THREES)
-#: Of many models: all pairs of axes; and, on two ranks, each model on each of them.
+#: For many models: all pairs of axes and, on two ranks, each model with each axis.
 LAYOUT_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule")
-_OF_A_RANK = ("recompute", "offload", "accumulation", "subject")
+_RANK_SETTINGS = ("recompute", "offload", "accumulation", "subject")
 _MESH = ("dp_replicate", "dp_shard", "zero", "tp", "sp", "cp", "cp_mode", "ep", "pp")
-#: Of few models on four ranks: what two ranks cannot have, which is two axes at once and longer ones, each beside what
-#: a rank does with its part.
-ON_FOUR = (*pairs((*_MESH, "schedule")), *((axis, one) for axis in ("zero", "tp") for one in _OF_A_RANK))
+#: For few models on four ranks: pairs of axes and larger axes, which two ranks cannot have, each with the settings of a
+#: rank.
+ON_FOUR = (*pairs((*_MESH, "schedule")), *((axis, one) for axis in ("zero", "tp") for one in _RANK_SETTINGS))
 _PER_MODEL = tuple((*axes, "subject") for axes in (("zero",), ("tp", "sp"), ("cp",), ("ep",), ("pp",)))
 _PASSES = tuple(("accumulation", axis) for axis in ("zero", "tp", "cp_mode", "ep"))
 BROAD_GROUPS = {
@@ -142,30 +142,30 @@ BROAD_GROUPS = {
         ("schedule",),
     ),
 }
-#: Of these the gate runs: each model with and without tp, and all pairs of axes.
+#: The gate's choice: each model with and without tp, and all pairs of axes.
 IN_GATE = (*pairs(LAYOUT_AXES), ("tp", "subject"), ("accumulation",))
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:
-    """Every legal layout and accumulation, with recompute and with optimizer and parameters on the host, or not."""
+    """Return every legal layout and accumulation with each recompute policy, and optimizer or parameters offloaded."""
     only = {"recompute": ("none", "full", "selective"), "offload": ((), ("optimizer",), ("params",))}
     return [Cell(name, plan) for name, one in subjects().items() for plan in one.plans(num_ranks, **only)]
 
 
-def broad_matrix(num_ranks: int, *, is_whole: bool) -> list[Cell]:
-    """Every legal layout of every kind of model, or a choice of them: `IN_GATE` and what is marked `full`."""
+def broad_matrix(num_ranks: int, *, is_complete: bool) -> list[Cell]:
+    """Return every legal layout of every kind of model or, without `is_complete`, a covering choice."""
     only = {"recompute": ("none",), "offload": ((),), "order": ((),)}
-    # Families show on two ranks what they have of their own.
-    subjects = broad_subjects() if is_whole or num_ranks == 2 else {**packed(), **experts()}
+    # Two ranks suffice for the specifics of a family.
+    subjects = broad_subjects() if is_complete or num_ranks == 2 else {**packed(), **experts()}
     cells = [Cell(name, plan) for name, one in subjects.items() for plan in one.plans(num_ranks, **only)]
-    return cells if is_whole else chosen_cells(cells, groups=BROAD_GROUPS[num_ranks])
+    return cells if is_complete else chosen_cells(cells, groups=BROAD_GROUPS[num_ranks])
 
 
 def chosen_cells(
-    cells: Sequence[Cell], seed: int = 0, groups: Sequence[Sequence[str]] = GROUPS, besides: Sequence[Cell] = ()
+    cells: Sequence[Cell], seed: int = 0, groups: Sequence[Sequence[str]] = GROUPS, covered: Sequence[Cell] = ()
 ) -> list[Cell]:
-    """The gate's share. besides: what it has anyway."""
-    return [cells[index] for index in covering(_rows(cells), groups, seed, _rows(besides))]
+    """Return cells that cover `groups`. `covered` are cells that run in any case."""
+    return [cells[index] for index in covering(_rows(cells), groups, seed, _rows(covered))]
 
 
 def _rows(cells: Sequence[Cell]) -> list[dict[str, Hashable]]:
@@ -173,7 +173,7 @@ def _rows(cells: Sequence[Cell]) -> list[dict[str, Hashable]]:
 
 
 def by_layout(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Cells that one test runs: those of one layout."""
+    """Group cells by layout. One test runs one group."""
     found: dict[str, list[Cell]] = {}
     for cell in cells:
         found.setdefault(layout_of(cell.plan), []).append(cell)
@@ -181,7 +181,7 @@ def by_layout(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 
 def train_quietly(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
-    """On each rank: several cases under one plan. Copies to the host happen as late as their waits allow."""
+    """Train several cases under one plan on this rank. Host copies happen as late as their waits allow."""
     module = importlib.import_module("weft.parallel.parallelize")
     before = module.open_host, activations.LEAST_BYTES
     module.open_host = lambda plan, device, limit: offload.Host(LateLink(), HostPool(1 << 30)) if plan.offload else None
@@ -195,7 +195,7 @@ def train_quietly(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]
 
 
 def differing(cells: Sequence[Cell], known: dict[str, Subject], references: References, pool: RankPool) -> list[str]:
-    """Those cells in which some rank differs from PyTorch alone, with the difference."""
+    """Return the cells in which a rank differs from plain PyTorch, with the difference."""
     names: dict[str, list[str]] = {}
     for cell in cells:
         names.setdefault(cell.plan.format(), []).append(cell.subject)
@@ -210,7 +210,7 @@ def differing(cells: Sequence[Cell], known: dict[str, Subject], references: Refe
 
 
 class References(dict[Case, ParityResult]):
-    """What PyTorch alone computes, made when it is asked for."""
+    """Results of plain PyTorch by case, computed on demand."""
 
     def __missing__(self, case: Case) -> ParityResult:
         self[case] = train_plain(case)

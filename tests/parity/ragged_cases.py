@@ -1,6 +1,6 @@
-"""A model and a data set whose samples have unlike many patches and tokens, trained through a user's own DataLoader.
+"""A model and a data set whose samples differ in numbers of patches and tokens, trained with a user's DataLoader.
 
-B samples, T tokens, P patches of all samples together, D width.
+B samples, T tokens, P patches of all samples, D width.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Sample = dict[str, torch.Tensor]
 
 
 class Prefix(nn.Module):
-    """Tokens, and on each of them the sum of its sample's patches, some of whose features are dropped."""
+    """Token embeddings plus the sum of the sample's patches, with dropout on the patch features."""
 
     def __init__(self, rate: float):
         super().__init__()
-        self.words = nn.Embedding(VOCAB, DIM)
+        self.token_embed = nn.Embedding(VOCAB, DIM)
         self.patches = nn.Linear(PATCH, DIM)
         self.drop = nn.Dropout(rate)
 
     def forward(self, ids_BT: torch.Tensor, patches_P: torch.Tensor, counts_B: torch.Tensor) -> torch.Tensor:
         owner_P = torch.repeat_interleave(torch.arange(len(counts_B)), counts_B)
         x_PD = self.drop(self.patches(patches_P).tanh())
-        seen_BD = torch.zeros(len(counts_B), DIM, dtype=x_PD.dtype).index_add(0, owner_P, x_PD)
-        return self.drop(self.words(ids_BT) + seen_BD[:, None])
+        patch_sum_BD = torch.zeros(len(counts_B), DIM, dtype=x_PD.dtype).index_add(0, owner_P, x_PD)
+        return self.drop(self.token_embed(ids_BT) + patch_sum_BD[:, None])
 
 
 class Ragged(nn.Module):
@@ -62,7 +62,7 @@ class Ragged(nn.Module):
 
 
 def samples(count: int) -> list[Sample]:
-    """Three to seven tokens each, and no patch up to four; the second of each three has no label."""
+    """Return samples of three to seven tokens and zero to four patches. The second of every three has no label."""
     rng = torch.Generator().manual_seed(3)
     found = []
     for index in range(count):
@@ -79,7 +79,7 @@ def samples(count: int) -> list[Sample]:
 
 
 def collate(rows: list[Sample]) -> dict[str, torch.Tensor]:
-    """Patches one after another, tokens padded to the longest."""
+    """Concatenate patches and pad tokens to the longest sample."""
     pad = nn.utils.rnn.pad_sequence
     return {
         "ids": pad([row["ids"] for row in rows], batch_first=True),
@@ -95,13 +95,13 @@ def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Te
 
 
 def run_of(plan: str) -> Run:
-    """As `weft.init`, on ranks that are joined."""
+    """Return a `Run` as `weft.init` does, on ranks that are connected already."""
     parsed, ledger = Plan.parse(f"{plan} precision=fp64"), Ledger()
     return Run(parsed, build_mesh(parsed, record=ledger.record), ledger, 0)
 
 
 def train(plan: str, *, batch_size: int = 5, count: int = 11, rate: float = 0.25) -> tuple[ParityResult, float]:
-    """Two epochs, of which the last batches may be short; then the loss of an evaluation."""
+    """Train two epochs, whose last batches may be short. Return the result and the loss of an evaluation."""
     run = run_of(plan)
     torch.manual_seed(0)
     model = run.parallelize(Ragged(rate).double(), LAYOUT if "tp=" in plan else None)
@@ -125,15 +125,15 @@ def _finished(model: nn.Module, result: ParityResult) -> ParityResult:
 
 
 def train_all(plans: list[str], settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Each plan with each setting, in one call of ranks that are there already."""
+    """Train each plan with each setting, in one call of a pool of ranks."""
     return {(plan, name): train(plan, **chosen) for plan in plans for name, chosen in settings.items()}
 
 
 def train_decoder(plan: str) -> ParityResult:
-    """A decoder with balanced experts on batches of 3 and 1 sequences, through a user's own loader."""
+    """Train a decoder with balanced experts on batches of 3 and 1 sequences from a user's loader."""
     case = MoECase(MOE, global_batch=4, masked=0.0)
-    whole = case.batch(0)
-    rows = [{name: tensor[index] for name, tensor in whole.items()} for index in range(4)]
+    full_batch = case.batch(0)
+    rows = [{name: tensor[index] for name, tensor in full_batch.items()} for index in range(4)]
     run = run_of(plan)
     model = run.parallelize(case.model())
     loader = run.shard(DataLoader(rows, batch_size=3))
@@ -147,5 +147,5 @@ def train_decoder(plan: str) -> ParityResult:
 
 
 def train_decoders(plans: list[str]) -> dict[str, ParityResult]:
-    """`train_decoder` under each plan."""
+    """Run `train_decoder` under each plan."""
     return {plan: train_decoder(plan) for plan in plans}

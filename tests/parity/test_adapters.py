@@ -1,4 +1,4 @@
-"""Adapters under every layout equal one process; a frozen base has no gradients, masters or states and sends none."""
+"""Adapters under every layout match one process. A frozen base has no gradients, masters, states or traffic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.train.step.train_step import TrainStep
 from weft.verify.parity import microbatches_of_case, train_case, train_plain
 
 ONLY = {"recompute": ("none",), "offload": ((),), "order": ((),), "tp_chunks": (1,)}
-#: Plans that a choice by pairs may miss: replays and host memory with frozen weights, weights' gradients that wait.
+#: Plans that pairwise coverage may miss: recompute and offload with frozen weights, deferred weight gradients.
 MORE = (
     "dp_shard=2 zero=3 recompute=full offload=params",
     "dp_shard=2 zero=1 recompute=selective offload=optimizer",
@@ -34,10 +34,10 @@ def subjects():
 
 
 def references():
-    """PyTorch alone; one process of Weft for what drops by position and what balances experts."""
-    alone = {one.case: train_plain(one.case) for name, one in adapter_subjects().items() if name != "experts"}
+    """Return results of plain PyTorch, and of one process of Weft for cases with dropout or expert balancing."""
+    references = {one.case: train_plain(one.case) for name, one in adapter_subjects().items() if name != "experts"}
     ours = [adapter_subjects()["experts"], *dropping_subjects().values()]
-    return alone | {one.case: train_case("precision=fp64", one.case) for one in ours}
+    return references | {one.case: train_case("precision=fp64", one.case) for one in ours}
 
 
 def cells(num_ranks):
@@ -45,7 +45,7 @@ def cells(num_ranks):
 
 
 @pytest.fixture(scope="module")
-def wanted():
+def expected():
     return references()
 
 
@@ -59,49 +59,49 @@ AXES = ("zero", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule", "accumulati
         pytest.param([(axis, "subject") for axis in AXES], id="each model on each axis", marks=pytest.mark.full),
     ],
 )
-def test_a_layout_equals_one_process(groups, ranks2, wanted):
+def test_adapters_match_one_process_under_chosen_layouts(groups, ranks2, expected):
     chosen = chosen_cells(cells(2), groups=groups)
     more = [Plan.parse(f"{text} precision=fp64") for text in MORE]
     chosen += [Cell(name, plan) for plan in more for name in ("decoder-dora", "drop-dora")]
-    found = differing(chosen, subjects(), wanted, ranks2)
+    found = differing(chosen, subjects(), expected, ranks2)
     assert not found, "\n".join(found)
     assert {cell.subject for cell in chosen} == subjects().keys()
 
 
-def test_a_packed_base_equals_one_process(ranks2):
-    """Every stage of ZeRO, each cut, replays, weights' gradients that wait: the same bytes, and so the same numbers."""
+def test_quantized_base_matches_one_process(ranks2):
+    """Check ZeRO stages, tp, sp, cp and pp, recompute and deferred weight gradients with a quantized base."""
     texts = {
         "nf4": ("zero=1 dp_shard=2", "zero=3 dp_shard=2 recompute=full", "tp=2", "tp=2 sp=on", "pp=2 accumulation=2"),
         "int8": ("dp_shard=2", "zero=2 dp_shard=2", "zero=3 dp_shard=2", "tp=2 sp=on recompute=full", "cp=2",
                  "pp=2 accumulation=2 schedule=zb_h1"),
         "nf4-experts": ("dp_shard=2 ep=2", "dp_shard=2 ep=2 zero=3", "tp=2 sp=on"),
     }  # fmt: skip
-    assert not _packed_that_differ(texts, ranks2)
+    assert not _differing_packed(texts, ranks2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "tp=2 sp=on"])
-def test_a_compiled_packed_base_equals_one_process(name, plan, ranks2):
-    assert not _packed_that_differ({name: (f"compile=on {plan}",)}, ranks2)
+def test_compiled_quantized_base_matches_one_process(name, plan, ranks2):
+    assert not _differing_packed({name: (f"compile=on {plan}",)}, ranks2)
 
 
-def _packed_that_differ(texts, ranks):
-    """What is wrong, line by line. Experts are compared with one process of Weft, which balances them."""
+def _differing_packed(texts, ranks):
+    """Return the differences as lines. The reference with experts is one process of Weft, which balances them."""
     chosen = [Cell(name, Plan.parse(f"{text} precision=fp64")) for name, some in texts.items() for text in some]
     subjects = {name: packed_subjects()[name] for name in texts}
-    alone = {
+    references = {
         one.case: train_case("precision=fp64", one.case) if name == "nf4-experts" else train_plain(one.case)
         for name, one in subjects.items()
     }
-    return differing(chosen, subjects, alone, ranks)
+    return differing(chosen, subjects, references, ranks)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_layout_equals_one_process(num_ranks, wanted, request):
+def test_adapters_match_one_process_under_every_layout(num_ranks, expected, request):
     chosen = cells(2) if num_ranks == 2 else chosen_cells(cells(4), groups=BROAD_GROUPS[4])
-    found = differing(chosen, subjects(), wanted, request.getfixturevalue(f"ranks{num_ranks}"))
+    found = differing(chosen, subjects(), expected, request.getfixturevalue(f"ranks{num_ranks}"))
     assert not found, "\n".join(found)
 
 
@@ -109,14 +109,14 @@ FEW = AdapterCase(cases()["decoder"], targets=("blocks.1.attn.q",))
 
 
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2 accumulation=2 schedule=zb_h1", "dp_shard=2 zero=3", "tp=2 sp=on"])
-def test_stages_and_units_may_have_nothing_to_train(plan, ranks2):
-    alone = train_plain(FEW)
+def test_stages_and_units_without_trainable_parameters(plan, ranks2):
+    reference = train_plain(FEW)
     for result in ranks2.run(train_case, f"{plan} precision=fp64", FEW):
-        assert result.largest_difference(alone) < RTOL
+        assert result.largest_difference(reference) < RTOL
 
 
 def measure(plan_text, case):
-    """On a rank, after two steps: bytes of states, masters, gradients and frozen weights here, and what travelled."""
+    """Train two steps on this rank. Return bytes of states, masters, gradients, frozen weights and communication."""
     ledger = Ledger()
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan, record=ledger.record)
@@ -142,7 +142,7 @@ def measure(plan_text, case):
         "format": {str(one.flat.dtype) for one in frozen if one.flat.numel()},
         "sent": {f"{axis} {operation}": number for (axis, operation), number in sent.items()},
         "trained": sum(numels[name] for name in names),
-        "whole": sum(numels.values()) - sum(numels[name] for name in names),
+        "frozen_numel": sum(numels.values()) - sum(numels[name] for name in names),
         "master": Precision.of(plan).master.itemsize,
     }
 
@@ -157,24 +157,24 @@ def measure(plan_text, case):
         ("dp_shard=2 zero=3 precision=fp64", 2, 2),
     ],
 )
-def test_a_frozen_base_costs_its_weights_and_nothing_else(plan, shards, frozen_shards, ranks2):
+def test_frozen_base_has_no_states_masters_or_gradient_traffic(plan, shards, frozen_shards, ranks2):
     found = ranks2.run(measure, plan, AdapterCase(cases()["decoder"]))
     for one in found:
         trained, master = one["trained"] * one["master"], one["master"]
-        slack = 64 * master * 20  # rows that do not divide evenly
+        slack = 64 * master * 20  # padding of rows that do not divide evenly
         assert abs(one["states"] - 2 * trained // shards) <= slack, one
         assert abs(one["masters"] - trained // shards) <= slack, one
         assert one["grads"] <= trained + slack, one
         assert not one["names"], one
-        held = 8 if "fp64" in plan else 2
-        assert abs(one["frozen"] - one["whole"] * held // frozen_shards) <= slack, one
-        assert one["format"] == {"torch.float64" if held == 8 else "torch.bfloat16"}
-        # Of gradients those of the adapter travel, once; what else is summed are a few numbers of the step.
+        element_bytes = 8 if "fp64" in plan else 2
+        assert abs(one["frozen"] - one["frozen_numel"] * element_bytes // frozen_shards) <= slack, one
+        assert one["format"] == {"torch.float64" if element_bytes == 8 else "torch.bfloat16"}
+        # Only the adapter's gradients are reduced, once, plus a few totals of the step.
         reduced = sum(number for name, number in one["sent"].items() if "reduce" in name)
         assert trained <= reduced <= trained + 1024, one
 
 
-def test_the_record_is_on_the_laid_out_model(ranks2):
+def test_adapter_record_survives_parallelize(ranks2):
     assert ranks2.run(_layers, "pp=2", AdapterCase(cases()["decoder"])) == [14, 14]
 
 
@@ -186,17 +186,17 @@ def _layers(plan, case):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_frozen_cut_layer_keeps_no_input(trained):
-    alone, kept = SharedLayer(Axis("tp", 1, 0, (0,))), []
+def test_frozen_sharded_layer_saves_no_input(trained):
+    layer, saved_shapes = SharedLayer(Axis("tp", 1, 0, (0,))), []
 
     def keep(saved: torch.Tensor) -> torch.Tensor:
-        kept.append(tuple(saved.shape))
+        saved_shapes.append(tuple(saved.shape))
         return saved
 
     x = torch.randn(2, 3, 4, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(5, 4), requires_grad=trained)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        (product,) = columns(x, x, alone, [Column(weight, None, False)], None)
-    assert ((2, 3, 4) in kept) == trained
+        (product,) = columns(x, x, layer, [Column(weight, None, False)], None)
+    assert ((2, 3, 4) in saved_shapes) == trained
     (grad,) = torch.autograd.grad(product.sum(), x)
     torch.testing.assert_close(grad, weight.detach().sum(0).expand(2, 3, 4))

@@ -1,4 +1,4 @@
-"""A pipeline of an encoder and a decoder, or of a text behind a tower, computes what one process computes."""
+"""Pipelines of encoder-decoder and vision-language models match one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.parity.chain_cases import CASES, ChainCase
 from weft.verify.parity import train_cases, train_plain
 
 FOUR = [
-    "pp=4 microbatches=4",  # cuts both chains, and the joint lies inside of a stage
-    "pp=4 microbatches=4 split=1+2+1+4",  # a stage begins at the joint
-    "pp=4 microbatches=4 schedule=zb_h1 split=1+1+3+3",  # a stage in the middle of the encoder alone
+    "pp=4 microbatches=4",  # splits both chains, with their boundary inside a stage
+    "pp=4 microbatches=4 split=1+2+1+4",  # a stage begins at the boundary of the chains
+    "pp=4 microbatches=4 schedule=zb_h1 split=1+1+3+3",  # a stage in the middle of the encoder
     "pp=2 dp_shard=2 zero=2 microbatches=4",
     "pp=2 dp_shard=2 zero=3 reshard=after_step microbatches=2",
     "pp=2 tp=2 microbatches=2",
@@ -41,19 +41,19 @@ def check(ranks, plan: str, cases: dict[str, ChainCase], plain) -> None:
         assert max(found.values()) < 1e-10, found
 
 
-def test_two_stages_cut_in_a_decoder(ranks2):
+def test_two_stages_split_in_the_decoder_match_one_process(ranks2):
     cases = {name: CASES[name] for name in ("t5", "llava-frozen", "bart-reads-encoder")}
     check(ranks2, "pp=2 microbatches=2 split=4+4", cases, {name: train_plain(case) for name, case in cases.items()})
 
 
-def test_two_stages_cut_in_an_encoder(ranks2):
+def test_two_stages_split_in_the_encoder_match_one_process(ranks2):
     cases = {name: CASES[name] for name in ("whisper", "t5-frozen")}
     check(ranks2, "pp=2 microbatches=2 split=2+6", cases, {name: train_plain(case) for name, case in cases.items()})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["pp=2 microbatches=2 split=4+4", "pp=2 microbatches=4 split=2+6 recompute=full"])
-def test_dropout_is_that_of_one_process(plan, ranks2):
+def test_dropout_in_two_chains_matches_one_process(plan, ranks2):
     cases = {kind: ChainCase(kind, dropout=0.2) for kind in ("t5", "bart", "whisper")}
     one = train_cases("precision=fp64", cases)
     for name, case in cases.items():
@@ -63,8 +63,8 @@ def test_dropout_is_that_of_one_process(plan, ranks2):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["pp=2 microbatches=2 split=4+4", "pp=2 microbatches=2 split=2+6"])
-def test_bf16_stays_near_one_process(plan, ranks2):
-    """Sums are made in another order: a few roundings of 8 bits."""
+def test_bf16_stays_close_to_one_process(plan, ranks2):
+    """Compare with a tolerance of a few bf16 roundings, since sums have another order."""
     cases = {kind: ChainCase(kind) for kind in ("t5", "bart", "whisper")}
     one = train_cases("precision=bf16", cases)
     for results in ranks2.run(train_cases, f"{plan} precision=bf16", cases):
@@ -75,11 +75,11 @@ def test_bf16_stays_near_one_process(plan, ranks2):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", TWO)
-def test_every_schedule(plan, ranks2, plain):
+def test_two_chains_match_one_process_under_every_schedule(plan, ranks2, plain):
     check(ranks2, plan, CASES, plain)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", FOUR)
-def test_four_ranks(plan, ranks4, plain):
+def test_two_chains_match_one_process_on_four_ranks(plan, ranks4, plain):
     check(ranks4, plan, CASES, plain)

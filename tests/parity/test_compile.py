@@ -1,7 +1,6 @@
-"""Deep models whose blocks are compiled: they share graphs, and compute what PyTorch alone computes uncompiled.
+"""Deep models with compiled blocks: blocks share graphs, and results match uncompiled plain PyTorch.
 
-The tracer is real. Code is generated in tests/memory/test_compile.py, and the backward is traced in
-tests/parity/test_compile_cut.py.
+Tracing is real. tests/memory/test_compile.py generates code, and tests/parity/test_compile_sharded.py traces backward.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from weft.parallel.random.streams import keep_mask_at, key_of
 from weft.verify.parity import train_case
 
 RTOL = 1e-10
-#: Graphs of a decoder's loss besides those of its blocks: the passes over logits for the sum and for the gradient.
+#: Graphs of a decoder's loss in addition to its blocks': the passes over logits for the sum and for the gradient.
 HEAD_GRAPHS = 2
-#: The first forward of a block under recompute=selective, which chooses what to keep.
+#: Function of a block's first forward under recompute=selective, which chooses the tensors to save.
 FIRST_RUN = "_first_run"
 
 
@@ -46,14 +45,14 @@ def references():
     gate_runs([(cell,) for cell in compiled_cells(2)], *compiled_in_gate(compiled_cells(2))),
     ids=lambda cell: f"{cell.subject} {cell.plan}",
 )
-def test_blocks_of_one_class_share_their_graphs(cell, plain, references, ranks2):
+def test_blocks_of_one_class_share_graphs(cell, plain, references, ranks2):
     subject = deep_subjects()[cell.subject]
     want = references[cell.subject] or plain[subject.case]
     kinds = 2 if cell.subject == "experts" else 1
     for found in ranks2.run(train_compiled, cell.plan.format(), subject.case):
         assert found.result.largest_difference(want) < RTOL
         assert all(FIRST_RUN in reason for reason in found.breaks)
-        # Where a sequence is cut and joined around the blocks, each is one more.
+        # With sp, sharding the sequence adds a graph.
         head = HEAD_GRAPHS if cell.subject == "decoder" else 0
         assert 1 <= found.graphs <= 2 * kinds + cell.plan.sp + head
 
@@ -61,18 +60,18 @@ def test_blocks_of_one_class_share_their_graphs(cell, plain, references, ranks2)
 @pytest.mark.parametrize(
     "plan", ["dp_shard=2 zero=2", pytest.param("tp=2 sp=on recompute=full", marks=pytest.mark.full)]
 )
-def test_twice_the_depth_is_the_same_graph(plan, ranks2):
+def test_doubling_the_depth_adds_no_graph(plan, ranks2):
     counts = [
         ranks2.run(train_compiled, compiled_plan(plan), DroppingCase("plain", num_steps=1, depth=depth))[0].graphs
         for depth in (12, 24)
     ]
-    assert counts[0] == counts[1] <= 3  # of sp, two cut the sequence and join it
+    assert counts[0] == counts[1] <= 3  # with sp, two of them shard and gather the sequence
 
 
 @pytest.mark.parametrize(
     "plan", gate_runs(["tp=2 sp=on", "dp_shard=2 recompute=full", "dp_shard=2 recompute=attention"], 0)
 )
-def test_dropout_inside_attention_is_in_the_graph(plan, ranks2):
+def test_dropout_inside_attention_is_compiled(plan, ranks2):
     case = DroppingCase("plain", num_steps=2, attention=0.25)
     want = train_case("precision=fp64", case)
     for found in ranks2.run(train_compiled, compiled_plan(plan), case):
@@ -81,12 +80,12 @@ def test_dropout_inside_attention_is_in_the_graph(plan, ranks2):
         assert 1 <= found.graphs <= 3
 
 
-def test_generated_code_draws_the_numbers_of_the_eager_one():
-    """Of the second rank of tp, which has the later half of the tokens: there places are no plain indices."""
+def test_generated_code_gives_the_eager_dropout_mask():
+    """Use positions as on the second rank of tp, which has the later half of the tokens, so they are offset indices."""
 
     def dropped(x, key, first):
-        places = [torch.arange(4) + first, torch.arange(16).narrow(0, 8, 8), torch.arange(6)]
-        return torch.where(keep_mask_at(key, places, 0.25), x, 0.0)
+        positions = [torch.arange(4) + first, torch.arange(16).narrow(0, 8, 8), torch.arange(6)]
+        return torch.where(keep_mask_at(key, positions, 0.25), x, 0.0)
 
     x, key, first = torch.ones(4, 8, 6), torch.tensor(key_of(3, "blocks.0", 1)), torch.tensor(3)
     torch._dynamo.reset()
@@ -95,29 +94,31 @@ def test_generated_code_draws_the_numbers_of_the_eager_one():
     assert 0.5 < found.mean() < 0.95
 
 
-def told(model, plan):
-    with warnings.catch_warnings(record=True) as seen:
+def compile_warnings(model, plan):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize(model, build_mesh(Plan.parse(plan)))
-    return [str(each.message) for each in seen if str(each.message).startswith("compile=on")]
+    return [str(each.message) for each in caught if str(each.message).startswith("compile=on")]
 
 
-def test_blocks_that_recompute_and_cannot_be_compiled_are_told_of(ranks2):
-    (said, *_), _ = ranks2.run(told_of_experts, "dp_shard=2 ep=2 zero=3 recompute=full compile=on precision=fp64")
-    assert said == (
+def test_recomputed_blocks_that_stay_uncompiled_are_reported(ranks2):
+    (message, *_), _ = ranks2.run(
+        compile_warnings_of_experts, "dp_shard=2 ep=2 zero=3 recompute=full compile=on precision=fp64"
+    )
+    assert message == (
         "compile=on: blocks with experts under zero=3 run uncompiled if they are recomputed. Use recompute=none to "
         "have them compiled in parts, or leave compile out."
     )
     subjects = deep_subjects()
     for model in (subjects["dropout"].case.model(), subjects["experts"].case.model()):
-        assert told(model, "recompute=full compile=on precision=fp64") == []
+        assert compile_warnings(model, "recompute=full compile=on precision=fp64") == []
 
 
-def told_of_experts(plan):
-    return told(deep_subjects()["experts"].case.model(), plan)
+def compile_warnings_of_experts(plan):
+    return compile_warnings(deep_subjects()["experts"].case.model(), plan)
 
 
-def test_the_plans_tried_have_every_axis():
+def test_chosen_plans_cover_every_axis():
     plans = [cell.plan for cell in compiled_cells(2)]
     assert all(isinstance(plan, Plan) and plan.compile for plan in plans)
     for field in ("tp", "cp", "ep", "pp", "sp"):

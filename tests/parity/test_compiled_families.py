@@ -1,4 +1,4 @@
-"""compile=on on models of transformers: one graph for each kind of block at any depth, with PyTorch's own numbers."""
+"""compile=on with transformers models: one graph per kind of block at any depth, and the results of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from weft.parallel.compile_blocks import compile_blocks
 from weft.verify.oracles import counted_graphs
 from weft.verify.parity import train_plain
 
-#: With sp, the cut of the sequence and the joining of it are graphs too.
-ALONE = ["", "recompute=full", "recompute=selective"]
+SINGLE_RANK = ["", "recompute=full", "recompute=selective"]
 ON_TWO = ["tp=2", "tp=2 sp=on", "cp=2", "dp_shard=2 zero=3", "dp_shard=2 zero=3 recompute=full"]
 
 
 def check(run, plan: str, name: str) -> None:
-    """Same graphs at both depths, and at the larger one the numbers of one process that does not compile."""
-    # Under selective, a block is not compiled in its first forward, which chooses what to keep.
+    """Check for equal graph counts at both depths, and that the deep model matches one uncompiled process."""
+    # Under selective, a block's first forward chooses the tensors to save and is not compiled.
     steps = 2 if "selective" in plan else 1
     shallow, deep = (DeepFamily(name, depth=depth, num_steps=steps) for depth in (SHALLOW, DEEP))
     graphs = [found.graphs for found in run(train_compiled, compiled_plan(plan), shallow)]
@@ -31,10 +30,11 @@ def check(run, plan: str, name: str) -> None:
         assert found.result.largest_difference(want) < RTOL
         assert all(FIRST_RUN in reason for reason in found.breaks)
         assert [found.graphs] == graphs[:1]
+        # With sp, sharding and gathering the sequence are graphs too.
         assert found.graphs == (3 if "sp=on" in plan else 1)
 
 
-def here(function, *arguments):
+def run_in_process(function, *arguments):
     return [function(*arguments)]
 
 
@@ -43,41 +43,41 @@ def here(function, *arguments):
     [
         pytest.param(name, plan, marks=[] if (name, plan) == ("llama", "") else pytest.mark.full)
         for name in SETTINGS
-        for plan in ALONE
+        for plan in SINGLE_RANK
     ],
 )
-def test_one_rank(name, plan):
-    check(here, plan, name)
+def test_compiled_families_match_plain_pytorch_on_one_rank(name, plan):
+    check(run_in_process, plan, name)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ON_TWO)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_two_ranks(name, plan, ranks2):
+def test_compiled_families_match_plain_pytorch_on_two_ranks(name, plan, ranks2):
     check(ranks2.run, plan, name)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_shard=2 ep=2", "dp_shard=2 ep=2 recompute=full"])
-def test_experts_over_ranks(plan, ranks2):
+def test_compiled_expert_parallel_matches_plain_pytorch(plan, ranks2):
     check(ranks2.run, plan, "mixtral")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=2 schedule=interleaved virtual_stages=2"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper", "llava"])
-def test_pipelines_of_two_chains(name, plan, ranks2):
+def test_compiled_pipelines_of_two_chains_match_plain_pytorch(name, plan, ranks2):
     case = dataclasses.replace(CASES[name], num_steps=1)
     want = train_plain(case)
     for found in ranks2.run(train_compiled, compiled_plan(plan), case):
         assert found.result.largest_difference(want) < RTOL
         assert found.breaks == []
-        # Blocks of encoder and decoder; T5's first of each makes the table of positions.
+        # One per kind of block. In T5, the first block of each chain also computes the position biases.
         assert 1 <= found.graphs <= 4
 
 
-def test_text_is_generated_by_compiled_blocks():
-    """In place of the cache that training leaves out, generation has one, and runs without compiled code."""
+def test_generation_with_compiled_blocks_matches_uncompiled():
+    """Generation uses a cache, which training does not, and runs uncompiled."""
     plain, compiled = (DeepFamily("llama", depth=SHALLOW).model().eval() for _ in range(2))
     ids = torch.arange(2, 10)[None]
     with counted_graphs() as found:

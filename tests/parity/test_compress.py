@@ -1,9 +1,8 @@
-"""compress: gradients encoded over the outermost data axis become, under every layout, what the codec alone gives.
+"""compress: gradients are encoded over the outermost data axis, and decode to the codec's result under every layout.
 
-Three proofs join. What is encoded are exact sums: with a wire that rounds nothing, on the same way, every plan trains
-as one process. What comes of them is what the codec gives: collectives of all ranks replaced by `WireOracle` on each
-rank, with all summands in one place, train the same bits. And for plans of two ranks one process alone, without a
-collective, trains the same to 1e-10.
+Three checks together show this. Exact sums are encoded: with a lossless wire format on the same path, every plan
+matches one process. They decode to the codec's result: training is bitwise equal if `WireOracle` replaces the
+collectives on each rank. And for plans of two ranks, one process without collectives matches to 1e-10.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from tests.parity.cases import LLAMA
 from tests.parity.moe_cases import MOE
-from tests.parity.test_wire import lie
+from tests.parity.test_wire import bucket_layout
 from weft.comm.collectives import all_gather
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import Axis, build_mesh
@@ -40,7 +39,7 @@ STAGES = ("dp_replicate=2", "dp_shard=2", "dp_shard=2 zero=1", "dp_shard=2 zero=
 FOUR = (
     "dp_replicate=2 dp_shard=2 zero=3 accumulation=2",
     "dp_replicate=2 tp=2 sp=on",
-    "dp_shard=2 tp=2 zero=3",  # what all ranks of tp hold lies beside another part of a cut weight on each
+    "dp_shard=2 tp=2 zero=3",  # next to each tp rank's shard of a weight are parameters that all tp ranks have
     "dp_replicate=2 pp=2 microbatches=2",
 )
 MORE = (
@@ -67,7 +66,7 @@ register(WireSpec("raw", "tests.parity.test_compress:Raw", element_bytes=8.0))
 
 
 class Raw(Wire):
-    """All bits of float64, as bytes that links cannot add: the way of what rounds, without a rounding."""
+    """Lossless wire format: float64 as bytes that links cannot add, so it takes the path of lossy formats."""
 
     def encode(self, x_RN: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         return x_RN.double().contiguous().view(torch.uint8), None
@@ -77,11 +76,11 @@ class Raw(Wire):
 
 
 @contextmanager
-def by_the_oracle() -> Iterator[None]:
-    """Sums of what is encoded are made on each rank, of all ranks' summands, which travel as they are."""
+def summed_by_the_oracle() -> Iterator[None]:
+    """Replace encoded sums: gather all summands unencoded and sum them with the oracle on each rank."""
 
-    def summed(name, what, axis: Axis, out, op, coder: Coder, *, whole: bool) -> Pending:
-        flat = what.joined() if isinstance(what, Parts) else what.detach().reshape(-1)
+    def summed(name, source, axis: Axis, out, op, coder: Coder, *, whole: bool) -> Pending:
+        flat = source.joined() if isinstance(source, Parts) else source.detach().reshape(-1)
         flats = list(all_gather(flat.clone(), axis).view(axis.size, -1))
         oracle = WireOracle(coder.wire.spec.name)
         oracle.turn, oracle.calls = coder.turn, coder.calls
@@ -98,49 +97,49 @@ def by_the_oracle() -> Iterator[None]:
 
 
 def train_both(plans: tuple[str, ...], case: DecoderCase) -> list[tuple[ParityResult, ParityResult, ParityResult]]:
-    """Of each plan: with a wire that rounds nothing, with int8, and with what the oracle says of int8."""
+    """Train each plan with the lossless format, with int8, and with the oracle's int8."""
     found = []
     for plan in plans:
         exact, coded = (train_case(f"{plan} precision=fp64 compress={name}", case) for name in ("raw", "int8"))
-        with by_the_oracle():
+        with summed_by_the_oracle():
             found.append((exact, coded, train_case(f"{plan} precision=fp64 compress=int8", case)))
     return found
 
 
 def check(pool, plans: tuple[str, ...], case: DecoderCase) -> None:
-    alone = train_case("precision=fp64", case)
+    reference = train_case("precision=fp64", case)
     answers = pool.run(train_both, plans, case)
     for index, plan in enumerate(plans):
         for rank, answer in enumerate(answers):
             exact, coded, oracle = answer[index]
-            assert exact.largest_difference(alone) < 1e-10, (plan, rank)
+            assert exact.largest_difference(reference) < 1e-10, (plan, rank)
             assert coded.largest_difference(oracle) == 0, (plan, rank)
-            assert coded.losses == pytest.approx(alone.losses, rel=2e-3)
-            assert coded.largest_difference(alone) > 1e-6, f"{plan}: nothing was rounded"
+            assert coded.losses == pytest.approx(reference.losses, rel=2e-3)
+            assert coded.largest_difference(reference) > 1e-6, f"{plan}: nothing was rounded"
             first = answers[0][index][1]
             assert all(torch.equal(coded.weights[name], weight) for name, weight in first.weights.items()), plan
 
 
-def test_every_stage_encodes_exact_sums_and_decodes_what_the_codec_gives(ranks2):
+def test_stages_encode_exact_sums_and_match_the_codec(ranks2):
     check(ranks2, STAGES, CASE)
 
 
-def test_so_do_other_axes_accumulation_and_clipping(ranks4):
+def test_axes_accumulation_and_clipping_match_the_codec(ranks4):
     check(ranks4, FOUR, CASE)
 
 
-def test_so_do_experts(ranks2):
+def test_experts_match_the_codec(ranks2):
     check(ranks2, OF_EXPERTS, EXPERTS)
 
 
 @pytest.mark.full
-def test_so_do_more_layouts(ranks4):
+def test_more_layouts_match_the_codec(ranks4):
     check(ranks4, MORE, CASE)
     check(ranks4, OF_MORE_EXPERTS, EXPERTS)
 
 
 def sent_in_a_step(plan_text: str) -> dict[str, int]:
-    """Bytes of gradients of a steady step, by axis."""
+    """Return the gradient bytes of the second step by axis."""
     ledger, plan = Ledger(), Plan.parse(plan_text)
     mesh = build_mesh(plan, record=ledger.record)
     model = parallelize(CASE.model(), mesh)
@@ -158,8 +157,8 @@ def sent_in_a_step(plan_text: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_only_the_outermost_data_axis_carries_codes(zero, ranks4):
-    """What goes over the inner axis, and all else, travels as without."""
+def test_only_outermost_data_axis_sends_codes(zero, ranks4):
+    """Check that traffic over all other axes is unchanged."""
     plan = f"dp_replicate=2 dp_shard=2 zero={zero} precision=fp32"
     plain = ranks4.run(sent_in_a_step, plan)[0]
     coded = ranks4.run(sent_in_a_step, f"{plan} compress=int8")[0]
@@ -171,21 +170,21 @@ def test_only_the_outermost_data_axis_carries_codes(zero, ranks4):
 
 
 def train_all(plans: list[str]) -> list[tuple[ParityResult, list]]:
-    return [(train_case(plan, CASE), [*zip(names(plan), lie(plan), strict=True)]) for plan in plans]
+    return [(train_case(plan, CASE), [*zip(coder_names(plan), bucket_layout(plan), strict=True)]) for plan in plans]
 
 
-def names(plan_text: str) -> list[str]:
-    """Of the coders of what travels together."""
+def coder_names(plan_text: str) -> list[str]:
+    """Return the names of the coders, one per bucket or unit."""
     plan = Plan.parse(plan_text)
-    way = "shard" if plan.zero else "replicas"
-    with_name = data_parallel(several(plan))
+    suffix = "shard" if plan.zero else "replicas"
+    with_name = data_parallel(parallelize_in_buckets(plan))
     buckets = getattr(getattr(with_name, "reducer", None), "buckets", None)
     if buckets is not None:
-        return [f"{bucket.slots[0].name} {way} outer" for bucket in buckets]
+        return [f"{bucket.slots[0].name} {suffix} outer" for bucket in buckets]
     return [f"unit {index} shard outer" for index in range(len(with_name.parameters.units))]
 
 
-def several(plan: Plan) -> torch.nn.Module:
+def parallelize_in_buckets(plan: Plan) -> torch.nn.Module:
     from weft.verify.parity import several_buckets
 
     model = CASE.model()
@@ -193,8 +192,8 @@ def several(plan: Plan) -> torch.nn.Module:
         return parallelize(model, build_mesh(plan))
 
 
-def train_alone(plan: Plan, layout: list) -> ParityResult:
-    """The same training on this process: each rank's gradients, and what their sum is by the same wire."""
+def train_reference(plan: Plan, layout: list) -> ParityResult:
+    """Train in one process: each rank's gradients, summed with the same wire format."""
     model, oracle, result = CASE.model(), WireOracle(plan.compress), ParityResult()
     optimizer, params = CASE.optimizer_of(model), dict(model.named_parameters())
     nominal = 2.0 ** (CASE.batch(0)["labels"].numel().bit_length() - 1)
@@ -206,14 +205,14 @@ def train_alone(plan: Plan, layout: list) -> ParityResult:
             grads.append(dict(zip(params, torch.autograd.grad(loss_sum / nominal, [*params.values()]), strict=True)))
             total += float(loss_sum.detach())
         num_tokens = int((batch["labels"] >= 0).sum())
-        for name, (numel, places) in layout:
+        for name, (numel, slices) in layout:
             flats = [torch.zeros(numel, dtype=torch.float64) for _ in grads]
             for flat, mine in zip(flats, grads, strict=True):
-                for param, place in places.items():
-                    flat[place] = mine[param].flatten()
+                for param, span in slices.items():
+                    flat[span] = mine[param].flatten()
             sums = torch.cat(oracle.reduce_scatter(flats, name)) if plan.zero else oracle.all_reduce(flats, name)
-            for param, place in places.items():
-                params[param].grad = (sums[place] * (nominal / num_tokens)).view_as(params[param])
+            for param, span in slices.items():
+                params[param].grad = (sums[span] * (nominal / num_tokens)).view_as(params[param])
         oracle.commit()
         norm = float(global_norm([param.grad for param in params.values()]))
         for param in params.values():
@@ -226,10 +225,10 @@ def train_alone(plan: Plan, layout: list) -> ParityResult:
     return result
 
 
-def test_one_process_with_the_same_codec_trains_the_same(ranks2):
+def test_training_matches_one_process_with_the_same_codec(ranks2):
     texts = [f"{plan} precision=fp64 compress=int8" for plan in STAGES]
     for text, (found, layout) in zip(texts, ranks2.run(train_all, texts)[0], strict=True):
-        assert found.largest_difference(train_alone(Plan.parse(text), layout)) < 1e-10, text
+        assert found.largest_difference(train_reference(Plan.parse(text), layout)) < 1e-10, text
         spec = wire_spec("int8")
         rows = [spec.num_bytes(numel // 2) * 2 if "zero" in text else spec.num_bytes(numel) for _, (numel, _) in layout]
         rest = found.reduced_bytes - CASE.num_steps * sum(rows)
@@ -237,7 +236,7 @@ def test_one_process_with_the_same_codec_trains_the_same(ranks2):
 
 
 def skip_and_resume(plan_text: str) -> list[object]:
-    """A step that is skipped, and a run that goes on elsewhere: both with the same bits as without."""
+    """Skip a step and restore the coder's state. Return whether it was skipped, the turn, and if bits are equal."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
 
@@ -255,18 +254,18 @@ def skip_and_resume(plan_text: str) -> list[object]:
     spoilt = broken.register_forward_hook(lambda module, args, output: output * float("nan"))
     skipped = step(parts[1]).skipped
     spoilt.remove()
-    kept = dict(local_wire_state(data_parallel(broken)))
-    turn = int(kept["turn"])
-    load_carried(data_parallel(broken), {"turn": kept["turn"]})
+    carried = dict(local_wire_state(data_parallel(broken)))
+    turn = int(carried["turn"])
+    load_carried(data_parallel(broken), {"turn": carried["turn"]})
     step(parts[1])
     same = all(torch.equal(weights[name], weight) for name, weight in data_parallel(broken).weights())
     return [bool(skipped), turn, same]
 
 
-def test_a_skipped_step_and_a_resumed_run_draw_what_they_would_have(ranks2):
+def test_skipped_step_and_resume_keep_the_random_rounding(ranks2):
     for stage in ("dp_replicate=2", "dp_shard=2 zero=3"):
         for precision in ("fp32", "fp16"):
             found = ranks2.run(skip_and_resume, f"{stage} compress=int8 precision={precision}")
-            expected = [True, 1, precision == "fp32"]  # fp16 halves its loss scale after the skipped step
+            expected = [True, 1, precision == "fp32"]  # fp16 halves the loss scale after the skipped step
             assert [row[:2] for row in found] == [expected[:2]] * 2, (stage, precision)
             assert precision == "fp16" or all(row[2] for row in found)

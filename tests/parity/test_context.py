@@ -1,6 +1,6 @@
-"""Context parallel with recompute equals one process: loss, norm, gradients and weights, in float64, in three ways.
+"""Context parallelism with recompute matches one process in float64 in each cp_mode: loss, norm, gradients, weights.
 
-Every layout, with documents, padding and few key-value heads: tests/parity/test_layouts.py.
+tests/parity/test_layouts.py covers every layout, with documents, padding and few key-value heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.verify.parity import DecoderCase
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "60%"])
 @pytest.mark.parametrize("mode", ["gather", "ring", "ulysses"])
-def test_recompute(mode, recompute, plain, ranks2):
+def test_context_parallel_with_recompute_matches_one_process(mode, recompute, plain, ranks2):
     known = {name: packed()[name] for name in ("packed", "multi-query")}
     plan = Plan.parse(f"cp=2 cp_mode={mode} recompute={recompute} precision=fp64")
     found = differing([Cell(name, plan) for name in known], known, plain, ranks2)
@@ -27,8 +27,8 @@ def test_recompute(mode, recompute, plain, ranks2):
 
 
 @dataclass(frozen=True)
-class CountingCase(DecoderCase):
-    """OPT, which counts positions by the tokens that its mask shows; padding is on the left."""
+class MaskPositionsCase(DecoderCase):
+    """OPT, which computes positions from its mask, with padding on the left."""
 
     def model(self) -> nn.Module:
         import transformers
@@ -52,8 +52,8 @@ class CountingCase(DecoderCase):
 
 
 @pytest.mark.parametrize("mode", ["gather", "ring", "ulysses"])
-def test_positions_that_are_counted_by_a_mask(mode, plain, ranks2):
-    known = {"opt": Subject(CountingCase(GPT2, num_steps=2, global_batch=8), GPT2)}
+def test_positions_computed_from_a_mask_match_one_process(mode, plain, ranks2):
+    known = {"opt": Subject(MaskPositionsCase(GPT2, num_steps=2, global_batch=8), GPT2)}
     plan = Plan.parse(f"cp=2 cp_mode={mode} precision=fp64")
     found = differing([Cell("opt", plan)], known, plain, ranks2)
     assert not found, "\n".join(found)

@@ -1,4 +1,4 @@
-"""Every plan computes what one device computes: loss, norm, gradients and weights, in float64."""
+"""Data parallelism with accumulation matches one device in float64: loss, norm, gradients and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPT2 = DecoderSpec(
     family="gpt2", vocab_size=61, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=64, max_seq_len=32
 )
 
-#: Each with tokens masked unevenly over the ranks; the last sample, and so some microbatch, has no trained token.
+#: Tokens are masked unevenly over ranks. The last sample, and so some microbatch, has no trained token.
 CASES = {
     "llama": DecoderCase(LLAMA),
     "llama-documents": DecoderCase(LLAMA, documents=True),
@@ -39,7 +39,7 @@ def references():
 
 
 @pytest.mark.parametrize(*product("plan, case_name", PLANS, list(CASES)))
-def test_plan_equals_one_process(plan, case_name, references, request):
+def test_data_parallel_plan_matches_one_process(plan, case_name, references, request):
     case, reference = CASES[case_name], references[case_name]
     num_ranks = int(plan.split()[0].split("=")[1])
     if num_ranks == 1:
@@ -50,14 +50,14 @@ def test_plan_equals_one_process(plan, case_name, references, request):
         assert result.largest_difference(reference) < RTOL
 
 
-def test_the_comparison_sees_a_wrong_normaliser(references):
-    """The matrix must be able to fail: a mean of per-microbatch means is the field's classic mistake."""
+def test_comparison_detects_a_wrong_normalizer(references):
+    """Check that the comparison can fail. A mean of per-microbatch means is a common mistake."""
     case = CASES["llama"]
     other = train_decoder("precision=fp64", DecoderCase(case.spec, masked=0.0))
     assert references["llama"].largest_difference(other) > 1e-3
 
 
-def test_gradients_travel_once_whatever_the_accumulation(ranks2):
+def test_gradients_are_reduced_once_with_any_accumulation(ranks2):
     once = ranks2.run(train_decoder, "dp_replicate=2 precision=fp64", CASES["llama"])[0].reduced_bytes
     four = ranks2.run(train_decoder, "dp_replicate=2 accumulation=4 precision=fp64", CASES["llama"])[0].reduced_bytes
     assert once == four > 0

@@ -1,4 +1,4 @@
-"""Dropout is the same under every plan: what one process drops is what all ranks together drop, to 1e-10 in float64."""
+"""Dropout masks are the same under every plan: results match one process to 1e-10 in float64."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weft.parallel.dropout.by_position import drop_by_position
 from weft.parallel.random.streams import keeps, key_of, lines_of
 
 RTOL = 1e-10
-#: The models that a plan cannot be laid over: cut sequences know the attention of transformers alone.
+#: Models that cp does not support: it shards the attention of transformers only.
 WITHOUT_CP = frozenset({"plain"})
-#: The models of four ranks: learned positions, attention both ways, no family.
+#: The models on four ranks: learned positions, bidirectional attention, no family.
 ON_FOUR = frozenset({"gpt2", "bert", "plain"})
 TWO = [
     "dp_replicate=2 accumulation=2",
@@ -37,9 +37,9 @@ def one_process():
 
 
 def differing(plan, one_process, pool, names=None):
-    """Cases that differ under a plan, with the difference. names: of the cases to try; None: all."""
-    left_out = WITHOUT_CP if "cp=" in plan else ()
-    chosen = {name: case for name, case in cases().items() if name not in left_out and name in (names or cases())}
+    """Return the cases that differ under a plan, with the difference. names: cases to try, None for all."""
+    excluded = WITHOUT_CP if "cp=" in plan else ()
+    chosen = {name: case for name, case in cases().items() if name not in excluded and name in (names or cases())}
     if "attention" in plan:
         chosen = {name: case for name, case in chosen.items() if name not in ("gpt2-eager", "gemma2")}
     found = {}
@@ -51,17 +51,17 @@ def differing(plan, one_process, pool, names=None):
 
 
 @pytest.mark.parametrize("plan", gate_runs(TWO, 1, 2, 4))
-def test_two_ranks(plan, one_process, ranks2):
+def test_dropout_matches_one_process_on_two_ranks(plan, one_process, ranks2):
     assert not differing(plan, one_process, ranks2)
 
 
 @pytest.mark.parametrize("plan", gate_runs(FOUR, 0))
-def test_four_ranks(plan, one_process, ranks4):
+def test_dropout_matches_one_process_on_four_ranks(plan, one_process, ranks4):
     assert not differing(plan, one_process, ranks4, ON_FOUR)
 
 
 @pytest.mark.parametrize("plan", gate_runs(["tp=2 sp=on recompute=full", "tp=2 sp=on", "cp=2 cp_mode=ring"], 0))
-def test_tokens_that_a_model_flattens(plan, ranks2):
+def test_dropout_of_flattened_tokens_matches_one_process(plan, ranks2):
     opt = FlatFamily("opt", num_steps=2)
     chosen = {"opt": opt, "lora": AdapterCase(opt, dropout=0.3), "dora": AdapterCase(opt, dropout=0.3, kind="dora")}
     want = train_throughout("precision=fp64", chosen)
@@ -69,8 +69,8 @@ def test_tokens_that_a_model_flattens(plan, ranks2):
         assert max(numbers.largest_difference(want[name]) for name, numbers in result.items()) < RTOL
 
 
-def test_dropout_drops(one_process):
-    """Without it the losses are others; eager attention drops the same weights as torch's function."""
+def test_dropout_changes_the_loss_and_eager_attention_matches(one_process):
+    """Check that losses differ without dropout, and that eager attention has the same mask as torch's function."""
     dry = train_throughout("precision=fp64", {name: FamilyCase(name, num_steps=2) for name in ("gpt2", "bert")})
     for name, numbers in dry.items():
         assert abs(numbers.losses[0] - one_process[name].losses[0]) > 1e-3
@@ -81,15 +81,15 @@ def test_dropout_drops(one_process):
     assert fused.largest_difference(eager) < RTOL
 
 
-def test_numbers_are_random():
-    """The share that goes is the rate, and neither samples, tokens, features, keys nor names go together."""
-    places = [torch.arange(8), torch.arange(256)]
-    lines = [lines_of(key_of(1, name), places)[..., None] for name in ("a", "b")]
+def test_dropout_masks_have_the_rate_and_are_uncorrelated():
+    """Check the dropped share, and that samples, tokens, features and names are uncorrelated."""
+    positions = [torch.arange(8), torch.arange(256)]
+    lines = [lines_of(key_of(1, name), positions)[..., None] for name in ("a", "b")]
     columns = lines_of(key_of("columns"), [torch.arange(512)])
     count = 8 * 256 * 512
     for rate in (0.0, 0.1, 0.5):
-        share = 1.0 - float(keeps(lines[0], columns, rate).double().mean())
-        assert abs(share - rate) < 5 * (rate * (1 - rate) / count) ** 0.5 + 1e-12
+        dropped_share = 1.0 - float(keeps(lines[0], columns, rate).double().mean())
+        assert abs(dropped_share - rate) < 5 * (rate * (1 - rate) / count) ** 0.5 + 1e-12
     one, other = (keeps(line, columns, 0.5).double() * 2 - 1 for line in lines)
     shifted = [one[1:] * one[:-1], one[:, 1:] * one[:, :-1], one[..., 1:] * one[..., :-1], one * other]
     for product in shifted:
@@ -102,7 +102,7 @@ def forwards_of(model, mesh, num):
     return [model(x) for _ in range(num)]
 
 
-def test_outside_of_our_steps_each_forward_has_its_own_numbers():
+def test_outside_a_train_step_each_forward_has_a_new_mask():
     torch.manual_seed(0)
     mesh = build_mesh(Plan())
     model = PlainModel(11, 8, 2, 0.5)
@@ -116,7 +116,7 @@ def test_outside_of_our_steps_each_forward_has_its_own_numbers():
     assert torch.equal(model(torch.arange(8)[None]), model(torch.arange(8)[None]))
 
 
-def test_a_module_that_is_called_twice_drops_differently_each_time():
+def test_module_called_twice_has_a_new_mask_each_time():
     torch.manual_seed(0)
     model = PlainModel(11, 8, 2, 0.5)
     drop_by_position(model, build_mesh(Plan()))

@@ -1,7 +1,7 @@
 """precision=fp8: every plan rounds to float8 as one process does.
 
-Here all that bf16 would round stays in float64, so the roundings to float8 are the only ones: where a plan's scales, or
-what they span, were others, results would differ by percents and not by 1e-10.
+Here float64 replaces bf16, so the only roundings are those to float8. If a plan had other scales, or scales over other
+elements, results would differ by percents and not by 1e-10.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ WIDE = dataclasses.replace(LLAMA, dim=32, ffn_dim=48)
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepingCase(DecoderCase):
-    """Some of its layers stay in bf16."""
+class SomeBF16Case(DecoderCase):
+    """A decoder with some layers in bf16."""
 
     bf16_layers: tuple[str, ...] = ("first:1", "*.down")
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorwiseCase(DecoderCase):
-    """One scale for all tokens."""
+    """A decoder with one scale for all tokens."""
 
     fp8_recipe: str = "tensorwise"
 
@@ -46,7 +46,7 @@ CASES: dict[str, Case] = {
     "gpt2": HuggingFaceCase(WIDE, num_steps=2, kind="gpt2"),
     "experts": MoECase(dataclasses.replace(MOE, dim=32, ffn_dim=48, expert_ffn_dim=16), num_steps=2),
     "adapter": AdapterCase(DecoderCase(WIDE), kind="dora"),
-    "keeping": KeepingCase(WIDE, num_steps=2),
+    "keeping": SomeBF16Case(WIDE, num_steps=2),
 }
 TENSORWISE = TensorwiseCase(WIDE, num_steps=2)
 TWO_RANKS = {
@@ -76,38 +76,38 @@ FOUR_RANKS = {
 
 
 def train_all(name: str, plans: tuple[str, ...]) -> dict[str, ParityResult]:
-    """A case under its plans, with what bf16 would round in float64."""
+    """Train a case under its plans, with float64 instead of bf16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(precision._COMPUTE, "fp8", torch.float64)
         case = CASES.get(name, TENSORWISE)
         return {plan: train_case(f"{plan} precision=fp8".strip(), case) for plan in plans}
 
 
-def expect_one_rounding(pool: RankPool, name: str, plans: tuple[str, ...]) -> None:
-    alone = train_all(name, ("",))[""]
+def check_rounding(pool: RankPool, name: str, plans: tuple[str, ...]) -> None:
+    reference = train_all(name, ("",))[""]
     for answer in pool.run(train_all, name, plans):
         for plan, result in answer.items():
-            assert result.largest_difference(alone) < 1e-10, plan
+            assert result.largest_difference(reference) < 1e-10, plan
     exact = train_case("precision=fp64", CASES[name])
-    assert alone.largest_difference(exact) > 1e-3, f"{name} was not rounded"
+    assert reference.largest_difference(exact) > 1e-3, f"{name} was not rounded"
 
 
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_every_plan_rounds_as_one_process_does(name, ranks2):
-    expect_one_rounding(ranks2, name, TWO_RANKS[name])
+def test_plans_round_to_float8_as_one_process(name, ranks2):
+    check_rounding(ranks2, name, TWO_RANKS[name])
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_plans_of_four_ranks_and_compiled_ones_round_alike(name, ranks2, ranks4):
-    expect_one_rounding(ranks4, name, FOUR_RANKS[name])
-    expect_one_rounding(ranks2, name, COMPILED.get(name, ()))
+def test_four_rank_and_compiled_plans_round_to_float8_as_one_process(name, ranks2, ranks4):
+    check_rounding(ranks4, name, FOUR_RANKS[name])
+    check_rounding(ranks2, name, COMPILED.get(name, ()))
 
 
-def test_products_are_those_of_rounded_factors():
-    """The recipe in ten lines: scales are powers of two, by token, by output feature, and of the weight as a whole."""
+def test_rowwise_products_equal_products_of_rounded_factors():
+    """Compare with the recipe in ten lines: power-of-two scales per token, per output feature, and per full weight."""
     torch.manual_seed(0)
     x, weight = torch.randn(3, 5, 32, dtype=torch.float64), torch.randn(48, 32, dtype=torch.float64)
     x[0, 0] = 0.0
@@ -122,14 +122,14 @@ def test_products_are_those_of_rounded_factors():
     out.backward(grad)
     rows = rounded(x.detach(), x.detach().abs().amax(-1, keepdim=True))
     features = rounded(weight.detach(), weight.detach().abs().amax(-1, keepdim=True))
-    whole = rounded(weight.detach(), weight.detach().abs().max())
+    full = rounded(weight.detach(), weight.detach().abs().max())
     back = rounded(grad, grad.abs().amax(-1, keepdim=True))
     assert torch.allclose(out, F.linear(rows, features), rtol=1e-13, atol=1e-13)
-    assert torch.allclose(x.grad, back @ whole, rtol=1e-13, atol=1e-16)
+    assert torch.allclose(x.grad, back @ full, rtol=1e-13, atol=1e-16)
     assert torch.equal(weight.grad, grad.flatten(0, 1).t() @ x.detach().flatten(0, 1))
 
 
-#: By the plan of one process: plans under which ranks have the same microbatches.
+#: Plan of one process -> plans under which ranks have the same microbatches.
 AS_ONE = {
     "": ("tp=2", "tp=2 sp=on"),
     "accumulation=2": ("dp_shard=2 zero=3", "dp_replicate=2 zero=1", "pp=2 microbatches=2", "tp=2 accumulation=2"),
@@ -137,18 +137,18 @@ AS_ONE = {
 
 
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
-def test_one_scale_for_all_tokens_is_that_of_a_microbatch(ranks2):
-    alone = train_all("tensorwise", tuple(AS_ONE))
+def test_tensorwise_scale_covers_one_microbatch(ranks2):
+    reference = train_all("tensorwise", tuple(AS_ONE))
     for one, plans in AS_ONE.items():
         for answer in ranks2.run(train_all, "tensorwise", plans):
             for plan, result in answer.items():
-                assert result.largest_difference(alone[one]) < 1e-10, plan
+                assert result.largest_difference(reference[one]) < 1e-10, plan
     by_rows = train_all("llama", ("",))[""]
-    assert alone[""].largest_difference(by_rows) > 1e-4, "the recipe changed nothing"
-    assert alone[""].largest_difference(train_case("precision=fp64", CASES["llama"])) > 1e-3
+    assert reference[""].largest_difference(by_rows) > 1e-4, "the recipe changed nothing"
+    assert reference[""].largest_difference(train_case("precision=fp64", CASES["llama"])) > 1e-3
 
 
-def test_products_under_one_scale_are_those_of_rounded_factors():
+def test_tensorwise_products_equal_products_of_rounded_factors():
     torch.manual_seed(0)
     x, weight = torch.randn(3, 5, 32, dtype=torch.float64), torch.randn(48, 32, dtype=torch.float64)
     x.requires_grad_(), weight.requires_grad_()
@@ -160,32 +160,32 @@ def test_products_under_one_scale_are_those_of_rounded_factors():
 
     out = linear(x, weight, None, None, form=Float8(recipe="tensorwise"))
     out.backward(grad)
-    whole = rounded(weight.detach(), torch.float8_e4m3fn, 448)
-    assert torch.allclose(out, F.linear(rounded(x.detach(), torch.float8_e4m3fn, 448), whole), rtol=1e-13, atol=1e-13)
-    assert torch.allclose(x.grad, rounded(grad, torch.float8_e5m2, 57344) @ whole, rtol=1e-13, atol=1e-16)
+    full = rounded(weight.detach(), torch.float8_e4m3fn, 448)
+    assert torch.allclose(out, F.linear(rounded(x.detach(), torch.float8_e4m3fn, 448), full), rtol=1e-13, atol=1e-13)
+    assert torch.allclose(x.grad, rounded(grad, torch.float8_e5m2, 57344) @ full, rtol=1e-13, atol=1e-16)
     assert torch.equal(weight.grad, grad.flatten(0, 1).t() @ x.detach().flatten(0, 1))
     nothing = Float8(recipe="tensorwise").product(torch.empty(0, 32), torch.ones(48, 32))
     assert nothing.shape == (0, 48)
 
 
-def test_another_recipe_is_refused():
+def test_unknown_recipe_is_rejected():
     with pytest.raises(ModelError) as caught:
         choose_float8(DecoderCase(WIDE).model(), torch.device("cpu"), recipe="rowise", speaks=False)
     assert str(caught.value) == "fp8_recipe='rowise': it is rowwise or tensorwise. Use fp8_recipe='rowwise'."
 
 
-def test_a_number_that_is_none_stays_none():
+def test_non_finite_input_gives_non_finite_product():
     x, weight = torch.ones(2, 16), torch.ones(16, 16)
     x[0, 3], x[1, 5] = torch.nan, torch.inf
     assert not Float8().product(x, weight).isfinite().any()
     assert not Float8(recipe="tensorwise").product(x, weight).isfinite().any()
 
 
-def test_layers_that_do_not_fit_are_named():
+def test_layers_of_unsupported_shape_are_reported():
     spec = dataclasses.replace(WIDE, ffn_dim=40)
-    with pytest.warns(WeftWarning) as told:
+    with pytest.warns(WeftWarning) as caught_warnings:
         train_case("precision=fp8", DecoderCase(spec, num_steps=1))
-    texts = [str(one.message) for one in told]
+    texts = [str(one.message) for one in caught_warnings]
     assert any(
         "6 of 14 linear layers in blocks stay in bf16, the first is blocks.0.mlp.gate (40, 32)" in text
         for text in texts
@@ -199,7 +199,7 @@ def chosen(*keep: str) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(getattr(module, "_weft_float8", None), Float8)}
 
 
-def test_named_layers_stay_in_bf16():
+def test_layers_named_in_bf16_layers_stay_in_bf16():
     every = chosen()
     first = {name for name in every if name.startswith("blocks.0.")}
     assert len(first) == 7 < len(every)
@@ -209,15 +209,15 @@ def test_named_layers_stay_in_bf16():
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"),
+    ("keep", "message"),
     [
         (["*.dwon"], "bf16_layers='*.dwon': no linear layer in blocks has this name. Use first:N"),
         (["first:0"], "bf16_layers='first:0': no linear layer"),
         (["first:1", "last:99"], "all 14 linear layers that could multiply in float8 stay in bf16"),
     ],
 )
-def test_names_that_leave_nothing_are_refused(keep, said):
-    with pytest.raises(ModelError, match=re.escape(said)):
+def test_bf16_layers_without_effect_or_remainder_are_rejected(keep, message):
+    with pytest.raises(ModelError, match=re.escape(message)):
         chosen(*keep)
 
 
@@ -229,7 +229,7 @@ def few_heads() -> str:
     return str(caught.value)
 
 
-def test_partial_gradients_are_refused(ranks2):
-    said = ranks2.run(few_heads)[0]
-    assert said.startswith("precision=fp8: under tp each rank has a part of the gradient of blocks.0.attn.k")
-    assert "Use tp=1" in said
+def test_partial_output_gradients_are_rejected(ranks2):
+    message = ranks2.run(few_heads)[0]
+    assert message.startswith("precision=fp8: under tp each rank has a part of the gradient of blocks.0.attn.k")
+    assert "Use tp=1" in message

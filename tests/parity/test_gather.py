@@ -1,4 +1,4 @@
-"""gather=int8: every layout of zero=3 trains as one process whose weights were rounded the same way."""
+"""gather=int8: every zero=3 layout matches one process with equally rounded weights."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ TWO = (
     "cp=2",
 )
 FOUR = ("dp_shard=4", "dp_replicate=2 dp_shard=2 accumulation=2", "dp_shard=2 cp=2")
-#: Of these tp cuts the columns, so that a row's scales begin at each part.
+#: Weights whose columns tp shards, so that scales restart at each shard of a row.
 COLUMNS = ("attn.o.weight", "mlp.down.weight")
-#: Where a weight is cut before it is divided, rows begin elsewhere: here the way is tried, without rounding.
-CUT = ("dp_shard=2 tp=2 sp=on", "dp_shard=2 pp=2 microbatches=2 reshard=after_step", "dp_shard=2 tp=2 recompute=full")
-CUT_EXPERTS = ("dp_shard=4 ep=2", "dp_shard=2 tp=2 ep=2")
+#: Plans whose rows start elsewhere because weights are sharded first. They are tested with a lossless codec.
+SHARDED = (
+    "dp_shard=2 tp=2 sp=on",
+    "dp_shard=2 pp=2 microbatches=2 reshard=after_step",
+    "dp_shard=2 tp=2 recompute=full",
+)
+SHARDED_EXPERTS = ("dp_shard=4 ep=2", "dp_shard=2 tp=2 ep=2")
 
 
 def rounded(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """What a weight is once it has travelled; vectors as they are. parts: so many ranks of tp have its columns."""
+    """Return a weight after encoding and decoding. Vectors are unchanged. parts: number of tp shards of the columns."""
     if weight.ndim < 2:
         return weight
     if parts > 1:
@@ -57,10 +61,10 @@ def rounded(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
     return torch.cat(found).view_as(weight)
 
 
-def train_alone(case: DecoderCase, tp: int = 1, at_home: str = "-") -> ParityResult:
-    """On this process: gradients are those of rounded weights, and change the exact ones.
+def train_reference(case: DecoderCase, tp: int = 1, not_gathered: str = "-") -> ParityResult:
+    """Train in one process: gradients are computed with rounded weights and applied to the exact ones.
 
-    tp: as it cuts columns. at_home: in the names of weights that do not travel.
+    tp: number of column shards. not_gathered: substring of the names of weights that are not gathered.
     """
     model, result = case.model(), ParityResult()
     optimizer, params = case.optimizer_of(model), dict(model.named_parameters())
@@ -69,7 +73,7 @@ def train_alone(case: DecoderCase, tp: int = 1, at_home: str = "-") -> ParityRes
         exact = {name: param.detach().clone() for name, param in params.items()}
         with torch.no_grad():
             for name, param in params.items():
-                if at_home not in name:
+                if not_gathered not in name:
                     param.copy_(rounded(param, tp if name.endswith(COLUMNS) else 1))
         loss_sum, number = case.loss(case.forward(model, batch), batch)
         optimizer.zero_grad()
@@ -93,51 +97,51 @@ def train_each(plans: tuple[str, ...], case: DecoderCase) -> list[ParityResult]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> ParityResult:
-    return train_alone(CASE)
+def reference() -> ParityResult:
+    return train_reference(CASE)
 
 
-def check(pool, plans: tuple[str, ...], case: DecoderCase, wanted: ParityResult) -> None:
+def check(pool, plans: tuple[str, ...], case: DecoderCase, expected: ParityResult) -> None:
     for rank, answers in enumerate(pool.run(train_each, plans, case)):
         for plan, found in zip(plans, answers, strict=True):
-            assert found.largest_difference(wanted) < 1e-10, (plan, rank)
+            assert found.largest_difference(expected) < 1e-10, (plan, rank)
 
 
-def test_layouts_train_as_one_process_with_rounded_weights(alone, ranks2):
-    check(ranks2, TWO, CASE, alone)
-    assert alone.largest_difference(train_case("precision=fp64", CASE)) > 1e-6, "nothing was rounded"
+def test_layouts_match_one_process_with_rounded_weights(reference, ranks2):
+    check(ranks2, TWO, CASE, reference)
+    assert reference.largest_difference(train_case("precision=fp64", CASE)) > 1e-6, "nothing was rounded"
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_compiled_blocks_do_too_and_share_a_graph(recompute, alone, ranks2):
+def test_compiled_blocks_match_and_share_a_graph(recompute, reference, ranks2):
     plan = f"dp_shard=2 zero=3 gather=int8 recompute={recompute} compile=on precision=fp64"
     for found in ranks2.run(train_compiled, plan, CASE):
-        assert found.result.largest_difference(alone) < 1e-10
+        assert found.result.largest_difference(reference) < 1e-10
         assert (found.graphs, found.breaks) == (1, [])
 
 
 @pytest.mark.full
-def test_so_do_layouts_of_four_ranks(alone, ranks4):
-    check(ranks4, FOUR, CASE, alone)
+def test_layouts_match_one_process_with_rounded_weights_on_four_ranks(reference, ranks4):
+    check(ranks4, FOUR, CASE, reference)
 
 
-def test_tp_rounds_each_part_of_a_row(alone, ranks4):
-    wanted = train_alone(CASE, tp=2)
-    assert wanted.largest_difference(alone) > 1e-6
-    check(ranks4, ("dp_shard=2 tp=2 sp=on", "dp_shard=2 tp=2 recompute=full"), CASE, wanted)
-    check(ranks4, ("dp_shard=2 pp=2 microbatches=2 reshard=after_step",), CASE, alone)
+def test_tp_rounds_each_shard_of_a_row(reference, ranks4):
+    expected = train_reference(CASE, tp=2)
+    assert expected.largest_difference(reference) > 1e-6
+    check(ranks4, ("dp_shard=2 tp=2 sp=on", "dp_shard=2 tp=2 recompute=full"), CASE, expected)
+    check(ranks4, ("dp_shard=2 pp=2 microbatches=2 reshard=after_step",), CASE, reference)
 
 
-def test_experts_are_rounded_where_ranks_divide_them(ranks2):
-    """Under ep=2 each of two ranks has its experts whole: nothing of them is gathered."""
-    check(ranks2, ("dp_shard=2",), UNBALANCED, everywhere := train_alone(UNBALANCED))
-    whole = train_alone(UNBALANCED, at_home=".experts.")
-    check(ranks2, ("dp_shard=2 ep=2",), UNBALANCED, whole)
-    assert whole.largest_difference(everywhere) > 1e-6
+def test_only_sharded_experts_are_rounded(ranks2):
+    """Under ep=2 each of two ranks has full experts, which are not gathered."""
+    check(ranks2, ("dp_shard=2",), UNBALANCED, with_experts := train_reference(UNBALANCED))
+    without_experts = train_reference(UNBALANCED, not_gathered=".experts.")
+    check(ranks2, ("dp_shard=2 ep=2",), UNBALANCED, without_experts)
+    assert without_experts.largest_difference(with_experts) > 1e-6
 
 
 @contextmanager
-def nothing_rounded() -> Iterator[None]:
+def lossless_codec() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         exact = lambda shape: RowSlice(1, torch.Size(shape).numel(), True)  # noqa: E731
         patch.setattr(RowSlice, "of", staticmethod(exact))
@@ -145,20 +149,20 @@ def nothing_rounded() -> Iterator[None]:
 
 
 def train_exact(plans: tuple[str, ...], case: DecoderCase) -> list[ParityResult]:
-    with nothing_rounded():
+    with lossless_codec():
         return train_each(plans, case)
 
 
-def test_cut_weights_stages_and_experts_take_the_same_way(ranks4):
-    for plans, case in ((CUT, CASE), (CUT_EXPERTS, EXPERTS)):
-        wanted = train_case("precision=fp64", case)
+def test_sharded_weights_stages_and_experts_gather_exactly(ranks4):
+    for plans, case in ((SHARDED, CASE), (SHARDED_EXPERTS, EXPERTS)):
+        expected = train_case("precision=fp64", case)
         for answers in ranks4.run(train_exact, plans, case):
             for plan, found in zip(plans, answers, strict=True):
-                assert found.largest_difference(wanted) < 1e-10, plan
+                assert found.largest_difference(expected) < 1e-10, plan
 
 
 def gathered_bytes(plan_text: str, case: DecoderCase = CASE) -> int:
-    """Of all gathers of a steady step."""
+    """Return the bytes of all gathers of the second step."""
     ledger, plan = Ledger(), Plan.parse(plan_text)
     mesh = build_mesh(plan, record=ledger.record)
     model = parallelize(case.model(), mesh)
@@ -170,8 +174,8 @@ def gathered_bytes(plan_text: str, case: DecoderCase = CASE) -> int:
 
 
 @pytest.mark.parametrize("precision, most", [("bf16", 0.7), ("fp32", 0.35)])
-def test_gathers_are_as_small_as_bytes_are(precision, most, ranks2):
-    """Rows of this model are shorter than a block, and each has a scale."""
+def test_int8_gathers_send_fewer_bytes(precision, most, ranks2):
+    """Rows of this model are shorter than a block, so each has one scale."""
     text = f"dp_shard=2 zero=3 precision={precision}"
     plain, coded = (ranks2.run(gathered_bytes, one)[0] for one in (text, f"{text} gather=int8"))
     assert 0 < coded < most * plain

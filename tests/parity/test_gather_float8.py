@@ -1,6 +1,6 @@
-"""gather=fp8: every layout of zero=3 trains as one process whose layers read weights in e4m3, row by row.
+"""gather=fp8: every zero=3 layout matches one process whose layers read weights in e4m3, scaled by row.
 
-As in test_float8.py, all that bf16 would round stays in float64.
+As in test_float8.py, float64 replaces bf16.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from tests.parity.adapter_cases import AdapterCase
 from tests.parity.moe_cases import MOE, MoECase
-from tests.parity.test_float8 import WIDE, KeepingCase
+from tests.parity.test_float8 import WIDE, SomeBF16Case
 from tests.parity.test_gather import gathered_bytes
 from weft.comm.wire.codes import RowCodes, RowSlice
 from weft.config.wire_formats import wire_spec
@@ -26,7 +26,7 @@ CASES: dict[str, Case] = {
     "llama": DecoderCase(WIDE, num_steps=2),
     "experts": MoECase(dataclasses.replace(MOE, dim=32, ffn_dim=48, expert_ffn_dim=16), num_steps=2),
     "adapter": AdapterCase(DecoderCase(WIDE), kind="lora"),
-    "keeping": KeepingCase(WIDE, num_steps=2),
+    "keeping": SomeBF16Case(WIDE, num_steps=2),
 }
 TWO = {
     "llama": (
@@ -43,7 +43,7 @@ FOUR = ("dp_replicate=2 dp_shard=2", "dp_shard=2 tp=2 sp=on", "dp_shard=2 pp=2 m
 
 
 def rounded(weight_OI: torch.Tensor) -> torch.Tensor:
-    """The recipe of one process."""
+    """Round a weight by row, as one process does."""
     scale = 2 ** torch.floor(torch.log2(448 / weight_OI.abs().amax(-1, keepdim=True).clamp(min=1e-12)))
     return (weight_OI * scale).to(torch.float8_e4m3fn).to(weight_OI.dtype) / scale
 
@@ -60,7 +60,7 @@ def train_each(name: str, plans: tuple[str, ...]) -> list[ParityResult]:
         return [train_case(f"{plan} zero=3 gather=fp8 precision=fp8", CASES[name]) for plan in plans]
 
 
-def train_alone(name: str) -> ParityResult:
+def train_reference(name: str) -> ParityResult:
     output, back = Float8.product, Float8.input_gradients
     with in_float64() as patch:
         patch.setattr(Float8, "product", lambda self, x, weight: output(self, x, rounded(weight)))
@@ -70,37 +70,37 @@ def train_alone(name: str) -> ParityResult:
 
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_layouts_train_as_one_process_with_rounded_weights(name, ranks2):
-    wanted = train_alone(name)
+def test_layouts_match_one_process_with_rounded_weights(name, ranks2):
+    expected = train_reference(name)
     for answers in ranks2.run(train_each, name, TWO[name]):
         for plan, found in zip(TWO[name], answers, strict=True):
-            assert found.largest_difference(wanted) < 1e-10, plan
-    assert wanted.largest_difference(train_case("precision=fp64", CASES[name])) > 1e-4, "nothing was rounded"
+            assert found.largest_difference(expected) < 1e-10, plan
+    assert expected.largest_difference(train_case("precision=fp64", CASES[name])) > 1e-4, "nothing was rounded"
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
-def test_so_do_compiled_blocks(ranks2):
-    wanted = train_alone("llama")
+def test_compiled_blocks_match_one_process_with_rounded_weights(ranks2):
+    expected = train_reference("llama")
     for (found,) in ranks2.run(train_each, "llama", ("dp_shard=2 compile=on",)):
-        assert found.largest_difference(wanted) < 1e-10
+        assert found.largest_difference(expected) < 1e-10
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
-def test_so_do_layouts_of_four_ranks(ranks4):
-    wanted = train_alone("llama")
+def test_layouts_match_one_process_with_rounded_weights_on_four_ranks(ranks4):
+    expected = train_reference("llama")
     for answers in ranks4.run(train_each, "llama", FOUR):
         for plan, found in zip(FOUR, answers, strict=True):
-            assert found.largest_difference(wanted) < 1e-10, plan
+            assert found.largest_difference(expected) < 1e-10, plan
 
 
-def test_what_arrives_rounds_to_itself():
-    """The layer's own rounding of a weight that has travelled changes nothing: no number is rounded twice."""
+def test_gathered_weights_round_to_themselves():
+    """Check that the layer's rounding does not change a gathered weight, so no number is rounded twice."""
     x = torch.randn(24, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x[3], x[5] = 0.0, x[5] * 1e-30
-    stretches = [RowSlice.of((16, 80)), RowSlice(8, 80, True)]
-    codec = RowCodes(wire_spec("fp8"), stretches, x.dtype)
+    slices = [RowSlice.of((16, 80)), RowSlice(8, 80, True)]
+    codec = RowCodes(wire_spec("fp8"), slices, x.dtype)
     found = torch.empty(1, x.numel(), dtype=x.dtype)
     codec.decode(codec.encode(x.flatten())[None], found)
     found = found.view_as(x)
@@ -111,7 +111,7 @@ def test_what_arrives_rounds_to_itself():
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_a_number_that_is_none_stays_none(number):
+def test_non_finite_value_affects_only_its_row(number):
     x = torch.ones(4, 16)
     x[1, 3] = number
     codec, found = RowCodes(wire_spec("fp8"), [RowSlice.of(x.shape)], x.dtype), torch.empty(1, 64)
@@ -121,8 +121,8 @@ def test_a_number_that_is_none_stays_none(number):
 
 
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
-def test_gathers_are_smaller(ranks2):
-    """Embedding, head and norms travel in bf16; rows are short, and each has a scale."""
+def test_fp8_gathers_send_fewer_bytes(ranks2):
+    """Embedding, head and norms are gathered in bf16. Rows are short, and each has a scale."""
     text, case = "dp_shard=2 zero=3 precision=fp8", CASES["llama"]
     plain, coded = (ranks2.run(gathered_bytes, one, case)[0] for one in (text, f"{text} gather=fp8"))
     assert 0.5 * plain < coded < 0.7 * plain

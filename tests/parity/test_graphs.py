@@ -1,4 +1,4 @@
-"""graphs=on changes no bit: passes and steps that are replayed, without the model's code, beside eager ones."""
+"""graphs=on changes no bit: replayed passes and steps equal eager ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.verify.oracles import OpRecorder
 
-#: Plans, with how many places in a step there are: the only microbatch; the first, those between, the last.
+#: Plan -> number of pass recordings: one for a single microbatch, else one each for first, middle and last ones.
 PLANS = {
     "precision=fp64": 1,
     "precision=fp64 accumulation=2": 2,
@@ -47,23 +47,23 @@ OVER_RANKS = (
 )
 
 
-IN_THE_GATE = ("precision=fp64 accumulation=2", "precision=bf16 accumulation=2", "precision=fp16")
+IN_GATE = ("precision=fp64 accumulation=2", "precision=bf16 accumulation=2", "precision=fp16")
 
 
 @pytest.mark.parametrize(
-    "plan", [plan if plan in IN_THE_GATE else pytest.param(plan, marks=pytest.mark.full) for plan in PLANS]
+    "plan", [plan if plan in IN_GATE else pytest.param(plan, marks=pytest.mark.full) for plan in PLANS]
 )
-def test_replayed_steps_are_eager_ones(plan):
-    """With dropout, clipping, a rate and a number of tokens that change: losses, weights, gradients and states."""
+def test_replayed_steps_equal_eager_steps(plan):
+    """Compare losses, weights, gradients and states, with dropout, clipping, changing rates and token counts."""
     same, found = pair(plan)
     assert same
-    assert found.recordings == PLANS[plan] + 1  # and the optimizer's step
+    assert found.recordings == PLANS[plan] + 1  # plus the optimizer step
     assert found.passes > STEPS - WARM_UPS - 1
     assert found.replays > found.passes - PLANS[plan]
 
 
 @pytest.mark.full
-def test_momentum_takes_its_rate_anew():
+def test_replayed_momentum_sgd_follows_the_learning_rate():
     same, found = pair("precision=fp64 accumulation=2", optimizer=sgd)
     assert same
     assert found.recordings == 3
@@ -77,20 +77,20 @@ def over_ranks(plan: str) -> tuple[bool, int]:
 @pytest.mark.parametrize(
     "plan", [OVER_RANKS[0], *(pytest.param(one, marks=pytest.mark.full) for one in OVER_RANKS[1:])]
 )
-def test_ranks_reduce_what_a_replay_left(plan, ranks2):
+def test_gradients_of_replays_are_reduced_over_ranks(plan, ranks2):
     assert ranks2.run(over_ranks, plan) == [(True, 1 + min(3, Plan.parse(plan).accumulation))] * 2
 
 
 @pytest.mark.parametrize("plan", ["precision=fp16", "precision=bf16 accumulation=2"])
-def test_a_step_that_is_not_taken_leaves_all_as_it_is(plan):
+def test_skipped_steps_equal_eager_ones(plan):
     same, found = pair(plan, spoil=lambda index: math.inf if index in (4, 5) else 1.0)
     assert same
-    assert sum(loss == math.inf for loss, _, _ in found.said) == 2
+    assert sum(loss == math.inf for loss, _, _ in found.step_metrics) == 2
     if "fp16" in plan:
-        assert found.said[-1][2] == found.said[0][2] / 4  # the loss scale
+        assert found.step_metrics[-1][2] == found.step_metrics[0][2] / 4  # loss scale
 
 
-def steps_once(name):
+def fill_step_once(name):
     plain = recorded._RecordedStep.fill
 
     def fill(self, rules, decision):
@@ -102,7 +102,7 @@ def steps_once(name):
     return recorded._RecordedStep, "fill", fill
 
 
-def draws_once(name):
+def fill_draws_once(name):
     def fill(self, key, samples):
         if name == "samples" or self._sent is None:
             send_numbers(self._drops.keys_of(key, self._calls), self.keys)
@@ -113,7 +113,7 @@ def draws_once(name):
     return FixedDraws, "fill", fill
 
 
-def inputs_once(name):
+def fill_inputs_once(name):
     plain = _PassMemory.fill
 
     def fill(self, given):
@@ -126,14 +126,14 @@ def inputs_once(name):
     return _PassMemory, "fill", fill
 
 
-#: Faults: what is named is brought into memory that recordings read the first time alone, or not put back.
+#: Faults: the named input is copied to the recordings' memory only once, or gradients are not restored.
 FAULTS = {
-    "rate and number": steps_once,
-    "factor": steps_once,
-    "key": draws_once,
-    "samples": draws_once,
-    "batch": inputs_once,
-    "scale": inputs_once,
+    "rate and number": fill_step_once,
+    "factor": fill_step_once,
+    "key": fill_draws_once,
+    "samples": fill_draws_once,
+    "batch": fill_inputs_once,
+    "scale": fill_inputs_once,
     "gradients": lambda name: (RecordedPasses, "leave", lambda self, end: None),
 }
 
@@ -150,7 +150,7 @@ FAULTS = {
         pytest.param("gradients", "precision=fp64 accumulation=2", marks=pytest.mark.full),
     ],
 )
-def test_what_is_frozen_by_mistake_is_found(fault, plan, monkeypatch):
+def test_stale_recording_inputs_are_detected(fault, plan, monkeypatch):
     options = {"spoil": lambda index: math.inf if index == 4 else 1.0} if fault == "scale" else {}
     plain = train(plan, graphs=False, **options)
     monkeypatch.setattr(*FAULTS[fault](fault))
@@ -158,38 +158,38 @@ def test_what_is_frozen_by_mistake_is_found(fault, plan, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_few_shapes_have_recordings_of_their_own():
+def test_each_of_a_few_shapes_is_recorded():
     with warnings.catch_warnings():
         warnings.simplefilter("error", WeftWarning)
         same, found = pair("precision=fp64", tokens_at=lambda index: TOKENS - index % 2, steps=12)
     assert same
-    assert found.recordings == 4  # of each shape the pass, and the step, whose gradients lie elsewhere
+    assert found.recordings == 4  # per shape: the pass, and the step, since gradients have other addresses
     assert found.passes == 12 - 2 * WARM_UPS
 
 
-def test_shapes_that_change_all_the_time_run_eagerly_and_one_sentence_says_so():
+def test_many_shapes_run_eagerly_with_one_warning():
     with pytest.warns(
         WeftWarning, match=r"^graphs=on: batches have more than 8 shapes\. Those after the first"
-    ) as said:
+    ) as caught:
         same, found = pair("precision=fp64", tokens_at=lambda index: 3 + index, steps=MOST_SHAPES + 4)
     assert same
     assert (found.recordings, found.passes) == (0, 0)
-    assert sum("graphs=on" in str(one.message) for one in said) == 1
+    assert sum("graphs=on" in str(one.message) for one in caught) == 1
 
 
 @pytest.mark.full
-def test_a_module_that_changes_its_mode_is_recorded_anew():
+def test_change_of_module_mode_is_recorded_again():
     def freeze(step, index):
         step.model.blocks[0].train(index < 5)
         step._state.train = lambda: None
 
     same, found = pair("precision=fp64", watch=freeze, steps=10)
     assert same
-    assert found.recordings == 4  # for both modes the pass, and the step, whose gradients lie elsewhere
+    assert found.recordings == 4  # per mode: the pass, and the step, since gradients have other addresses
 
 
 class Channels(nn.Module):
-    """Drops channels, by position."""
+    """Uses channel dropout, which follows positions."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ class Channels(nn.Module):
 
 
 class Noisy(Channels):
-    """Draws from torch's generator."""
+    """Draws random numbers from torch's generator."""
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -217,7 +217,7 @@ class NoisyBlock(nn.Module):
 
 
 class NoisyBlocks(Channels):
-    """Draws from torch's generator in blocks."""
+    """Draws random numbers from torch's generator in blocks."""
 
     def __init__(self):
         super().__init__()
@@ -230,20 +230,20 @@ class NoisyBlocks(Channels):
         return self.head(x)
 
 
-def by_generator(step, index):
-    """A plan with graphs draws all noise from torch's generator."""
+def use_torch_generator(step, index):
+    """Draw all noise from torch's generator, as a plan with graphs does."""
     drops_of(step.model).may_place_noise = False
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("build", [Channels, Noisy])
-def test_torchs_generator_is_seeded_from_outside_of_a_recording(build):
-    same, found = pair("precision=fp64", build=build, watch=by_generator)
+def test_torch_generator_is_seeded_outside_the_recording(build):
+    same, found = pair("precision=fp64", build=build, watch=use_torch_generator)
     assert same
     assert found.passes
 
 
-def test_what_recompute_would_draw_a_second_time_is_refused():
+def test_generator_noise_in_recomputed_blocks_is_rejected():
     with pytest.raises(ModelError, match=r"^graphs=on: the model draws from torch's generator.*Use recompute=none"):
         train("precision=fp64 recompute=full", graphs=True, build=NoisyBlocks)
 
@@ -253,14 +253,14 @@ def reads_a_value(logits, batch):
     return loss_sum, int(number)
 
 
-def test_a_model_that_waits_for_the_device_cannot_be_recorded():
+def test_loss_that_reads_a_device_value_is_rejected():
     with pytest.raises(ModelError, match=r"^graphs=on: forward and backward cannot be recorded as a CUDA graph \(.*"
                        r"the host reads a value\)\. Use graphs=off\.$"):  # fmt: skip
         train("precision=fp64", graphs=True, loss=reads_a_value)
 
 
-def test_ids_are_still_held_to_the_table():
-    """A replay runs no hook of the embedding: the host looks at each batch before it is copied."""
+def test_out_of_range_ids_raise_during_replay():
+    """A replay runs no embedding hook, so the host checks each batch before it is copied."""
 
     def spoil(step, index):
         if index == 5:
@@ -276,11 +276,11 @@ def test_ids_are_still_held_to_the_table():
         train("precision=fp64", graphs=True, watch=spoil)
 
 
-def test_what_is_computed_again_is_not_replayed():
-    """A step that is traced runs the model's code, whose modules are looked at."""
+def test_traced_step_is_not_replayed():
+    """A traced step runs the model's code, because tracing inspects the modules."""
     calls = []
 
-    def look(step, index):
+    def add_hook(step, index):
         if index == 0:
             step.model.norm.register_forward_hook(lambda *_: calls.append(step.graphs.num_replays))
         if index == STEPS - 1:
@@ -288,12 +288,12 @@ def test_what_is_computed_again_is_not_replayed():
             step.compute_again(batch_of(3, 2) | {"factor": torch.ones(2)}, dropout_key=5)
             assert len(calls) == before + 1
 
-    assert train("precision=fp64", graphs=True, watch=look).passes == STEPS - WARM_UPS
+    assert train("precision=fp64", graphs=True, watch=add_hook).passes == STEPS - WARM_UPS
 
 
 @pytest.mark.full
-def test_compiled_blocks_are_recorded_with_what_is_around_them(monkeypatch):
-    """Generated code is none of the operators that a recorder sees on a CPU: the backend runs torch's own."""
+def test_compiled_blocks_are_recorded(monkeypatch):
+    """Use a backend that runs torch's operators, since the CPU recorder cannot record generated code."""
     blocks = sys.modules["weft.parallel.compile_blocks"]
     plain = functools.partial(blocks.compile_blocks, backend="aot_eager")
     monkeypatch.setattr(sys.modules["weft.parallel.parallelize"], "compile_blocks", plain)
@@ -301,7 +301,7 @@ def test_compiled_blocks_are_recorded_with_what_is_around_them(monkeypatch):
     def build():
         model = PlainModel(VOCAB, 16, 2, 0.25)
         for block in model.blocks:
-            block.attn.dropout = 0.0  # in attention it is one operator with Python in it
+            block.attn.dropout = 0.0  # dropout in attention is an operator with Python code
         return model
 
     same, found = pair("precision=fp64 compile=on", build=build)
@@ -317,19 +317,19 @@ def step_of(plan, model, recorder=None, loss=loss_of):
     return TrainStep(model, optimizer, loss, mesh, forward=forward, recorder=recorder)
 
 
-def test_a_cpu_records_no_graphs():
+def test_graphs_are_rejected_on_a_cpu():
     with pytest.raises(PlanError, match=r"^graphs=on: this run computes on a CPU, which records no graphs\. Use "):
         step_of("graphs=on", PlainModel(VOCAB, 16, 2, 0.0))
 
 
-def test_experts_are_refused_as_the_rule_would():
+def test_graphs_are_rejected_for_models_with_experts():
     spec = DecoderSpec(vocab_size=VOCAB, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=16, max_seq_len=8,
                        num_experts=2)  # fmt: skip
     with pytest.raises(PlanError, match=r"^graphs=on: the model has experts"):
         step_of("graphs=on", build_decoder(spec, seed=0), OpRecorder())
 
 
-def test_a_loop_of_your_own_is_told():
+def test_user_training_loop_with_graphs_is_rejected():
     model = parallelize(PlainModel(VOCAB, 16, 2, 0.0), build_mesh(Plan.parse("graphs=on")))
     with pytest.raises(
         PlanError, match=r"^graphs=on: a loop of your own launches kernels one by one\. Use run\.train_"
@@ -337,8 +337,8 @@ def test_a_loop_of_your_own_is_told():
         model(batch_of(0, 2)["ids"]).sum().backward()
 
 
-def test_documents_have_a_recording_for_each_number_of_borders():
-    """Starts of documents are read from memory: a replay sees those of its batch."""
+def test_packed_documents_share_a_recording():
+    """Document starts are read from memory, so a replay uses its own batch's starts."""
     spec = DecoderSpec(vocab_size=VOCAB, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=16, max_seq_len=16)
 
     def trained(graphs):
@@ -350,11 +350,11 @@ def test_documents_have_a_recording_for_each_number_of_borders():
         losses = []
         for index in range(8):
             draw = torch.Generator().manual_seed(index)
-            ids, cut = torch.randint(VOCAB, (2, 9), generator=draw), 2 + index % 5
-            places = torch.cat([torch.arange(cut), torch.arange(8 - cut)]).expand(2, 8)
-            starts = torch.tensor([[0, cut]] * 2)
-            batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "positions": places,
-                     "document_ids": (torch.arange(8) >= cut).long().expand(2, 8), "document_starts": starts,
+            ids, boundary = torch.randint(VOCAB, (2, 9), generator=draw), 2 + index % 5
+            positions = torch.cat([torch.arange(boundary), torch.arange(8 - boundary)]).expand(2, 8)
+            starts = torch.tensor([[0, boundary]] * 2)
+            batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "positions": positions,
+                     "document_ids": (torch.arange(8) >= boundary).long().expand(2, 8), "document_starts": starts,
                      }  # fmt: skip
             losses.append(step(batch).loss)
         return losses, len(recorder.num_ops)

@@ -1,4 +1,4 @@
-"""A contrastive loss over groups of samples: what one process computes, every plan that keeps groups together does."""
+"""A contrastive loss over groups of samples: plans whose microbatches have full groups match one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.errors import ModelError, PlanError
 from weft.verify.rank_pool import RankError
 
 RTOL = 1e-10
-#: With two microbatches each group lies on two ranks.
+#: With two microbatches each group is on two ranks.
 PLANS = [
     "dp_replicate=2", "dp_replicate=2 accumulation=2", "dp_shard=2 zero=3 accumulation=2",
     "pp=2 microbatches=2", "pp=2 microbatches=2 schedule=zb_h1",
@@ -28,28 +28,28 @@ def differing(found, one_process):
     return {run: difference for run, difference in differences.items() if not difference < RTOL}
 
 
-def test_groups_on_two_ranks(one_process, ranks2):
+def test_group_loss_matches_one_process_on_two_ranks(one_process, ranks2):
     for found in ranks2.run(train_groups, PLANS):
         assert not differing(found, one_process)
 
 
-def test_groups_on_four_ranks_with_stages(one_process, ranks4):
+def test_group_loss_with_stages_matches_one_process_on_four_ranks(one_process, ranks4):
     for found in ranks4.run(train_groups, ["dp_replicate=2 pp=2 microbatches=2", "dp_shard=4 zero=2"]):
         assert not differing(found, one_process)
 
 
-def test_groups_in_one_process_with_microbatches(one_process):
+def test_group_loss_with_microbatches_matches_one_process(one_process):
     assert not differing(train_groups(["accumulation=2"]), one_process)
 
 
-def test_a_group_in_two_microbatches_is_refused(ranks2):
+def test_group_split_over_microbatches_is_rejected(ranks2):
     with pytest.raises(RankError) as caught:
         ranks2.run(train_groups, ["dp_replicate=2 accumulation=4"], (8,))
     assert "group_loss(4): a microbatch holds samples 0 to 1" in caught.value.refusal
     assert "Use a size that divides 2, or fewer microbatches." in caught.value.refusal
 
 
-def test_what_cannot_be_compared_is_said():
+def test_group_of_one_sample_and_cp_are_rejected():
     with pytest.raises(ModelError, match=r"group_loss\(1\): a sample is compared with the others"):
         weft.group_loss(1)(lambda own, group, places: (own[0].sum(), 1))
     loss = weft.group_loss(4)(lambda own, group, places: (own[0].sum(), 1))

@@ -1,6 +1,6 @@
-"""Every kind of model under every layout: 12 families of Hugging Face, packed and padded batches, experts.
+"""Every kind of model under every layout: 12 Hugging Face families, packed and padded batches, experts.
 
-{every legal tp, sp, cp in each of its ways, ep, pp with each schedule, zero, reshard, replicas} x {accumulation 1, 4},
+{every legal tp, sp, cp in each cp_mode, ep, pp with each schedule, zero, reshard, replicas} x {accumulation 1, 4},
 on 2 and 4 ranks, in float64. Recompute and offload: tests/parity/test_matrix.py.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 from tests.parity.plans import broad_matrix, broad_subjects, differing
 
 
-def test_a_layout_equals_one_process(broad_cells, plain, request):
+def test_models_match_plain_pytorch_under_a_layout(broad_cells, plain, request):
     num_ranks, cells = broad_cells
     found = differing(cells, broad_subjects(), plain, request.getfixturevalue(f"ranks{num_ranks}"))
     assert not found, "\n".join(found)
 
 
-def test_each_model_is_laid_over_each_axis_that_it_has_a_place_for():
-    cells = broad_matrix(2, is_whole=False)
+def test_each_model_is_tested_on_every_supported_axis():
+    cells = broad_matrix(2, is_complete=False)
     for name, subject in broad_subjects().items():
         plans = [cell.plan for cell in cells if cell.subject == name]
         assert {plan.zero for plan in plans} == {0, 1, 2, 3}, name

@@ -1,6 +1,6 @@
-"""A rank whose tokens are all masked: of samples, of a part of each sequence, of a stage's microbatch.
+"""Ranks whose tokens are all masked: their samples, their shard of each sequence, or a stage's microbatch.
 
-Its loss is a sum of nothing. A mean would be no number there, and a mean of means would weigh the other ranks wrongly.
+Such a rank's loss is an empty sum. A mean would be NaN, and a mean of means would weight the other ranks wrongly.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from weft.verify.parity import Case, DecoderCase, train_cases
 
 @dataclass(frozen=True)
 class MaskedRank(DecoderCase):
-    """Trained tokens are in the first half of the samples, and there in the first and the last quarter of the tokens.
+    """Labels are in the first half of the samples only, in the first and last quarter of the tokens.
 
-    So a second rank has none where two divide the samples, and none where two divide the sequence as ring and gather
-    do: the first has its first and last quarter, the second what is between.
+    So the second of two ranks has no label if they divide the samples, or the sequence as ring and gather do: there the
+    first rank has the first and last quarter of the tokens.
     """
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -30,7 +30,7 @@ class MaskedRank(DecoderCase):
 
 @dataclass(frozen=True)
 class MaskedRankMoE(MoECase):
-    """The same with experts: tokens that nobody trains on still travel to them, and are balanced."""
+    """The same with experts, to which masked tokens are still routed, and balanced."""
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         return masked(super().batch(step))
@@ -64,7 +64,7 @@ def references():
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "dp_shard=2 ep=2 zero=1", "cp=2 ep=2 cp_mode=ring"])
-def test_a_rank_without_a_trained_token(plan, references, ranks2):
+def test_rank_without_labels_matches_one_process(plan, references, ranks2):
     chosen = {name: case for name, case in CASES.items() if name == "moe" or "ep=" not in plan}
     for results in ranks2.run(train_cases, f"{plan} precision=fp64", chosen):
         for name, result in results.items():

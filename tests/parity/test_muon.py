@@ -1,4 +1,4 @@
-"""Muon on shards, on the host and on matrices that tensor parallelism has cut equals Muon on one process."""
+"""Muon with sharded, offloaded and tensor-parallel matrices matches Muon in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RTOL = 1e-10
 
 @dataclass(frozen=True)
 class MuonCase(DecoderCase):
-    """A decoder all of whose matrices, embedding and head too, are Muon's."""
+    """A decoder whose matrices, including embedding and head, are all trained by Muon."""
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         return Muon(model.parameters(), lr=3e-3)
@@ -58,7 +58,7 @@ def train_plans(plans: list[str], case: MuonCase):
 
 
 @pytest.mark.parametrize("ranks, plans, case", gate_runs([("ranks2", PLANS_2, UNTIED), ("ranks4", PLANS_4, TIED)], 0))
-def test_muon_on_parts_equals_muon_on_wholes(ranks, plans, case, request):
+def test_muon_on_shards_matches_muon_on_full_matrices(ranks, plans, case, request):
     expected = train_plain(case)
     for found in request.getfixturevalue(ranks).run(train_plans, plans, case):
         for plan, result in found.items():

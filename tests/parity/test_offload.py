@@ -1,4 +1,4 @@
-"""What lives on the host changes no number: loss, norm, gradients and weights equal those of one process."""
+"""Offload to the host changes no result: loss, norm, gradients and weights match one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def references():
 
 
 @pytest.mark.parametrize(*product("layout, offloads, accumulation", LAYOUTS, OFFLOADS, [1, 4]))
-def test_a_plan_with_offload_equals_one_process(layout, offloads, accumulation, references, request):
+def test_offload_matches_one_process(layout, offloads, accumulation, references, request):
     plan = f"{layout} accumulation={accumulation} precision=fp64 offload={offloads}"
     if layout:
         results = request.getfixturevalue("ranks2").run(train_quietly, plan, chosen_cases())
@@ -51,27 +51,27 @@ def test_a_plan_with_offload_equals_one_process(layout, offloads, accumulation, 
 
 
 @pytest.mark.parametrize("recompute", gate_runs(["full", "selective", "attention", "60%"], 1, 3))
-def test_what_a_policy_keeps_is_kept_on_the_host(recompute, references, ranks2):
-    """Without ranks, and under zero=3, whose parameters come and go while blocks are replayed."""
+def test_saved_activations_of_a_policy_are_offloaded(recompute, references, ranks2):
+    """Compare one process, and zero=3, which gathers and frees parameters while blocks are recomputed."""
     chosen = chosen_cases() if recompute == "selective" else {"decoder": cases()["decoder"]}
     rest = f"accumulation=2 precision=fp64 recompute={recompute} offload=activations"
-    alone = train_quietly(rest, chosen)
-    for result in (alone, *ranks2.run(train_quietly, f"dp_shard=2 zero=3 {rest}", chosen)):
+    single = train_quietly(rest, chosen)
+    for result in (single, *ranks2.run(train_quietly, f"dp_shard=2 zero=3 {rest}", chosen)):
         for name, numbers in result.items():
             assert numbers.largest_difference(references[name]) < RTOL, name
 
 
 @pytest.mark.full
-def test_a_compiled_block_hands_over_what_its_backward_reads(references, ranks2):
+def test_compiled_blocks_offload_their_saved_tensors(references, ranks2):
     chosen = {"decoder": cases()["decoder"]}
     plan = "precision=fp64 compile=on offload=activations"
-    alone = train_quietly(f"{plan} recompute=selective", chosen)
-    for result in (alone, *ranks2.run(train_quietly, f"dp_shard=2 zero=3 {plan}", chosen)):
+    single = train_quietly(f"{plan} recompute=selective", chosen)
+    for result in (single, *ranks2.run(train_quietly, f"dp_shard=2 zero=3 {plan}", chosen)):
         assert result["decoder"].largest_difference(references["decoder"]) < RTOL
 
 
 @pytest.mark.parametrize("zero", gate_runs([1, 2], 1))
-def test_replicas_of_shards(zero, references, ranks4):
+def test_offload_with_replicas_of_shards_matches_one_process(zero, references, ranks4):
     plan = f"dp_replicate=2 dp_shard=2 zero={zero} accumulation=2 precision=fp64 offload=optimizer"
     for result in ranks4.run(train_quietly, plan, chosen_cases()):
         for name, numbers in result.items():
@@ -93,7 +93,7 @@ OFFLOADS_OF_ZERO_3 = [
 @pytest.mark.parametrize(
     *product("offloads, accumulation, reshard", OFFLOADS_OF_ZERO_3, [1, 4], ["after_forward", "after_step"])
 )
-def test_zero_3(offloads, accumulation, reshard, references, ranks2):
+def test_offload_with_zero_3_matches_one_process(offloads, accumulation, reshard, references, ranks2):
     plan = f"dp_shard=2 zero=3 reshard={reshard} accumulation={accumulation} precision=fp64 offload={offloads}"
     for result in ranks2.run(train_quietly, plan, chosen_cases()):
         for name, numbers in result.items():
@@ -101,7 +101,7 @@ def test_zero_3(offloads, accumulation, reshard, references, ranks2):
 
 
 def order_of_copies(plan: str) -> list[str]:
-    """Of one step: when gradients begin to travel to the host, and when backward comes to the first block's input."""
+    """Return the order of gradient copies to the host ("sent") and ends of backward in the first block ("end")."""
     module, link, order = importlib.import_module("weft.parallel.parallelize"), LateLink(), []
     before, down = module.open_host, link.down
     module.open_host = lambda plan, device, limit: offload.Host(link, HostPool(1 << 30))
@@ -121,8 +121,8 @@ def order_of_copies(plan: str) -> list[str]:
     return order
 
 
-def test_gradients_of_zero_3_are_sent_while_the_last_backward_goes_on(ranks2):
-    """Those of the head and the last block at least; none while later microbatches will add to them."""
+def test_zero_3_offloads_gradients_during_the_last_backward(ranks2):
+    """Expect at least the gradients of the head and the last block, and none before the last microbatch."""
     for order in ranks2.run(order_of_copies, "dp_shard=2 zero=3 accumulation=2 offload=optimizer precision=fp64"):
         first, second = (index for index, what in enumerate(order) if what == "end")
         assert "sent" not in order[:first]
@@ -131,10 +131,10 @@ def test_gradients_of_zero_3_are_sent_while_the_last_backward_goes_on(ranks2):
 
 
 @pytest.mark.parametrize(*product("precision, layout", ["bf16", "fp16"], ["", "dp_shard=2 zero=1"]))
-def test_half_precision_gives_the_same_bits_as_without_offload(layout, precision, request):
-    """The masters are the same fp32 numbers, wherever they lie."""
+def test_half_precision_is_bitwise_equal_with_offload(layout, precision, request):
+    """The masters are the same fp32 numbers on either device."""
     chosen = chosen_cases()
-    del chosen["cnn"]  # its optimizer is not told to be fused, and on the host it is
+    del chosen["cnn"]  # its optimizer is not fused, but offload makes it so
     run = (lambda *args: request.getfixturevalue("ranks2").run(*args)[0]) if layout else (lambda f, *args: f(*args))
     plain = run(train_cases, f"{layout} precision={precision}", chosen)["decoder"]
     moved = run(train_quietly, f"{layout} precision={precision} offload=optimizer+activations", chosen)["decoder"]
@@ -143,7 +143,7 @@ def test_half_precision_gives_the_same_bits_as_without_offload(layout, precision
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_tree_of_modules(seed):
+def test_offload_of_random_module_trees_matches_one_process(seed):
     chosen = {"tree": TreeCase(seed)}
     reference = train_cases("precision=fp64", chosen)["tree"]
     late = train_quietly("precision=fp64 accumulation=2 offload=optimizer:0.4+activations", chosen)["tree"]
@@ -151,7 +151,7 @@ def test_any_tree_of_modules(seed):
 
 
 def resume_with(first: str, second: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Two steps under one plan, then two under another, from what `capture` gave. Returns what it gives at the end."""
+    """Train two steps under each plan, with `capture` and `restore` between. Return the final state."""
     case = cases()["decoder"]
     groups = None
     for start, text in ((0, first), (2, second)):
@@ -173,7 +173,7 @@ def resume_with(first: str, second: str) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("layout", ["", "dp_shard=2 zero=2"])
-def test_resuming_with_and_without_offload_gives_the_same_bits(layout, request):
+def test_resume_across_offload_settings_is_bitwise_equal(layout, request):
     run = (lambda *args: request.getfixturevalue("ranks2").run(*args)[0]) if layout else (lambda f, *args: f(*args))
     base = f"{layout} precision=bf16"
     expected = run(resume_with, base, base)
@@ -184,8 +184,8 @@ def test_resuming_with_and_without_offload_gives_the_same_bits(layout, request):
             assert all(torch.equal(found[group][name], tensors[name]) for name in tensors)
 
 
-def test_the_matrix_sees_a_wait_that_is_missing(monkeypatch):
-    """Copies that nobody waits for never happen here."""
+def test_missing_wait_is_detected(monkeypatch):
+    """Skip all waits: `LateLink` never runs a copy that is not waited for."""
     monkeypatch.setattr(offload.HostPart, "wait", lambda self: None)
     with pytest.raises(AssertionError, match="forward uses other weights"):
         train_quietly("precision=fp64 offload=optimizer", {"cnn": ImageCase()})
@@ -204,8 +204,8 @@ for offloads in ("params", "optimizer+params", "activations+optimizer+params"):
 """
 
 
-def test_one_rank_loads_parameters_block_by_block():
-    """In a process that was started without ranks, as a laptop's or a single GPU's is."""
+def test_one_rank_matches_with_offloaded_parameters():
+    """Run in a process without ranks, as on a laptop or a single GPU."""
     done = subprocess.run([sys.executable, "-c", ONE_RANK], capture_output=True, text=True, check=False, timeout=300)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 6, done.stderr

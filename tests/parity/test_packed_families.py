@@ -1,4 +1,4 @@
-"""Packed documents in models of transformers, under plans of two ranks: the numbers of transformers' own mask."""
+"""Packed documents in transformers models on two ranks match transformers' own masks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PLANS = [
 ]
 
 
-#: Of models that read no borders: transformers makes their masks.
+#: Plans for models that do not read document boundaries, whose masks transformers makes.
 BY_MASKS = ["dp_shard=2 zero=3 recompute=full", "dp_replicate=2 zero=1 accumulation=2", "tp=2", "tp=2 sp=on", "cp=2"]
-#: Families of which transformers tells no mask where documents begin.
-UNTOLD = {
+#: Families for which transformers does not pass document boundaries to the mask.
+WITHOUT_BOUNDARIES = {
     "gpt-oss": FAMILIES["gpt-oss"],
     "opt": Family(
         "OPTForCausalLM",
@@ -43,21 +43,21 @@ UNTOLD = {
 
 @dataclass(frozen=True)
 class PackedFamily(FamilyCase):
-    """Two or three documents in a row, as the loader tells them."""
+    """A family on rows of two or three documents, in the loader's format."""
 
     @property
     def family(self) -> Family:
-        return UNTOLD.get(self.name) or FAMILIES[self.name]
+        return WITHOUT_BOUNDARIES.get(self.name) or FAMILIES[self.name]
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         batch = super().batch(step)
-        place_BT = torch.arange(self.seq_len).expand(self.global_batch, -1)
+        position_BT = torch.arange(self.seq_len).expand(self.global_batch, -1)
         row_B1 = torch.arange(self.global_batch)[:, None]
-        ids_BT = (place_BT >= 2 + row_B1 % 3).long() + (place_BT >= 6) * (row_B1 % 2)
+        ids_BT = (position_BT >= 2 + row_B1 % 3).long() + (position_BT >= 6) * (row_B1 % 2)
         first_BT = ids_BT.diff(dim=1, prepend=ids_BT[:, :1] - 1) != 0
-        begun_BT = torch.where(first_BT, place_BT, 0).cummax(1).values
-        starts_BM = torch.where(first_BT, place_BT, self.seq_len).sort(1).values[:, :4].contiguous()
-        return batch | {"positions": place_BT - begun_BT, "document_ids": ids_BT, "document_starts": starts_BM}
+        begun_BT = torch.where(first_BT, position_BT, 0).cummax(1).values
+        starts_BM = torch.where(first_BT, position_BT, self.seq_len).sort(1).values[:, :4].contiguous()
+        return batch | {"positions": position_BT - begun_BT, "document_ids": ids_BT, "document_starts": starts_BM}
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with Float64Throughout():
@@ -66,7 +66,7 @@ class PackedFamily(FamilyCase):
 
 @dataclass(frozen=True)
 class PositionFamily(PackedFamily):
-    """The same rows from a script, which says by positions alone where documents begin."""
+    """The same rows from a script, with document boundaries given by positions only."""
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         batch = super().batch(step)
@@ -78,9 +78,9 @@ class PositionFamily(PackedFamily):
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_positions_of_a_script_keep_documents_apart(name, ranks2):
+def test_positions_from_a_script_separate_documents(name, ranks2):
     want = train_plain(PackedFamily(name, num_steps=2))
-    # Without Weft they do not: transformers makes a cache by default, beside which it does not look at positions.
+    # Without Weft they do not: transformers makes a cache by default, and then ignores positions.
     assert train_plain(PositionFamily(name, num_steps=2)).largest_difference(want) > 1e-3
     for plan in ("dp_shard=2 zero=3 recompute=full", "dp_replicate=2 accumulation=2", "tp=2 sp=on"):
         for found in ranks2.run(train_throughout, f"{plan} precision=fp64", {name: PositionFamily(name, num_steps=2)}):
@@ -88,7 +88,7 @@ def test_positions_of_a_script_keep_documents_apart(name, ranks2):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v3"])
-def test_two_ranks_compute_what_transformers_does(name, ranks2):
+def test_packed_documents_match_transformers_on_two_ranks(name, ranks2):
     case = PackedFamily(name, num_steps=2)
     want = train_plain(case)
     for plan in PLANS:
@@ -96,18 +96,18 @@ def test_two_ranks_compute_what_transformers_does(name, ranks2):
             assert found[name].largest_difference(want) < 1e-10, plan
 
 
-@pytest.mark.parametrize("name", UNTOLD)
-def test_two_ranks_keep_documents_apart_by_masks(name, ranks2):
+@pytest.mark.parametrize("name", WITHOUT_BOUNDARIES)
+def test_masks_separate_documents_on_two_ranks(name, ranks2):
     case = PackedFamily(name, num_steps=2)
     want = train_plain(case)
-    plans = BY_MASKS if name == "opt" else [*BY_MASKS, "pp=2 microbatches=2"]  # no pipeline cuts OPT
+    plans = BY_MASKS if name == "opt" else [*BY_MASKS, "pp=2 microbatches=2"]  # OPT does not support pipelines
     for plan in plans:
         for found in ranks2.run(train_throughout, f"{plan} precision=fp64", {name: case}):
             assert found[name].largest_difference(want) < 1e-10, plan
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_compiled_blocks_are_one_graph(name):
+def test_compiled_blocks_with_documents_are_one_graph(name):
     case = PackedFamily(name)
     found = train_compiled(compiled_plan(""), case)
     assert found.result.largest_difference(train_plain(case)) < RTOL

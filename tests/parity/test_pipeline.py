@@ -1,4 +1,4 @@
-"""Every schedule of a pipeline computes what one process computes: loss, norm, gradients, weights."""
+"""Every pipeline schedule matches one process: loss, norm, gradients, weights."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def compare(ranks, plan, chosen, references):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks(schedule, references, ranks2):
+def test_schedule_matches_one_process_on_two_ranks(schedule, references, ranks2):
     compare(ranks2, f"pp=2 microbatches=4 {schedule}", cases(), references)
 
 
-#: On four ranks each stage in the middle has two neighbours; two ranks show what schedules differ in.
+#: On four ranks, middle stages have two neighbors. Two ranks cover the differences between schedules.
 DEEP = ("schedule=dualpipe_v virtual_stages=2",)
 
 
 @pytest.mark.parametrize(
     "schedule", [pytest.param(one, marks=() if one in DEEP else pytest.mark.full) for one in SCHEDULES]
 )
-def test_four_ranks(schedule, references, ranks4):
+def test_schedule_matches_one_process_on_four_ranks(schedule, references, ranks4):
     compare(ranks4, f"pp=4 microbatches=8 {schedule}", cases(), references)
 
 
@@ -50,7 +50,7 @@ DATA = ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 
 
 @pytest.mark.parametrize("schedule", gate_runs(["schedule=zb_h1", "schedule=zb_v virtual_stages=2"], 1))
 @pytest.mark.parametrize("data", gate_runs(DATA, 3))
-def test_with_data_parallel(schedule, data, references, ranks4):
+def test_pipeline_with_data_parallel_matches_one_process(schedule, data, references, ranks4):
     chosen = {name: case for name, case in cases().items() if name != "sequential" or "recompute" not in data}
     compare(ranks4, f"pp=2 microbatches=4 {data} {schedule}", chosen, references)
 
@@ -68,15 +68,15 @@ def expert_references():
     "tp=2 ep=2 sp=on schedule=zb_interleaved virtual_stages=2",
     pytest.param("dp_replicate=2 recompute=selective schedule=gpipe", marks=pytest.mark.full),
 ])  # fmt: skip
-def test_with_experts(plan, expert_references, ranks4):
+def test_pipeline_with_experts_matches_one_process(plan, expert_references, ranks4):
     compare(ranks4, f"pp=2 microbatches=4 {plan}", expert_cases(), expert_references)
 
 
 @pytest.mark.parametrize(
     "schedule", [pytest.param("schedule=1f1b", marks=pytest.mark.full), "schedule=zb_v virtual_stages=2"]
 )
-def test_stages_hand_on_parts_of_sequences(schedule, references, family_references, ranks4):
-    """The project's decoders keep tokens cut from stage to stage, others bring them together between stages."""
+def test_pipeline_with_sharded_sequences_matches_one_process(schedule, references, family_references, ranks4):
+    """Weft's decoders pass sharded tokens between stages, others gather them between stages."""
     plan = f"pp=2 tp=2 sp=on microbatches=4 {schedule}"
     compare(ranks4, plan, {name: case for name, case in cases().items() if name in ("tied", "gpt2")}, references)
     compare(ranks4, plan, {"llama": families()["llama"]}, family_references)
@@ -85,13 +85,13 @@ def test_stages_hand_on_parts_of_sequences(schedule, references, family_referenc
 @pytest.mark.parametrize(
     "schedule", ["schedule=1f1b", pytest.param("schedule=zb_v virtual_stages=2", marks=pytest.mark.full)]
 )
-def test_hugging_face_families(schedule, family_references, ranks2):
+def test_hugging_face_pipelines_match_one_process(schedule, family_references, ranks2):
     compare(ranks2, f"pp=2 microbatches=4 {schedule}", families(), family_references)
 
 
 @pytest.mark.parametrize("zero", gate_runs([0, 1, 2], 2))
-def test_gradients_travel_once_in_a_step(zero, ranks4):
-    """However many microbatches there are, in whatever order."""
+def test_gradients_are_reduced_once_per_step(zero, ranks4):
+    """Compare the reduced bytes for different numbers and orders of microbatches."""
     data = f"pp=2 dp_shard=2 zero={zero}" if zero else "pp=2 dp_replicate=2"
     chosen = {"gpt2": dataclasses.replace(cases()["gpt2"], num_steps=1)}
     found = [
@@ -102,6 +102,6 @@ def test_gradients_travel_once_in_a_step(zero, ranks4):
     assert min(found[0]) > 0
 
 
-def test_uneven_stages(references, ranks4):
+def test_uneven_stages_match_one_process(references, ranks4):
     chosen = {name: case for name, case in cases().items() if name != "sequential"}
     compare(ranks4, "pp=4 microbatches=4 split=1+3+3+1", chosen, references)

@@ -1,4 +1,4 @@
-"""Recompute under plans: loss, norms, gradients and weights of training with it and without, in float64."""
+"""Recompute under plans: loss, norms, gradients and weights match training without it in float64."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ def reference():
 
 @pytest.mark.parametrize("accumulation", gate_runs([1, 4], 1))
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_one_rank(setting, accumulation, reference):
+def test_recompute_matches_on_one_rank(setting, accumulation, reference):
     result = train_decoder(f"recompute={setting} accumulation={accumulation} precision=fp64", CASE)
     assert result.largest_difference(reference) < RTOL
 
 
 @pytest.mark.parametrize("accumulation", gate_runs([1, 4], 1))
 @pytest.mark.parametrize("setting", gate_runs(SETTINGS, 1, 3, 5))
-def test_two_ranks(setting, accumulation, reference, ranks2):
+def test_recompute_matches_on_two_ranks(setting, accumulation, reference, ranks2):
     plan = f"dp_replicate=2 recompute={setting} accumulation={accumulation} precision=fp64"
     for result in ranks2.run(train_decoder, plan, CASE):
         assert result.largest_difference(reference) < RTOL
 
 
 @pytest.mark.parametrize("schedule", gate_runs(["schedule=1f1b", "schedule=zb_v virtual_stages=2"], 1))
-def test_some_blocks_of_each_rank_of_a_pipeline(schedule, ranks2):
+def test_pipeline_recomputes_some_blocks_of_each_rank(schedule, ranks2):
     case = DecoderCase(dataclasses.replace(CASE.spec, num_layers=6), documents=True)
     one = train_decoder("precision=fp64", case)
     plan = f"pp=2 microbatches=4 {schedule} recompute=selective:1 precision=fp64"
     for result in ranks2.run(train_decoder, plan, case):
         assert result.largest_difference(one) < RTOL
-    for policies in ranks2.run(recomputed, plan, case):
+    for policies in ranks2.run(block_policies, plan, case):
         assert policies[0] == "selective"
         assert set(policies[1:]) == {"none"}
 
 
-def recomputed(plan_text: str, case: DecoderCase) -> list[str]:
-    """The policy of each of this rank's blocks after a step."""
+def block_policies(plan_text: str, case: DecoderCase) -> list[str]:
+    """Return the policy of each of this rank's blocks after a step."""
     from weft.comm.mesh import build_mesh
     from weft.config.plan import Plan
     from weft.memory.recompute import recompute_of
@@ -69,7 +69,7 @@ def recomputed(plan_text: str, case: DecoderCase) -> list[str]:
 
 
 def choose(num_ranks: int, num_tokens: int | None = None) -> tuple[list[tuple[str, int]], int]:
-    """Policies and bytes without recompute, under one budget; each rank has sequences of another length."""
+    """Return the policies under a budget, and the bytes without recompute. Sequence lengths differ between ranks."""
     import torch.distributed as dist
 
     from weft.comm.mesh import build_mesh
@@ -86,7 +86,7 @@ def choose(num_ranks: int, num_tokens: int | None = None) -> tuple[list[tuple[st
     return [(policy.name, len(policy.saved)) for policy in recompute.policies.values()], recompute.full_bytes
 
 
-def test_ranks_choose_alike_from_what_the_fullest_one_sees(ranks2):
+def test_ranks_choose_equal_policies_from_the_largest_rank(ranks2):
     first, second = ranks2.run(choose, 2)
     assert first == second
     assert any(name != "none" for name, _ in first[0])
@@ -94,7 +94,7 @@ def test_ranks_choose_alike_from_what_the_fullest_one_sees(ranks2):
 
 
 def train_fully_sharded(setting: str) -> dict[str, torch.Tensor]:
-    """Gradients of a decoder whose blocks are recomputed and then sharded by torch, whole, after two microbatches."""
+    """Return full gradients after two microbatches of a decoder with recomputed blocks under torch's fully_shard."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -116,7 +116,7 @@ def train_fully_sharded(setting: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("setting", gate_runs(["full", "selective", "attention", "70%"], 1, 3))
-def test_torchs_fully_shard_goes_around_it(setting, ranks2):
+def test_recompute_works_under_torch_fully_shard(setting, ranks2):
     expected = ranks2.run(train_fully_sharded, "none")[0]
     for found in ranks2.run(train_fully_sharded, setting):
         for name, value in expected.items():

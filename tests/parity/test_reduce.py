@@ -1,7 +1,7 @@
-"""reduce=bf16: gradients travel rounded, and are rounded nowhere else.
+"""reduce=bf16: gradients are rounded for communication, and nowhere else.
 
-What arrives of summands g: each is rounded to bf16 (relative error at most u = 2**-8) and their sum once more, so it is
-off by at most ((1 + u)**2 - 1) * sum(abs(g)), and twice that often where sums travel on over other ranks (HSDP, tp).
+Each summand g is rounded to bf16 (relative error at most u = 2**-8), and the sum once more. So the result is off by at
+most ((1 + u)**2 - 1) * sum(abs(g)). The exponent doubles if sums are reduced again over other ranks (HSDP, tp).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FOUR_RANKS = (
     "dp_replicate=2 dp_shard=2 zero=2",
     "dp_replicate=2 dp_shard=2 zero=3",
 )
-#: Their partial sums cancel, so a bound by element would have to know them: here it is that of the largest element.
-CUT = (
+#: Plans whose partial sums may cancel, so that the bound of the largest element applies to all elements.
+SHARDED = (
     "dp_shard=2 tp=2 sp=on zero=1",
     "dp_shard=2 tp=2 sp=on zero=3",
     "dp_shard=2 cp=2 zero=2",
@@ -43,7 +43,7 @@ CUT = (
 
 
 def summands(plan: Plan, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
-    """Gradients of the sum of losses, of each pass of each data rank, on this process."""
+    """Return the gradients of the loss sum for each pass of each data rank, computed in this process."""
     found = []
     for rank in range(plan.dp_size):
         for batch in local_microbatches(CASE.batch(0), plan, rank):
@@ -63,18 +63,18 @@ def train_all(plans: tuple[str, ...], case: Case) -> dict[str, ParityResult]:
 
 
 def bounds(plan: str) -> dict[str, torch.Tensor]:
-    """How far each element of each gradient may be off."""
-    times = 2 if "dp_replicate=2" in plan or plan in CUT else 1
+    """Return the largest allowed error of each gradient element."""
+    times = 2 if "dp_replicate=2" in plan or plan in SHARDED else 1
     parts = summands(Plan.parse(plan), torch.float64)
     found = {}
     for name in parts[0]:
         bound = ((1 + U) ** (2 * times) - 1) * sum(part[name].abs() for part in parts) / num_tokens()
-        found[name] = (bound.max().expand_as(bound) if plan in CUT else bound) + 1e-12 * bound.max()
+        found[name] = (bound.max().expand_as(bound) if plan in SHARDED else bound) + 1e-12 * bound.max()
     return found
 
 
-@pytest.mark.parametrize("num_ranks, plans", [(2, (*TWO_RANKS, *ACCUMULATED)), (4, (*FOUR_RANKS, *CUT))])
-def test_a_gradient_is_within_the_roundings_of_its_summands(num_ranks, plans, request):
+@pytest.mark.parametrize("num_ranks, plans", [(2, (*TWO_RANKS, *ACCUMULATED)), (4, (*FOUR_RANKS, *SHARDED))])
+def test_bf16_gradient_error_is_within_the_rounding_bound(num_ranks, plans, request):
     exact = train_case("precision=fp64", CASE).grads
     texts = tuple(f"{plan} precision=fp64 reduce=bf16" for plan in plans)
     answers = request.getfixturevalue(f"ranks{num_ranks}").run(train_all, texts, CASE)
@@ -88,8 +88,8 @@ def test_a_gradient_is_within_the_roundings_of_its_summands(num_ranks, plans, re
 
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
-def test_the_bits_are_those_of_two_summands_added_in_fp32(reduce, ranks2):
-    """fp32 is untouched by the choice; bf16 rounds each summand and the sum, to the nearest, and nothing else."""
+def test_bits_equal_fp32_sums_of_rounded_summands(reduce, ranks2):
+    """Check that fp32 is exact, and that bf16 rounds each summand and the sum to nearest, and nothing else."""
     wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[reduce]
     texts = tuple(f"{plan} reduce={reduce}" for plan in TWO_RANKS)
     one, other = summands(Plan(dp_replicate=2), torch.float32)
@@ -102,18 +102,18 @@ def test_the_bits_are_those_of_two_summands_added_in_fp32(reduce, ranks2):
                 assert torch.equal(grad, total * (nominal / num_tokens())), (name, text)
 
 
-def test_half_the_bytes_travel(ranks2, ranks4):
-    """All that travels besides are the totals of a step, and what ranks compare at the start: a few numbers."""
+def test_bf16_reduce_halves_the_bytes(ranks2, ranks4):
+    """Allow a few more bytes for a step's totals and the checks at the start."""
     for pool, plans in ((ranks2, TWO_RANKS), (ranks4, FOUR_RANKS[1:4])):
         texts = tuple(f"{plan} reduce={reduce}" for plan in plans for reduce in ("fp32", "bf16"))
         found = pool.run(train_all, texts, CASE)[0]
-        for whole, half in zip(texts[::2], texts[1::2], strict=True):
-            rest = 2 * found[half].reduced_bytes - found[whole].reduced_bytes
-            assert 0 < rest < 500 < 0.05 * found[half].reduced_bytes, (whole, rest)
+        for full, half in zip(texts[::2], texts[1::2], strict=True):
+            rest = 2 * found[half].reduced_bytes - found[full].reduced_bytes
+            assert 0 < rest < 500 < 0.05 * found[half].reduced_bytes, (full, rest)
 
 
-def test_training_goes_on_as_with_fp32(ranks2):
-    """Five steps: losses differ by less than one rounding."""
+def test_bf16_reduce_losses_are_close_to_fp32(ranks2):
+    """Check that losses of five steps differ by less than one rounding."""
     case = DecoderCase(LLAMA)
     for stage in ("dp_shard=2 zero=1", "dp_shard=2 zero=3"):
         wide, narrow = (ranks2.run(train_case, f"{stage} precision=bf16 reduce={name}", case)[0].losses

@@ -1,4 +1,4 @@
-"""On one host a backend sends gradients in bf16 and fp16 as they are: half the bytes, and the bits of sums in fp32."""
+"""On one host a backend sends bf16 and fp16 gradients unconverted: half the bytes, and the bits of fp32 sums."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
-from weft.comm import connect as meet
+from weft.comm import connect
 from weft.parallel.zero_flat.model import FlatModel
 from weft.verify.parity import DecoderCase, ParityResult, train_case
 
 CASE = DecoderCase(LLAMA, num_steps=3)
-#: And whether gradients travel in half the bytes: not where several passes add up before they do. Those of norms and
-#: of the head are in fp32 by themselves, which zero=3 rounds and the others do not.
+#: Plan -> whether gradients take half the bytes, which they do not if several passes are summed first. Gradients of
+#: norms and of the head are fp32, which only zero=3 rounds.
 PLANS = {
     "dp_shard=2 zero=1 precision=bf16": True,
     "dp_shard=2 zero=2 precision=bf16": True,
@@ -27,20 +27,20 @@ PLANS = {
 
 
 def train_all(transport: str | None) -> dict[str, ParityResult]:
-    """The plans, over a transport that ranks of CPUs do not choose, each parameter in a bucket of its own."""
-    meeting = meet._join
+    """Train the plans over `transport`, which CPU ranks do not choose by default, with one parameter per bucket."""
+    join = connect._join
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meet, "_join", lambda axis, group, device, _: meeting(axis, group, device, transport))
+        patch.setattr(connect, "_join", lambda axis, group, device, _: join(axis, group, device, transport))
         patch.setattr(FlatModel, "usual_bucket_bytes", staticmethod(lambda device: 64))
         return {plan: train_case(plan, CASE) for plan in PLANS}
 
 
-def test_training_has_the_bits_of_sums_in_fp32(ranks2):
-    expected, seen = ranks2.run(train_all, None), {}
+def test_short_summands_train_bitwise_as_fp32_sums(ranks2):
+    expected, byte_ratios = ranks2.run(train_all, None), {}
     for answer, reference in zip(ranks2.run(train_all, "backend"), expected, strict=True):
         for plan in PLANS:
             assert answer[plan].losses == reference[plan].losses
             for name, grad in answer[plan].grads.items():
                 assert torch.equal(grad, reference[plan].grads[name]), (plan, name)
-            seen[plan] = reference[plan].reduced_bytes / answer[plan].reduced_bytes
-    assert {plan: ratio > 1.2 for plan, ratio in seen.items()} == PLANS, seen
+            byte_ratios[plan] = reference[plan].reduced_bytes / answer[plan].reduced_bytes
+    assert {plan: ratio > 1.2 for plan, ratio in byte_ratios.items()} == PLANS, byte_ratios

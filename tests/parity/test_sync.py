@@ -1,7 +1,7 @@
-"""sync=average:H and diloco:H: every layout of replicas trains as one process that trains them one after another.
+"""sync=average:H and diloco:H: every layout of replicas matches one process that trains the replicas in turn.
 
-The oracle trains R plain models on one process, each on its part of the batch, with an optimizer and a clip of its own,
-and takes the outer step by its equations.
+The reference trains R plain models in one process, each on its part of the batch, with its own optimizer and clipping,
+and computes the outer step by its equations.
 """
 
 from __future__ import annotations
@@ -59,29 +59,33 @@ LR, MOMENTUM = 0.7, 0.9
 
 
 class PlainSgd(DecoderCase):
-    """The same with an optimizer whose step is linear in the gradient."""
+    """The same case with an optimizer whose update is linear in the gradient."""
 
     def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def outer_step(way: str, anchor: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor) -> None:
-    if way == "average":
+def outer_step(method: str, anchor: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor) -> None:
+    if method == "average":
         anchor -= mean
         return
     momentum.mul_(MOMENTUM).add_(mean)
     anchor -= LR * (mean + MOMENTUM * momentum)
 
 
-#: What the mean of the replicas' deltas by name is, where they are encoded.
+#: Function that returns the mean of the replicas' deltas by name.
 Mean = Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]
 
 
-class Alone:
-    """R replicas on this process. encoded: what the mean of deltas by name is, where they are encoded."""
+class ReferenceReplicas:
+    """R replicas trained in this process."""
 
     def __init__(self, case: DecoderCase, plan: Plan):
-        self.case, (self.way, self.every), self.replicas = case, (plan.sync_method, plan.sync_every), plan.dp_replicate
+        self.case, (self.method, self.every), self.replicas = (
+            case,
+            (plan.sync_method, plan.sync_every),
+            plan.dp_replicate,
+        )
         self.plan, replicas = plan, plan.dp_replicate
         self.models = [case.model() for _ in range(replicas)]
         self.optimizers = [case.optimizer_of(model) for model in self.models]
@@ -89,18 +93,18 @@ class Alone:
         self.momentum = {name: torch.zeros_like(one) for name, one in self.anchor.items()}
         self.result = ParityResult()
 
-    def samples(self, place: int) -> list[int]:
-        """Those of the global batch that a replica's ranks read."""
+    def samples(self, replica: int) -> list[int]:
+        """Return the indices of the global batch's samples that a replica's ranks read."""
         shard, passes = self.plan.dp_shard, self.plan.microbatches_per_step
-        ranks = range(place * shard, (place + 1) * shard)
+        ranks = range(replica * shard, (replica + 1) * shard)
         runs = [shares.microbatch_samples(self.case.global_batch, self.plan.dp_size, passes, rank) for rank in ranks]
         return sorted(number for run in runs for part in run for number in part)
 
     def step(self, index: int) -> None:
         batch = self.case.batch(index)
         losses, tokens, norms = 0.0, 0, 0.0
-        for place, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            own = {name: one[self.samples(place)] for name, one in batch.items()}
+        for replica, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            own = {name: one[self.samples(replica)] for name, one in batch.items()}
             loss_sum, number = self.case.loss(self.case.forward(model, own), own)
             optimizer.zero_grad()
             (loss_sum / number).backward()
@@ -114,15 +118,15 @@ class Alone:
         self.result.grad_norms.append(norms / self.replicas)
 
     def train_streamed(self, fragments: list[list[str]], mean: Mean | None = None) -> ParityResult:
-        """As `train`, of fragments that leave one after another, and arrive a step later."""
+        """Like `train`, with fragments that are sent in turn and applied one step later."""
         leaves = {(k + 1) * self.every // len(fragments) % self.every: names for k, names in enumerate(fragments)}
-        on_way: list[dict[str, torch.Tensor]] = []
+        in_flight: list[dict[str, torch.Tensor]] = []
         for index in range(self.case.num_steps):
             self.step(index)
             with torch.no_grad():
-                self.arrives(on_way, mean)
+                self.apply_fragment(in_flight, mean)
             names = leaves.get((index + 1) % self.every, ())
-            on_way = [
+            in_flight = [
                 {name: self.anchor[name] - model.get_parameter(name).detach() for name in names}
                 for model in self.models
                 if names
@@ -130,12 +134,12 @@ class Alone:
         self.result.weights = dict(self.anchor)
         return self.result
 
-    def arrives(self, on_way: list[dict[str, torch.Tensor]], mean: Mean | None) -> None:
-        found = self.mean(on_way, mean) if on_way else {}
+    def apply_fragment(self, in_flight: list[dict[str, torch.Tensor]], mean: Mean | None) -> None:
+        found = self.mean(in_flight, mean) if in_flight else {}
         for name, delta in found.items():
             anchor = self.anchor[name]
-            left = [anchor - own[name] for own in on_way]
-            outer_step(self.way, anchor, self.momentum[name], delta)
+            left = [anchor - own[name] for own in in_flight]
+            outer_step(self.method, anchor, self.momentum[name], delta)
             for model, weights in zip(self.models, left, strict=True):
                 model.get_parameter(name).add_(anchor - weights)
 
@@ -145,14 +149,14 @@ class Alone:
         return {name: sum(delta[name] for delta in deltas) / self.replicas for name in deltas[0]}
 
     @torch.no_grad()
-    def meet(self, mean: Mean | None = None) -> None:
+    def synchronize(self, mean: Mean | None = None) -> None:
         deltas = [
             {name: self.anchor[name] - param.detach() for name, param in model.named_parameters()}
             for model in self.models
         ]
         found = self.mean(deltas, mean)
         for name, anchor in self.anchor.items():
-            outer_step(self.way, anchor, self.momentum[name], found[name])
+            outer_step(self.method, anchor, self.momentum[name], found[name])
             for model in self.models:
                 model.get_parameter(name).copy_(anchor)
 
@@ -160,16 +164,17 @@ class Alone:
         for index in range(self.case.num_steps):
             self.step(index)
             if (index + 1) % self.every == 0:
-                self.meet(mean)
+                self.synchronize(mean)
         self.result.weights = dict(self.anchor)
         return self.result
 
 
 @dataclasses.dataclass
 class Trained:
-    """What a rank found. own: its replica's weights between meetings. order: names in the order that they travel.
+    """Results of a rank.
 
-    fragments: names of those of the model.
+    own: the replica's weights between synchronizations. order: parameter names in the order in which they are sent.
+    fragments: parameter names of each fragment.
     """
 
     result: ParityResult
@@ -196,10 +201,10 @@ def train(plan_text: str, case: DecoderCase) -> Trained:
         result.weights = {name: one.clone() for name, one in data_parallel(model).weights()}
     back = dict(data_parallel(model).weights())
     assert all(torch.equal(back[name], own[name]) for name in own)
-    held = [one.name for one in sync.master_slices()]
-    order = [[held[place] for place in run.places] for run in sync._runs]
-    places = sync._places if isinstance(sync, StreamedSync) else {}
-    fragments = [[name for name, at in places.items() if at == k] for k in range(plan.sync_fragments)]
+    local_names = [one.name for one in sync.master_slices()]
+    order = [[local_names[index] for index in run.places] for run in sync._runs]
+    fragment_of = sync._places if isinstance(sync, StreamedSync) else {}
+    fragments = [[name for name, at in fragment_of.items() if at == k] for k in range(plan.sync_fragments)]
     return Trained(result, own, order, fragments)
 
 
@@ -207,9 +212,9 @@ def train_all(plans: tuple[str, ...], case: DecoderCase) -> list[Trained]:
     return [train(plan, case) for plan in plans]
 
 
-def owing_mean(order: list[list[str]], wire: str) -> Mean:
-    """The mean of deltas of which each replica sends what `wire` keeps; it owes the rest."""
-    codec, owed = find_wire(wire), {}
+def mean_with_error_feedback(order: list[list[str]], wire: str) -> Mean:
+    """Return a mean of deltas that each replica encodes with `wire` and error feedback."""
+    codec, residuals = find_wire(wire), {}
 
     def mean(deltas: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         found = {}
@@ -217,10 +222,10 @@ def owing_mean(order: list[list[str]], wire: str) -> Mean:
             if names[0] not in deltas[0]:
                 continue
             total = 0.0
-            for place, delta in enumerate(deltas):
-                flat = torch.cat([delta[name].reshape(-1) for name in names]) + owed.get((names[0], place), 0.0)
+            for replica, delta in enumerate(deltas):
+                flat = torch.cat([delta[name].reshape(-1) for name in names]) + residuals.get((names[0], replica), 0.0)
                 sent = codec.decode(codec.encode(flat[None], None)[0], flat.numel(), flat.dtype)[0]
-                owed[names[0], place] = flat - sent
+                residuals[names[0], replica] = flat - sent
                 total = total + sent
             parts = (total / len(deltas)).split([deltas[0][name].numel() for name in names])
             found |= {name: part.view_as(deltas[0][name]) for name, part in zip(names, parts, strict=True)}
@@ -230,16 +235,16 @@ def owing_mean(order: list[list[str]], wire: str) -> Mean:
 
 
 def coded_mean(order: list[list[str]], wire: str) -> Mean:
-    """The mean of deltas that travelled encoded, in the order in which a rank holds them."""
+    """Return a mean of encoded deltas, in the order in which a rank sends them."""
     if "top" in wire:
-        return owing_mean(order, wire)
+        return mean_with_error_feedback(order, wire)
     oracle = WireOracle(wire)
 
     def mean(deltas: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         found = {}
         for names in order:
             if names[0] not in deltas[0]:
-                continue  # of another fragment
+                continue  # belongs to another fragment
             flats = [torch.cat([delta[name].reshape(-1) for name in names]) for delta in deltas]
             summed = oracle.all_reduce(flats, f"sync {names[0]}") / len(deltas)
             parts = summed.split([deltas[0][name].numel() for name in names])
@@ -253,38 +258,38 @@ def coded_mean(order: list[list[str]], wire: str) -> Mean:
 def check(pool, plans: tuple[str, ...], case: DecoderCase) -> None:
     answers = pool.run(train_all, plans, case)
     for index, plan in enumerate(plans):
-        alone = Alone(case, Plan.parse(f"dp_replicate=2 {plan}"))
-        compress = alone.plan.compress
+        reference = ReferenceReplicas(case, Plan.parse(f"dp_replicate=2 {plan}"))
+        compress = reference.plan.compress
         mean = None if compress == "none" else coded_mean(answers[0][index].order, compress)
         fragments = answers[0][index].fragments
-        wanted = alone.train_streamed(fragments, mean) if fragments else alone.train(mean)
+        expected = reference.train_streamed(fragments, mean) if fragments else reference.train(mean)
         for rank, answer in enumerate(answers):
             found = answer[index]
-            assert found.result.largest_difference(wanted) < 1e-10, (plan, rank)
-            place = next(
-                place
-                for place, model in enumerate(alone.models)
+            assert found.result.largest_difference(expected) < 1e-10, (plan, rank)
+            replica = next(
+                replica
+                for replica, model in enumerate(reference.models)
                 if all(torch.allclose(found.own[n], p, rtol=1e-9, atol=1e-10) for n, p in model.named_parameters())
             )
-            assert place in (0, 1)
+            assert replica in (0, 1)
             first = answers[0][index].result.weights
             assert all(torch.equal(one, first[name]) for name, one in found.result.weights.items()), plan
 
 
-def test_two_replicas_train_as_one_process_that_trains_each(ranks2):
+def test_two_replicas_match_one_process(ranks2):
     check(ranks2, TWO, CASE)
 
 
-def test_so_do_replicas_of_several_ranks(ranks4):
+def test_replicas_of_two_ranks_match_one_process(ranks4):
     check(ranks4, FOUR, CASE)
 
 
 @pytest.mark.full
-def test_so_do_more_layouts(ranks4):
+def test_more_layouts_of_replicas_match_one_process(ranks4):
     check(ranks4, MORE, CASE)
 
 
-def test_average_after_each_step_of_sgd_is_plain_data_parallelism(ranks2):
+def test_average_after_each_sgd_step_equals_data_parallel(ranks2):
     case = PlainSgd(**{field.name: getattr(EVEN, field.name) for field in dataclasses.fields(EVEN)})
     plain = train_case("precision=fp64", case)
     for (found,) in ranks2.run(train_all, ("sync=average:1",), case):
@@ -294,7 +299,7 @@ def test_average_after_each_step_of_sgd_is_plain_data_parallelism(ranks2):
 
 
 class Script:
-    """A script of one's own under a plan, which may go on from a checkpoint."""
+    """A user's script under a plan, which may resume from a checkpoint."""
 
     def __init__(self, plan_text: str):
         plan = Plan.parse(f"{plan_text} precision=fp64")
@@ -312,10 +317,10 @@ class Script:
         ]
 
     def own(self) -> dict[str, torch.Tensor]:
-        """This replica's weights."""
+        """Return this replica's weights."""
         return {name: one.clone() for name, one in data_parallel(self.model).weights()}
 
-    def whole(self) -> dict[str, torch.Tensor]:
+    def full_state(self) -> dict[str, torch.Tensor]:
         return self.run.full_state_dict(self.model, everywhere=True)
 
     def evaluate(self) -> float:
@@ -324,28 +329,28 @@ class Script:
         return self.run.evaluate(self.model, [batch], CASE.loss, forward=CASE.forward).loss
 
 
-def save_and_go_on(plan_text: str, folder: str, at: int, end: int):
-    """Losses, weights, and the anchor at the save."""
+def save_and_continue(plan_text: str, folder: str, at: int, end: int):
+    """Return later losses, final weights and anchor, and the anchor and evaluation loss at the save."""
     script = Script(plan_text)
     script.train(0, at)
     script.run.save(folder, step=at, model=script.model, optimizer=script.step)
-    anchor, loss = script.whole(), script.evaluate()
-    return script.train(at, end), script.own(), script.whole(), anchor, loss
+    anchor, loss = script.full_state(), script.evaluate()
+    return script.train(at, end), script.own(), script.full_state(), anchor, loss
 
 
-def load_and_go_on(plan_text: str, folder: str, at: int, end: int):
+def load_and_continue(plan_text: str, folder: str, at: int, end: int):
     script = Script(plan_text)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         script.run.load(folder, model=script.model, optimizer=script.step)
-    anchor, loss = script.whole(), script.evaluate()
-    lines = [str(one.message) for one in said if "replicas" in str(one.message)]
-    return script.train(at, end), script.own(), script.whole(), anchor, loss, lines
+    anchor, loss = script.full_state(), script.evaluate()
+    lines = [str(one.message) for one in caught if "replicas" in str(one.message)]
+    return script.train(at, end), script.own(), script.full_state(), anchor, loss, lines
 
 
-def go_on_twice(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
-    saved = pool.run(save_and_go_on, plan, str(folder), at, end)
-    return saved, pool.run(load_and_go_on, then or plan, str(folder), at, end)
+def save_and_resume(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
+    saved = pool.run(save_and_continue, plan, str(folder), at, end)
+    return saved, pool.run(load_and_continue, then or plan, str(folder), at, end)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +358,7 @@ def go_on_twice(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
     [
         ("dp_shard=2 zero=3", 5),
         ("pp=2 microbatches=2", 3),
-        ("dp_shard=2 zero=1 sync=diloco:3/2", 4),  # with a fragment on its way
+        ("dp_shard=2 zero=1 sync=diloco:3/2", 4),  # with a fragment in flight
         ("tp=2 sync=diloco:3/2 compress=top:0.1", 4),
         *(
             pytest.param(plan, at, marks=pytest.mark.full)
@@ -372,18 +377,18 @@ def go_on_twice(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
         ),
     ],
 )
-def test_a_resume_at_and_between_meetings_gives_the_same_bits(plan, at, ranks4, tmp_path):
+def test_resume_at_and_between_synchronizations_is_bitwise_equal(plan, at, ranks4, tmp_path):
     sync, compress = (text * (text.partition("=")[0] not in plan) for text in ("sync=diloco:3", "compress=int8"))
-    saved, loaded = go_on_twice(ranks4, f"dp_replicate=2 {plan} {sync} {compress}", tmp_path, at)
+    saved, loaded = save_and_resume(ranks4, f"dp_replicate=2 {plan} {sync} {compress}", tmp_path, at)
     for before, after in zip(saved, loaded, strict=True):
         assert (before[0], before[4], []) == (after[0], after[4], after[5])
         for ours, theirs in zip(before[1:4], after[1:4], strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-        # What several ranks of a replica hold was encoded alike on all of them.
+        # Ranks of a replica with the same elements encoded them equally.
         assert all(torch.equal(after[2][name], loaded[0][2][name]) for name in after[2])
 
 
-def owe(plan_text: str, load: str = "", save: str = "") -> dict[str, torch.Tensor]:
+def residuals_after(plan_text: str, load: str = "", save: str = "") -> dict[str, torch.Tensor]:
     script = Script(plan_text)
     if load:
         with warnings.catch_warnings():
@@ -397,17 +402,19 @@ def owe(plan_text: str, load: str = "", save: str = "") -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("compress", ["compress=top:0.05", "compress=int8", ""])
-def test_as_many_other_replicas_owe_what_these_did(compress, ranks4, tmp_path):
-    before = ranks4.run(owe, "dp_replicate=2 dp_shard=2 sync=average:3 compress=top:0.05", "", str(tmp_path))
-    after = ranks4.run(owe, f"dp_replicate=4 sync=average:3 {compress}", str(tmp_path))
+def test_other_replicas_resume_the_mean_residual(compress, ranks4, tmp_path):
+    before = ranks4.run(
+        residuals_after, "dp_replicate=2 dp_shard=2 sync=average:3 compress=top:0.05", "", str(tmp_path)
+    )
+    after = ranks4.run(residuals_after, f"dp_replicate=4 sync=average:3 {compress}", str(tmp_path))
     assert sum(float(one.abs().sum()) for one in before[0].values()) > 0
     for name, mine in before[0].items():
-        mean = (mine + before[2][name]) / 2  # of ranks 0 and 1 each has all of its replica's
+        mean = (mine + before[2][name]) / 2  # ranks 0 and 1 each have their replica's full residual
         assert all(torch.equal(one[name], mean) for one in after), name
 
 
-def test_another_plan_inside_goes_on_alike(ranks4, tmp_path):
-    saved, loaded = go_on_twice(
+def test_replicas_resume_under_another_inner_plan(ranks4, tmp_path):
+    saved, loaded = save_and_resume(
         ranks4, "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3", tmp_path, 5,
         then="dp_replicate=2 tp=2 sync=diloco:3",
     )  # fmt: skip
@@ -420,8 +427,8 @@ def test_another_plan_inside_goes_on_alike(ranks4, tmp_path):
     "then",
     ["dp_replicate=4 sync=diloco:3", "dp_shard=4 zero=3", pytest.param("dp_replicate=4", marks=pytest.mark.full)],
 )
-def test_other_replicas_go_on_from_the_anchor_and_say_what_is_lost(then, ranks4, tmp_path):
-    saved, loaded = go_on_twice(ranks4, "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3", tmp_path, 5, then=then)
+def test_other_replicas_resume_from_the_anchor_and_report_losses(then, ranks4, tmp_path):
+    saved, loaded = save_and_resume(ranks4, "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3", tmp_path, 5, then=then)
     more = "" if "sync" in then else ", the outer momentum"
     for before, after in zip(saved, loaded, strict=True):
         assert all(torch.equal(before[3][name], after[3][name]) for name in before[3])
@@ -432,16 +439,16 @@ def test_other_replicas_go_on_from_the_anchor_and_say_what_is_lost(then, ranks4,
     ]
 
 
-def test_meetings_fall_on_the_same_steps_where_replicas_met_in_every_step_before(ranks2, tmp_path):
-    _, loaded = go_on_twice(ranks2, "dp_replicate=2", tmp_path, 4, then="dp_replicate=2 sync=average:3")
-    # Steps 5, 6 and 7: after the sixth they meet, and the seventh is each one's own.
+def test_resume_from_sync_step_keeps_the_steps_of_synchronization(ranks2, tmp_path):
+    _, loaded = save_and_resume(ranks2, "dp_replicate=2", tmp_path, 4, then="dp_replicate=2 sync=average:3")
+    # Steps 5, 6 and 7: replicas synchronize after the sixth, and train the seventh separately.
     ours, theirs = loaded[0], loaded[1]
     assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])
     assert any(not torch.equal(ours[1][name], ours[2][name]) for name in ours[1])
 
 
 def sent_in_each_step(plan_text: str, num_steps: int) -> list[int]:
-    """Bytes of each step that go over dp_replicate."""
+    """Return the bytes that each step sends over dp_replicate."""
     ledger, plan = Ledger(), Plan.parse(plan_text)
     mesh = build_mesh(plan, record=ledger.record)
     model = parallelize(CASE.model(), mesh)
@@ -457,7 +464,7 @@ def _over_replicas(ledger: Ledger) -> int:
     return sum(found.num_bytes for axis, _, found in ledger.rows() if "dp_replicate" in axis or axis == "world")
 
 
-def test_between_meetings_replicas_exchange_the_numbers_of_a_step_alone(ranks4):
+def test_replicas_exchange_only_step_totals_between_synchronizations(ranks4):
     plan = "dp_replicate=2 dp_shard=2 zero=1"
     plain = ranks4.run(sent_in_each_step, plan, 2)[0]
     exact = ranks4.run(sent_in_each_step, f"{plan} sync=diloco:3", 6)[0]
@@ -469,23 +476,23 @@ def test_between_meetings_replicas_exchange_the_numbers_of_a_step_alone(ranks4):
     assert coded[2] < 0.5 * exact[2] / 1.5
 
 
-def lead_apart(plan_text: str, spoils: int) -> tuple[list[str | None], list[bool], str]:
-    """Why steps were left out, whether the replica's weights moved, and what a meeting of unfit weights says."""
+def train_with_nan(plan_text: str, spoils: int) -> tuple[list[str | None], list[bool], str]:
+    """Return why steps were skipped, whether weights changed, and the error of synchronizing non-finite weights."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     model = parallelize(CASE.model(), mesh)
-    spoilt: list[float] = []
+    loss_factors: list[float] = []
 
     def loss(output, batch):
         loss_sum, number = CASE.loss(output, batch)
-        return (loss_sum * spoilt.pop() if spoilt else loss_sum), number
+        return (loss_sum * loss_factors.pop() if loss_factors else loss_sum), number
 
     step = TrainStep(model, CASE.optimizer_of(model), loss, mesh, forward=CASE.forward)
     why, moved = [], []
     for index in range(2):
         before = {name: one.clone() for name, one in data_parallel(model).local_weights().items()}
         if index == 1 and mesh.rank == spoils:
-            spoilt.append(float("nan"))
+            loss_factors.append(float("nan"))
         why.append(step(local_microbatches(CASE.batch(index), plan, mesh.data.rank)).skipped)
         after = data_parallel(model).local_weights()
         moved.append(any(not torch.equal(one, after[name]) for name, one in before.items()))
@@ -498,8 +505,8 @@ def lead_apart(plan_text: str, spoils: int) -> tuple[list[str | None], list[bool
     return why, moved, str(caught.value)
 
 
-def test_a_replica_that_goes_wrong_is_told_to_all_and_spoils_no_other(ranks2):
-    first, second = ranks2.run(lead_apart, "dp_replicate=2 sync=average:3", 1)
+def test_non_finite_replica_is_reported_and_contained(ranks2):
+    first, second = ranks2.run(train_with_nan, "dp_replicate=2 sync=average:3", 1)
     assert first == ([None, "1 of 2 replicas left it out"], [True, True], second[2])
     assert second[:2] == ([None, "1 of 2 replicas left it out, this one for: loss is nan"], [True, False])
     assert first[2] == (
@@ -508,29 +515,29 @@ def test_a_replica_that_goes_wrong_is_told_to_all_and_spoils_no_other(ranks2):
     )
 
 
-def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step_outside_train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     loss_sum, number = CASE.loss(CASE.forward(model, CASE.batch(0)), CASE.batch(0))
     (loss_sum / number).backward()
     optimizer.step()
 
 
 def own_loop(plan_text: str) -> list[str]:
-    said = []
+    errors = []
     mesh = build_mesh(Plan.parse(plan_text))
     model = parallelize(CASE.model(), mesh)
     optimizer = CASE.optimizer_of(model)
     for _ in range(2):
         with pytest.raises(ModelError) as caught:
-            by_hand(model, optimizer)
-        said.append(str(caught.value))
-    return said
+            step_outside_train_step(model, optimizer)
+        errors.append(str(caught.value))
+    return errors
 
 
 @pytest.mark.parametrize("inside", ["dp_shard=1", "dp_shard=2 zero=3"])
-def test_a_loop_of_ones_own_is_refused(inside, ranks2, ranks4):
+def test_backward_outside_a_train_step_is_rejected(inside, ranks2, ranks4):
     pool = ranks2 if "1" in inside else ranks4
-    for said in pool.run(own_loop, f"dp_replicate=2 {inside} sync=diloco:5"):
-        assert set(said) == {
+    for errors in pool.run(own_loop, f"dp_replicate=2 {inside} sync=diloco:5"):
+        assert set(errors) == {
             "sync=diloco:5: backward() came outside of a train step, and only a train step counts the steps until "
             "replicas synchronize. Use run.train_step, or sync=step."
         }

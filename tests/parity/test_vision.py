@@ -1,4 +1,4 @@
-"""Models that see images, of which samples have none, one or more: what one process computes, every cut computes."""
+"""Vision-language models on samples with different numbers of images match one process under every split."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def one_process():
 
 
 @pytest.mark.parametrize("plan", gate_runs(PLANS, 1, 3, 4))
-def test_images_and_patches_are_cut_with_their_samples(plan, one_process, ranks2):
+def test_images_and_patches_are_split_with_their_samples(plan, one_process, ranks2):
     for found in ranks2.run(train_all, f"{plan} precision=fp64"):
         different = {name: result.largest_difference(one_process[name]) for name, result in found.items()}
         assert max(different.values()) < RTOL, different
 
 
-def test_a_script_cuts_its_loader_by_samples(ranks2):
-    [alone] = losses_of_script(["accumulation=2"]).values()
+def test_script_splits_its_loader_by_samples(ranks2):
+    [reference] = losses_of_script(["accumulation=2"]).values()
     for found in ranks2.run(losses_of_script, ["dp_shard=2 zero=2", "dp_replicate=2 accumulation=2"]):
         for losses in found.values():
-            torch.testing.assert_close(losses, alone, rtol=RTOL, atol=0.0)
+            torch.testing.assert_close(losses, reference, rtol=RTOL, atol=0.0)
 
 
 @pytest.mark.parametrize("plan, text", [
@@ -50,7 +50,7 @@ def test_a_script_cuts_its_loader_by_samples(ranks2):
         "2. Use sp=off.",
     ),
 ])  # fmt: skip
-def test_what_such_a_model_cannot_do_is_said_in_a_sentence(plan, text, ranks2):
+def test_unsupported_vision_plan_is_rejected_in_one_sentence(plan, text, ranks2):
     with pytest.raises(RankError) as caught:
         ranks2.run(train_all, f"{plan} precision=fp64")
     assert text in caught.value.refusal
@@ -59,9 +59,9 @@ def test_what_such_a_model_cannot_do_is_said_in_a_sentence(plan, text, ranks2):
 
 @pytest.fixture
 def shared_ranks(ranks2, monkeypatch):
-    """Verify on the ranks that are there already."""
+    """Make `verify` use the existing pool of ranks."""
 
-    class There:
+    class ExistingPool:
         def __init__(self, num_ranks, timeout_s):
             pass
 
@@ -71,21 +71,21 @@ def shared_ranks(ranks2, monkeypatch):
         def __exit__(self, *error):
             pass
 
-    monkeypatch.setattr(verify, "RankPool", There)
+    monkeypatch.setattr(verify, "RankPool", ExistingPool)
 
 
 @pytest.mark.parametrize("model", gate_runs(["llava", "qwen2_vl"], 1))
-def test_verify_takes_the_loader_of_a_user(model, shared_ranks, capsys):
-    """Of batches of 3 samples, which neither two ranks nor two microbatches share evenly."""
-    words = ["--plan", "dp_shard=2 zero=3 accumulation=2", "--global-batch", "3", "--steps", "2", "--json"]
-    assert run(["verify", "--model", f"tests.parity.vision_cases:{model}", *words]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["passed"]
-    assert told["max_rel_diff"] < RTOL
+def test_verify_accepts_a_user_loader(model, shared_ranks, capsys):
+    """Use batches of 3 samples, which do not divide evenly over two ranks or two microbatches."""
+    arguments = ["--plan", "dp_shard=2 zero=3 accumulation=2", "--global-batch", "3", "--steps", "2", "--json"]
+    assert run(["verify", "--model", f"tests.parity.vision_cases:{model}", *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"]
+    assert report["max_rel_diff"] < RTOL
 
 
-def test_verify_of_ranks_without_an_image_under_zero_3(shared_ranks, capsys):
-    """The tower and the projector behind it take part on ranks whose microbatch is text alone."""
-    words = ["--plan", "dp_shard=2 zero=3", "--global-batch", "2", "--steps", "2", "--json"]
-    assert run(["verify", "--model", "tests.parity.vision_cases:without_blanks", *words]) == 0
+def test_verify_with_ranks_without_images_under_zero_3(shared_ranks, capsys):
+    """Check that tower and projector also run on ranks whose microbatch has only text."""
+    arguments = ["--plan", "dp_shard=2 zero=3", "--global-batch", "2", "--steps", "2", "--json"]
+    assert run(["verify", "--model", "tests.parity.vision_cases:without_blanks", *arguments]) == 0
     assert json.loads(capsys.readouterr().out)["max_rel_diff"] < RTOL

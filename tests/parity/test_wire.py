@@ -1,4 +1,4 @@
-"""A wire that keeps what it rounds off: under every stage as on one process, and as if never stopped."""
+"""A wire format with error feedback matches one process under every ZeRO stage, and resumes bitwise."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ CASE = DecoderCase(LLAMA, num_steps=4)
 STAGES = ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3")
 WIRE = f" reduce={Block8.__name__.lower()}"
 
-#: Of what travels together: the number of elements, and where those of each parameter are among them.
+#: Per bucket or unit: its number of elements, and the index of each parameter's elements.
 Layout = list[tuple[int, dict[str, torch.Tensor]]]
 
 
 def train_all(plans: list[str]) -> list[tuple[ParityResult, Layout]]:
-    return [(train_case(plan, CASE), lie(plan)) for plan in plans]
+    return [(train_case(plan, CASE), bucket_layout(plan)) for plan in plans]
 
 
-def lie(plan: str) -> Layout:
-    """Where gradients lie in what the ranks sum."""
+def bucket_layout(plan: str) -> Layout:
+    """Return the layout of gradients in the flat tensors that ranks sum."""
     mesh = build_mesh(Plan.parse(plan))
     model = CASE.model()
     shapes = {name: param.shape for name, param in model.named_parameters()}
@@ -57,19 +57,19 @@ def lie(plan: str) -> Layout:
         names = [f"{unit.name}.{name}".lstrip(".") for name, _ in unit.module.named_parameters()]
         names = [name for name in names if name not in seen]
         seen |= {*names}
-        places, end = {name: [] for name in names}, 0
-        for _ in range(2):  # a rank's part has its rows of each parameter; of an odd number the last one is filled up
+        indices, end = {name: [] for name in names}, 0
+        for _ in range(2):  # each rank has half of the rows of each parameter, padded if the number is odd
             for name in names:
                 rows = -(-shapes[name][0] // 2)
                 numel = rows * shapes[name][1:].numel()
-                places[name].append(end + torch.arange(numel))
+                indices[name].append(end + torch.arange(numel))
                 end += numel
-        found.append((end, {name: torch.cat(parts)[: shapes[name].numel()] for name, parts in places.items()}))
+        found.append((end, {name: torch.cat(parts)[: shapes[name].numel()] for name, parts in indices.items()}))
     return found
 
 
-def train_alone(plan: Plan, layout: Layout) -> ParityResult:
-    """The same training on this process: each rank's gradients, and what their sum is by the same wire."""
+def train_reference(plan: Plan, layout: Layout) -> ParityResult:
+    """Train in one process: each rank's gradients, summed with the same wire format."""
     model, oracle, result = CASE.model(), WireOracle(plan.reduce), ParityResult()
     optimizer, params = CASE.optimizer_of(model), dict(model.named_parameters())
     nominal = 2.0 ** (CASE.batch(0)["labels"].numel().bit_length() - 1)
@@ -81,15 +81,15 @@ def train_alone(plan: Plan, layout: Layout) -> ParityResult:
             grads.append(dict(zip(params, torch.autograd.grad(loss_sum / nominal, [*params.values()]), strict=True)))
             total += float(loss_sum.detach())
         num_tokens = int((batch["labels"] >= 0).sum())
-        for index, (numel, places) in enumerate(layout):
+        for index, (numel, indices) in enumerate(layout):
             flats = [torch.zeros(numel, dtype=torch.float64) for _ in grads]
             for flat, mine in zip(flats, grads, strict=True):
-                for name, place in places.items():
-                    flat[place] = mine[name].flatten()
-            divided = plan.zero > 0
-            sums = torch.cat(oracle.reduce_scatter(flats, index)) if divided else oracle.all_reduce(flats, index)
-            for name, place in places.items():
-                params[name].grad = (sums[place] * (nominal / num_tokens)).view_as(params[name])
+                for name, at in indices.items():
+                    flat[at] = mine[name].flatten()
+            sharded = plan.zero > 0
+            sums = torch.cat(oracle.reduce_scatter(flats, index)) if sharded else oracle.all_reduce(flats, index)
+            for name, at in indices.items():
+                params[name].grad = (sums[at] * (nominal / num_tokens)).view_as(params[name])
         norm = float(global_norm([param.grad for param in params.values()]))
         for param in params.values():
             param.grad *= clip_factor(norm, CASE.max_grad_norm)
@@ -101,24 +101,24 @@ def train_alone(plan: Plan, layout: Layout) -> ParityResult:
     return result
 
 
-def test_every_stage_trains_as_one_process_with_the_same_wire(ranks2):
+def test_stages_match_one_process_with_the_same_wire_format(ranks2):
     texts = [f"{plan} precision=fp64{WIRE}" for plan in STAGES]
     exact = train_case("precision=fp64", CASE)
     for text, (found, layout), (other, _) in zip(texts, *ranks2.run(train_all, texts), strict=True):
-        alone = train_alone(Plan.parse(text), layout)
-        assert found.largest_difference(alone) < 1e-10, text
+        reference = train_reference(Plan.parse(text), layout)
+        assert found.largest_difference(reference) < 1e-10, text
         assert all(torch.equal(other.weights[name], weight) for name, weight in found.weights.items())
-        # Rounded indeed, and by no more than a training bears.
+        # Rounding has an effect, but a small one.
         assert found.largest_difference(exact) > 1e-5, text
         assert found.losses == pytest.approx(exact.losses, rel=1e-3)
-        # The totals of each step, and what ranks compare at the start, travel besides.
+        # The rest is each step's totals and the checks at the start.
         spec = wire_spec("block8")
         rows = [spec.num_bytes(numel // 2) * 2 if "zero" in text else spec.num_bytes(numel) for numel, _ in layout]
         rest = found.reduced_bytes - CASE.num_steps * sum(rows)
         assert 0 < rest < 1000 < sum(rows), (text, rest)
 
 
-def test_the_wire_serves_beside_tp_replicas_accumulation_and_bf16(ranks4):
+def test_wire_format_with_tp_replicas_accumulation_and_bf16(ranks4):
     plans = [
         "dp_replicate=2 dp_shard=2 zero=2 accumulation=2",
         "dp_shard=2 tp=2 sp=on zero=3 accumulation=2",
@@ -137,54 +137,54 @@ def train_each(plans: list[str]) -> list[ParityResult]:
     return [train_case(plan, CASE) for plan in plans]
 
 
-def go_on(plan_text: str, first: int, last: int, load: str = "", save: str = "") -> tuple[dict, dict, list[str]]:
-    """Train some steps from a checkpoint or from the start: weights, what the wire carries, and what was told."""
+def train_steps(plan_text: str, first: int, last: int, load: str = "", save: str = "") -> tuple[dict, dict, list[str]]:
+    """Train some steps, new or from a checkpoint. Return weights, the wire format's state and messages."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     model = CASE.model()
     with several_buckets(model):
         parallelize(model, mesh)
     step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=0.5)
-    told = resume(model, step.optimizer, load_checkpoint(load)) if load else []
+    messages = resume(model, step.optimizer, load_checkpoint(load)) if load else []
     for index in range(first, last):
         step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
     carried = {name: tensor.clone() for name, tensor in local_wire_state(data_parallel(model))}
     if save:
         save_slices(Path(save), last, state_slices(model, step.optimizer), {}, rank_group(mesh))
     weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
-    return weights, carried, told
+    return weights, carried, messages
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_run_that_was_killed_goes_on_with_the_same_bits(stage, tmp_path, ranks2):
+def test_killed_run_resumes_bitwise(stage, tmp_path, ranks2):
     plan, folder = f"{stage} precision=bf16{WIRE}", str(tmp_path / "step_00000002")
-    undisturbed, carried, _ = ranks2.run(go_on, plan, 0, 4)[0]
+    undisturbed, carried, _ = ranks2.run(train_steps, plan, 0, 4)[0]
     assert {name.partition("/")[0] for name in carried} == {"0", "plan"}
     assert all(tensor.any() for name, tensor in carried.items() if name != "plan")
-    ranks2.run(go_on, plan, 0, 2, save=str(tmp_path))
-    for answer in ranks2.run(go_on, plan, 2, 4, load=folder):
+    ranks2.run(train_steps, plan, 0, 2, save=str(tmp_path))
+    for answer in ranks2.run(train_steps, plan, 2, 4, load=folder):
         assert all(torch.equal(answer[0][name], weight) for name, weight in undisturbed.items())
         assert answer[2] == []
-    for rank, (_, carried, _) in enumerate(ranks2.run(go_on, plan, 2, 2, load=folder)):
+    for rank, (_, carried, _) in enumerate(ranks2.run(train_steps, plan, 2, 2, load=folder)):
         saved = load_checkpoint(Path(folder)).private("wire", rank)
         assert saved.keys() == carried.keys()
         assert all(torch.equal(carried[name], tensor) for name, tensor in saved.items())
 
 
-def test_another_plan_starts_with_nothing_owed_and_says_so(tmp_path, ranks2):
+def test_other_plan_drops_the_residual_with_a_message(tmp_path, ranks2):
     saved, folder = f"dp_shard=2 zero=1{WIRE}", str(tmp_path / "step_00000002")
-    ranks2.run(go_on, saved, 0, 2, save=str(tmp_path))
+    ranks2.run(train_steps, saved, 0, 2, save=str(tmp_path))
     for plan in (f"dp_shard=2 zero=3{WIRE}", "dp_shard=2 zero=1"):
-        _, carried, told = ranks2.run(go_on, plan, 2, 2, load=folder)[0]
+        _, carried, messages = ranks2.run(train_steps, plan, 2, 2, load=folder)[0]
         assert carried == {}
-        assert told == [
+        assert messages == [
             f"the rounding errors of reduce under '{saved}' are dropped: this plan is '{plan}', and it starts "
             "without them"
         ]
 
 
 def skip_one(plan_text: str) -> list[bool]:
-    """A step whose loss is not finite, between two that are."""
+    """Train a step with a non-finite loss between two finite ones."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     model = parallelize(CASE.model(), mesh)
@@ -201,13 +201,13 @@ def skip_one(plan_text: str) -> list[bool]:
     return [bool(before), same, metrics.skipped is None]
 
 
-def test_a_skipped_step_changes_nothing_that_is_owed(ranks2):
+def test_skipped_step_leaves_the_residual_unchanged(ranks2):
     for stage in STAGES:
         assert ranks2.run(skip_one, stage + WIRE) == [[True] * 3] * 2, stage
 
 
 def own_loop(plan_text: str) -> tuple[list[float], bool]:
-    """A user's own loop, with two backwards before a step: losses, and whether anything is carried."""
+    """Train in a user's loop with two backwards per step. Return losses and whether there is a residual."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     model = parallelize(CASE.model(), mesh)
@@ -224,7 +224,7 @@ def own_loop(plan_text: str) -> tuple[list[float], bool]:
     return losses, bool(data_parallel(model).coders.states())
 
 
-def test_a_loop_of_ones_own_may_use_it(ranks2):
+def test_user_training_loop_with_error_feedback(ranks2):
     for stage in STAGES:
         plain, wired = (ranks2.run(own_loop, stage + wire)[0] for wire in ("", WIRE))
         assert wired[0] == pytest.approx(plain[0], rel=2e-2), stage
@@ -232,7 +232,7 @@ def test_a_loop_of_ones_own_may_use_it(ranks2):
 
 
 def load_in_a_script(saved: str, plan: str, folder: str) -> list[str]:
-    """Save under one plan and load under another, with `weft.Run`: what it warns of."""
+    """Save under one plan and load under another with `weft.Run`. Return the warnings."""
     for text in (saved, plan):
         run = weft.Run(Plan.parse(text), build_mesh(Plan.parse(text)), Ledger(), seed=0)
         model = run.parallelize(CASE.model() if run.plan.precision == "fp64" else CASE.model().float())
@@ -246,7 +246,7 @@ def load_in_a_script(saved: str, plan: str, folder: str) -> list[str]:
     return [str(one.message) for one in seen if issubclass(one.category, weft.WeftWarning)]
 
 
-def test_a_script_is_warned_once(tmp_path, ranks2):
+def test_script_warns_once_of_a_dropped_residual(tmp_path, ranks2):
     saved, plan = f"dp_shard=2 zero=2{WIRE}", "dp_shard=2 zero=2"
     first, second = ranks2.run(load_in_a_script, saved, plan, str(tmp_path))
     assert first == [

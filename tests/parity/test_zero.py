@@ -1,4 +1,4 @@
-"""Stages of ZeRO beyond the matrix: random trees of modules, unused parameters, half precision."""
+"""ZeRO stages beyond the matrix: random module trees, unused parameters, half precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def references():
     return train_cases("precision=fp64", cases())
 
 
-#: Random trees have no layers and heads, so they are laid over the data axes alone: every legal way to do it.
+#: Every legal plan over the data axes only, since random trees have no layers and heads.
 TREE_PLANS = [
     plan.format()
     for plan in legal(2, passes=(1, 2), recompute=("none", "full"), offload=((),), **dict.fromkeys(ONLY_DATA, (1,)))
@@ -31,9 +31,9 @@ TREE_PLANS = [
 
 
 @settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(seed=1610, plan="dp_shard=2 zero=3 precision=fp64")  # one block inside of two others
+@example(seed=1610, plan="dp_shard=2 zero=3 precision=fp64")  # one block inside two others
 @given(seed=st.integers(0, 10**6), plan=st.sampled_from(TREE_PLANS))
-def test_any_tree_of_modules_equals_one_process(ranks2, seed, plan):
+def test_random_module_tree_matches_one_process(ranks2, seed, plan):
     case = TreeCase(seed)
     reference = train_plain(case)
     for result in ranks2.run(train_case, plan, case):
@@ -41,21 +41,21 @@ def test_any_tree_of_modules_equals_one_process(ranks2, seed, plan):
 
 
 @pytest.mark.parametrize("plan", [*LAYOUTS_2, "dp_shard=2 zero=1 accumulation=2", "dp_shard=2 zero=2 accumulation=2"])
-def test_a_gradient_that_comes_in_parts_travels_when_all_are_there(plan, ranks2):
+def test_gradient_delivered_in_parts_is_reduced_once_complete(plan, ranks2):
     case = LoopedCase()
     reference = train_plain(case)
     for result in ranks2.run(train_case, f"{plan} precision=fp64", case):
         assert result.largest_difference(reference) < RTOL
 
 
-def test_nothing_is_compared_with_itself(references):
-    """The matrix must be able to fail: other data gives other numbers."""
+def test_comparison_detects_a_wrong_reference(references):
+    """Check that the comparison can fail."""
     other = train_case("precision=fp64", ImageCase(max_grad_norm=0.0))
     assert references["cnn"].largest_difference(other) > 1e-4
 
 
-def test_parameters_that_nobody_used_have_a_zero_gradient_under_every_plan(references, ranks2):
-    """So weight decay moves them, everywhere alike."""
+def test_unused_parameters_have_a_zero_gradient_under_every_plan(references, ranks2):
+    """So weight decay changes them equally under every plan."""
     unused = [name for name in references["cnn"].grads if name.startswith("unused")]
     assert len(unused) == 2
     for plan in LAYOUTS_2:
@@ -69,10 +69,10 @@ def test_parameters_that_nobody_used_have_a_zero_gradient_under_every_plan(refer
 
 
 @pytest.mark.parametrize(*product("precision, layout", ["bf16", "fp16"], LAYOUTS_2[1:]))
-def test_half_precision_stays_near_one_process_of_the_same_precision(layout, precision, ranks2):
-    """Ranks split the batch, so sums in matrix products are made in another order: bounds of a few roundings.
+def test_half_precision_is_close_to_one_process(layout, precision, ranks2):
+    """Compare with a bound of a few roundings: ranks split the batch, so sums in matrix products have another order.
 
-    bf16 keeps 8 bits and fp16 11; what counts is the largest of a tensor, as in the float64 matrix.
+    bf16 has 8 bits and fp16 has 11. The bound is relative to the largest element, as in the float64 matrix.
     """
     chosen = cases()
     one = train_cases(f"precision={precision}", chosen)
@@ -81,13 +81,13 @@ def test_half_precision_stays_near_one_process_of_the_same_precision(layout, pre
         for ours, theirs in zip(result.losses, one[name].losses, strict=True):
             assert ours == pytest.approx(theirs, rel=bound), name
         assert result.grad_norms[0] == pytest.approx(one[name].grad_norms[0], rel=bound), name
-        # Adam's first steps have the size of lr wherever the gradient's sign is sure.
+        # Adam's first updates have magnitude lr where the gradient's sign is certain.
         for key, weight in one[name].weights.items():
             assert float((result.weights[key] - weight).abs().mean()) < 2e-3, (name, key)
 
 
-def test_half_precision_stages_agree_with_each_other(ranks2):
-    """The stages differ in who keeps what. The norm is summed in another order, which is the last bit of the clip."""
+def test_half_precision_stages_agree(ranks2):
+    """Stages differ in the sharding only. The order of the norm's sum may change the last bit of the clip factor."""
     chosen = cases()
     runs = [ranks2.run(train_cases, f"{layout} precision=bf16", chosen)[0] for layout in LAYOUTS_2]
     for name in chosen:

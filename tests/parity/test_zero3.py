@@ -1,4 +1,4 @@
-"""zero=3 computes what one process computes, under every layout, accumulation and time of letting parameters go."""
+"""zero=3 matches one process under every layout, accumulation and reshard policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNTIED = DecoderSpec(vocab_size=61, dim=16, num_layers=3, num_heads=4, num_kv_he
 
 @dataclass(frozen=True)
 class OddCase:
-    """What real models do now and then: blocks called twice, an unused block, frozen blocks, two inputs, a scalar."""
+    """Unusual features of real models: blocks called twice, an unused block, frozen blocks, two inputs, a scalar."""
 
     num_steps: int = 4
     max_grad_norm: float = 0.5
@@ -39,7 +39,7 @@ class OddCase:
         return OddNet().double()
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.optimizer == "adafactor":  # looks at whole rows and columns
+        if self.optimizer == "adafactor":  # reads full rows and columns
             return torch.optim.Adafactor(model.parameters(), lr=0.01)
         if self.optimizer == "adagrad":  # has states from the start
             return torch.optim.Adagrad(model.parameters(), lr=0.01)
@@ -90,7 +90,7 @@ class OddNet(nn.Module):
 
 
 def chosen() -> dict[str, object]:
-    return {"untied": DecoderCase(UNTIED, global_batch=16), "odd": OddCase()}  # the usual ones are in the matrix
+    return {"untied": DecoderCase(UNTIED, global_batch=16), "odd": OddCase()}  # the matrix covers common models
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,10 @@ def references():
     return train_cases("precision=fp64", chosen())
 
 
-#: The choice of tests/parity/test_matrix.py has each of them with other models.
+#: tests/parity/test_matrix.py covers each of them with other models.
 @pytest.mark.parametrize("accumulation, reshard", gate_runs(PASSES, 0, 3, 4))
 @pytest.mark.parametrize("layout", gate_runs(LAYOUTS[2] + LAYOUTS[4], 0))
-def test_zero_3_equals_one_process(layout, accumulation, reshard, references, request):
+def test_zero_3_matches_one_process(layout, accumulation, reshard, references, request):
     ranks = request.getfixturevalue("ranks2" if layout in LAYOUTS[2] else "ranks4")
     plan = f"{layout} zero=3 accumulation={accumulation} reshard={reshard} precision=fp64"
     for results in ranks.run(train_cases, plan, chosen()):
@@ -110,21 +110,21 @@ def test_zero_3_equals_one_process(layout, accumulation, reshard, references, re
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adagrad"])
-def test_optimizers_that_see_whole_shapes_or_start_with_states(optimizer, ranks2):
+def test_optimizers_with_full_shapes_or_initial_states(optimizer, ranks2):
     case = OddCase(optimizer=optimizer)
     reference = train_case("precision=fp64", case)
     for result in ranks2.run(train_case, "dp_shard=2 zero=3 precision=fp64", case):
         assert result.largest_difference(reference) < RTOL
 
 
-def test_the_matrix_can_fail(references):
+def test_comparison_detects_a_wrong_reference(references):
     other = train_case("precision=fp64", replace(OddCase(), max_grad_norm=0.0))
     assert references["odd"].largest_difference(other) > 1e-4
 
 
 @pytest.mark.parametrize(*product("precision, reshard", ["bf16", "fp16"], ["after_forward", "after_step"]))
-def test_half_precision_stays_near_one_process_of_the_same_precision(precision, reshard, ranks2):
-    """Ranks split the batch, so sums in matrix products are made in another order: bounds of a few roundings."""
+def test_half_precision_is_close_to_one_process(precision, reshard, ranks2):
+    """Compare with a bound of a few roundings: ranks split the batch, so sums in matrix products have another order."""
     kinds = cases()
     plan = f"precision={precision} accumulation=2"
     one = train_cases(plan, kinds)
@@ -136,8 +136,8 @@ def test_half_precision_stays_near_one_process_of_the_same_precision(precision, 
             assert float((result.weights[key] - weight).abs().mean()) < 2e-3, (name, key)
 
 
-def test_masters_and_their_sums_are_those_of_zero_1(ranks2):
-    """One precision policy for every stage: the same roundings, so nearly the same numbers."""
+def test_zero_3_masters_are_close_to_zero_1(ranks2):
+    """Every stage has the same precision policy, so roundings are the same and results nearly so."""
     runs = [ranks2.run(train_cases, f"dp_shard=2 zero={zero} precision=bf16", cases())[0] for zero in (1, 3)]
     for name, theirs in runs[0].items():
         ours = runs[1][name]
@@ -147,8 +147,8 @@ def test_masters_and_their_sums_are_those_of_zero_1(ranks2):
             assert ours.weights[key].dtype == weight.dtype == torch.float32
 
 
-def test_gradients_travel_once_in_a_step_where_they_may_stay_whole(ranks2):
-    """Under reshard=after_step, whatever the accumulation; else after each microbatch, to save their memory."""
+def test_after_step_reduces_gradients_once_per_step(ranks2):
+    """Compare reshard=after_step with after_forward, which reduces after each microbatch to save memory."""
     case = replace(chosen()["untied"], num_steps=2)
 
     def bytes_of(accumulation: int, reshard: str) -> int:

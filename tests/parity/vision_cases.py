@@ -1,6 +1,6 @@
-"""Two small models of transformers that see images, and samples with none, one or two of them.
+"""Two small vision-language models of transformers, and samples with zero, one or two images.
 
-LLaVA's images are rows of their own, fewer than samples. Qwen2-VL's patches are, unlike many of each image.
+A row of pixel values is an image in LLaVA, and a patch in Qwen2-VL, where images have different numbers of patches.
 B samples, T tokens, N images, P patches.
 """
 
@@ -23,7 +23,7 @@ from weft.verify.parity import ParityResult, SampleCase, train_case, train_plain
 from weft.verify.verifier import Float64Throughout
 
 VOCAB, IMAGE, LAYERS = 61, 60, 2
-#: Pixels of a side, and of a patch's; LLaVA has 4 tokens of an image.
+#: Pixels of an image's side and of a patch's side. An image has 4 tokens in LLaVA.
 SIDE, PATCH = 8, 4
 IGNORE = -100
 Sample = dict[str, torch.Tensor]
@@ -35,7 +35,7 @@ def transformers() -> Any:
 
 
 def _larger_weights(model: nn.Module) -> nn.Module:
-    """Weights that are seen, the biases too."""
+    """Scale up weights and set biases, so that errors in them are visible."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "bias" in name:
@@ -80,15 +80,15 @@ def qwen2_vl_model() -> nn.Module:
 
 
 def _text(rng: torch.Generator, index: int, image_tokens: int) -> Sample:
-    """Two to five words around the places of images; the third of each four samples has no label."""
-    words = torch.randint(3, VOCAB - 2, (2 + index % 4,), generator=rng)
-    ids = torch.cat([words[:1], torch.full((image_tokens,), IMAGE), words[1:]])
+    """Return two to five text tokens around the image tokens. The third of every four samples has no label."""
+    text_ids = torch.randint(3, VOCAB - 2, (2 + index % 4,), generator=rng)
+    ids = torch.cat([text_ids[:1], torch.full((image_tokens,), IMAGE), text_ids[1:]])
     labels = torch.where((ids == IMAGE) | (index % 4 == 2), IGNORE, ids).roll(-1)
     return {"input_ids": ids, "labels": labels}
 
 
 def llava_samples(count: int) -> list[Sample]:
-    """Of each three samples the first has an image, the second none, the third two."""
+    """Return samples with one, zero and two images in turn."""
     rng, found = torch.Generator().manual_seed(7), []
     for index in range(count):
         images = torch.randn((1, 0, 2)[index % 3], 3, SIDE, SIDE, generator=rng)
@@ -97,7 +97,7 @@ def llava_samples(count: int) -> list[Sample]:
 
 
 def qwen2_vl_samples(count: int) -> list[Sample]:
-    """Images of 4 to 16 patches, of which four are one token; of each three samples the second has none."""
+    """Return samples with an image of 4 to 16 patches, four per token. The second of every three has no image."""
     rng, found = torch.Generator().manual_seed(7), []
     for index in range(count):
         grids = torch.tensor([[1, 2, 2 + 2 * (index % 4)]] * (1, 0, 1)[index % 3], dtype=torch.long).view(-1, 3)
@@ -107,12 +107,12 @@ def qwen2_vl_samples(count: int) -> list[Sample]:
     return found
 
 
-#: What stands at the end of each row of tokens, which is as long as the longest.
+#: Padding value of each per-token entry.
 PADDING = {"input_ids": 0, "labels": IGNORE, "attention_mask": 0, "mm_token_type_ids": 0}
 
 
 def collate(samples: list[Sample]) -> Sample:
-    """Texts padded to the longest, images and patches one after another; without any, no entry of them."""
+    """Pad texts to the longest and concatenate images and patches. Entries without any element are left out."""
     batch = {}
     for name in {**samples[0], "attention_mask": None}:
         rows = [one[name] if name in one else torch.ones_like(one["input_ids"]) for one in samples]
@@ -122,25 +122,27 @@ def collate(samples: list[Sample]) -> Sample:
 
 
 def with_blank(samples: list[Sample]) -> Sample:
-    """As `collate`; but where no sample has an image, a blank one stands behind the first, where nobody attends to it:
-    under zero=3 all ranks must call the vision tower."""
+    """Like `collate`, but if no sample has an image, append a masked blank image to the first.
+
+    Under zero=3 all ranks must call the vision tower.
+    """
     first, pixels = samples[0], samples[0]["pixel_values"]
     if any(len(one["pixel_values"]) for one in samples):
         return collate(samples)
-    count = 1 if pixels.ndim == 4 else 4  # an image, or its patches; four tokens or one
+    count = 1 if pixels.ndim == 4 else 4  # one image or its four patches; four tokens or one
     blank = {
         "input_ids": torch.full((4 // count,), IMAGE), "labels": torch.full((4 // count,), IGNORE),
         "attention_mask": torch.zeros(4 // count, dtype=torch.long),
         "mm_token_type_ids": torch.ones(4 // count, dtype=torch.long),
         "pixel_values": pixels.new_zeros(count, *pixels.shape[1:]), "image_grid_thw": torch.tensor([[1, 2, 2]]),
     }  # fmt: skip
-    seen = {**first, "attention_mask": torch.ones_like(first["input_ids"])}
-    return collate([{name: torch.cat([value, blank[name]]) for name, value in seen.items()}, *samples[1:]])
+    masked = {**first, "attention_mask": torch.ones_like(first["input_ids"])}
+    return collate([{name: torch.cat([value, blank[name]]) for name, value in masked.items()}, *samples[1:]])
 
 
 @dataclass(frozen=True)
 class VisionCase(SampleCase):
-    """One of the models on two batches of which none comes out even."""
+    """One of the models on two batches that do not divide evenly."""
 
     make: Callable[[], nn.Module]
     data: Callable[[int], list[Sample]]
@@ -171,7 +173,7 @@ CASES = {"llava": VisionCase(llava_model, llava_samples), "qwen2_vl": VisionCase
 
 
 def llava() -> tuple[nn.Module, DataLoader]:
-    """As a user gives it to `weft verify`."""
+    """Return model and loader as a user passes them to `weft verify`."""
     return llava_model(), DataLoader(llava_samples(24), collate_fn=with_blank)
 
 
@@ -184,13 +186,13 @@ def without_blanks() -> tuple[nn.Module, DataLoader]:
 
 
 def train_all(plan: str) -> dict[str, ParityResult]:
-    """Both models under a plan, or with "" by PyTorch alone."""
-    with Float64Throughout():  # around backward too, where blocks are recomputed
+    """Train both models under a plan, or with "" in plain PyTorch."""
+    with Float64Throughout():  # includes backward, where blocks are recomputed
         return {name: train_case(plan, case) if plan else train_plain(case) for name, case in CASES.items()}
 
 
 def losses_of_script(plans: list[str]) -> dict[str, list[list[float]]]:
-    """LLaVA in a script: `run.shard` cuts a loader with batches of 5, 5 and 1 samples."""
+    """Train LLaVA in a script, where `run.shard` divides a loader with batches of 5, 5 and 1 samples."""
     found = {}
     case = CASES["llava"]
     for plan in plans:

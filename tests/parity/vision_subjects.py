@@ -1,4 +1,4 @@
-"""What `weft verify --all` is given: models that see or hear, with none, one or three pictures in a sample.
+"""Subjects for `weft verify --all`: vision and audio models, with zero, one or three images in a sample.
 
 weft verify --model tests.parity.vision_subjects:llava --all 2 --global-batch 5 --steps 2
 """
@@ -11,35 +11,35 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.parity import spread_cases as spread
+from tests.parity import encoder_cases as encoders
 from tests.parity import vision_cases as vision
 from weft.models.vision import build_image_model
 
 SAMPLES, CLASSES = 15, 5
 
 
-def _of_case(name: str) -> tuple[nn.Module, DataLoader[Any]]:
-    case, _ = spread.CASES[name]
+def _subject_of_case(name: str) -> tuple[nn.Module, DataLoader[Any]]:
+    case, _ = encoders.CASES[name]
     dataset: Any = case.data(SAMPLES)
     return case.make(), DataLoader(dataset, collate_fn=case.collate)
 
 
 def llava() -> tuple[nn.Module, DataLoader[Any]]:
-    return _of_case("llava")
+    return _subject_of_case("llava")
 
 
 def qwen2_vl() -> tuple[nn.Module, DataLoader[Any]]:
-    return _of_case("qwen2_vl")
+    return _subject_of_case("qwen2_vl")
 
 
 def whisper() -> tuple[nn.Module, DataLoader[Any]]:
-    return _of_case("whisper")
+    return _subject_of_case("whisper")
 
 
-def _pictures(step: int, size: int, side: int) -> dict[str, torch.Tensor]:
+def _images(step: int, size: int, side: int) -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(step)
-    pictures = torch.randn(size, 3, side, side, generator=rng, dtype=torch.float64)
-    return {"pixel_values": pictures, "labels": torch.randint(CLASSES, (size,), generator=rng)}
+    images = torch.randn(size, 3, side, side, generator=rng, dtype=torch.float64)
+    return {"pixel_values": images, "labels": torch.randint(CLASSES, (size,), generator=rng)}
 
 
 def vit() -> tuple[nn.Module, Any]:
@@ -52,11 +52,11 @@ def vit() -> tuple[nn.Module, Any]:
 
 
 def vit_batch(step: int, size: int) -> dict[str, torch.Tensor]:
-    return _pictures(step, size, 8)
+    return _images(step, size, 8)
 
 
 def clip() -> nn.Module:
-    """Both towers; the loss is the agreement of each pair."""
+    """Return CLIP with both towers, whose loss is contrastive."""
     torch.manual_seed(5)
     width = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = vision.transformers().CLIPConfig(
@@ -68,7 +68,7 @@ def clip() -> nn.Module:
 
 
 def _batch_of_rows(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = _pictures(step, size, 32)
+    batch = _images(step, size, 32)
     return batch["pixel_values"], batch["labels"]
 
 

@@ -1,4 +1,4 @@
-"""Ways to break a config: each changes the tables, the overrides or the text, and says what the error must name."""
+"""Ways to break a config. Each changes tables, overrides or text, and records the names that the error must contain."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ BASE = {
 
 @dataclass
 class Case:
-    """A config on its way to being broken. names: what the error must name; at_lines: lines of syntax errors."""
+    """A config that is being broken. names: what the error must contain. text_break: kind and index of a text error."""
 
     tables: dict = field(default_factory=lambda: copy.deepcopy(BASE))
     overrides: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    touched: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
     text_break: tuple[str, int] | None = None
 
     def table(self, path):
@@ -45,9 +45,9 @@ class Case:
         return node
 
     def free(self, section):
-        """Whether no other break has touched this section; it is touched now."""
-        is_free = section not in self.touched
-        self.touched.add(section)
+        """Mark a section as changed. Return whether it was unchanged before."""
+        is_free = section not in self.changed
+        self.changed.add(section)
         return is_free
 
 
@@ -86,7 +86,7 @@ WRONG = {
     ("sample", "temperature"): [-0.1, float("nan"), "hot"],
     ("launch", "ranks"): ["al", 0, -1, 1.5, True],
 }
-# Values that only a rule between keys refuses, with the sections that the rule looks at.
+# Values that only a rule between keys rejects, with the sections that the rule reads.
 RELATED = [
     (("model", "dim"), 255, ["model"]),
     (("model", "num_heads"), 7, ["model"]),
@@ -154,8 +154,8 @@ def wrong_value(draw, case):
 
 def related_value(draw, case):
     path, value, sections = draw(st.sampled_from(RELATED))
-    if not case.touched & set(sections):
-        case.touched.update(sections)
+    if not case.changed & set(sections):
+        case.changed.update(sections)
         case.table(path[:-1])[path[-1]] = value
         case.names.append(path[-1])
 
@@ -189,15 +189,15 @@ def bad_text(draw, case):
         case.text_break = (line, draw(st.integers(0, 10**6)))
 
 
-BREAKS = [unknown_key, misspelt_section, wrong_value, related_value, bad_plan, bad_plan_table, bad_override, bad_text]
+MISTAKES = [unknown_key, misspelt_section, wrong_value, related_value, bad_plan, bad_plan_table, bad_override, bad_text]
 
 
 @st.composite
 def broken_configs(draw):
-    """A valid config, broken in one to three ways."""
+    """Return a valid config with one to three mistakes."""
     case = Case()
-    for break_it in draw(st.lists(st.sampled_from(BREAKS), min_size=1, max_size=3)):
-        break_it(draw, case)
+    for make_mistake in draw(st.lists(st.sampled_from(MISTAKES), min_size=1, max_size=3)):
+        make_mistake(draw, case)
     if not case.names and case.text_break is None:
         case.overrides.append("nonsense")
         case.names.append("nonsense")

@@ -29,7 +29,7 @@ _shares = (
 
 
 def _values(kind: Kind) -> st.SearchStrategy:
-    """Any values of a kind."""
+    """Return a strategy of values of a kind."""
     match kind:
         case Integer():
             return st.integers(kind.low, min(64, kind.high)) | st.integers(kind.low, kind.high)
@@ -52,11 +52,11 @@ def _values(kind: Kind) -> st.SearchStrategy:
                 lambda found: tuple(name + share for name, share in found.items())
             )
         case SyncEvery():
-            ways = st.builds("{}:{}".format, st.sampled_from(["average", "diloco"]), st.integers(1, 999_999))
-            streamed = st.builds("{}/{}".format, ways, st.integers(1, 99)).filter(
+            methods = st.builds("{}:{}".format, st.sampled_from(["average", "diloco"]), st.integers(1, 999_999))
+            streamed = st.builds("{}/{}".format, methods, st.integers(1, 99)).filter(
                 lambda text: int(text.partition("/")[2]) <= int(text.partition(":")[2].partition("/")[0])
             )
-            return st.just("step") | ways | streamed
+            return st.just("step") | methods | streamed
     raise TypeError(f"draw values of {type(kind).__name__} here")
 
 

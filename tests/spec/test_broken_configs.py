@@ -1,4 +1,4 @@
-"""Whatever is wrong with a config: one line for each mistake, which names the key and where it was typed."""
+"""Every mistake in a config gives one line with the key and its position in the file or command line."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ RAW_PYDANTIC = re.compile(
 
 
 def write(case: Case, path) -> int | None:
-    """Write the broken file; the line of its syntax error, or None where it has none."""
+    """Write the broken file. Return the line of its syntax error, if any."""
     lines = tomli_w.dumps(case.tables).splitlines()
     if case.text_break is None:
         path.write_text("\n".join(lines) + "\n")
         return None
-    kind, place = case.text_break
-    # Between whole statements: inside a list a line may continue what stands above it.
-    places = [at for at in range(len(lines) + 1) if at == len(lines) or re.match(r"\[[a-z]", lines[at])]
-    at = places[place % len(places)]
+    kind, index = case.text_break
+    # Insert between statements: inside a list, a line may continue the previous one.
+    positions = [at for at in range(len(lines) + 1) if at == len(lines) or re.match(r"\[[a-z]", lines[at])]
+    at = positions[index % len(positions)]
     added = {"bytes": "# \udcff", "twice": "[late]\nx = 1\nx = 2", "section twice": "[late]\n[late]"}.get(kind, kind)
     lines[at:at] = added.split("\n")
     path.write_bytes(("\n".join(lines) + "\n").encode(errors="surrogateescape"))
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=broken_configs())
-def test_every_broken_config_is_told_in_sentences(folder, case):
+def test_broken_configs_raise_one_sentence_per_mistake(folder, case):
     path = folder / "broken.toml"
     line = write(case, path)
     with pytest.raises(ConfigError) as caught:
@@ -55,7 +55,7 @@ def test_every_broken_config_is_told_in_sentences(folder, case):
     assert all(problem.message.endswith((".", "?", "...")) for problem in problems), text
     assert all(len(str(problem)) < 500 for problem in problems), text
     if line is not None:
-        # An open bracket is noticed where the next statement begins.
+        # An open bracket is detected at the next statement.
         found = int(re.fullmatch(rf"{re.escape(str(path))}:(\d+)", problems[0].origin)[1])
         assert found >= line
         opened = case.text_break[0] == "z = [1, 2"
@@ -65,16 +65,16 @@ def test_every_broken_config_is_told_in_sentences(folder, case):
         assert name in text, (name, text)
     typed = path.read_text().splitlines()
     for problem in problems:
-        place, _, number = problem.origin.rpartition(":")
+        file, _, number = problem.origin.rpartition(":")
         if problem.origin == "command line" or problem.field.split(".")[-1].isdigit():
             continue
-        assert place == str(path), problem
-        # The blame is on the key itself, on a plan in one line, or on the other key of a rule that was typed.
-        words = [*problem.field.split("."), "plan", "steps", "model"]
-        assert any(word in typed[int(number) - 1] for word in words), problem
+        assert file == str(path), problem
+        # The error's line has the key itself, a one-line plan, or the other key of the broken rule.
+        keys = [*problem.field.split("."), "plan", "steps", "model"]
+        assert any(key in typed[int(number) - 1] for key in keys), problem
 
 
-def test_the_base_is_valid(tmp_path):
+def test_base_config_is_valid(tmp_path):
     path = tmp_path / "base.toml"
     path.write_text(tomli_w.dumps(BASE))
     load_config(path)
@@ -82,7 +82,7 @@ def test_the_base_is_valid(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_any_bytes_are_a_config_or_a_config_error(folder, data):
+def test_any_bytes_load_or_raise_config_error(folder, data):
     path = folder / "any.toml"
     path.write_bytes(data)
     try:
@@ -96,7 +96,7 @@ def test_any_bytes_are_a_config_or_a_config_error(folder, data):
 
 @settings(max_examples=60, deadline=None)
 @given(overrides=st.lists(st.text(max_size=20) | st.sampled_from(["seed=", "plan.", "data.train."]), max_size=3))
-def test_any_overrides_are_a_config_or_a_config_error(overrides):
+def test_any_overrides_load_or_raise_config_error(overrides):
     joined = [*overrides, "".join(overrides)]
     try:
         load_config(None, joined)
@@ -117,7 +117,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("data", FILES)
-def test_the_command_line_prints_the_sentences_and_exits_with_2(tmp_path, data):
+def test_cli_prints_the_errors_and_exits_with_2(tmp_path, data):
     path = tmp_path / "bad.toml"
     path.write_bytes(data)
     command = [sys.executable, "-m", "weft", "config", "show", str(path), "nonsense=1"]

@@ -10,7 +10,7 @@ from weft.config.cluster import TOPOLOGIES, ClusterSpec, described_clusters, dev
 from weft.errors import ConfigError
 
 
-def test_shorthand():
+def test_cluster_shorthand_is_parsed():
     cluster = ClusterSpec.parse("2048x8xh100")
     assert (cluster.nodes, cluster.devices_per_node, cluster.device.name) == (2048, 8, "h100")
     assert cluster.num_devices == 16384
@@ -23,7 +23,7 @@ def test_shorthand():
     assert len({cluster, ClusterSpec.parse("2048x8xh100")}) == 1
 
 
-def test_the_table_is_complete_and_plausible():
+def test_device_table_is_complete_and_plausible():
     table = devices()
     assert len(table) == 54
     for spec in table.values():
@@ -40,7 +40,7 @@ def test_the_table_is_complete_and_plausible():
         assert spec.measured_flops is None or 0.4 * top < spec.measured_flops < top
 
 
-def test_rows_of_the_table():
+def test_chosen_rows_of_the_device_table():
     h100 = device("h100")
     assert h100.peak_flops("bf16") == 989e12
     assert h100.peak_flops("fp8") == 1979e12
@@ -74,7 +74,7 @@ def test_rows_of_the_table():
         ("AMD Instinct MI300X", "mi300x"),
     ],
 )
-def test_names_that_torch_prints(torch_name, name):
+def test_devices_are_found_by_torch_name(torch_name, name):
     found = device_by_torch_name(torch_name)
     assert found is not None
     assert found.name == name
@@ -84,11 +84,11 @@ def test_names_that_torch_prints(torch_name, name):
     "torch_name",
     ["", "NVIDIA H2000", "NVIDIA L40", "Tesla T40", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla V100-SXM2-16GB"],
 )
-def test_names_that_are_not_in_the_table(torch_name):
+def test_unknown_torch_names_are_not_found(torch_name):
     assert device_by_torch_name(torch_name) is None
 
 
-def test_unknown_devices_and_shapes():
+def test_unknown_devices_and_shapes_are_rejected():
     with pytest.raises(ConfigError, match=r"device=h10: unknown device. Did you mean 'h100'\? Known: v100,"):
         ClusterSpec.parse("8xh10")
     with pytest.raises(ConfigError, match=r"Write e\.g\. '2x8xh100'"):
@@ -97,7 +97,7 @@ def test_unknown_devices_and_shapes():
         ClusterSpec.parse("0x8xh100")
 
 
-def test_a_cluster_file(tmp_path):
+def test_cluster_file_is_loaded(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text('nodes = 4\ndevices_per_node = 8\n[device]\nlike = "h100"\nwatts = 500\nnic_gb_s = 12.5\n')
     cluster = ClusterSpec.load(path)
@@ -109,13 +109,13 @@ def test_a_cluster_file(tmp_path):
     assert ClusterSpec.load(path) == ClusterSpec.parse("8xa100")
 
 
-def test_a_device_of_ones_own():
+def test_user_defined_device_is_read():
     own = {"name": "npu", "tflops": {"bf16": 100}, "memory_gib": 32, "memory_gb_s": 1000}
     spec = ClusterSpec.from_mapping({"devices_per_node": 2, "device": own}).device
     assert (spec.name, spec.peak_flops("bf16"), spec.nic_bytes_per_s) == ("npu", 100e12, None)
 
 
-def test_all_mistakes_of_a_cluster_at_once():
+def test_all_mistakes_of_a_cluster_are_reported():
     table = {
         "node": 3,
         "devices_per_node": 0,
@@ -130,13 +130,13 @@ def test_all_mistakes_of_a_cluster_at_once():
 
 @pytest.mark.parametrize("value", [None, 3, [], {"like": 3}, {"memory_gib": math.nan}, {"watts": 10**400},
                                    {"aliases": "x"}, {"title": 3}, {"tflops": 3}, {"like": "h1oo"}])  # fmt: skip
-def test_bad_devices(value):
+def test_invalid_devices_are_rejected(value):
     with pytest.raises(ConfigError):
         ClusterSpec.from_mapping({"devices_per_node": 1, "device": value})
 
 
 @pytest.mark.parametrize("data", [b"nodes = ", b"\xff", b"a = " + b"[" * 5000])
-def test_bad_cluster_files(tmp_path, data):
+def test_invalid_cluster_files_are_rejected(tmp_path, data):
     path = tmp_path / "cluster.toml"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"cluster\.toml"):
@@ -145,8 +145,8 @@ def test_bad_cluster_files(tmp_path, data):
         ClusterSpec.load(tmp_path / "none.toml")
 
 
-def test_a_power_cap_costs_rate():
-    """A matmul's rate falls with the watts, by less than in proportion; what was measured under the cap stands."""
+def test_power_cap_reduces_the_measured_rate():
+    """The matmul rate decreases less than proportionally with the power cap. A measured rate is not scaled."""
     full = device("h100").measured_flops
     table = {"devices_per_node": 8, "device": {"like": "h100", "watts": 500}}
     capped = ClusterSpec.from_mapping(table).device.measured_flops
@@ -157,25 +157,25 @@ def test_a_power_cap_costs_rate():
     assert more.device.measured_flops == full
 
 
-def test_racks_and_what_is_wrong_with_them():
+def test_rack_settings_are_read_and_checked():
     table = {"nodes": 8, "devices_per_node": 8, "device": "h100", "rack_nodes": 4, "oversubscription": 2}
     cluster = ClusterSpec.from_mapping(table)
     assert (cluster.rack_nodes, cluster.oversubscription) == (4, 2.0)
-    for wrong in ({"rack_nodes": -1}, {"oversubscription": 0.5}, {"rack_nodes": 0}):
+    for invalid in ({"rack_nodes": -1}, {"oversubscription": 0.5}, {"rack_nodes": 0}):
         with pytest.raises(ConfigError, match=r"Use e\.g\.|Give rack_nodes"):
-            ClusterSpec.from_mapping({**table, **wrong})
+            ClusterSpec.from_mapping({**table, **invalid})
 
 
-def test_devices_that_share_a_link_to_their_host():
+def test_shared_host_link_divides_bandwidth():
     table = {"devices_per_node": 8, "device": "a100"}
-    alone, shared = (ClusterSpec.from_mapping({**table, "devices_per_host_link": count}).device for count in (1, 2))
-    assert alone == device("a100")
-    assert shared.host_bytes_per_s == alone.host_bytes_per_s / 2
+    unshared, shared = (ClusterSpec.from_mapping({**table, "devices_per_host_link": count}).device for count in (1, 2))
+    assert unshared == device("a100")
+    assert shared.host_bytes_per_s == unshared.host_bytes_per_s / 2
     with pytest.raises(ConfigError, match="from 1 to 64"):
         ClusterSpec.from_mapping({**table, "devices_per_host_link": 0})
 
 
-def test_several_kinds_are_as_slow_as_the_slowest():
+def test_mixed_cluster_is_limited_by_its_slowest_device():
     found = ClusterSpec.parse("8xh100+2x8xa100-40")
     assert (found.nodes, found.devices_per_node, str(found)) == (3, 8, "8xh100+16xa100-40")
     least, fast = device("a100-40"), device("h100")
@@ -186,7 +186,7 @@ def test_several_kinds_are_as_slow_as_the_slowest():
     assert ClusterSpec.parse("8xh100+8xh100") == ClusterSpec.parse("2x8xh100")
 
 
-def test_nodes_have_one_size():
+def test_nodes_must_have_equal_device_counts():
     with pytest.raises(ConfigError, match=r"one number of devices\. Write e\.g\. '2x4xh100\+1x4xa100'"):
         ClusterSpec.parse("8xh100+4xa100")
     with pytest.raises(ConfigError, match=r"--run and --tune all.*8xh100\+8xa100"):
@@ -207,7 +207,7 @@ def test_nodes_have_one_size():
         ("64xgb200", "64xgb200"),
     ],
 )
-def test_spellings_of_devices_and_counts(text, cluster):
+def test_alternative_spellings_are_parsed(text, cluster):
     assert str(ClusterSpec.parse(text)) == cluster
 
 
@@ -225,7 +225,7 @@ def test_spellings_of_devices_and_counts(text, cluster):
         ),
     ],
 )
-def test_other_memory_and_uneven_nodes_are_refused(text, message):
+def test_other_memory_sizes_and_uneven_nodes_are_rejected(text, message):
     with pytest.raises(ConfigError) as caught:
         ClusterSpec.parse(text)
     assert str(caught.value) == message

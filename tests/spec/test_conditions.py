@@ -1,4 +1,4 @@
-"""The grammar of alert conditions: what is read, what is refused and in which words."""
+"""Grammar of alert conditions: accepted texts, and rejected texts with their errors."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ STEPS_200, MINUTE = RunSpan(200, "steps"), RunSpan(60, "s")
                 Missing(Series("eval.loss"), RunSpan(3600, "s"))))),
     ],
 )  # fmt: skip
-def test_what_is_read(text, condition):
+def test_valid_conditions_are_parsed(text, condition):
     assert parse_condition(text) == condition
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("", "a condition is needed. Write e.g. 'eval.loss no better for 3 evaluations' or "
              "'gpu.temperature > 87 for 60s'"),
@@ -106,18 +106,18 @@ def test_what_is_read(text, condition):
         ("loss > 3 or " * 200, "a condition has at most 1000 letters. Make several alerts of it"),
     ],
 )  # fmt: skip
-def test_what_is_refused(text, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_invalid_conditions_are_rejected(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse_condition(text)
 
 
 @given(st.text(alphabet="losgradnmfe.0123456789 ><=(){}%GiBsh", max_size=60))
-def test_any_text_is_read_or_refused_in_words(text):
-    with contextlib.suppress(ValueError):  # any other error is a hole in the grammar
+def test_any_text_parses_or_raises_value_error(text):
+    with contextlib.suppress(ValueError):  # any other error is a defect of the grammar
         assert parse_condition(text)
 
 
-def test_the_standard_set_is_read_and_says_what_to_do():
+def test_standard_alerts_parse_and_recommend_an_action():
     assert len({alert.name for alert in STANDARD}) == len(STANDARD) >= 15
     for alert in STANDARD:
         assert parse_condition(alert.when)
@@ -161,7 +161,7 @@ url = "http://127.0.0.1:5000"
 """
 
 
-def test_mistakes_are_told_with_their_line_and_without_secrets():
+def test_alert_mistakes_are_reported_with_lines_and_without_secrets():
     with pytest.raises(ConfigError) as caught:
         parse_config(BAD, "run.toml")
     assert sorted(map(str, caught.value.problems)) == sorted([
@@ -189,14 +189,14 @@ def test_mistakes_are_told_with_their_line_and_without_secrets():
     "line", ['token = "PLANTED"', 'url = "http://user:PLANTED@host/"', 'url = "http://host/?key=PLANTED"',
              'password = "PLANTED"']
 )  # fmt: skip
-def test_a_secret_in_a_config_is_refused_and_not_shown(line):
+def test_secret_in_a_config_is_rejected_and_not_printed(line):
     with pytest.raises(ConfigError) as caught:
         parse_config(f'[[sink]]\nkind = "http"\n{line}\n', "run.toml")
     assert "PLANTED" not in str(caught.value)
     assert "run.toml:3: sink.0." in str(caught.value)
 
 
-def test_tables_come_back_from_a_file():
+def test_alert_tables_round_trip():
     text = """
     alerts = "standard"
     [[alert]]

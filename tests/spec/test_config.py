@@ -18,20 +18,20 @@ def test_shipped_configs_load(path):
     load_config(path)
 
 
-def test_the_quickstart_is_the_default_written_out():
+def test_quickstart_config_equals_the_defaults():
     path = CONFIGS / "quickstart.toml"
     loaded = load_config(path)
-    # The default prompt is a line of the user's own text; the quickstart's data is Python.
+    # The default prompt comes from the user's text, and the quickstart's data is Python.
     assert loaded.config == RunConfig.model_validate({"sample": {"prompt": "def "}})
     not_typed = {key for key, origin in loaded.origins.items() if origin == "default"}
-    # Empty tables have no default to show.
+    # Empty tables have no default to write out.
     assert not_typed == {
         "task.options", "data.train.0.columns", "optimizer.options", "optimizer.groups", "alert", "channel", "sink",
     }  # fmt: skip
     text = path.read_text()
     for section, field in RunConfig.model_fields.items():
         for name, inner in getattr(field.annotation, "model_fields", {}).items():
-            # Keys without a default value stand there as comments.
+            # Keys without a default value are comments in the file.
             assert f"{inner.alias or name} = " in text or f"{section}.{name}]" in text, f"{section}.{name}"
 
 
@@ -41,12 +41,12 @@ def test_the_quickstart_is_the_default_written_out():
      {"sample": {"temperature": float("nan")}}, {"optimizer": {"betas": [0.9, "0.9"]}}, {"launch": {"ranks": True}},
      {"seed": 2**63}, {"train": {"seq_len": 10**10}}, {"unknown": 1}, {"run": {"name": "../up"}}],
 )  # fmt: skip
-def test_types_are_strict(values):
+def test_wrong_types_are_rejected(values):
     with pytest.raises(ValidationError):
         RunConfig.model_validate(values)
 
 
-def test_a_config_is_frozen():
+def test_config_is_frozen():
     config = RunConfig()
     with pytest.raises(ValidationError):
         config.seed = 3
@@ -54,7 +54,7 @@ def test_a_config_is_frozen():
         config.train.steps = 3
 
 
-def test_the_schema_describes_keys_and_short_forms():
+def test_schema_describes_keys_and_short_forms():
     schema = config_schema()
     train = schema["$defs"]["TrainSection"]["properties"]
     assert train["steps"]["description"] == "Optimizer steps of the whole run, including those before a resume."

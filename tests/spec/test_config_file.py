@@ -1,4 +1,4 @@
-"""Config files: read, checked as a whole, printed, and read again to an equal config."""
+"""Config files: reading, checking, printing and round trips."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def problems_of(path, overrides=()):
     return str(caught.value).replace(str(path), "FILE")
 
 
-def test_all_mistakes_at_once_in_the_order_of_the_lines(write):
+def test_all_mistakes_are_reported_in_line_order(write):
     assert problems_of(write(MANY), ["foo", "log.every=0"]) == MANY_LINES
 
 
-def test_layers_default_file_command_line(write):
+def test_command_line_overrides_file_and_defaults(write):
     path = write("seed = 1\n[train]\nsteps = 50\nseq_len = 64\n")
     loaded = load_config(path, ["train.steps=60"])
     assert (loaded.config.seed, loaded.config.train.steps, loaded.config.train.seq_len) == (1, 60, 64)
@@ -82,12 +82,12 @@ def test_layers_default_file_command_line(write):
     assert loaded.origins["train.global_batch"] == "default"
 
 
-def test_no_file_is_the_default():
+def test_no_file_gives_the_defaults():
     assert load_config(None).config == RunConfig()
     assert set(load_config(None).origins.values()) == {"default"}
 
 
-def test_rows_with_origins(write):
+def test_origins_of_values_are_shown(write):
     path = write('plan = "compile=on"\n[optimizer]\nbetas = [\n  0.8,\n  0.9,\n]\n[[data.train]]\npath = "a \\"b\\""\n')
     rows = {key: (value, origin) for key, value, origin in load_config(path, ["optimizer.betas.1=0.99"]).rows()}
     assert rows["plan"] == ('"compile=on"', f"{path}:1")
@@ -99,7 +99,7 @@ def test_rows_with_origins(write):
         assert tomllib.loads(f"{key} = {value}")
 
 
-def test_a_plan_table_becomes_text(write):
+def test_plan_table_is_converted_to_text(write):
     path = write('[plan]\ndp_replicate = "*"\naccumulation = 2\ncompile = true\n')
     loaded = load_config(path)
     assert loaded.config.plan == "dp_replicate=* accumulation=2 compile=on"
@@ -113,11 +113,11 @@ def test_a_plan_table_becomes_text(write):
 
 
 @pytest.mark.parametrize("data", [b"\xef\xbb\xbfseed = 3\n", b"seed = 3\r\n[train]\r\nsteps = 50\r\n"])
-def test_files_of_other_editors(write, data):
+def test_byte_order_mark_and_crlf_are_accepted(write, data):
     assert load_config(write(data)).config.seed == 3
 
 
-def test_lines_count_right_under_windows_line_ends(write):
+def test_line_numbers_are_right_with_crlf(write):
     assert problems_of(write(b"seed = 3\r\n[train]\r\nsteps = -5\r\n")).startswith("FILE:3: train.steps=-5: ")
 
 
@@ -132,11 +132,11 @@ def test_lines_count_right_under_windows_line_ends(write):
         (b"a = 1\nx = " + b"7" * 9000, "FILE:2: this is not TOML: a number has too many digits in"),
     ],
 )  # fmt: skip
-def test_files_that_cannot_be_read(write, data, expected):
+def test_unreadable_files_raise_with_a_line(write, data, expected):
     assert problems_of(write(data)).startswith(expected)
 
 
-def test_files_that_are_not_there(tmp_path):
+def test_missing_files_raise_with_a_suggestion(tmp_path):
     (tmp_path / "quickstart.toml").write_text("")
     assert problems_of(tmp_path / "quikstart.toml").endswith("there is no such file. Did you mean 'quickstart.toml'?")
     assert "this is a folder. Name a TOML file in it." in problems_of(tmp_path)
@@ -165,7 +165,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("text", UNKNOWN)
-def test_unknown_keys(write, text):
+def test_unknown_keys_are_rejected_with_suggestions(write, text):
     line = text.count("\n") + 1
     assert problems_of(write(text)) == f"FILE:{line}: {UNKNOWN[text]}"
 
@@ -182,7 +182,7 @@ _sources = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_sources, min_size=1, max_size=3), _texts, st.floats(1e-12, 1e12), st.integers(0, 2**63 - 1))
-def test_a_printed_config_loads_back_equal(tmp_path_factory, sources, prompt, lr, seed):
+def test_printed_config_loads_equal(tmp_path_factory, sources, prompt, lr, seed):
     base = RunConfig()
     config = base.model_copy(
         update={
@@ -201,7 +201,7 @@ def test_a_printed_config_loads_back_equal(tmp_path_factory, sources, prompt, lr
 @pytest.mark.parametrize(
     "file, name", [("mine.toml", "mine"), ("my run (2).toml", "my_run_2"), ("___.toml", "quickstart")]
 )
-def test_a_run_is_called_after_its_file(tmp_path, file, name):
+def test_run_is_named_after_its_file(tmp_path, file, name):
     path = tmp_path / file
     path.write_text("seed = 1\n")
     loaded = load_config(path)
@@ -212,13 +212,13 @@ def test_a_run_is_called_after_its_file(tmp_path, file, name):
     assert load_config(None).config.run.name == "quickstart"
 
 
-def test_the_files_name_is_where_a_runs_name_comes_from(tmp_path):
+def test_origin_of_the_run_name_is_the_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("seed = 1\n")
     assert load_config(path).origins["run.name"] == str(path)
 
 
-def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+def test_integers_may_be_written_with_an_exponent(tmp_path):
     (tmp_path / "a.toml").write_text("[train]\nglobal_batch = 16.0\n")
     config = load_config(tmp_path / "a.toml", ["train.steps=1e3", "optimizer.lr=1"]).config
     assert (config.train.steps, config.train.global_batch, config.optimizer.lr) == (1000, 16, 1.0)
@@ -226,7 +226,7 @@ def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
         load_config(None, ["train.steps=1000.5"])
 
 
-def test_of_steps_and_epochs_the_command_line_wins_and_two_in_one_place_are_a_mistake(tmp_path):
+def test_command_line_steps_or_epochs_win_and_both_are_rejected(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("[train]\nsteps = 5\n")
     assert load_config(file, ["train.epochs=2"]).config.train.epochs == 2
@@ -240,11 +240,11 @@ def test_of_steps_and_epochs_the_command_line_wins_and_two_in_one_place_are_a_mi
         load_config(file)
 
 
-def test_rules_do_not_look_at_steps_that_follow_from_epochs():
+def test_rules_ignore_default_steps_if_epochs_are_set():
     assert load_config(None, ["train.epochs=9", "schedule.warmup_steps=500"]).config.train.epochs == 9
 
 
-def test_another_language_is_refused_by_its_name(tmp_path):
+def test_yaml_file_is_rejected(tmp_path):
     (tmp_path / "run.yaml").write_text("train:\n  steps: 3\n")
     with pytest.raises(
         ConfigError, match=r"run\.yaml: only TOML is read\. Write its settings as key = value .* run\.toml"

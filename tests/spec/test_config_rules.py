@@ -1,4 +1,4 @@
-"""Rules between the keys of a config: each with its text, and where the file is to blame."""
+"""Rules between config keys: error texts and reported lines."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("overrides", "message"), [*(case[1:] for case in CASES), *OTHERS])
-def test_golden_errors(overrides, message):
+def test_config_rule_errors(overrides, message):
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert str(caught.value) == f"command line: {message}"
 
 
-def test_every_rule_has_a_case_and_looks_at_real_keys():
+def test_every_rule_has_a_case_and_reads_existing_keys():
     names = [rule.name for rule in CONFIG_RULES]
     assert {case[0] for case in CASES} == set(names)
     assert len(set(names)) == len(names)
@@ -149,11 +149,11 @@ def test_every_rule_has_a_case_and_looks_at_real_keys():
         assert any(override.partition("=")[0] in rule.keys for override in overrides)
 
 
-def test_the_default_breaks_nothing():
+def test_default_config_breaks_no_rule():
     assert config_problems(RunConfig()) == []
 
 
-def test_blame_falls_on_the_key_that_was_typed(tmp_path):
+def test_error_line_is_that_of_the_user_set_key(tmp_path):
     path = tmp_path / "short.toml"
     path.write_text("[train]\n\nseq_len = 5000\n")
     with pytest.raises(ConfigError) as caught:
@@ -161,19 +161,19 @@ def test_blame_falls_on_the_key_that_was_typed(tmp_path):
     assert caught.value.problems[0].origin == f"{path}:3"
 
 
-def test_no_rule_looks_at_a_key_that_is_refused_already():
+def test_rules_skip_keys_that_are_already_invalid():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["train.steps=-1", "schedule.warmup_steps=1000", "train.seq_len=9999", "model.name=tinny"])
     assert [problem.field for problem in caught.value.problems] == ["train.steps", "model.name"]
 
 
-def test_a_model_is_not_blamed_for_a_tokenizer_that_is_refused_already():
+def test_model_rule_skips_an_invalid_tokenizer():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["tokenizer.vocab_size=3", "model.vocab_size=3000"])
     assert [problem.field for problem in caught.value.problems] == ["tokenizer.vocab_size"]
 
 
-def test_the_rules_are_asked_again_with_the_ranks():
+def test_rules_are_checked_again_with_the_world_size():
     loaded = load_config(None, ["train.global_batch=6"])
     loaded.check(world_size=3)
     with pytest.raises(ConfigError) as caught:

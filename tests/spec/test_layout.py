@@ -1,4 +1,4 @@
-"""Layouts: patterns match module paths in order, and texts are inverses."""
+"""Layouts: patterns match module paths in order, and parse and format are inverses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LLAMA_PATHS = ["embed", "blocks.0.norm1", "blocks.0.attn.q", "blocks.11.attn.k",
                "blocks.0.mlp.gate", "blocks.0.mlp.up", "blocks.0.mlp.down", "norm", "head"]  # fmt: skip
 
 
-def test_the_named_layouts_cover_their_models():
+def test_named_layouts_cover_their_models():
     styles = [Layout.named("llama").match(path) for path in LLAMA_PATHS]
     assert styles == ["vocab", "replicate", "colwise", "colwise", "colwise", "rowwise",
                       "replicate", "colwise", "colwise", "rowwise", "replicate", "vocab"]  # fmt: skip
@@ -27,7 +27,7 @@ def test_the_named_layouts_cover_their_models():
     assert Layout.named("gpt2").unused(LLAMA_PATHS) == ("pos_embed",)
 
 
-def test_experts_have_a_layout_of_their_own():
+def test_moe_layout_covers_experts():
     mlp = {"router": "replicate", "experts": "expert", "shared.gate": "colwise", "shared.down": "rowwise"}
     layout = Layout.named("moe")
     assert {path: layout.match(f"blocks.3.mlp.{path}") for path in mlp} == mlp
@@ -38,7 +38,7 @@ def test_experts_have_a_layout_of_their_own():
     }  # fmt: skip
 
 
-def test_the_first_pattern_that_fits_decides():
+def test_first_matching_pattern_wins():
     layout = Layout.parse("blocks.0.attn.q=replicate blocks.*.attn.{q,k}=colwise")
     assert layout.match("blocks.0.attn.q") == "replicate"
     assert layout.match("blocks.1.attn.q") == "colwise"
@@ -52,13 +52,13 @@ _pairs = st.dictionaries(st.lists(_parts, min_size=1, max_size=4).map(".".join),
 
 @settings(max_examples=100, deadline=None)
 @given(_pairs.map(lambda pairs: Layout(tuple(pairs.items()))))
-def test_text_and_table_are_inverses(layout):
+def test_layout_text_and_table_round_trip(layout):
     assert Layout.parse(layout.format()) == layout
     assert Layout.from_mapping(dict(layout.pairs)) == layout
     assert hash(Layout.parse(str(layout))) == hash(layout)
 
 
-def test_a_toml_table_is_read():
+def test_layout_is_read_from_a_toml_table():
     table = tomllib.loads('embed = "vocab"\n"blocks.*.attn.o" = "rowwise"')
     assert Layout.from_mapping(table).match("blocks.3.attn.o") == "rowwise"
 
@@ -76,23 +76,23 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("text", GOLDEN)
-def test_golden_errors(text):
+def test_layout_parse_errors(text):
     with pytest.raises(LayoutError) as caught:
         Layout.parse(text)
     assert str(caught.value) == GOLDEN[text]
 
 
-def test_other_errors():
+def test_unknown_layout_names_and_styles_are_rejected():
     with pytest.raises(LayoutError, match="Did you mean 'llama'"):
         Layout.named("lama")
     with pytest.raises(LayoutError, match="not one of"):
         Layout.from_mapping({"embed": 3})
 
 
-def test_a_setting_is_words_or_a_file_of_them(tmp_path):
-    words = "embed=vocab blocks.*.mlp.up=colwise"
+def test_layout_setting_is_text_or_a_file(tmp_path):
+    text = "embed=vocab blocks.*.mlp.up=colwise"
     file = tmp_path / "my.layout"
     file.write_text("# by hand\nembed=vocab\n\nblocks.*.mlp.up=colwise  # half each\n")
-    assert Layout.read(words) == Layout.read(file) == Layout.read(str(file)) == Layout.parse(words)
+    assert Layout.read(text) == Layout.read(file) == Layout.read(str(file)) == Layout.parse(text)
     with pytest.raises(LayoutError, match=r"layout=none.layout: this file cannot be read \(No such file"):
         Layout.read("none.layout")

@@ -1,4 +1,4 @@
-"""Listing legal plans by branches gives what asking the rules about every combination gives."""
+"""Branching enumeration of legal plans equals checking every combination."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FACTS = (
 )
 
 
-def by_hand(choices, facts, rules):
+def checked_one_by_one(choices, facts, rules):
     every = itertools.product(*choices.values())
     plans = [Plan(**dict(zip(choices, values, strict=True))) for values in every]
     return {plan for plan in plans if not check(plan, facts, rules)}
@@ -43,20 +43,20 @@ def by_hand(choices, facts, rules):
 
 @settings(max_examples=25, deadline=None)
 @given(names=st.sets(st.sampled_from(sorted(VALUES)), max_size=7), facts=st.sampled_from(FACTS), built=st.booleans())
-def test_the_same_as_asking_about_each(names, facts, built):
+def test_legal_plans_equal_checking_each_combination(names, facts, built):
     rules = RULES if built else LASTING
     choices = {name: VALUES[name] for name in names}
     found = list(legal_plans(choices, facts, rules))
     assert len(found) == len(set(found))
-    assert set(found) == by_hand(choices, facts, rules)
+    assert set(found) == checked_one_by_one(choices, facts, rules)
 
 
-def test_values_are_brought_to_their_normal_form():
+def test_values_are_normalized():
     [plan] = legal_plans({"offload": (("activations", "optimizer"),)}, Facts())
     assert plan.offload == ("optimizer", "activations")
 
 
-def test_a_rule_that_reads_what_is_not_decided_is_asked_again():
+def test_rule_on_undecided_fields_is_checked_later():
     plans = list(legal_plans({"dp_shard": (2,), "zero": (0, 1)}, Facts(), LASTING))
     assert [plan.zero for plan in plans] == [1]
 

@@ -15,7 +15,7 @@ from weft.errors import ConfigError, ModelError
 
 TINY = decoder_spec("tiny")
 
-#: As their publishers' weights count them.
+#: Parameter counts of the published weights.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -40,26 +40,26 @@ def test_named_sizes_have_their_published_parameter_counts(name):
     assert ModelSpec.named(name).num_params == PUBLISHED[name]
 
 
-def test_sizes_without_a_published_exact_count_are_near_their_names():
+def test_sizes_without_published_counts_are_near_their_names():
     assert ModelSpec.named("gpt3-175b").num_params == pytest.approx(175e9, rel=0.01)
     assert 5.5e6 < ModelSpec.named("tiny").num_params < 6.5e6
     assert 5.5e6 < ModelSpec.named("gpt2-tiny").num_params < 6.5e6
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_every_named_size_keeps_the_shape_rules(name):
+def test_named_sizes_satisfy_the_shape_rules(name):
     assert shape_problems(decoder_spec(name)) == ()
 
 
-def test_names_are_unique_and_cover_what_the_documentation_promises():
+def test_size_names_are_unique_and_complete():
     names = model_names()
     assert len(set(names)) == len(names)
     assert set(PUBLISHED) | {"tiny", "small", "gpt2-tiny", "moe-tiny", "gpt3-175b"} == set(names)
     assert [size.name for size in named_sizes() if size.open_vocab] == ["tiny", "gpt2-tiny", "moe-tiny", "small"]
 
 
-def test_active_parameters_leave_out_the_experts_that_a_token_does_not_visit():
-    """As the papers count them: 12.9 of 46.7 billion, 39 of 141, 2.8 of 16.4."""
+def test_active_parameters_exclude_unrouted_experts():
+    """Compare with the papers' counts: 12.9 of 46.7 billion, 39 of 141, 2.8 of 16.4."""
     active = {name: ModelSpec.named(name).num_active_params for name in ("mixtral-8x7b", "mixtral-8x22b")}
     assert active == {"mixtral-8x7b": 12_879_925_248, "mixtral-8x22b": 39_152_031_744}
     assert ModelSpec.named("deepseek-moe-16b").num_active_params == 2_828_650_496
@@ -70,13 +70,13 @@ def test_active_parameters_leave_out_the_experts_that_a_token_does_not_visit():
     (0, 1, {"blocks.*": 6}), (1, 1, {"blocks.0": 1, "blocks.{1-5}": 5}), (5, 1, {"blocks.{0-4}": 5, "blocks.5": 1}),
     (1, 2, {"blocks.{0,2,4}": 3, "blocks.{1,3,5}": 3}), (3, 9, {"blocks.{0-2,4-5}": 5, "blocks.3": 1}),
 ])  # fmt: skip
-def test_layers_with_experts_are_counted_apart(first, every, paths):
+def test_layers_with_experts_are_counted_separately(first, every, paths):
     spec = replace(decoder_spec("moe-tiny"), first_moe_layer=first, moe_every=every)
     layers = [layer for layer in ModelSpec.of_decoder(spec).layers if layer.path.startswith("blocks")]
     assert {layer.path: layer.count for layer in layers} == paths
 
 
-def test_a_tied_head_is_not_counted_twice():
+def test_tied_head_is_counted_once():
     tied, untied = ModelSpec.of_decoder(TINY), ModelSpec.of_decoder(replace(TINY, tied=False))
     assert untied.num_params - tied.num_params == TINY.vocab_size * TINY.dim
     assert [layer.path for layer in untied.layers] == ["embed", "blocks.*", "norm", "head"]
@@ -84,18 +84,18 @@ def test_a_tied_head_is_not_counted_twice():
     assert untied.layers[-1] == LayerSpec("head", TINY.vocab_size * TINY.dim)
 
 
-def test_an_unknown_name_gets_a_suggestion_or_the_list():
+def test_unknown_size_raises_with_a_suggestion_or_the_list():
     with pytest.raises(ModelError, match=r"^model.name=lama3-8b: no size has this name. Did you mean 'llama3-8b'\?$"):
         decoder_spec("lama3-8b")
     with pytest.raises(ModelError, match=r"no size has this name. Known: tiny, .*llama3-405b\.$"):
         decoder_spec("qqq")
 
 
-def test_a_section_without_overrides_is_the_named_size():
+def test_section_without_overrides_is_the_named_size():
     assert resolve_decoder(ModelSection(name="gpt2"), 300) == decoder_spec("gpt2")
 
 
-def test_overrides_reach_the_shape():
+def test_overrides_change_the_shape():
     section = ModelSection(name="tiny", num_layers=2, dim=128, tied=False, norm_eps=1e-6, max_seq_len=64)
     expected = replace(TINY, num_layers=2, dim=128, tied=False, norm_eps=1e-6, max_seq_len=64, vocab_size=777)
     assert resolve_decoder(section, 777) == expected
@@ -108,22 +108,22 @@ def test_overrides_reach_the_shape():
     ("gpt2", None, 4096, 50257),
     ("gpt2", 50304, 50257, 50304),
 ])  # fmt: skip
-def test_the_vocabulary_is_the_typed_one_then_the_sizes_then_the_tokenizers(name, typed, tokenizer, expected):
+def test_vocabulary_size_precedence(name, typed, tokenizer, expected):
     assert resolve_decoder(ModelSection(name=name, vocab_size=typed), tokenizer).vocab_size == expected
 
 
-def test_grouping_stays_absent_when_only_the_number_of_heads_changes():
+def test_num_kv_heads_equals_num_heads_unless_grouped():
     assert resolve_decoder(ModelSection(name="gpt2", num_heads=6), 300).num_kv_heads == 6
     assert resolve_decoder(ModelSection(name="gpt2", num_heads=6, num_kv_heads=2), 300).num_kv_heads == 2
     assert resolve_decoder(ModelSection(name="tiny", num_heads=16), 300).num_kv_heads == 4
 
 
-def test_another_family_takes_no_rotary_stretch_along():
+def test_other_family_drops_rotary_scaling():
     spec = resolve_decoder(ModelSection(name="llama3.2-1b", family="gpt2"), 300)
     assert (spec.family, spec.rope_scale) == ("gpt2", 1.0)
 
 
-def test_settings_of_experts_need_experts():
+def test_expert_settings_without_experts_are_rejected():
     with pytest.raises(ConfigError) as caught:
         resolve_decoder(ModelSection(name="tiny", top_k=1, balance="bias"), 300)
     assert str(caught.value) == (
@@ -134,7 +134,7 @@ def test_settings_of_experts_need_experts():
     assert (spec.num_experts, spec.top_k, spec.balance, spec.expert_width) == (4, 1, "bias", TINY.ffn_dim)
 
 
-def test_all_problems_of_a_section_are_told_at_once():
+def test_all_problems_of_a_model_section_are_reported():
     section = ModelSection(name="tiny", num_heads=6, num_kv_heads=4, vocab_size=300, norm_eps=2.0)
     with pytest.raises(ConfigError) as caught:
         resolve_decoder(section, 4096)
@@ -150,7 +150,7 @@ def test_all_problems_of_a_section_are_told_at_once():
     ]  # fmt: skip
 
 
-def test_a_tokenizer_larger_than_a_named_vocabulary_is_refused():
+def test_tokenizer_larger_than_the_vocabulary_is_rejected():
     with pytest.raises(ConfigError) as caught:
         resolve_decoder(ModelSection(name="llama2-7b"), 50_000)
     assert str(caught.value) == (
@@ -159,14 +159,14 @@ def test_a_tokenizer_larger_than_a_named_vocabulary_is_refused():
     )
 
 
-def test_an_unknown_name_in_a_section_is_a_config_problem():
+def test_unknown_size_in_a_section_is_a_config_error():
     with pytest.raises(ConfigError) as caught:
         resolve_decoder(ModelSection(name="tiney"), 300)
     assert caught.value.problems[0].field == "model.name"
     assert str(caught.value) == "model.name=tiney: no size has this name. Did you mean 'tiny'?"
 
 
-def test_rotary_settings_of_a_model_without_rotary_positions_are_refused():
+def test_rotary_settings_without_rotary_positions_are_rejected():
     with pytest.raises(ConfigError, match=r"^model.rope_theta=1000.0: the gpt2 family has learned positions"):
         resolve_decoder(ModelSection(name="gpt2", rope_theta=1000.0), 300)
 
@@ -204,11 +204,11 @@ def test_rotary_settings_of_a_model_without_rotary_positions_are_refused():
     ({"capacity_factor": -1.0},
      "model.capacity_factor=-1.0: a number of at least 0 is needed. Use e.g. 1.25, or 0 to drop no token."),
 ])  # fmt: skip
-def test_the_sentence_of_each_broken_rule(changes, text):
+def test_shape_rule_errors(changes, text):
     assert [str(problem) for problem in shape_problems(replace(TINY, **changes))] == [text]
 
 
-def test_an_odd_head_width_is_fine_without_rotary_positions():
+def test_odd_head_width_without_rotary_positions_is_valid():
     assert shape_problems(replace(TINY, family="gpt2", dim=24, num_heads=8, num_kv_heads=8)) == ()
 
 
@@ -217,7 +217,7 @@ counts = st.integers(1, 48)
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(["llama", "gpt2"]), counts, counts, counts)
-def test_the_numbers_that_a_problem_suggests_do_pass(family, dim, num_heads, num_kv_heads):
+def test_suggested_values_satisfy_the_rule(family, dim, num_heads, num_kv_heads):
     spec = DecoderSpec(
         family=family, vocab_size=8, dim=dim, num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads,
         ffn_dim=8, max_seq_len=8,
@@ -234,6 +234,6 @@ def test_the_numbers_that_a_problem_suggests_do_pass(family, dim, num_heads, num
             assert all(same_rule not in later.message for later in shape_problems(replace(spec, **change)))
 
 
-def test_the_file_needs_no_torch():
+def test_model_spec_does_not_import_torch():
     program = "import sys, weft.config.model_spec as m; m.ModelSpec.named('tiny'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

@@ -1,4 +1,4 @@
-"""Overrides: how their values are read, and how far they reach."""
+"""Overrides: parsing of values, and the keys that they can set."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def loaded(*overrides) -> RunConfig:
         (("plan",), "{dp_replicate = 2}", {"dp_replicate": 2}),
     ],
 )
-def test_values(path, text, value):
+def test_override_values_are_parsed_by_type(path, text, value):
     read = override_value(path, text)
     assert read == value
     assert type(read) is type(value)
 
 
-def test_reach():
+def test_overrides_set_nested_keys():
     assert loaded("optimizer.lr=1e-4").optimizer.lr == 1e-4
     assert loaded("train={steps = 50, seq_len = 64}").train.seq_len == 64
     assert loaded("optimizer.betas.1=0.99").optimizer.betas == (0.9, 0.99)
@@ -48,7 +48,7 @@ def test_reach():
     assert loaded("train.early_stop.patience=3").train.early_stop.patience == 3
 
 
-def test_sources():
+def test_overrides_set_data_sources():
     assert [source.path for source in loaded("data.train=a.txt").data.train] == ["a.txt"]
     several = loaded('data.train=["a.txt", "b/*.jsonl", {path = "c", weight = 2}]').data.train
     assert [(source.path, source.weight) for source in several] == [("a.txt", None), ("b/*.jsonl", None), ("c", 2.0)]
@@ -58,7 +58,7 @@ def test_sources():
     assert loaded("data.eval=e.txt", "data.eval.0.columns.text=body").data.eval[0].columns == {"text": "body"}
 
 
-def test_the_plan_field_by_field():
+def test_overrides_set_plan_fields():
     assert loaded("plan.accumulation=2").plan == "dp_replicate=* accumulation=2"
     assert loaded("plan=dp_replicate=4", "plan.compile=true", "plan.precision=bf16").plan == (
         "dp_replicate=4 precision=bf16 compile=on"
@@ -103,13 +103,13 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("override", GOLDEN)
-def test_golden_errors(override):
+def test_override_errors(override):
     with pytest.raises(ConfigError) as caught:
         loaded(override)
     assert str(caught.value) == f"command line: {GOLDEN[override]}"
 
 
-def test_an_override_cannot_reach_into_what_the_file_spoilt(tmp_path):
+def test_override_inside_an_invalid_section_is_rejected(tmp_path):
     path = tmp_path / "x.toml"
     path.write_text("optimizer = 3\n")
     with pytest.raises(ConfigError) as caught:
@@ -118,7 +118,7 @@ def test_an_override_cannot_reach_into_what_the_file_spoilt(tmp_path):
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_settings_of_other_tools_lead_to_settings_that_exist(name):
+def test_settings_of_other_tools_map_to_existing_keys(name):
     key, _, value = OTHER_NAMES[name].partition("=")
     if key.startswith("plan"):
         assert key == "plan" or key.removeprefix("plan.") in PLAN_FIELDS

@@ -1,4 +1,4 @@
-"""Plan: text and value are inverses, and every mistake is told in one grammar, all at once."""
+"""Plan: parse and format are inverses, and all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ def test_parse_and_format_are_inverses(plan):
 
 @settings(max_examples=50, deadline=None)
 @given(plans, st.sampled_from(AXES), st.integers(1, 64))
-def test_a_star_keeps_its_meaning_through_the_text(plan, axis, size):
+def test_open_axis_round_trips_through_text(plan, axis, size):
     text = plan.format(open_axis=axis)
     assert f"{axis}=*" in text.split()
     read, open_axis = Plan.read_open(text)
     assert (read, open_axis) == (plan.replace(**{axis: 1}), axis)
-    alone = {"zero": 0, "reshard": "after_forward"} if axis == "dp_shard" and size == plan.cp == 1 and plan.zero else {}
-    assert Plan.parse(text, read.world_size * size) == plan.replace(**{axis: size}, **alone)
+    single_rank = (
+        {"zero": 0, "reshard": "after_forward"} if axis == "dp_shard" and size == plan.cp == 1 and plan.zero else {}
+    )
+    assert Plan.parse(text, read.world_size * size) == plan.replace(**{axis: size}, **single_rank)
 
 
-def test_one_line_of_sharding_is_for_any_number_of_ranks():
-    """With nobody to share with, ZeRO has nothing to do."""
+def test_open_dp_shard_works_for_any_world_size():
+    """On a single rank ZeRO has no effect and is dropped."""
     text = "dp_shard=* zero=3 reshard=after_step precision=bf16"
     assert Plan.parse(text, 1) == Plan.parse("precision=bf16")
     assert Plan.parse(text, 8) == Plan.parse("dp_shard=8 zero=3 reshard=after_step precision=bf16")
-    assert Plan.parse("dp_shard=* zero=3 offload=params", 1).zero == 3  # parameters come block by block
-    assert Plan.parse("cp=2 dp_shard=* zero=3", 2).zero == 3  # shards lie over cp too
+    assert Plan.parse("dp_shard=* zero=3 offload=params", 1).zero == 3  # parameters are loaded block by block
+    assert Plan.parse("cp=2 dp_shard=* zero=3", 2).zero == 3  # cp ranks have shards too
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.text() | st.lists(st.sampled_from([*plan_fields(), "=", "*", " ", "9", "-1", "x", "+"])).map("".join))
-def test_any_text_is_a_plan_or_a_plan_error(text):
+def test_any_text_parses_or_raises_plan_error(text):
     try:
         plan = Plan.parse(text, 8)
     except PlanError as caught:
@@ -57,7 +59,7 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
     assert error is None or len(str(error).splitlines()) == len(error.problems) > 0
 
 
-def test_the_text_holds_only_what_differs_in_the_order_of_the_fields():
+def test_format_has_only_changed_fields_in_order():
     assert Plan().format() == ""
     assert str(Plan()) == "dp_replicate=1"
     assert Plan.parse("zero=3 tp=2 dp_shard=4").format() == "dp_shard=4 tp=2 zero=3"
@@ -67,21 +69,21 @@ def test_the_text_holds_only_what_differs_in_the_order_of_the_fields():
     assert Plan.parse("offload=optimizer:1.0+params:100%+none").offload == ("optimizer", "params")
 
 
-def test_the_share_that_lives_on_the_host():
+def test_offload_shares_are_parsed():
     plan = Plan(offload=("activations:.125", "optimizer", "optimizer"))
     assert [plan.offload_share(name) for name in OFFLOADS] == [1.0, 0.0, 0.125]
     assert plan.offload == ("optimizer", "activations:0.125")
     assert Plan(offload="params:30%").offload_share("params") == 0.3
 
 
-def test_a_toml_table_is_read():
+def test_plan_is_read_from_a_toml_table():
     table = tomllib.loads('dp_shard = 4\ntp = 2\nzero = 3\ncompile = true\noffload = ["params"]\nrecompute = "12 GiB"')
     assert Plan.from_mapping(table) == Plan(
         dp_shard=4, tp=2, zero=3, compile=True, offload=("params",), recompute="12GiB"
     )
 
 
-def test_sizes_that_follow_from_the_axes():
+def test_derived_sizes():
     plan = Plan(pp=2, dp_replicate=3, dp_shard=4, cp=5, tp=6, ep=7, microbatches=8, accumulation=9)
     assert plan.world_size == 2 * 3 * 4 * 5 * 6
     assert plan.dp_size == 12
@@ -142,13 +144,13 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("text", GOLDEN)
-def test_golden_errors(text):
+def test_plan_parse_errors(text):
     with pytest.raises(PlanError) as caught:
         Plan.parse(text, 8)
     assert str(caught.value) == GOLDEN[text]
 
 
-def test_all_mistakes_at_once():
+def test_all_plan_mistakes_are_reported():
     with pytest.raises(PlanError) as caught:
         Plan.parse("tp=0 zero=9 dp_shrad=2 oops")
     assert {problem.field for problem in caught.value.problems} == {"tp", "zero", "dp_shrad", "oops"}
@@ -159,30 +161,30 @@ def test_all_mistakes_at_once():
     [{"zero": 2.0}, {"zero": True}, {"tp": True}, {"tp": 10**30}, {"tp": 10**5000}, {"sp": 1}, {"offload": 3},
      {"recompute": None}, {"precision": ["bf16"]}, {"schedule": "1F1B"}],
 )  # fmt: skip
-def test_values_of_the_wrong_type_are_refused_when_the_plan_is_made(changes):
+def test_wrong_types_are_rejected_at_construction(changes):
     with pytest.raises(PlanError, match=next(iter(changes))):
         Plan(**changes)
     with pytest.raises(PlanError, match=next(iter(changes))):
         Plan.from_mapping(changes)
 
 
-def test_a_star_without_a_number_of_ranks():
+def test_open_axis_without_world_size_is_rejected():
     with pytest.raises(PlanError, match="the number of ranks is not known here"):
         Plan.parse("dp_replicate=*")
 
 
-def test_replace_refuses_unknown_fields():
+def test_replace_rejects_unknown_fields():
     with pytest.raises(PlanError, match="Did you mean 'tp'"):
         Plan().replace(tpp=2)
 
 
-def test_spec_needs_no_torch():
+def test_config_modules_do_not_import_torch():
     modules = "weft.config.files, weft.config.layout, weft.config.rules.plan_rules"
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_values_that_were_seen_before_do_not_let_others_in():
+def test_cached_values_do_not_admit_equal_values_of_other_types():
     assert Plan(pp=2, split=(1, 2)).split == (1, 2)
     for field, value in (
         ("split", (True, 2)), ("split", (1.0, 2.0)), ("split", ([1], 2)), ("order", (["tp"],)),

@@ -1,4 +1,4 @@
-"""A field of the plan is described where it is declared and nowhere else: a copy of the sources declares two more."""
+"""A plan field is described only at its declaration, as shown with a copy of the sources with two more fields."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def with_two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What a copy of Weft says whose plan declares two fields more."""
+def with_two_fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Return the outputs of a copy of Weft whose plan declares two more fields."""
     home = tmp_path_factory.mktemp("copy")
     shutil.copytree(Path(weft.__file__).parent, home / "weft", ignore=shutil.ignore_patterns("__pycache__"))
     source = home / "weft" / "config" / "plan.py"
-    before, place, after = source.read_text().partition("\n    def __post_init__")
-    source.write_text(before + DECLARED + place + after)
+    before, separator, after = source.read_text().partition("\n    def __post_init__")
+    source.write_text(before + DECLARED + separator + after)
     done = subprocess.run(
         [sys.executable, "-c", USED], capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONPATH": str(home)},
@@ -81,35 +81,35 @@ def with_two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
     return json.loads(done.stdout)
 
 
-def test_a_new_field_is_read_printed_and_checked(with_two_more):
-    assert with_two_more["text"] == "tp=2 prefetch=on lanes=3"
-    assert with_two_more["refused"].splitlines() == [
+def test_new_field_is_parsed_formatted_and_checked(with_two_fields):
+    assert with_two_fields["text"] == "tp=2 prefetch=on lanes=3"
+    assert with_two_fields["refused"].splitlines() == [
         "lanes=9: a whole number from 1 to 8 is needed. Use lanes=1 to leave it out.",
         "prefetch=maybe: this is a switch. Use prefetch=on or prefetch=off.",
     ]
-    assert with_two_more["schema"] == {
+    assert with_two_fields["schema"] == {
         "type": "integer", "minimum": 1, "maximum": 8, "description": "Streams for copies."
     }  # fmt: skip
 
 
-def test_a_new_field_is_encoded_and_searched(with_two_more):
-    assert with_two_more["decoded"].split()[:3] == ["tp=2", "prefetch=on", "lanes=3"]
-    assert with_two_more["numbers"] == [[True, False], [3, 1]]
-    assert with_two_more["searched"] == [[False, False], [True, False], [True, True]]
-    assert with_two_more["fixed"] == [[True, 2]]
-    assert with_two_more["moves"] == ["lanes=4", "prefetch=off"]
+def test_new_field_is_encoded_and_searched(with_two_fields):
+    assert with_two_fields["decoded"].split()[:3] == ["tp=2", "prefetch=on", "lanes=3"]
+    assert with_two_fields["numbers"] == [[True, False], [3, 1]]
+    assert with_two_fields["searched"] == [[False, False], [True, False], [True, True]]
+    assert with_two_fields["fixed"] == [[True, 2]]
+    assert with_two_fields["moves"] == ["lanes=4", "prefetch=off"]
 
 
-def test_a_new_field_is_tried_by_tests(with_two_more):
-    assert with_two_more["tried"] == [[False, True], [1, 3]]
-    assert with_two_more["listed"] == [[False, 1], [False, 3], [True, 1], [True, 3]]
-    assert with_two_more["layout"] == [True, False]
-    assert with_two_more["row"] == "tp=2 prefetch=on"
-    assert with_two_more["asks"] == ["prefetch=True", "tp"]
+def test_new_field_is_covered_by_test_matrices(with_two_fields):
+    assert with_two_fields["tried"] == [[False, True], [1, 3]]
+    assert with_two_fields["listed"] == [[False, 1], [False, 3], [True, 1], [True, 3]]
+    assert with_two_fields["layout"] == [True, False]
+    assert with_two_fields["row"] == "tp=2 prefetch=on"
+    assert with_two_fields["asks"] == ["prefetch=True", "tp"]
 
 
 @pytest.mark.parametrize("name", PLAN_FIELDS)
-def test_every_field_says_what_it_is(name):
+def test_every_field_is_described(name):
     field = PLAN_FIELDS[name]
     assert field.name == name
     assert field.help.endswith(".")
@@ -122,12 +122,12 @@ def test_every_field_says_what_it_is(name):
     assert not field.searched_with or PLAN_FIELDS[field.searched_with].searched
 
 
-def test_none_is_the_empty_list_of_each_field_that_is_one():
+def test_none_is_the_empty_value_of_list_fields():
     assert Plan.parse("order=none split=none offload=none") == Plan()
     with pytest.raises(PlanError, match="order=nine: not one of pp"):
         Plan.parse("order=nine")
 
 
-def test_a_number_says_its_limits():
+def test_integer_field_error_names_its_limits():
     with pytest.raises(PlanError, match=r"^x=3: a whole number from 1 to 2 is needed. Use x=1 to leave it out.$"):
         Integer(1, 2).check("x", 3)

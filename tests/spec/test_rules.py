@@ -1,4 +1,4 @@
-"""Rules of plans: each fires on its case with its text, is quiet where facts are unknown, and names a way out."""
+"""Plan rules: each fires on its case with its text and a fix, and does not fire if facts are unknown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.comm import block8  # noqa: F401 (registers a wire that keeps what it rounds off)
+from tests.comm import block8  # noqa: F401 (registers a wire format with error feedback)
 from tests.spec.plans import plans
 from weft.config.cluster import device
 from weft.config.decoder_shape import DecoderSpec
@@ -23,19 +23,19 @@ from weft.errors import PlanError
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=6, num_heads=32, num_kv_heads=8, ffn_dim=768, max_seq_len=1024)
 FACTS = Facts(model=MODEL, world_size=8, global_batch=16, seq_len=1024)
 OPEN = Facts(open_axis="dp_replicate")
-#: What tracing may find of a model.
-PICTURES = Facts(limits={
+#: Limits as found by tracing a model.
+TRACED = Facts(limits={
     "tp": Limit((1, 2, 4), "its layers can be shared evenly by 1, 2, 4 ranks"),
     **{name: Limit((1,), "the model reads no sequence that could be cut") for name in ("cp", "ep", "pp")},
     "sp": Limit((0,), "the model reads no sequence that could be cut"),
 })  # fmt: skip
 
 CASES = [
-    ("model-allows-tp", "tp=3", PICTURES,
+    ("model-allows-tp", "tp=3", TRACED,
      "tp=3: its layers can be shared evenly by 1, 2, 4 ranks. Use tp=1, 2 or 4.", "tp=2"),
-    ("model-allows-sp", "tp=2 sp=on", PICTURES,
+    ("model-allows-sp", "tp=2 sp=on", TRACED,
      "sp=on: the model reads no sequence that could be cut. Use sp=off.", "tp=2"),
-    *((f"model-allows-{name}", f"{name}=2", PICTURES,
+    *((f"model-allows-{name}", f"{name}=2", TRACED,
        f"{name}=2: the model reads no sequence that could be cut. Use {name}=1.", "") for name in ("cp", "ep", "pp")),
     ("compress-needs-data", "tp=2 compress=int8", Facts(),
      "compress=int8: dp_replicate and dp_shard are 1, so no gradient is sent between data ranks. Leave compress out, "
@@ -224,7 +224,7 @@ BY_NAME = {rule.name: rule for rule in RULES}
 
 
 @pytest.mark.parametrize(("name", "text", "facts", "message", "fix"), CASES)
-def test_a_rule_fires_with_its_text_and_its_fix_keeps_it(name, text, facts, message, fix):
+def test_rule_fires_with_its_text_and_its_fix_satisfies_it(name, text, facts, message, fix):
     rule = BY_NAME[name]
     violation = rule.check(Plan.parse(text), facts)
     assert violation is not None
@@ -234,7 +234,7 @@ def test_a_rule_fires_with_its_text_and_its_fix_keeps_it(name, text, facts, mess
         assert rule.check(violation.fix, facts) is None
 
 
-def test_every_rule_has_a_case_and_says_why_in_one_sentence():
+def test_every_rule_has_a_case_and_a_one_sentence_reason():
     assert {case[0] for case in CASES} == set(BY_NAME)
     assert len(BY_NAME) == len(RULES)
     for rule in RULES:
@@ -243,7 +243,7 @@ def test_every_rule_has_a_case_and_says_why_in_one_sentence():
         assert rule.field in plan_fields() or "." in rule.field or rule.field == "world_size"
 
 
-def test_what_is_built_is_not_refused():
+def test_supported_plans_are_accepted():
     for text in (
         "",
         "dp_replicate=8",
@@ -265,19 +265,19 @@ def test_what_is_built_is_not_refused():
     assert check(Plan(dp_replicate=8), FACTS) == []
 
 
-def test_everything_else_is_refused_by_a_rule_that_says_so():
+def test_reasons_of_unsupported_features_contain_yet():
     for rule in NOT_BUILT:
         assert "yet" in rule.reason, rule.name
 
 
-def test_an_open_axis_fits_any_number_of_ranks():
+def test_open_axis_fits_any_number_of_ranks():
     plan, open_axis = Plan.read_open("dp_replicate=*")
     assert check(plan, Facts(world_size=8, open_axis=open_axis)) == []
 
 
 @settings(max_examples=80, deadline=None)
 @given(plans)
-def test_unknown_facts_never_fire_and_never_fail(plan):
+def test_rules_never_fire_on_unknown_facts(plan):
     needs_facts = {"world-size", "global-batch", "tp-heads", "tp-ffn", "tp-shared-experts", "pp-layers",
                    "cp-divides-sequence", "sp-divides-sequence", "ulysses-heads", "ep-needs-experts",
                    "ep-divides-experts", "seq-len-fits-model", "precision-on-device", "split-fits-model"}  # fmt: skip
@@ -286,7 +286,7 @@ def test_unknown_facts_never_fire_and_never_fail(plan):
 
 @settings(max_examples=80, deadline=None)
 @given(plans, st.integers(1, 512))
-def test_one_sentence_for_each_field_and_every_fix_mends_its_rule(plan, global_batch):
+def test_one_violation_per_field_and_fixes_satisfy_their_rule(plan, global_batch):
     facts = Facts(model=MODEL, global_batch=global_batch, seq_len=1024)
     violations = check(plan, facts)
     assert len({violation.field for violation in violations}) == len(violations)
@@ -299,20 +299,20 @@ def test_one_sentence_for_each_field_and_every_fix_mends_its_rule(plan, global_b
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
-def test_batch_rule_is_exactly_divisibility(global_batch, replicas, accumulation):
+def test_global_batch_rule_is_divisibility(global_batch, replicas, accumulation):
     plan = Plan(dp_replicate=replicas, accumulation=accumulation)
     fired = bool(check(plan, Facts(global_batch=global_batch)))
     assert fired == (global_batch % (replicas * accumulation) != 0)
 
 
-def test_check_plan_raises_everything():
+def test_check_plan_raises_all_violations():
     with pytest.raises(PlanError) as caught:
         check_plan(Plan(sp=True, offload=("params",)), Facts(global_batch=3))
     assert [problem.field for problem in caught.value.problems] == ["offload", "sp"]
     check_plan(Plan())
 
 
-def test_arithmetic():
+def test_divisors_and_alternatives():
     assert common_divisors(12) == [1, 2, 3, 4, 6, 12]
     assert common_divisors(36, 24) == [1, 2, 3, 4, 6, 12]
     assert nearest([1, 2, 4], 3) == 2

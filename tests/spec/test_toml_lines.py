@@ -1,4 +1,4 @@
-"""Lines of TOML keys: checked against files whose every value is the number of its own line."""
+"""Line numbers of TOML keys, checked with files whose values are their line numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ quotes = \'\'\'\'27'\'\'\'\'
 lr = 28'''
 
 
-def test_every_form_of_a_key():
+def test_lines_of_every_form_of_key():
     lines = {dotted(path): line for path, line in key_lines(TEXT).items()}
     assert lines == {
         "seed": 1, "plan": 2, '"quoted \\"key\\""': 5, "run": 7, "run.name": 8,
@@ -71,7 +71,7 @@ _values = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(max_size=5), _values, max_size=4), st.booleans())
-def test_every_key_of_any_file_has_a_line_that_holds_it(tables, multiline):
+def test_reported_line_of_every_key_contains_the_key(tables, multiline):
     text = tomli_w.dumps(tables, multiline_strings=multiline)
     lines = key_lines(text)
     typed = text.split("\n")
@@ -103,7 +103,7 @@ def test_syntax_errors_have_a_line(text, line):
     assert "line" not in reason
 
 
-def test_dotted_keys():
+def test_dotted_keys_are_split_and_joined():
     assert split_key('a."b.c".0') == ("a", "b.c", "0")
     assert dotted(("a", "b.c", 0)) == 'a."b.c".0'
     for text in ("", "a.", ".a", "a b", "a=b", "a\nb", "[a]", "a#"):

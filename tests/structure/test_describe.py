@@ -20,7 +20,7 @@ def count(module):
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_a_transformers_model_is_described_by_its_own_paths():
+def test_transformers_model_is_described_by_its_paths():
     transformers = pytest.importorskip("transformers")
 
     with torch.device("meta"):
@@ -41,7 +41,7 @@ def test_a_transformers_model_is_described_by_its_own_paths():
     assert spec.num_params == count(model)
 
 
-def test_a_tied_transformers_model_counts_its_embedding_once():
+def test_tied_embedding_is_counted_once():
     transformers = pytest.importorskip("transformers")
 
     model = transformers.GPT2LMHeadModel(
@@ -57,7 +57,7 @@ def test_a_tied_transformers_model_counts_its_embedding_once():
     st.integers(1, 6), st.integers(2, 5), st.integers(1, 2), st.integers(0, 5), st.integers(0, 2), st.integers(0, 5),
     st.integers(1, 4), st.sampled_from(["bias", "aux_loss"]),
 )  # fmt: skip
-def test_so_they_do_with_experts(layers, experts, top_k, width, shared, first, every, balance):
+def test_description_of_expert_models_matches_the_formula(layers, experts, top_k, width, shared, first, every, balance):
     spec = DecoderSpec(
         vocab_size=7, dim=4, num_layers=layers, num_heads=2, num_kv_heads=2, ffn_dim=3, max_seq_len=5,
         num_experts=experts, top_k=top_k, expert_ffn_dim=width, num_shared_experts=shared, balance=balance,
@@ -74,7 +74,7 @@ def stacked(model):
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
-def test_children_that_differ_are_told_apart():
+def test_different_children_are_described_separately():
     dense, wide = (lambda: nn.Linear(4, 4)), (lambda: nn.Linear(4, 9))
     module = nn.Module()
     module.blocks = nn.ModuleList([dense(), dense(), wide(), dense(), nn.ReLU(), wide(), nn.Embedding(4, 4)])
@@ -85,7 +85,7 @@ def test_children_that_differ_are_told_apart():
     )
 
 
-def test_same_shapes_of_another_class_or_dtype_are_other_blocks():
+def test_equal_shapes_of_other_class_or_dtype_are_separate():
     class Other(nn.Linear):
         pass
 
@@ -93,7 +93,7 @@ def test_same_shapes_of_another_class_or_dtype_are_other_blocks():
     assert [layer.path for layer in describe(module).layers] == ["0", "1", "2"]
 
 
-def test_blocks_are_found_at_any_depth_and_in_any_container():
+def test_blocks_are_found_at_any_depth_and_container():
     inner = nn.Sequential(OrderedDict(a=nn.Linear(3, 3), b=nn.Linear(3, 3)))
     outer = nn.ModuleDict({"x": nn.Sequential(inner), "y": nn.Linear(2, 2)})
     module = nn.Module()
@@ -114,17 +114,17 @@ def test_weights_shared_between_blocks_are_counted_once():
     assert describe(nn.Sequential(first, first, first)).layers == (LayerSpec("*", 20),)
 
 
-def test_frozen_parameters_count_and_buffers_do_not():
+def test_frozen_parameters_are_counted_and_buffers_are_not():
     module = nn.BatchNorm1d(6)
     module.weight.requires_grad_(False)
     assert describe(module).num_params == 12
 
 
-def test_modules_without_parameters():
+def test_modules_without_parameters_have_no_layers():
     assert describe(nn.Sequential(nn.ReLU(), nn.Dropout())) == ModelSpec(name="Sequential", layers=())
 
 
-def test_a_lazy_module_is_refused():
+def test_lazy_module_is_rejected():
     with pytest.raises(ModelError, match=r"^parameter 0.weight: a lazy module has no shape yet. Run the model once"):
         describe(nn.Sequential(nn.LazyLinear(4)))
 
@@ -134,7 +134,7 @@ def test_a_lazy_module_is_refused():
     st.sampled_from(["llama", "gpt2"]), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3),
     st.integers(1, 9), st.booleans(),
 )  # fmt: skip
-def test_the_formula_and_the_built_model_agree_on_any_shape(family, vocab, layers, kv_heads, group, ffn_dim, tied):
+def test_description_matches_the_formula_for_any_shape(family, vocab, layers, kv_heads, group, ffn_dim, tied):
     spec = DecoderSpec(
         family=family, vocab_size=vocab, dim=4 * kv_heads * group, num_layers=layers, num_heads=kv_heads * group,
         num_kv_heads=kv_heads, ffn_dim=ffn_dim, max_seq_len=5, tied=tied,

@@ -1,4 +1,4 @@
-"""Layouts that are found: from the model's own plan, or by tracing; and what is refused."""
+"""Layouts from a model's published plan or from tracing, and rejected layouts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_models_without_a_plan_of_their_own_are_traced(name):
+def test_models_without_a_published_plan_are_traced(name):
     assert find_layout(build(name)).format() == FOUND[name]
 
 
-def test_an_encoder_decoder_is_traced_with_the_inputs_of_both_halves():
+def test_encoder_decoder_is_traced_with_both_inputs():
     whisper = pytest.importorskip("transformers").WhisperConfig(
         vocab_size=64, num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_source_positions=20,
@@ -52,7 +52,7 @@ def test_an_encoder_decoder_is_traced_with_the_inputs_of_both_halves():
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"),
+    ("name", "styles"),
     [
         ("deepseek_v3", "model.layers.*.self_attn.{q_a_proj,q_a_layernorm,kv_a_proj_with_mqa,kv_a_layernorm}=partial "
          "model.layers.*.self_attn.{q_b_proj,kv_b_proj}=colwise"),
@@ -61,17 +61,17 @@ def test_an_encoder_decoder_is_traced_with_the_inputs_of_both_halves():
         ("olmo2", "model.layers.*.self_attn.{q_proj,k_proj,v_proj,q_norm,k_norm}=colwise"),
     ],
 )  # fmt: skip
-def test_attention_is_cut_with_what_its_heads_share_and_have_for_themselves(name, cut):
+def test_attention_is_sharded_with_shared_and_per_head_parts(name, styles):
     model = FamilyCase(name).model() if name == "olmo2" else build(name)
     found = find_layout(model).format()
-    assert f"{cut} model.layers.*.self_attn.o_proj=rowwise" in found
+    assert f"{styles} model.layers.*.self_attn.o_proj=rowwise" in found
 
 
-def test_attention_that_reads_biases_of_all_heads_stays_whole():
+def test_attention_with_biases_of_all_heads_is_replicated():
     assert "self_attention" not in find_layout(build("bloom")).format()
 
 
-def test_both_towers_of_a_model_of_images_and_text_are_cut():
+def test_both_towers_of_clip_are_sharded():
     part = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     clip = pytest.importorskip("transformers").CLIPConfig(
         text_config=part | {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
@@ -84,15 +84,15 @@ def test_both_towers_of_a_model_of_images_and_text_are_cut():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "phi", "gemma"])
-def test_tracing_finds_what_the_models_own_plan_says(name):
+def test_traced_layout_matches_the_published_plan(name):
     model = build(name)
     paths = [path for path, _ in model.named_modules()]
-    told, traced = find_layout(model), trace_layout(model).layout
+    published, traced = find_layout(model), trace_layout(model).layout
     assert explain_layout(model).source == "the model's own base_model_tp_plan"
-    assert {path: told.match(path) for path in paths} == {path: traced.match(path) for path in paths}
+    assert {path: published.match(path) for path in paths} == {path: traced.match(path) for path in paths}
 
 
-def test_tracing_finds_the_projects_own_layout():
+def test_traced_layout_matches_the_named_layout():
     model = build_decoder(LLAMA, device="meta")
     traced, own = trace_layout(model).layout, Layout.named("llama")
     for path, module in model.named_modules():
@@ -101,7 +101,7 @@ def test_tracing_finds_the_projects_own_layout():
 
 
 class Pair(nn.Module):
-    """Two linear layers and something between."""
+    """Two linear layers with an operation between."""
 
     def __init__(self, between):
         super().__init__()
@@ -138,7 +138,7 @@ class TwoInputs(torch.autograd.Function):
         return grads[0] * x * gate.sigmoid() * (1 - gate.sigmoid()), grads[0] * y / x
 
 
-KEEPS = {
+FEATURE_WISE = {
     "pointwise": lambda x: F.gelu(x) * x.sigmoid() + 1.0,
     "heads": lambda x: x.view(2, 8, -1, 3).softmax(-1).reshape(2, 8, -1),
     "transposed": lambda x: (x.view(2, 8, -1, 3).transpose(1, 2) * 2).transpose(1, 2).flatten(2),
@@ -152,7 +152,7 @@ KEEPS = {
     "each written": lambda x: written(x, lambda x: x < 0),
     "all written": lambda x: written(x, lambda x: (0, slice(2))),
 }
-MIXES = {
+FEATURE_MIXING = {
     "softmax over features": lambda x: x.softmax(-1),
     "norm of all": lambda x: F.layer_norm(x, (12,)),
     "a sum": lambda x: x - x.mean(-1, keepdim=True),
@@ -171,15 +171,15 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("name", KEEPS)
-def test_what_keeps_features_apart(name):
-    assert trace_layout(Pair(KEEPS[name])).layout.format() == "first=colwise second=rowwise"
+@pytest.mark.parametrize("name", FEATURE_WISE)
+def test_feature_wise_operations_allow_sharding(name):
+    assert trace_layout(Pair(FEATURE_WISE[name])).layout.format() == "first=colwise second=rowwise"
 
 
-@pytest.mark.parametrize("name", MIXES)
-def test_what_mixes_features_is_not_cut(name):
+@pytest.mark.parametrize("name", FEATURE_MIXING)
+def test_feature_mixing_operations_prevent_sharding(name):
     with pytest.raises(LayoutError, match=r"nothing in Pair can be sharded.*\(first: \w"):
-        trace_layout(Pair(MIXES[name]))
+        trace_layout(Pair(FEATURE_MIXING[name]))
 
 
 @pytest.mark.parametrize("computed", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
@@ -189,7 +189,7 @@ def test_layers_whose_weight_is_computed_are_not_cut(computed):
 
 
 class Encoder(nn.Module):
-    """torch's own layers, which ask whether their mask is causal, and call a fused kernel in evaluation."""
+    """torch's transformer layers, which check if their mask is causal and call a fused kernel in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -200,13 +200,13 @@ class Encoder(nn.Module):
         return self.encoder(self.embed(ids), mask=nn.Transformer.generate_square_subsequent_mask(ids.shape[1]))
 
 
-def test_torchs_own_transformer_layers_are_traced():
+def test_torch_transformer_layers_are_traced():
     found = trace_layout(Encoder()).layout.format()
     assert found == "embed=vocab encoder.layers.*.linear1=colwise encoder.layers.*.linear2=rowwise"
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-class OfImages(nn.Module):
+class ImageModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.patch, self.up, self.down = nn.Conv2d(3, 4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
@@ -219,12 +219,12 @@ class OfImages(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_examples_have_the_format_of_the_model(dtype):
-    assert trace_layout(OfImages().to(dtype)).layout.format() == "up=colwise down=rowwise"
+def test_example_inputs_have_the_model_dtype(dtype):
+    assert trace_layout(ImageModel().to(dtype)).layout.format() == "up=colwise down=rowwise"
 
 
-class Remembering(Pair):
-    """Keeps tables from one forward to the next, in each of the usual places."""
+class CachesTables(Pair):
+    """Caches tables between forwards, in buffers, attributes, dicts and lists."""
 
     def __init__(self):
         super().__init__(self.scaled)
@@ -239,17 +239,17 @@ class Remembering(Pair):
         return x * self.table * self.plain * self.tables[8] * self.rows[0]
 
 
-def test_what_a_model_keeps_for_later_is_not_what_the_trace_made():
-    model = Remembering()
-    model.second.eval()  # as a frozen part is
+def test_tracing_leaves_no_cached_tensors_in_the_model():
+    model = CachesTables()
+    model.second.eval()  # like a frozen part
     assert trace_layout(model).layout.format() == "first=colwise second=rowwise"
     assert (model.table, model.tables, model.plain, model.rows) == (None, {}, None, [])
     assert (model.training, model.first.training, model.second.training) == (True, True, False)
     assert not model(torch.zeros(2, 8, 6)).is_meta
 
 
-class Insisting(Pair):
-    """A kernel that takes bfloat16 alone."""
+class BFloat16Only(Pair):
+    """A kernel that supports only bfloat16."""
 
     def forward(self, x):
         if x.dtype != torch.bfloat16:
@@ -257,29 +257,29 @@ class Insisting(Pair):
         return super().forward(x)
 
 
-def test_a_model_whose_kernels_insist_on_a_format_is_traced_in_it():
-    assert trace_layout(Insisting(F.gelu)).layout.format() == "first=colwise second=rowwise"
+def test_model_with_bf16_kernels_is_traced_in_bf16():
+    assert trace_layout(BFloat16Only(F.gelu)).layout.format() == "first=colwise second=rowwise"
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_follow_reshape_is_what_reshape_does(sizes, data):
-    """Cutting before and reshaping gives the same as reshaping and cutting where it says so."""
-    whole = torch.arange(int(torch.tensor(sizes).prod())).reshape(sizes)
-    flat = whole.numel()
+def test_track_reshape_matches_reshape(sizes, data):
+    """Check that sharding before a reshape equals sharding the returned dim after it."""
+    full = torch.arange(int(torch.tensor(sizes).prod())).reshape(sizes)
+    flat = full.numel()
     divisors = [d for d in range(1, flat + 1) if flat % d == 0]
     head = data.draw(st.sampled_from(divisors))
     new = (head, flat // head)
     dim = data.draw(st.integers(0, len(sizes) - 1))
-    place = track_reshape(tuple(sizes), new, dim)
+    new_dim = track_reshape(tuple(sizes), new, dim)
     for parts in (2, 3, 4):
-        if place is None or sizes[dim] % parts or new[place] % parts:
+        if new_dim is None or sizes[dim] % parts or new[new_dim] % parts:
             continue
-        cut = [
-            part.reshape([n // parts if i == place else n for i, n in enumerate(new)])
-            for part in whole.chunk(parts, dim)
+        sharded = [
+            part.reshape([n // parts if i == new_dim else n for i, n in enumerate(new)])
+            for part in full.chunk(parts, dim)
         ]
-        assert torch.equal(torch.cat(cut, place), whole.reshape(new))
+        assert torch.equal(torch.cat(sharded, new_dim), full.reshape(new))
 
 
 GOLDEN = [
@@ -289,7 +289,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("tp", "text"), GOLDEN)
-def test_the_legal_values_are_named(tp, text):
+def test_invalid_tp_is_rejected_with_legal_values(tp, text):
     with pytest.raises(PlanError) as caught:
         check_layout(build_decoder(LLAMA, device="meta"), Layout.named("llama"), tp)
     assert str(caught.value) == text
@@ -307,14 +307,14 @@ def test_the_legal_values_are_named(tp, text):
         ("blocks.*.mlp.up=colwise:7", "colwise:7: the layer has 24 outputs. Give segments that add up to that."),
     ],
 )
-def test_layouts_that_do_not_fit(layout, text):
+def test_layouts_that_do_not_match_the_model_are_rejected(layout, text):
     with pytest.raises(LayoutError) as caught:
         check_layout(build_decoder(LLAMA, device="meta"), Layout.parse(layout), 2)
     assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("style", ["rowwise", "vocab", "colwise:2"])
-def test_a_parameter_by_itself_is_cut_by_heads_or_not_at_all(style):
+def test_parameter_style_must_be_colwise_partial_or_replicate(style):
     model, layout = build("gpt_oss"), f"model.layers.*.self_attn.q_proj=colwise model.layers.*.self_attn.sinks={style}"
     with pytest.raises(LayoutError) as caught:
         read_own(Layout.parse(layout), dict(model.named_modules()))
@@ -323,22 +323,22 @@ def test_a_parameter_by_itself_is_cut_by_heads_or_not_at_all(style):
     )
 
 
-def test_a_published_plan_that_leaves_out_norms_of_heads_is_not_believed():
-    """GLM-4's plan names q_proj and o_proj, and not the norms of heads between them, which a config may ask for."""
+def test_published_plan_without_head_norms_is_not_used():
+    """GLM-4's plan lists q_proj and o_proj, but not the head norms between them, which a config may enable."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 32, "moe_intermediate_size": 8,
              "n_routed_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
-    for asked, believed in ((False, True), (True, False)):
-        config = transformers.Glm4MoeConfig(**sizes, use_qk_norm=asked)
+    for uses_norm, accepts_plan in ((False, True), (True, False)):
+        config = transformers.Glm4MoeConfig(**sizes, use_qk_norm=uses_norm)
         model = transformers.Glm4MoeForCausalLM(config)
         try:
             layout = find_layout(model)
         except LayoutError:
-            assert not believed  # tracing may refuse a family; what it finds must be right
+            assert not accepts_plan  # tracing may reject a family, but found layouts must be right
             continue
         norm = layout.match("model.layers.1.self_attn.q_norm")
-        assert norm == ("partial" if asked else None)
+        assert norm == ("partial" if uses_norm else None)
 
 
 def scaled(ff, h):
@@ -358,7 +358,7 @@ def shifted(ff, h):
 
 
 class ReadsWeights(nn.Module):
-    """The embedding's weight, or one of a pair of layers, is used outside of its layer."""
+    """Uses the weight of the embedding, or of one of two paired layers, outside its layer."""
 
     def __init__(self, operation=lambda ff, h: ff.down(h), head=lambda net, x: net.head(x)):
         super().__init__()
@@ -372,7 +372,7 @@ class ReadsWeights(nn.Module):
         return self.last(self, x + self.operation(self, self.up(x).relu()))
 
 
-def test_weights_that_are_read_outside_of_their_layers_stay_full():
+def test_weights_read_outside_their_layers_stay_unsharded():
     full = "embed=vocab up=colwise down=rowwise head=vocab"
     assert find_layout(ReadsWeights()).format() == full
     for operation in (scaled, tied, penalised, shifted):

@@ -1,4 +1,4 @@
-"""What modules say of themselves: layers, heads, experts, tokens, and the numbers of a Hugging Face config."""
+"""Module inspection: layers, heads, experts, token mixing, and sizes in a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from weft.models.registry import build_decoder
 SPEC = DecoderSpec(vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=64)
 
 
-class Says(nn.Module):
-    """A model of a user's that says itself how it is cut."""
+class HasLayout(nn.Module):
+    """A user's model that defines its own layout."""
 
     family, has_routers = "mine", True
 
@@ -34,13 +34,17 @@ class Says(nn.Module):
         return Layout.parse("up=colwise down=rowwise")
 
 
-def test_a_model_that_says_its_layout_is_believed():
-    found = explain_layout(Says())
-    assert (found.layout, found.source, found.reasons) == (find_layout(Says()), "the project's own layout of mine", {})
+def test_layout_defined_by_a_model_is_used():
+    found = explain_layout(HasLayout())
+    assert (found.layout, found.source, found.reasons) == (
+        find_layout(HasLayout()),
+        "the project's own layout of mine",
+        {},
+    )
     assert not isinstance(nn.Linear(2, 2), layers.KnownModel)
 
 
-def test_decoders_say_their_layout_head_and_length():
+def test_decoders_define_layout_head_and_max_length():
     model = build_decoder(SPEC, device="meta")
     assert isinstance(model, layers.KnownModel)
     assert find_layout(model) == Layout.named("llama")
@@ -49,12 +53,12 @@ def test_decoders_say_their_layout_head_and_length():
     assert not hugging_face.is_hugging_face(model)
 
 
-def test_tables_are_told_from_matrices():
+def test_embedding_tables_are_distinguished_from_matrices():
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4))
     assert layers.table_params(model) == {model[0].weight}
 
 
-def test_experts_are_those_that_say_so_or_that_a_layout_names():
+def test_experts_are_found_by_attribute_or_layout():
     stack, named = nn.Module(), nn.Module()
     stack.stacks_experts = True
     stack.up = named.up = nn.Parameter(torch.zeros(3, 2, 2))
@@ -70,29 +74,29 @@ def test_experts_are_those_that_say_so_or_that_a_layout_names():
     ("LlamaAttention", "attention"), ("MambaMixer", "other"), ("GPTNeoXMLP", ""), ("RwkvLayerNorm", ""),
     ("Conv1D", "convolution"),
 ])  # fmt: skip
-def test_classes_say_how_they_mix_tokens(kind, expected):
-    made = type(kind, (nn.Linear,), {})(2, 2)
-    assert token_flow.mixing(made) == expected
+def test_token_mixing_by_class_name(kind, expected):
+    module = type(kind, (nn.Linear,), {})(2, 2)
+    assert token_flow.mixing(module) == expected
 
 
-def test_modules_of_torch_mix_tokens_by_what_they_are():
+def test_token_mixing_of_torch_modules():
     assert token_flow.mixing(nn.GRU(2, 2)) == "other"
     assert token_flow.mixing(nn.Conv1d(2, 2, 3)) == "other"
     assert token_flow.mixing(nn.Conv2d(2, 2, 3)) == "convolution"
-    assert token_flow.mixing(type("Attention", (nn.Module,), {})()) == ""  # without weights
+    assert token_flow.mixing(type("Attention", (nn.Module,), {})()) == ""  # has no weights
 
 
-def test_heads_of_a_rank():
+def test_head_counts_per_rank():
     module = nn.Linear(2, 2)
     module.head_dim, module.num_heads, module.num_key_value_heads = 8, 8, 2
     assert Heads.of(module) == Heads(8, 2, 8)
-    assert [(whole, here) for _, whole, here in Heads.of(module).numbers(4)] == [(8, 2), (2, 1), (4, 2), (64, 16)]
+    assert [(full, local) for _, full, local in Heads.of(module).numbers(4)] == [(8, 2), (2, 1), (4, 2), (64, 16)]
 
 
 CONFIG = {"vocab_size": 50, "n_embd": 12, "n_layer": 3, "n_head": 4, "n_inner": None, "n_positions": 99}
 
 
-def test_numbers_of_a_config_have_one_reader():
+def test_sizes_of_a_config_are_read_by_alias():
     assert read_numbers("x", CONFIG) == {"vocab": 50, "hidden": 12, "layers": 3, "heads": 4, "positions": 99}
     shape = decoder_shape(SimpleNamespace(**CONFIG))
     assert shape is not None
@@ -102,18 +106,18 @@ def test_numbers_of_a_config_have_one_reader():
     assert number(None, "heads") is None
 
 
-def test_images_of_a_config():
+def test_image_shape_of_a_config():
     assert image_shape(SimpleNamespace(image_size=8, num_channels=1)) == (1, 8, 8)
     assert image_shape(SimpleNamespace(vision_config=SimpleNamespace(image_size=[4, 6], num_channels=3))) == (3, 4, 6)
     assert image_shape(SimpleNamespace()) is None
 
 
-def test_a_function_that_gives_no_model_is_refused():
+def test_function_that_returns_no_model_is_rejected():
     with pytest.raises(ModelError, match=r"it returned dict, not an nn\.Module"):
         call_function("builtins:dict")
 
 
-def test_a_config_that_cannot_be_read_is_one_sentence(tmp_path):
+def test_unreadable_config_raises_one_sentence(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text("{")
     for source in (tmp_path, tmp_path / "config.json"):
@@ -121,9 +125,9 @@ def test_a_config_that_cannot_be_read_is_one_sentence(tmp_path):
             hugging_face.load_model_config(source)
 
 
-def test_inputs_take_any_batch_and_sequence():
-    inputs = dry_run.Inputs(Says(), {"input_ids": torch.zeros(3, 5, dtype=torch.int64), "rate": torch.tensor(1.0)})
-    seen = []
-    inputs.call(lambda **given: seen.append({name: tuple(each.shape) for name, each in given.items()}), 7, 9)
-    assert seen == [{"input_ids": (7, 9), "rate": ()}]
-    assert inputs.sequence_step(Says()) == dry_run.SHORTEST
+def test_example_inputs_adapt_to_batch_and_sequence():
+    inputs = dry_run.Inputs(HasLayout(), {"input_ids": torch.zeros(3, 5, dtype=torch.int64), "rate": torch.tensor(1.0)})
+    shapes = []
+    inputs.call(lambda **given: shapes.append({name: tuple(each.shape) for name, each in given.items()}), 7, 9)
+    assert shapes == [{"input_ids": (7, 9), "rate": ()}]
+    assert inputs.sequence_step(HasLayout()) == dry_run.SHORTEST

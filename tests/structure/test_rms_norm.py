@@ -1,4 +1,4 @@
-"""Norms by the mean square, told by what they compute; and what is none."""
+"""RMS norms are recognized by their arithmetic, and other modules are not."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def norm_of(name: str, device: str = "cpu") -> nn.Module:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", FORMS)
-def test_each_familys_own_class_is_told_by_its_arithmetic(name, device):
+def test_each_familys_norm_is_recognized_by_its_arithmetic(name, device):
     assert rms_form(norm_of(name, device)) == FORMS[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMS)
-def test_the_form_gives_the_modules_own_bits(name, dtype):
+def test_form_is_bitwise_equal_to_the_module(name, dtype):
     module, x = norm_of(name).to(dtype), torch.randn(4, 5, 16).to(dtype)
     with torch.no_grad():
         module.weight.normal_()
@@ -42,7 +42,7 @@ def test_the_form_gives_the_modules_own_bits(name, dtype):
         assert torch.equal(form.scaled(x, mean_square, module.weight), module(x))
 
 
-def test_asking_changes_nothing():
+def test_recognition_changes_nothing():
     module = norm_of("olmo2.Olmo2RMSNorm")
     before = module.weight
     rms_form(module)
@@ -51,16 +51,16 @@ def test_asking_changes_nothing():
 
 
 class Doubled(nn.RMSNorm):
-    """A norm by another name's arithmetic."""
+    """A subclass of RMSNorm with other arithmetic."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize("module", [nn.LayerNorm(16), nn.GroupNorm(2, 16), Doubled(16, eps=1e-6), nn.Linear(16, 16)])
-def test_what_computes_something_else_is_none(module):
+def test_other_modules_are_not_rms_norms(module):
     assert rms_form(module) is None
 
 
-def test_torchs_own_class_is_one():
+def test_torch_rms_norm_is_recognized():
     assert rms_form(nn.RMSNorm(16, eps=1e-5)) == RmsForm(1e-5, from_one=False, rounds_first=False)

@@ -1,4 +1,4 @@
-"""Blocks that mix tokens where sequence parallelism would give each rank its own: found by operation, not by name."""
+"""Operations that mix tokens in sequence-parallel regions are found by tracing, not by module name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Net(nn.Module):
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, ids):
-        x = self.embed(ids).cumsum(1)  # outside of the blocks all ranks have all tokens
+        x = self.embed(ids).cumsum(1)  # all ranks have all tokens outside of the blocks
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
@@ -48,7 +48,7 @@ def check(net):
     return find_regions(net, [list(repeated_blocks(net))], TokenDivision(styles, (), DIM))
 
 
-MIXES = {
+TOKEN_MIXING = {
     "cumsum": lambda block, x: x.cumsum(1),
     "mean": lambda block, x: x - x.mean(1, keepdim=True),
     "max": lambda block, x: x - x.max(-2, keepdim=True)[0],
@@ -65,9 +65,9 @@ MIXES = {
     "index_select": lambda block, x: x.index_select(1, torch.arange(8)),
     "scaled_dot_product_attention": lambda block, x: F.scaled_dot_product_attention(x, x, x),
 }
-KEEPS = {
+TOKEN_WISE = {
     "nothing": lambda block, x: x,
-    "a layer of its own": lambda block, x: torch.sigmoid(block.side(x)) * x,
+    "separate layer": lambda block, x: torch.sigmoid(block.side(x)) * x,
     "features": lambda block, x: x.softmax(-1) + x.mean(-1, keepdim=True) + x.cumsum(-1) + F.pad(x, (1, -1)),
     "heads": lambda block, x: F.rms_norm(x.view(*x.shape[:2], 2, 4), (4,)).transpose(1, 2).transpose(1, 2).flatten(2),
     "flat tokens": lambda block, x: block.side(x.view(-1, DIM)).view(x.shape),
@@ -76,47 +76,47 @@ KEEPS = {
 }
 
 
-@pytest.mark.parametrize("name", MIXES)
-def test_tokens_that_meet_are_found(name):
+@pytest.mark.parametrize("name", TOKEN_MIXING)
+def test_token_mixing_operations_are_found(name):
     with pytest.raises(LayoutError) as caught:
-        check(Net(MIXES[name]))
+        check(Net(TOKEN_MIXING[name]))
     assert str(caught.value) == (
         f"sp=on: blocks.0 (Block) calls `{name}` outside of sharded layers, which mixes tokens or is not known to "
         "keep them separate, and tokens are sharded there. Use sp=off."
     )
 
 
-@pytest.mark.parametrize("name", KEEPS)
-def test_what_keeps_tokens_apart_is_fine(name):
-    check(Net(KEEPS[name]))
+@pytest.mark.parametrize("name", TOKEN_WISE)
+def test_token_wise_operations_are_accepted(name):
+    check(Net(TOKEN_WISE[name]))
 
 
-def test_between_cut_layers_tokens_are_whole():
-    check(Net(KEEPS["nothing"], inside=lambda x: x.cumsum(1)))
+def test_mixing_between_sharded_layers_is_accepted():
+    check(Net(TOKEN_WISE["nothing"], inside=lambda x: x.cumsum(1)))
 
 
-def test_a_later_kind_of_block_is_seen():
-    net = Net(KEEPS["nothing"])
-    net.blocks[5] = Block(MIXES["roll"], F.gelu)
+def test_other_block_classes_are_checked():
+    net = Net(TOKEN_WISE["nothing"])
+    net.blocks[5] = Block(TOKEN_MIXING["roll"], F.gelu)
     net.blocks[5].side = nn.Identity()
     with pytest.raises(LayoutError, match=r"blocks\.5 \(Block\) calls `roll`"):
         check(net)
 
 
-def test_a_model_that_asks_for_numbers_is_followed_with_numbers():
+def test_model_that_reads_values_is_traced_with_values():
     with pytest.raises(LayoutError, match=r"blocks\.0 \(Block\) calls `sum`"):
         check(Net(lambda block, x: x * x.sum().item()))
 
 
-def test_a_model_that_cannot_be_followed_is_refused():
-    net = Net(KEEPS["nothing"])
+def test_untraceable_model_is_rejected():
+    net = Net(TOKEN_WISE["nothing"])
     net.head.weight = None
     with pytest.raises(LayoutError, match=r"Net cannot be traced: .*, so Weft cannot check that its blocks keep"):
         check(net)
 
 
-def test_an_uncut_attention_beside_cut_layers_is_found():
-    """Its name says attention, and cut layers beside it hide that from the look at names."""
+def test_unsharded_attention_next_to_sharded_layers_is_found():
+    """The sharded layers next to it hide this attention from the check by name."""
     net = nn.Module()
     net.embed = nn.Embedding(11, DIM)
     net.blocks = nn.ModuleList(nn.TransformerEncoderLayer(DIM, 2, 16, 0.0, batch_first=True) for _ in range(2))

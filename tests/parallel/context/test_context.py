@@ -1,4 +1,4 @@
-"""A model under context parallel: generation and copies are as before, memory falls, misuse is refused."""
+"""Context parallelism: generation and copies are unchanged, memory decreases, and misuse is rejected."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def hf_llama(**changes):
     return transformers.LlamaForCausalLM(config).double()
 
 
-def outside_of_steps(text):
-    """Under cp and after a step: generation, a plain call and a copy; and the same of a model that was never cut."""
+def run_outside_of_steps(text):
+    """Return generation and logits of a plain model, of a model under cp after a forward, and of its copy."""
     case = DecoderCase(LLAMA)
     mesh = build_mesh(Plan.parse(text))
     plain, model = case.model(), case.model()
@@ -57,14 +57,14 @@ def outside_of_steps(text):
     return found
 
 
-def test_outside_of_steps_the_model_takes_whole_sequences(ranks2):
-    for (ids, logits), *others in ranks2.run(outside_of_steps, "cp=2 cp_mode=ring precision=fp64"):
+def test_model_takes_full_sequences_outside_of_steps(ranks2):
+    for (ids, logits), *others in ranks2.run(run_outside_of_steps, "cp=2 cp_mode=ring precision=fp64"):
         for other_ids, other_logits in others:
             assert other_ids == ids
             torch.testing.assert_close(other_logits, logits, rtol=1e-12, atol=1e-12)
 
 
-def hf_outside_of_steps():
+def run_hf_outside_of_steps():
     plain, model = hf_llama(), hf_llama()
     before = model.config
     parallelize(model, build_mesh(Plan.parse("cp=2 precision=fp64")))
@@ -80,9 +80,9 @@ def hf_outside_of_steps():
     return found, before._attn_implementation, model.config._attn_implementation
 
 
-def test_transformers_generate_as_before(ranks2):
-    for found, before, after in ranks2.run(hf_outside_of_steps):
-        assert (before, after) == ("sdpa", PREFIX + "sdpa")  # the user's config is another one
+def test_transformers_generation_is_unchanged(ranks2):
+    for found, before, after in ranks2.run(run_hf_outside_of_steps):
+        assert (before, after) == ("sdpa", PREFIX + "sdpa")  # the user's config is not modified
         (ids, logits), *others = found
         for other_ids, other_logits in others:
             assert torch.equal(other_ids, ids)
@@ -101,63 +101,63 @@ def evaluation(text):
 
 
 def test_evaluation_counts_each_token_once(ranks4):
-    wanted = evaluation("precision=fp64")
+    expected = evaluation("precision=fp64")
     for found in ranks4.run(evaluation, "cp=4 precision=fp64"):
-        assert found.count == wanted.count
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-12)
-        assert found.metrics == pytest.approx(wanted.metrics, rel=1e-12)
+        assert found.count == expected.count
+        assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["", pytest.param("cp_mode=ring compile=on", marks=pytest.mark.full)])
-def test_auto_and_compiled_blocks(mode, ranks2):
+def test_auto_mode_and_compiled_blocks_match_one_process(mode, ranks2):
     case = DecoderCase(dataclasses.replace(LLAMA, num_layers=1), num_steps=1)
-    wanted = train_case("precision=fp64", case)
+    expected = train_case("precision=fp64", case)
     found = ranks2.run(train_case, f"cp=2 precision=fp64 {mode}", case)
-    assert max(each.largest_difference(wanted) for each in found) < 1e-10
+    assert max(each.largest_difference(expected) for each in found) < 1e-10
 
 
-def test_bf16_is_near(ranks2):
+def test_bf16_is_close_to_fp32(ranks2):
     case = DecoderCase(LLAMA, num_steps=2)
-    wanted = train_case("precision=fp32", case).losses
+    expected = train_case("precision=fp32", case).losses
     for mode in ("gather", "ring", "ulysses"):
         for found in ranks2.run(train_case, f"cp=2 cp_mode={mode} precision=bf16", case):
-            assert found.losses == pytest.approx(wanted, rel=2e-3)
+            assert found.losses == pytest.approx(expected, rel=2e-3)
 
 
-def counted(mode, seq_len):
-    """Bytes that one rank keeps for backward, and that cp's ledger counts, in one forward and backward of a model."""
+def saved_and_sent_bytes(mode, seq_len):
+    """Return the bytes saved for backward and the cp bytes of one forward and backward on this rank."""
     ledger = Ledger()
     size = torch.distributed.get_world_size()
     mesh = build_mesh(Plan(cp=size, cp_mode=mode, precision="fp64"), record=ledger.record)
     model = build_decoder(LLAMA, dtype=torch.float64)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     apply_context(model, mesh)
-    whole = DecoderCase(LLAMA, seq_len=seq_len, global_batch=2).batch(0)
-    kept: dict[int, int] = {}
+    full = DecoderCase(LLAMA, seq_len=seq_len, global_batch=2).batch(0)
+    saved: dict[int, int] = {}
 
     def keep(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with sequence_in_use(model):
-        batch = shard_sequence(model, whole)
+        batch = shard_sequence(model, full)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss, _ = token_cross_entropy(model_forward(model, batch), batch)
         loss.backward()
     num_bytes = sum(entry.num_bytes for axis, _, entry in ledger.rows() if axis == "cp")
-    return sum(size for key, size in kept.items() if key not in parameters), num_bytes
+    return sum(size for key, size in saved.items() if key not in parameters), num_bytes
 
 
 @pytest.mark.parametrize("mode", ["gather", "ring", "ulysses"])
-def test_memory_of_a_model_falls_with_the_ranks_and_the_ledger_equals_the_formula(mode, ranks2, ranks4):
-    whole, _ = counted_alone(32)
+def test_saved_bytes_decrease_with_ranks_and_sent_bytes_match_formula(mode, ranks2, ranks4):
+    full, _ = saved_bytes_of_one_process(32)
     for ranks, pool in ((2, ranks2), (4, ranks4)):
-        for kept, sent in pool.run(counted, mode, 32):
-            # Ulysses has the output twice, by heads and by tokens, and key-value heads once for each rank.
+        for saved, sent in pool.run(saved_and_sent_bytes, mode, 32):
+            # Ulysses saves the output twice, by heads and by tokens, and key-value heads once per rank.
             copied = 16 + 2 * (max(ranks, 2) - 2) * 4 if mode == "ulysses" else 0
             copied_bytes = LLAMA.num_layers * (2 * 32 // ranks) * copied * 8
-            # A few bytes, such as the loss, do not fall with the sequence.
-            assert kept == pytest.approx(whole / ranks + copied_bytes, abs=64)
+            # A few bytes, such as the loss, do not depend on the sequence length.
+            assert saved == pytest.approx(full / ranks + copied_bytes, abs=64)
             shape = {"cp": ranks, "tokens": 2 * 32 // ranks, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
             formula = sum(
                 sent_bytes(mode, **shape, itemsize=8, sum_itemsize=8, backward=backward) for backward in (False, True)
@@ -165,38 +165,38 @@ def test_memory_of_a_model_falls_with_the_ranks_and_the_ledger_equals_the_formul
             assert sent == LLAMA.num_layers * formula
 
 
-def counted_alone(seq_len):
-    """The same of one process without context parallel."""
+def saved_bytes_of_one_process(seq_len):
+    """Return the saved bytes of one process without context parallelism."""
     model = build_decoder(LLAMA, dtype=torch.float64)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     batch = DecoderCase(LLAMA, seq_len=seq_len, global_batch=2).batch(0)
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         token_cross_entropy(model_forward(model, batch), batch)
-    return sum(size for key, size in kept.items() if key not in parameters), 0
+    return sum(size for key, size in saved.items() if key not in parameters), 0
 
 
 class Free(nn.Module):
-    """Neither one of Weft's nor of transformers."""
+    """Neither a Weft nor a transformers model."""
 
     def forward(self, x):
         return x
 
 
 class WithoutAttention(nn.Module):
-    """A layer's own way to mix tokens, under a name that says nothing."""
+    """Mixes tokens without attention."""
 
     def forward(self, hidden_states, **kwargs):
         return hidden_states.cumsum(1), None
 
 
 def misused_model(kind):
-    """A model that cannot be cut, for those kinds that are about models."""
+    """Return a model that cp does not support."""
     if kind == "free":
         return Free()
     model = hf_llama(attention_dropout=0.1 if kind == "dropout" else 0.0)
@@ -214,7 +214,7 @@ def misused_model(kind):
 
 
 def misused_batch(kind, batch):
-    """A batch that cannot be cut."""
+    """Return a batch that cannot be sharded."""
     tokens = 15 if kind == "length" else 16
     changes = {
         "labels": lambda: {"labels": batch["input_ids"]},
@@ -228,7 +228,7 @@ def misused_batch(kind, batch):
 
 
 def misuse(kind):
-    """Do one thing that cannot be; the error's text."""
+    """Run one unsupported case, which must raise."""
     mesh = build_mesh(Plan(cp=2, cp_mode="ulysses" if kind in ("heads", "length") else "auto"))
     case = DecoderCase(LLAMA)
     model = misused_model(kind) if kind in MODELS else case.model()
@@ -271,13 +271,13 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
-def test_misuse_is_refused(kind, ranks2):
+def test_misuse_is_rejected(kind, ranks2):
     with pytest.raises(CommError) as caught:
         ranks2.run(misuse, kind)
     assert REFUSALS[kind] in str(caught.value)
 
 
-def test_attention_within_chunks_is_refused_where_the_sequence_is_longer():
+def test_chunked_attention_is_rejected_for_longer_sequences():
     context = Context(Plan(cp=2), build_mesh(Plan())["cp"], 4, 2)
     module = nn.Module()
     module.layer_idx = 0
@@ -291,7 +291,7 @@ def test_attention_within_chunks_is_refused_where_the_sequence_is_longer():
     refuse_chunks(module, context, 16)
 
 
-def test_without_cp_nothing_happens():
+def test_apply_context_without_cp_changes_nothing():
     model = build_decoder(LLAMA)
     batch = {"input_ids": torch.zeros(1, 3)}
     assert apply_context(model, build_mesh(Plan())) == {}
@@ -309,7 +309,7 @@ def test_without_cp_nothing_happens():
         ("trigram_input", "LlamaForCausalLM reads the embeddings of neighboring tokens together"),
     ],
 )
-def test_why_attention_gets_all_tokens(change, why):
+def test_reason_for_gathering_all_tokens_in_attention(change, why):
     model = hf_llama()
     assert token_flow.why_fixed_attention(model) == ""
     if change == "trigram_input":

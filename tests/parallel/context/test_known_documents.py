@@ -1,4 +1,4 @@
-"""Borders of documents under context parallel: known from the host's batch, and found once, in front of the blocks."""
+"""Document boundaries under context parallelism are computed once before the blocks, from the host's batch if given."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _hugging_face_batch(kind):
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)}
 
 
-def borders_found(kind, compiled, known):
-    """Of two passes: how often the ranks gathered ids, how often a View was missing inside a block, and all borders."""
+def boundary_lookups(kind, compiled, known):
+    """Run two passes. Return how often ids were gathered, Views missing in blocks, Views read in blocks, boundaries."""
     plan = Plan.parse("cp=2 precision=fp64")
     if kind == "decoder":
         case = DecoderCase(LLAMA, documents=True)
@@ -41,7 +41,7 @@ def borders_found(kind, compiled, known):
     if compiled:
         register_operators(model, plan)
         compile_blocks(model, backend="aot_eager")
-    gathers, missed, looks_inside, attending, views = [], [], [], [], []
+    gathers, missing, reads_inside, attending, views = [], [], [], [], []
     full_sequence, divide, attend = modes.full_sequence, Context.divide, Context.attend
 
     def gather(*args, **kwargs):
@@ -50,8 +50,8 @@ def borders_found(kind, compiled, known):
 
     def divided(self, seq_len, ids_BT):
         if attending and ids_BT is not None:
-            looks_inside.append(1)
-            missed.extend([1] if ids_BT not in self._divided else [])
+            reads_inside.append(1)
+            missing.extend([1] if ids_BT not in self._divided else [])
         view = divide(self, seq_len, ids_BT)
         views.append(view.borders)
         return view
@@ -75,21 +75,21 @@ def borders_found(kind, compiled, known):
                 part = {name: one.clone() for name, one in part.items()}
             out = model_forward(model, part) if kind == "decoder" else model(**part, use_cache=False).logits
             out.sum().backward()
-    return len(gathers), len(missed), len(looks_inside), views
+    return len(gathers), len(missing), len(reads_inside), views
 
 
 @pytest.mark.parametrize("kind", ["decoder", "mask", "positions"])
-def test_borders_come_from_the_hosts_batch_without_a_collective(kind, ranks2):
-    found, asked = (ranks2.run(borders_found, kind, False, known) for known in (True, False))
-    for (gathers, missed, looks, views), (asked_gathers, asked_missed, _, asked_views) in zip(
-        found, asked, strict=True
+def test_boundaries_from_the_host_batch_need_no_collective(kind, ranks2):
+    found, asked_results = (ranks2.run(boundary_lookups, kind, False, known) for known in (True, False))
+    for (gathers, missing, reads, views), (asked_gathers, asked_missed, _, asked_views) in zip(
+        found, asked_results, strict=True
     ):
-        assert (gathers, missed, looks) == (0, 0, 4)
+        assert (gathers, missing, reads) == (0, 0, 4)
         assert (asked_gathers, asked_missed) == (2, 0)
         assert views == asked_views
         assert views[0] is not None
 
 
-def test_compiled_blocks_find_their_documents_known(ranks2):
-    for gathers, missed, looks, _ in ranks2.run(borders_found, "decoder", True, False):
-        assert (gathers, missed, looks) == (2, 0, 4)
+def test_compiled_blocks_reuse_document_boundaries(ranks2):
+    for gathers, missing, reads, _ in ranks2.run(boundary_lookups, "decoder", True, False):
+        assert (gathers, missing, reads) == (2, 0, 4)

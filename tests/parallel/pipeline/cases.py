@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the pipeline's runtime."""
+"""Functions that ranks run in the tests of the pipeline runtime."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weft.verify.parity import DecoderCase, local_microbatches
 
 
 def start(plan_text: str, spec: DecoderSpec = TIED, *, device: str | None = None, dtype: torch.dtype | None = None):
-    """Model, optimizer and step of a plan."""
+    """Return model, optimizer and step of a plan."""
     mesh = build_mesh(Plan.parse(plan_text))
     model = build_decoder(spec, device=device, dtype=dtype, seed=0)
     parallelize(model, mesh, seed=0)
@@ -43,21 +43,21 @@ def start(plan_text: str, spec: DecoderSpec = TIED, *, device: str | None = None
 
 
 def losses(plan_text: str, spec: DecoderSpec = TIED, num_steps: int = 3) -> list[float]:
-    """Losses of some steps in the plan's precision."""
+    """Return the losses of some steps in the plan's precision."""
     mesh, _, _, step = start(plan_text, spec)
     case = DecoderCase(spec, global_batch=16, seq_len=8)
     return [step(local_microbatches(case.batch(index), mesh.plan, mesh.data.rank)).loss for index in range(num_steps)]
 
 
 class _NotGloo:
-    """What asks for lanes, as NCCL does."""
+    """A backend that needs separate groups, as NCCL does."""
 
     def name(self) -> str:
         return "nccl"
 
 
-def losses_over_lanes(plan_text: str) -> tuple[list[float], list[tuple[int, ...]]]:
-    """Losses where each flow between two ranks has a group of its own, and the groups that this made."""
+def losses_with_group_per_flow(plan_text: str) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Return the losses with one group per flow between two ranks, and the groups."""
     made: list[tuple[int, ...]] = []
     patch = pytest.MonkeyPatch()
     patch.setattr(lanes, "backend_of", lambda group, device: _NotGloo())
@@ -68,8 +68,8 @@ def losses_over_lanes(plan_text: str) -> tuple[list[float], list[tuple[int, ...]
         patch.undo()
 
 
-def most_kept_for_sending(plan_text: str) -> int:
-    """Activations and gradients that this rank keeps alive at a time because they may not have been sent yet."""
+def most_pending_sends(plan_text: str) -> int:
+    """Return the most tensors that this rank keeps alive for pending sends."""
     mesh, model, _, step = start(plan_text)
     boundary, found = pipeline_of(model)._boundary, []
     post = boundary._post
@@ -79,14 +79,14 @@ def most_kept_for_sending(plan_text: str) -> int:
         found.append(len(boundary._sent))
 
     case = DecoderCase(TIED, global_batch=mesh.plan.microbatches, seq_len=8)
-    step(local_microbatches(case.batch(0), mesh.plan, mesh.data.rank))  # tells of shapes too
+    step(local_microbatches(case.batch(0), mesh.plan, mesh.data.rank))  # the first step also exchanges shapes
     boundary._post = posted
     step(local_microbatches(case.batch(1), mesh.plan, mesh.data.rank))
     return max(found)
 
 
 def overflows(plan_text: str) -> list[tuple[bool, float | None]]:
-    """Whether each of two steps was skipped, and its loss scale, which begins too high for fp16."""
+    """Return whether each of two steps was skipped, and its loss scale, which starts too high for fp16."""
     mesh, _, _, step = start(plan_text)
     step.loss_scale.scale = 2.0**32
     case = DecoderCase(TIED, global_batch=16, seq_len=8)
@@ -95,7 +95,7 @@ def overflows(plan_text: str) -> list[tuple[bool, float | None]]:
 
 
 def losses_of_lengths(plan_text: str, rounds: list[list[int]]) -> list[float]:
-    """Losses where microbatches have different lengths, which change from step to step."""
+    """Return the losses with microbatches of different lengths, which change between steps."""
     _mesh, _, _, step = start(plan_text, dtype=torch.float64)
     found = []
     for index, lengths in enumerate(rounds):
@@ -105,7 +105,7 @@ def losses_of_lengths(plan_text: str, rounds: list[list[int]]) -> list[float]:
 
 
 def save_and_load(first: str, second: str) -> tuple[list[float], list[float]]:
-    """Losses of four steps under one plan; and of two, saved, and two more under another plan."""
+    """Return the losses of four steps under one plan, and of two steps, a save, and two steps under another plan."""
     case = DecoderCase(TIED, global_batch=16, seq_len=8)
 
     def train(mesh, step, numbers):
@@ -121,14 +121,14 @@ def save_and_load(first: str, second: str) -> tuple[list[float], list[float]]:
 
 
 def evaluation(plan_text: str) -> tuple[float, int]:
-    """Loss and tokens of an evaluation of two batches of different lengths."""
+    """Return loss and tokens of an evaluation of two batches of different lengths."""
     mesh, model, _, _ = start(plan_text, dtype=torch.float64)
     batches = [DecoderCase(TIED, global_batch=2, seq_len=length).batch(0) for length in (8, 5, 8)]
     return mean_loss(model, batches, mesh, token_cross_entropy, model_forward)
 
 
-def held_on_ranks(plan_text: str) -> tuple[list[str], int, tuple[int, ...]]:
-    """This rank's parameters, and elements of all of them; blocks of each stage."""
+def parameters_of_rank(plan_text: str) -> tuple[list[str], int, tuple[int, ...]]:
+    """Return this rank's parameter names, their number of elements, and the blocks of each stage."""
     _, model, _, _ = start(plan_text, GPT2)
     pipeline = pipeline_of(model)
     assert pipeline is not None
@@ -137,19 +137,19 @@ def held_on_ranks(plan_text: str) -> tuple[list[str], int, tuple[int, ...]]:
 
 
 def weights_by_name(plan_text: str, device: str | None) -> dict[str, torch.Tensor]:
-    """Initial weights of a model that is cut as shapes, or as it is."""
+    """Return the initial weights of a model that is split on `device`, such as meta."""
     _, model, _, _ = start(plan_text, device=device)
     return {name: tensor.clone() for name, tensor in data_parallel(model).weights()}
 
 
-#: Large enough for a process's memory to show it.
+#: Large enough to be visible in a process's memory.
 LARGE = DecoderSpec(
     vocab_size=512, dim=512, num_layers=16, num_heads=8, num_kv_heads=8, ffn_dim=2048, max_seq_len=32, tied=True
 )
 
 
 def build_shapes(family: str) -> nn.Module:
-    """The model of `LARGE`, the project's own or that of Hugging Face, without weights."""
+    """Return the model of `LARGE`, Weft's or Hugging Face's, without weights."""
     if family == "weft":
         return build_decoder(LARGE, device="meta")
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -164,16 +164,15 @@ def build_shapes(family: str) -> nn.Module:
 
 
 def write_weights(family: str, folder: Path) -> None:
-    """A checkpoint of random weights, and of an optimizer that did nothing yet."""
+    """Write a checkpoint of random weights and of a new optimizer."""
     named = dict(build_shapes(family).named_parameters())
-    tensors = {name: torch.full(param.shape, float(place)) for place, (name, param) in enumerate(named.items())}
+    tensors = {name: torch.full(param.shape, float(index)) for index, (name, param) in enumerate(named.items())}
     save_checkpoint(folder, 1, {"model": tensors, "optimizer": {}}, {})
 
 
 def peak_growths(plan_text: str, family: str, folder: Path) -> tuple[int, int]:
-    """By how many bytes this process's peak memory grows while a model is built and laid over the ranks; while weights
-    are loaded into it."""
-    build_shapes(family)  # what is imported for it does not count
+    """Return the growth of peak memory while a model is built and parallelized, and while weights are loaded."""
+    build_shapes(family)  # so that imports do not count
     start_peak()
     before = resource_bytes("VmRSS")
     mesh = build_mesh(Plan.parse(plan_text))
@@ -187,25 +186,25 @@ def peak_growths(plan_text: str, family: str, folder: Path) -> tuple[int, int]:
     checkpoint = load_checkpoint(folder / "step_00000001")
     resume(model, optimizer, checkpoint)
     for name, weight in model.named_parameters():
-        assert float(weight.detach().std()) == 0, name  # each was filled with one number
+        assert float(weight.detach().std()) == 0, name  # each was filled with one value
     return built, resource_bytes("VmHWM") - before
 
 
 def start_peak() -> None:
-    """The peak starts anew."""
+    """Reset the peak memory."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def resource_bytes(key: str) -> int:
-    """A line of this process's status, in bytes."""
+    """Return a line of this process's status, in bytes."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def wrong_number(plan_text: str) -> str:
-    """What is said where a step is given too few microbatches."""
+    """Return the error of a step with too few microbatches."""
     _, _, _, step = start(plan_text)
     try:
         step(Microbatches([DecoderCase(TIED, global_batch=2).batch(0)]))

@@ -1,4 +1,4 @@
-"""Models by where their blocks are and how values flow between them: for a pipeline, and for one process."""
+"""Models with different block containers and data flows between blocks, for pipelines and one process."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Inner(Block):
 
 
 class Model(nn.Module):
-    """Embedding, blocks, norm and head. Subclasses say what flows."""
+    """Embedding, blocks, norm and head. Subclasses define the data flow."""
 
     kind: Callable[[], nn.Module] = Block
 
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(VOCAB, DIM)
-        self.hold([self.kind() for _ in range(DEPTH)])
+        self.add_blocks([self.kind() for _ in range(DEPTH)])
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB)
 
-    def hold(self, blocks: list[nn.Module]) -> None:
+    def add_blocks(self, blocks: list[nn.Module]) -> None:
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, ids: torch.Tensor) -> Any:
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 @dataclass
 class State:
-    """What a block may take and give."""
+    """A block's input and output in one object."""
 
     x: torch.Tensor
     depth: int = 0
@@ -96,7 +96,7 @@ class InList(Model): ...
 
 @flow
 class InDict(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
 
     def run(self, x, ids):
@@ -107,7 +107,7 @@ class InDict(Model):
 
 @flow
 class InNamedDict(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.ModuleDict(dict(zip("abcd", blocks, strict=True)))
 
     def run(self, x, ids):
@@ -118,7 +118,7 @@ class InNamedDict(Model):
 
 @flow
 class NumberedAttributes(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         for number, block in enumerate(blocks):
             setattr(self, f"layer{number}", block)
 
@@ -128,7 +128,7 @@ class NumberedAttributes(Model):
 
 @flow
 class NamedAttributes(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.first, self.second, self.third, self.fourth = blocks
 
     def run(self, x, ids):
@@ -137,7 +137,7 @@ class NamedAttributes(Model):
 
 @flow
 class PythonList(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.layers = []
         for number, block in enumerate(blocks):
             self.add_module(f"part_{number}", block)
@@ -151,7 +151,7 @@ class PythonList(Model):
 
 @flow
 class InSequential(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.Sequential(*blocks)
 
     def run(self, x, ids):
@@ -160,13 +160,13 @@ class InSequential(Model):
 
 @flow
 class SequentialOfSequentials(InSequential):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.Sequential(nn.Sequential(*blocks[:2]), nn.Sequential(*blocks[2:]))
 
 
 @flow
 class ListsOfParts(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.ModuleList(nn.ModuleList([nn.LayerNorm(DIM), Inner()]) for _ in blocks)
 
     def run(self, x, ids):
@@ -177,7 +177,7 @@ class ListsOfParts(Model):
 
 @flow
 class DictsOfParts(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.ModuleList(
             nn.ModuleDict({"norm": nn.LayerNorm(DIM), "one": Inner(), "two": Inner()}) for _ in blocks
         )
@@ -191,7 +191,7 @@ class DictsOfParts(Model):
 
 @flow
 class TwoLists(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.low, self.high = nn.ModuleList(blocks[:2]), nn.ModuleList(blocks[2:])
 
     def run(self, x, ids):
@@ -202,7 +202,7 @@ class TwoLists(Model):
 
 @flow
 class RegisteredBackwards(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.ModuleList(blocks)
 
     def run(self, x, ids):
@@ -219,7 +219,7 @@ class PartsOfBlocksCalled(Model):
         return x
 
 
-# Weights and modules beside the blocks.
+# Weights and modules outside the blocks.
 @flow
 class Positions(Model):
     def __init__(self):
@@ -295,7 +295,7 @@ class NormBetween(Model):
 
 @flow
 class SharedBlocks(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.ModuleList([blocks[0], blocks[1], blocks[0], blocks[1]])
 
 
@@ -310,14 +310,14 @@ class AroundShared(Inner):
 
 @flow
 class SharedInside(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         shared = Block()
         self.blocks = nn.ModuleList([AroundShared(shared), blocks[1], AroundShared(shared), blocks[3]])
 
 
 @flow
 class SharedWeight(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         blocks[3].up.weight = blocks[0].up.weight
         self.blocks = nn.ModuleList(blocks)
 
@@ -543,7 +543,7 @@ class CausalMask(Model):
 
 @flow
 class IsInstance(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.ModuleList([*blocks[:2], WithFirst(), blocks[3]])
 
     def run(self, x, ids):
@@ -555,7 +555,7 @@ class IsInstance(Model):
 
 @flow
 class UnequalWidths(Model):
-    def hold(self, blocks):
+    def add_blocks(self, blocks):
         self.blocks = nn.ModuleList([Block(), nn.Linear(DIM, 6), Block(6), nn.Linear(6, DIM)])
 
 
@@ -581,7 +581,7 @@ class Counting(Model):
         return super().run(x, ids)
 
 
-# Not for a pipeline.
+# Not supported by a pipeline.
 @refused("computed again on stage")
 class TwiceAround(Model):
     def run(self, x, ids):
@@ -675,7 +675,7 @@ class Written(Model):
         return x + kept
 
 
-class InPlace(Inner):
+class ModifiesInput(Inner):
     def forward(self, x):
         x.mul_(0.5)
         return x + super().forward(x)
@@ -683,7 +683,7 @@ class InPlace(Inner):
 
 @refused("changes one of its arguments")
 class ChangesArgument(Model):
-    kind = InPlace
+    kind = ModifiesInput
 
 
 @refused("weight of")
@@ -723,7 +723,7 @@ def batch_of(seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FlowCase:
-    """A model of this file as a case of training."""
+    """A model of this file as a parity case."""
 
     name: str
     num_steps: int = 2

@@ -1,4 +1,4 @@
-"""Blocks in every container, and values that flow in every way: equal to one process, or refused with the reason."""
+"""Block containers and data flows between blocks match one process, or are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def loss_of(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum")
 
 
-def staged(model: Model, cuts: list[int], num_batches: int = 1) -> torch.Tensor:
+def staged(model: Model, splits: list[int], num_batches: int = 1) -> torch.Tensor:
     """Run a model as stages in one process, forward and backward. Return the sum of losses."""
     chain = find_chain(model)
-    survey = ValueSurvey(model, chain, [*cuts, len(chain.blocks)])
+    survey = ValueSurvey(model, chain, [*splits, len(chain.blocks)])
     stages = [
-        Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)
+        Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(splits) + 1)
     ]
     total = torch.zeros((), dtype=torch.float64)
     for number in range(num_batches):
@@ -61,14 +61,14 @@ def staged(model: Model, cuts: list[int], num_batches: int = 1) -> torch.Tensor:
     return total
 
 
-def cuts_of(model: Model) -> list[list[int]]:
+def splits_of(model: Model) -> list[list[int]]:
     count = len(find_chain(model).blocks)
     half = count // 2
     return [[half], [1], [count - 1], sorted({1, half, count - 1})]
 
 
 @pytest.mark.parametrize("name", FLOWS)
-def test_stages_are_one_process(name):
+def test_stages_match_one_process(name):
     plain = build(FLOWS[name])
     total = torch.zeros((), dtype=torch.float64)
     for number in range(2):
@@ -76,25 +76,25 @@ def test_stages_are_one_process(name):
         loss = loss_of(plain(ids), ids)
         loss.backward()
         total += loss.detach()
-    for cuts in cuts_of(build(FLOWS[name])):
+    for splits in splits_of(build(FLOWS[name])):
         model = build(FLOWS[name])
-        assert staged(model, cuts, 2).item() == pytest.approx(total.item(), rel=1e-12), cuts
+        assert staged(model, splits, 2).item() == pytest.approx(total.item(), rel=1e-12), splits
         for (path, got), (_, expected) in itertools.zip_longest(model.named_parameters(), plain.named_parameters()):
             if expected.grad is None:
-                assert got.grad is None or not got.grad.any(), (cuts, path)
+                assert got.grad is None or not got.grad.any(), (splits, path)
                 continue
-            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-11, atol=1e-13, msg=f"{cuts} {path}")
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-11, atol=1e-13, msg=f"{splits} {path}")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_stages_cannot_compute_is_refused(name):
+def test_unsupported_data_flow_is_rejected(name):
     kind, match = REFUSED[name]
     model = build(kind)
     with pytest.raises(ModelError, match=match):
         staged(model, [len(find_chain(model).blocks) // 2])
 
 
-#: Weights in several stages, values past the blocks, and outputs of every form: what ranks could get wrong.
+#: Cases at risk on ranks: weights in several stages, values that bypass blocks, and outputs of every form.
 SOME = [
     *("InDict", "NumberedAttributes", "ListsOfParts", "PositionsUsedAgain", "NormFirst", "TiedByWeight", "TiedHead"),
     *("SharedInside", "SharedBlocks", "Residual", "DetachedSkip", "UNet", "FrozenTeacher", "Dicts", "AuxAttribute"),
@@ -119,21 +119,21 @@ def check_ranks(ranks, plan: str, names: list[str]) -> None:
                 assert found.largest_difference(train_plain(FlowCase(name))) < 1e-10, name
 
 
-def test_ranks_compute_what_one_process_does(ranks2):
+def test_chosen_flows_match_one_process_on_two_ranks(ranks2):
     check_ranks(ranks2, PLANS[0], SOME)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_flow_on_ranks(plan, ranks2):
-    names = [name for name in (*FLOWS, *REFUSED) if "virtual" not in plan or name not in BLOCKS_TOO_FEW]
+def test_every_flow_matches_one_process_on_two_ranks(plan, ranks2):
+    names = [name for name in (*FLOWS, *REFUSED) if "virtual" not in plan or name not in TWO_BLOCKS_PER_STAGE]
     for start in range(0, len(names), 20):
         check_ranks(ranks2, plan, names[start : start + 20])
 
 
-#: Need two blocks that run one after another in one stage.
-BLOCKS_TOO_FEW = {"SharedBlocks"}
-#: Containers and flows that zero=3 gathers by unit, and recompute by block.
+#: Cases that need two consecutive blocks in one stage.
+TWO_BLOCKS_PER_STAGE = {"SharedBlocks"}
+#: Cases that zero=3 gathers by unit.
 UNITS = [
     *("InDict", "InNamedDict", "NumberedAttributes", "NamedAttributes", "PythonList", "SequentialOfSequentials"),
     *("ListsOfParts", "DictsOfParts", "PartsOfBlocksCalled", "TiedByWeight", "SharedInside", "UNet", "AuxAttribute"),
@@ -142,5 +142,5 @@ UNITS = [
 
 
 @pytest.mark.full
-def test_units_of_zero_3_are_gathered_for_whoever_reads_them(ranks2):
+def test_zero_3_gathers_units_for_every_reader(ranks2):
     check_ranks(ranks2, "dp_shard=2 zero=3", UNITS)

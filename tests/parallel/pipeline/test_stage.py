@@ -1,4 +1,4 @@
-"""A model cut into stages is the model: all stages in one process, one after another, and back."""
+"""A model split into stages equals the model: all stages run in one process, forward and backward."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ CASES = {
 }
 
 
-def stages_of(model: nn.Module, cuts: list[int]) -> list[Stage]:
+def stages_of(model: nn.Module, splits: list[int]) -> list[Stage]:
     chain = find_chain(model)
-    survey = ValueSurvey(model, chain, [*cuts, len(chain.blocks)])
-    return [Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)]
+    survey = ValueSurvey(model, chain, [*splits, len(chain.blocks)])
+    return [
+        Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(splits) + 1)
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("cuts", [[4], [1, 2, 7]])
-def test_stages_one_after_another_are_the_model(name, cuts):
+@pytest.mark.parametrize("splits", [[4], [1, 2, 7]])
+def test_consecutive_stages_equal_the_model(name, splits):
     case = CASES[name]
     batch = case.batch(0)
     model = case.model()
-    whole = case.forward(model, batch)
-    case.loss(whole, batch)[0].backward()
+    full_output = case.forward(model, batch)
+    case.loss(full_output, batch)[0].backward()
     expected = {name: param.grad for name, param in model.named_parameters()}
     model.zero_grad()
     paths = list(dict(model.named_modules()))
     leaves, roots, activation = [], [], None
-    for stage in stages_of(model, cuts):
+    for stage in stages_of(model, splits):
         output = stage.forward(case.forward, batch, activation)
         roots.append(output)
         if not stage.is_last:
             activation = Carried(output.slots, tuple(each.detach().requires_grad_() for each in output.tensors))
             leaves.append(activation)
-    assert torch.equal(output, whole)
+    assert torch.equal(output, full_output)
     case.loss(output, batch)[0].backward()
     for root, leaf in reversed(list(zip(roots, leaves, strict=False))):
         pairs = [(each, got.grad) for each, got in zip(root.tensors, leaf.tensors, strict=True) if each.requires_grad]
@@ -63,31 +65,31 @@ def test_stages_one_after_another_are_the_model(name, cuts):
 
 
 class HeadFirst(nn.Module):
-    """Registers its head before the blocks, as some models of transformers do."""
+    """Registers its head before the blocks, as some transformers models do."""
 
-    def __init__(self, says_so: bool):
+    def __init__(self, names_head: bool):
         super().__init__()
         self.lm_head = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 9))
         self.embed = nn.Embedding(9, 4)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
-        if says_so:
+        if names_head:
             self.get_output_embeddings = lambda: self.lm_head[2]
 
 
-def test_a_head_is_after_the_blocks_where_the_model_names_it():
+def test_named_head_is_placed_after_the_blocks():
     assert [site.path for site in find_chain(HeadFirst(True)).after] == ["lm_head"]
     assert [site.path for site in find_chain(HeadFirst(True)).before] == ["embed"]
     assert find_chain(HeadFirst(False)).after == ()
 
 
-def test_the_chain_of_a_decoder():
+def test_chain_of_a_decoder():
     chain = find_chain(build_decoder(GPT2, device="meta"))
     assert [site.path for site in chain.before] == ["embed", "pos_embed"]
     assert [site.path for site in chain.blocks] == [f"blocks.{index}" for index in range(8)]
     assert [site.path for site in chain.after] == ["norm", "head"]
 
 
-def test_heads_count_and_tables_do_not():
+def test_stage_split_counts_the_head_but_not_embeddings():
     chain = find_chain(build_decoder(TIED, device="meta"))
     assert _cost(chain.before) < 1
     assert _cost(chain.after) == 61 * 16
@@ -100,7 +102,7 @@ def vars_of(spec):
     return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
 
 
-def test_what_is_no_chain_is_refused():
+def test_model_without_a_chain_is_rejected():
     with pytest.raises(ModelError) as caught:
         find_chain(nn.Linear(2, 2))
     assert str(caught.value) == (
@@ -109,9 +111,9 @@ def test_what_is_no_chain_is_refused():
     )
 
 
-def test_a_stand_in_has_no_tensors_and_all_attributes():
+def test_remote_module_has_attributes_but_no_tensors():
     block = nn.Linear(3, 4)
     weight = block.weight
-    absent = RemoteModule(without_tensors(block), "blocks.0")
-    assert (absent.in_features, absent.weight.device.type, list(absent.parameters())) == (3, "meta", [])
+    remote = RemoteModule(without_tensors(block), "blocks.0")
+    assert (remote.in_features, remote.weight.device.type, list(remote.parameters())) == (3, "meta", [])
     assert weight.device.type == "cpu"

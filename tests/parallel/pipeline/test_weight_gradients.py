@@ -1,4 +1,4 @@
-"""Weight gradients that wait are those that did not, and only they wait."""
+"""Deferred weight gradients equal undeferred ones, and no other gradient is deferred."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.parallel.pipeline.runtime import defer_weight_gradients, deliver
 
 
 class Conv1D(nn.Module):
-    """The layer of transformers' GPT-2: a linear layer whose weight is (in, out)."""
+    """The linear layer of transformers' GPT-2, whose weight is (in, out)."""
 
     def __init__(self, nf, nx):
         super().__init__()
@@ -43,15 +43,15 @@ def grads(model):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_split_backward_gives_the_same_gradients(recompute):
+def test_split_backward_gives_equal_gradients(recompute):
     plain, split = build(), build()
-    held = DeferredWeightGrad()
-    assert defer_weight_gradients(split, held) == 4
+    deferred = DeferredWeightGrad()
+    assert defer_weight_gradients(split, deferred) == 4
     x = torch.randn(2, 7, 4, dtype=torch.float64)
     plain_x, split_x = x.clone().requires_grad_(), x.clone().requires_grad_()
     plain(plain_x).square().sum().backward()
     output = checkpoint(split, split_x, use_reentrant=False) if recompute else split(split_x)
-    waiting = held.during(lambda: output.square().sum().backward())
+    waiting = deferred.during(lambda: output.square().sum().backward())
     torch.testing.assert_close(split_x.grad, plain_x.grad)
     early = {name for name, grad in grads(split).items() if grad is not None}
     assert early == {"0.bias", "1.weight", "1.bias", "2.bias", "5.bias"}
@@ -60,7 +60,7 @@ def test_split_backward_gives_the_same_gradients(recompute):
         torch.testing.assert_close(grads(split)[name], grad)
 
 
-def test_a_whole_backward_holds_nothing():
+def test_plain_backward_defers_nothing():
     plain, split = build(), build()
     defer_weight_gradients(split, DeferredWeightGrad())
     x = torch.randn(3, 4, dtype=torch.float64)
@@ -70,38 +70,38 @@ def test_a_whole_backward_holds_nothing():
         torch.testing.assert_close(grads(split)[name], grad)
 
 
-def test_gradients_are_delivered_as_autograd_delivers_them():
-    """Hooks that count gradients see them, and what was there before is added to.
+def test_delivered_gradients_accumulate_and_call_hooks():
+    """Check that hooks are called and that gradients accumulate.
 
-    autograd calls them in the first half too, with the gradient as it was.
+    autograd calls hooks in the first half too, with the previous gradient.
     """
-    layer, held = nn.Linear(2, 2, bias=False), DeferredWeightGrad()
-    defer_weight_gradients(nn.Sequential(layer), held)
+    layer, deferred = nn.Linear(2, 2, bias=False), DeferredWeightGrad()
+    defer_weight_gradients(nn.Sequential(layer), deferred)
     seen = []
     layer.weight.register_post_accumulate_grad_hook(
         lambda param: seen.append(0.0 if param.grad is None else param.grad.sum().item())
     )
     for _ in range(2):
-        waiting = held.during(lambda: layer(torch.ones(1, 2)).sum().backward())
+        waiting = deferred.during(lambda: layer(torch.ones(1, 2)).sum().backward())
         assert len(waiting) == 1
         deliver(waiting)
     assert seen == [0.0, 4.0, 4.0, 8.0]
 
 
-def test_a_weight_with_a_hook_gets_its_gradient_in_backward():
-    layer, held = nn.Linear(2, 2, bias=False), DeferredWeightGrad()
-    defer_weight_gradients(nn.Sequential(layer), held)
+def test_weight_with_hook_gets_its_gradient_in_backward():
+    layer, deferred = nn.Linear(2, 2, bias=False), DeferredWeightGrad()
+    defer_weight_gradients(nn.Sequential(layer), deferred)
     layer.weight.register_hook(lambda grad: grad * 0.5)
-    assert held.during(lambda: layer(torch.ones(1, 2)).sum().backward()) == []
+    assert deferred.during(lambda: layer(torch.ones(1, 2)).sum().backward()) == []
     torch.testing.assert_close(layer.weight.grad, torch.full((2, 2), 0.5))
 
 
-def test_a_weight_that_is_used_twice_gets_its_gradient_once():
-    layer, plain, held = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), DeferredWeightGrad()
+def test_weight_used_twice_gets_its_gradient_once():
+    layer, plain, deferred = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), DeferredWeightGrad()
     plain.load_state_dict(layer.state_dict())
-    defer_weight_gradients(nn.Sequential(layer), held)
+    defer_weight_gradients(nn.Sequential(layer), deferred)
     x, seen = torch.randn(2, 3), []
-    waiting = held.during(lambda: layer(layer(x)).sum().backward())
+    waiting = deferred.during(lambda: layer(layer(x)).sum().backward())
     layer.weight.register_post_accumulate_grad_hook(seen.append)
     deliver(waiting)
     plain(plain(x)).sum().backward()
@@ -109,27 +109,27 @@ def test_a_weight_that_is_used_twice_gets_its_gradient_once():
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
-def test_delivering_never_makes_all_gradients_at_once():
-    model, held = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), DeferredWeightGrad()
-    defer_weight_gradients(model, held)
+def test_delivery_allocates_one_gradient_after_another():
+    model, deferred = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), DeferredWeightGrad()
+    defer_weight_gradients(model, deferred)
     x = torch.randn(4, 64)
-    deliver(held.during(lambda: model(x).sum().backward()))
-    waiting = held.during(lambda: model(x).sum().backward())
+    deliver(deferred.during(lambda: model(x).sum().backward()))
+    waiting = deferred.during(lambda: model(x).sum().backward())
     with LiveTensors(layer.weight.grad for layer in model) as live:
         deliver(waiting)
     assert live.peak < 2 * model[0].weight.nbytes
     assert not waiting
 
 
-def test_frozen_weights_hold_nothing():
-    model, held = build().requires_grad_(False), DeferredWeightGrad()
-    defer_weight_gradients(model, held)
+def test_frozen_weights_defer_nothing():
+    model, deferred = build().requires_grad_(False), DeferredWeightGrad()
+    defer_weight_gradients(model, deferred)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert held.during(lambda: model(x).sum().backward()) == []
+    assert deferred.during(lambda: model(x).sum().backward()) == []
     assert x.grad is not None
 
 
-def test_layers_with_a_forward_of_their_own_stay_as_they_are():
+def test_layers_with_custom_forward_are_not_deferred():
     class Doubled(nn.Linear):
         def forward(self, input):
             return 2 * super().forward(input)
@@ -140,7 +140,7 @@ def test_layers_with_a_forward_of_their_own_stay_as_they_are():
     assert defer_weight_gradients(model, DeferredWeightGrad()) == 0
 
 
-def test_names_and_states_stay():
+def test_deferral_keeps_names_and_state_dict():
     model = build()
     before = list(model.state_dict())
     defer_weight_gradients(model, DeferredWeightGrad())
@@ -151,19 +151,19 @@ def test_names_and_states_stay():
 SPEC = DecoderSpec(vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=16)
 
 
-def cut_gradients(plan_text, kind):
-    """Gradients of a rank's parts: by whole backwards, and by halves; with how many waited and what came early."""
+def sharded_gradients(plan_text, kind):
+    """Return gradients of full and split backwards on this rank, with the deferred count and the early gradients."""
     mesh = build_mesh(Plan.parse(plan_text))
     ids = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(1))
     found = []
     for splits in (False, True):
         model = build_decoder(dataclasses.replace(SPEC, family=kind), dtype=torch.float64, seed=0)
         shard(Application(model, mesh))
-        held = DeferredWeightGrad()
+        deferred = DeferredWeightGrad()
         if splits:
-            defer_weight_gradients(model, held)
+            defer_weight_gradients(model, deferred)
         loss = model(ids).square().sum()
-        waiting = held.during(loss.backward)
+        waiting = deferred.during(loss.backward)
         num_waiting, early = len(waiting), {name for name, grad in grads(model).items() if grad is not None}
         deliver(waiting)
         found.append((num_waiting, early, grads(model)))
@@ -172,13 +172,13 @@ def cut_gradients(plan_text, kind):
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=on"])
 @pytest.mark.parametrize(("kind", "num_layers"), [("llama", 7), ("gpt2", 6)])
-def test_layers_that_are_cut_hold_back_too(plan, kind, num_layers, ranks2):
-    for (none, _, whole), (num_waiting, early, halves) in ranks2.run(cut_gradients, plan, kind):
+def test_sharded_layers_defer_weight_gradients(plan, kind, num_layers, ranks2):
+    for (none, _, undeferred), (num_waiting, early, split) in ranks2.run(sharded_gradients, plan, kind):
         assert (none, num_waiting) == (0, num_layers * SPEC.num_layers)
         assert not [
             name for name in early if name.startswith("blocks") and name.endswith("weight") and "norm" not in name
         ]
-        assert whole.keys() == halves.keys()
-        assert all(grad is not None for grad in whole.values())
-        for name, grad in whole.items():
-            torch.testing.assert_close(halves[name], grad, rtol=1e-12, atol=1e-14)
+        assert undeferred.keys() == split.keys()
+        assert all(grad is not None for grad in undeferred.values())
+        for name, grad in undeferred.items():
+            torch.testing.assert_close(split[name], grad, rtol=1e-12, atol=1e-14)

@@ -1,4 +1,4 @@
-"""zero=3 under a pipeline: parameters are gathered once in a step and gradients reduced once, whatever the schedule."""
+"""zero=3 with a pipeline: parameters are gathered and gradients reduced once per step under every schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN = "pp=2 dp_shard=2 zero=3 precision=fp64"
 
 
 def count_traffic(plan_text: str) -> list[tuple[Counter[str], int]]:
-    """For each step: collectives over the shards, and how many parameters are gathered when the step is over."""
+    """Return for each step the collectives over the shards, and the number of parameters still gathered at its end."""
     sent: list[tuple[str, str]] = []
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan, record=lambda axis, operation, *rest: sent.append((axis, operation)))
@@ -37,33 +37,33 @@ def count_traffic(plan_text: str) -> list[tuple[Counter[str], int]]:
         microbatches = local_microbatches(CASE.batch(index), plan, mesh.data.rank)
         step(microbatches)
         counts = Counter(operation for axis, operation in sent if axis in names)
-        whole = sum(type(param) is torch.nn.Parameter for _, param in model.named_parameters())
-        found.append((counts, whole))
+        num_gathered = sum(type(param) is torch.nn.Parameter for _, param in model.named_parameters())
+        found.append((counts, num_gathered))
         if index == 1:
             pipeline_of(model).evaluate(microbatches[:1], CASE.forward, lambda output, batch: None)
     return found
 
 
 @pytest.mark.parametrize("schedule", gate_runs(["gpipe", "1f1b", "zb_v virtual_stages=2"], 1, 2))
-def test_units_are_gathered_and_reduced_once_in_a_step(schedule, ranks4):
+def test_units_are_gathered_and_reduced_once_per_step(schedule, ranks4):
     steps = {}
     for microbatches in (2, 8):
         for reshard in ("after_step", "after_backward"):
             plan = f"{PLAN} reshard={reshard} schedule={schedule} microbatches={microbatches}"
             for rank, found in enumerate(ranks4.run(count_traffic, plan)):
-                _, (counts, whole), (after_evaluation, _) = found
+                _, (counts, num_gathered), (after_evaluation, _) = found
                 assert counts["all_gather"] == counts["reduce_scatter"]
-                assert whole == 0
+                assert num_gathered == 0
                 steps.setdefault(rank, []).append(counts)
-                # What evaluation gathered is there already; the rest is compared again, since the order changed.
+                # Units gathered by evaluation are present. The others are compared again, since the order changed.
                 assert after_evaluation["reduce_scatter"] == counts["reduce_scatter"]
     for counts in steps.values():
         assert all(each == counts[0] for each in counts)
-        assert 2 <= counts[0]["reduce_scatter"] <= 5  # two blocks; at the ends those, and what is left to the root
+        assert 2 <= counts[0]["reduce_scatter"] <= 5  # two blocks, plus the embedding or head and the root
 
 
-def break_off(plan_text: str) -> list[float]:
-    """Losses of two steps, with one between them that fails in its schedule."""
+def losses_around_a_failure(plan_text: str) -> list[float]:
+    """Return the losses of two steps with a failing step between them."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     model = parallelize(CASE.model(), mesh)
@@ -81,7 +81,7 @@ def break_off(plan_text: str) -> list[float]:
     losses = [step(local_microbatches(CASE.batch(0), plan, mesh.data.rank)).loss]
     fails, calls = True, 0
     try:
-        # Each rank has four forwards of its own before it waits for a gradient.
+        # Each rank runs four forwards before it waits for a gradient.
         with data_parallel(model).microbatch(last=True):
             for batch in local_microbatches(CASE.batch(1), plan, mesh.data.rank):
                 stage = next(iter(pipeline_of(model).stages.values()))
@@ -93,13 +93,13 @@ def break_off(plan_text: str) -> list[float]:
     return losses
 
 
-def test_a_step_after_one_that_broke_off(ranks4):
+def test_step_after_a_failed_step_matches_zero_2(ranks4):
     plan = f"{PLAN} reshard=after_step microbatches=4 schedule=gpipe"
-    assert ranks4.run(break_off, plan) == ranks4.run(break_off, plan.replace("zero=3 ", "zero=2 ").replace(
-        "reshard=after_step ", ""))  # fmt: skip
+    zero_2 = plan.replace("zero=3 ", "zero=2 ").replace("reshard=after_step ", "")
+    assert ranks4.run(losses_around_a_failure, plan) == ranks4.run(losses_around_a_failure, zero_2)
 
 
-def test_bf16_stays_near_zero_2(ranks4):
+def test_bf16_is_close_to_zero_2(ranks4):
     losses = [
         ranks4.run(losses_of, f"pp=2 dp_shard=2 {zero} precision=bf16 microbatches=4")[0]
         for zero in ("zero=2", "zero=3 reshard=after_step")

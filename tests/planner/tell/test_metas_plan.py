@@ -38,7 +38,7 @@ def test_it_fits_and_a_hand_count_of_its_activations_agrees() -> None:
 
     What a compiled layer keeps of a token under sp and tp=8, in bytes: what comes into the two norms (4 h / 8); q, k,
     v, the output of attention and its log-sum-exp; gate and up. What norms give, and the product of gate and up, are
-    made again (tests/parallel/test_kept_bytes.py compares this count with real blocks).
+    made again (tests/parallel/test_saved_bytes.py compares this count with real blocks).
     """
     one = judged()
     h, ffn, kv, heads, tp = 16_384, 53_248, 1024, 128, 8

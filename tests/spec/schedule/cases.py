@@ -1,4 +1,4 @@
-"""Numbers that each schedule can order, for hypothesis."""
+"""Hypothesis strategy of schedules with supported sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every schedule is a legal order of the same work, in the memory that its paper promises."""
+"""Every schedule is a legal order of the same work, with the activation memory of its paper."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ EXAMPLES = settings(max_examples=60, deadline=None)
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_every_stage_passes_each_microbatch_once_forward_and_once_backward(schedule):
+def test_every_stage_runs_each_microbatch_once_per_pass(schedule):
     for rank, steps in enumerate(schedule.ranks):
-        made = [one for step in steps for action in parts(step) for one in makes(action)]
-        wanted = {
+        actions = [one for step in steps for action in parts(step) for one in makes(action)]
+        expected = {
             Action(kind, stage, microbatch)
             for stage in schedule.stages_of(rank)
             for microbatch in range(schedule.num_microbatches)
             for kind in ("F", "B", "W")
         }
-        assert len(made) == len(wanted)
-        assert set(made) == wanted
+        assert len(actions) == len(expected)
+        assert set(actions) == expected
 
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_forward_before_input_gradient_before_weight_gradient(schedule):
+def test_passes_of_a_microbatch_are_in_order(schedule):
     for steps in schedule.ranks:
-        place = {
+        index_of = {
             one: index + (one.kind == "W") / 2
             for index, step in enumerate(steps)
             for action in parts(step)
             for one in makes(action)
         }
-        for one, index in place.items():
+        for one, index in index_of.items():
             if one.kind != "F":
                 before = one._replace(kind="F" if one.kind == "B" else "B")
-                assert place[before] < index
+                assert index_of[before] < index
 
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_stages_lie_on_the_ranks_that_own_them(schedule):
+def test_stages_are_on_their_owner_ranks(schedule):
     every = sorted(stage for rank in range(schedule.num_ranks) for stage in schedule.stages_of(rank))
     assert every == list(range(schedule.num_stages))
     for rank in range(schedule.num_ranks):
@@ -54,7 +54,7 @@ def test_stages_lie_on_the_ranks_that_own_them(schedule):
 
 
 def chunks_in_flight(schedule, rank: int) -> int:
-    """planner's formulas, in stages of one microbatch, where there are enough microbatches to fill the pipeline."""
+    """Return the planner's formula for stage activations in flight, with enough microbatches to fill the pipeline."""
     p, v, m = schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches
     return {
         "gpipe": m,
@@ -69,7 +69,7 @@ def chunks_in_flight(schedule, rank: int) -> int:
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_activations_in_flight_are_those_of_the_formula(schedule):
+def test_activations_in_flight_match_the_formula(schedule):
     for rank in range(schedule.num_ranks):
         expected = chunks_in_flight(schedule, rank)
         if schedule.name in ("zb_v", "dualpipe_v") and schedule.num_microbatches < 2 * schedule.num_ranks + 1:
@@ -78,7 +78,7 @@ def test_activations_in_flight_are_those_of_the_formula(schedule):
             assert schedule.in_flight(rank) == expected
 
 
-def test_a_list_reads_like_the_papers_figure():
+def test_schedule_text_matches_the_papers_figure():
     lists = build_schedule("zb_h1", 3, 3).ranks
     assert [" ".join(map(str, steps)) for steps in lists] == [
         "F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2",
@@ -93,7 +93,7 @@ def test_dualpipe_overlaps_most_of_its_forwards():
     assert sum(isinstance(step, Pair) for step in steps) > 50
 
 
-def test_each_name_of_the_plan_has_a_generator():
+def test_each_schedule_name_has_a_generator():
     for name in SCHEDULES:
         virtual = 2 if "interleaved" in name or name.endswith("_v") else 1
         plan = Plan(pp=2, schedule=name, microbatches=4, virtual_stages=virtual)
@@ -121,7 +121,7 @@ def test_each_name_of_the_plan_has_a_generator():
         ),
     ],
 )
-def test_what_cannot_be_ordered_is_refused(plan, text):
+def test_unsupported_sizes_are_rejected(plan, text):
     with pytest.raises(PlanError) as caught:
         schedule_of(plan)
     assert str(caught.value) == text

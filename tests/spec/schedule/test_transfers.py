@@ -1,4 +1,4 @@
-"""Sends and receives match, arrive before they are needed, and block nobody for ever."""
+"""Sends and receives match, complete before they are needed, and never deadlock."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ EXAMPLES = settings(max_examples=60, deadline=None)
 
 
 def run_blocking(programs) -> bool:
-    """Carry programs out where a send waits until its receive is posted, and a rank does one thing at a time."""
-    place = [0] * len(programs)
+    """Run programs with blocking sends. Return whether all ranks finish."""
+    position = [0] * len(programs)
     moved = True
     while moved:
         moved = False
         for rank, program in enumerate(programs):
-            while place[rank] < len(program):
-                step = program[place[rank]]
+            while position[rank] < len(program):
+                step = program[position[rank]]
                 if isinstance(step, Transfer):
                     other = programs[step.peer]
-                    partner = other[place[step.peer]] if place[step.peer] < len(other) else None
+                    partner = other[position[step.peer]] if position[step.peer] < len(other) else None
                     if not is_other_end(step, partner, rank):
                         break
-                    place[step.peer] += 1
-                place[rank] += 1
+                    position[step.peer] += 1
+                position[rank] += 1
                 moved = True
-    return all(at == len(program) for at, program in zip(place, programs, strict=True))
+    return all(at == len(program) for at, program in zip(position, programs, strict=True))
 
 
 def is_other_end(step: Transfer, partner, rank: int) -> bool:
@@ -54,13 +54,13 @@ def is_other_end(step: Transfer, partner, rank: int) -> bool:
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_no_deadlock_where_sends_block(schedule):
+def test_blocking_sends_do_not_deadlock(schedule):
     assert run_blocking(with_transfers(schedule))
 
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_early_receives_are_one_action_earlier_and_in_the_same_order(schedule):
+def test_early_receives_are_one_action_earlier_in_order(schedule):
     def receives(program):
         actions, found = 0, []
         for step in program:
@@ -79,8 +79,8 @@ def test_early_receives_are_one_action_earlier_and_in_the_same_order(schedule):
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_each_flow_has_one_order_at_both_ends(schedule):
-    """A rank may post receives early where each flow is a queue of its own, and these never differ."""
+def test_each_flow_has_the_same_order_at_both_ends(schedule):
+    """A rank may post receives early because each flow is a separate queue with one order."""
 
     def along(program, rank, flow):
         transfers = [step for step in program if isinstance(step, Transfer)]
@@ -103,83 +103,85 @@ def test_each_flow_has_one_order_at_both_ends(schedule):
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_everything_arrives_before_it_is_used(schedule):
+def test_tensors_are_received_before_use(schedule):
     for rank, program in enumerate(with_transfers(schedule)):
-        here: set[Action] = set()
+        available: set[Action] = set()
         for step in program:
             if isinstance(step, Transfer):
                 forward = step.content == "activation"
                 one = Action("F" if forward else "B", step.stage + (-1 if forward else 1), step.microbatch)
-                assert (one in here) == (step.way == "send")
-                here.add(one)
+                assert (one in available) == (step.way == "send")
+                available.add(one)
                 continue
-            assert all(need in here for need in needs(schedule, step)), (rank, step)
-            here.update(makes(step))
+            assert all(need in available for need in needs(schedule, step)), (rank, step)
+            available.update(makes(step))
 
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_what_is_let_go_has_been_worked_with(schedule):
-    """Wherever a message is taken, what it says to have arrived was used by its receiver before that message left."""
+def test_released_tensors_were_used_by_the_receiver(schedule):
+    """Check that tensors reported as received by a message were used by the receiver before it sent the message."""
     programs = with_transfers(schedule)
     for rank, program in enumerate(programs):
         sends = [step[1:4] for step in program if isinstance(step, Transfer) and step.way == "send"]
-        takes = {step[1:4]: step.peer for step in program if isinstance(step, Transfer) and step.way == "receive"}
+        receives = {step[1:4]: step.peer for step in program if isinstance(step, Transfer) and step.way == "receive"}
         found = arrived_by(programs, rank)
-        gone = [key for keys in found.values() for key in keys]
-        assert found.keys() == takes.keys()
-        assert len(set(gone)) == len(gone)
-        assert set(gone) <= set(sends)
-        for key, there in found.items():
-            other = programs[takes[key]]
-            left = next(at for at, one in enumerate(other) if isinstance(one, Transfer) and one[:4] == ("send", *key))
-            for content, stage, microbatch in there:
+        released = [key for keys in found.values() for key in keys]
+        assert found.keys() == receives.keys()
+        assert len(set(released)) == len(released)
+        assert set(released) <= set(sends)
+        for key, received in found.items():
+            other = programs[receives[key]]
+            sent_at = next(
+                at for at, one in enumerate(other) if isinstance(one, Transfer) and one[:4] == ("send", *key)
+            )
+            for content, stage, microbatch in received:
                 kinds = ("F",) if content == "activation" else ("B", "BW")
                 used = [Action(kind, stage, microbatch) for kind in kinds]
-                assert any(step in used for step in other[:left] if isinstance(step, Action))
+                assert any(step in used for step in other[:sent_at] if isinstance(step, Action))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved", "zb_interleaved", "zb_v", "dualpipe_v"])
-def test_what_waits_to_be_let_go_does_not_grow_with_the_microbatches(name):
-    """All but gpipe, which sends all activations first."""
+def test_pending_sends_do_not_grow_with_microbatches(name):
+    """Check all schedules except gpipe, which sends all activations first."""
 
-    def most(num_microbatches):
+    def most_pending(num_microbatches):
         virtual = 1 if name in ("1f1b", "zb_h1") else 2
         programs = with_transfers(build_schedule(name, 4, num_microbatches, virtual))
         found = 0
         for rank, program in enumerate(programs):
-            arrived, kept = arrived_by(programs, rank), set()
+            arrived, pending = arrived_by(programs, rank), set()
             for step in program:
                 if isinstance(step, Transfer) and step.way == "send":
-                    kept.add(step[1:4])
-                    found = max(found, len(kept))
-                elif isinstance(step, Transfer):  # taken no earlier than it is posted
-                    kept.difference_update(arrived[step[1:4]])
+                    pending.add(step[1:4])
+                    found = max(found, len(pending))
+                elif isinstance(step, Transfer):  # received no earlier than posted
+                    pending.difference_update(arrived[step[1:4]])
         return found
 
-    assert most(64) == most(16) <= 20
+    assert most_pending(64) == most_pending(16) <= 20
 
 
 @EXAMPLES
 @given(schedule=schedules())
-def test_steps_keep_their_order_and_each_boundary_is_crossed_once(schedule):
+def test_steps_keep_order_and_each_boundary_is_sent_once(schedule):
     programs = with_transfers(schedule)
     for program, steps in zip(programs, schedule.ranks, strict=True):
         assert [step for step in program if not isinstance(step, Transfer)] == [
             a for step in steps for a in parts(step)
         ]
     sends = [step for program in programs for step in program if isinstance(step, Transfer) and step.way == "send"]
-    borders = sum(schedule.owner(s) != schedule.owner(s + 1) for s in range(schedule.num_stages - 1))
-    assert len(sends) == len(set(sends)) == 2 * borders * schedule.num_microbatches
+    boundaries = sum(schedule.owner(s) != schedule.owner(s + 1) for s in range(schedule.num_stages - 1))
+    assert len(sends) == len(set(sends)) == 2 * boundaries * schedule.num_microbatches
 
 
-def test_lists_that_wait_for_each_other_are_found():
+def test_deadlocked_schedules_are_detected():
     ranks = ((Action("F", 0, 0), Action("BW", 0, 0)), (Action("BW", 1, 0), Action("F", 1, 0)))
     with pytest.raises(ValueError, match=r"schedule 1f1b: deadlock, its ranks wait for each other at BW0\.0, BW1\.0"):
         with_transfers(Schedule("1f1b", 2, 1, 1, ranks))
 
 
-def test_a_program_can_be_read():
+def test_program_text_is_readable():
     assert [" ".join(map(str, program)) for program in with_transfers(build_schedule("1f1b", 2, 2))] == [
         "F0.0 >x1.0@1 F0.1 >x1.1@1 <g0.0@1 BW0.0 <g0.1@1 BW0.1",
         "<x1.0@0 F1.0 <x1.1@0 BW1.0 >g0.0@0 F1.1 BW1.1 >g0.1@0",
