@@ -278,12 +278,7 @@ def _attend_sharded(
 ) -> Tensor:
     """Read the layer's attention options and attend. Returns (B, T, H, C)."""
     _refuse(module, context, dropout, asked)
-    seq_len = key.shape[2] * context.axis.size
-    if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:  # Llama 4, which only a mask could express
-        raise ModelError(
-            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "
-            f"sharded sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
-        )
+    refuse_chunks(module, context, key.shape[2] * context.axis.size)
     if not context.has_looked:
         context.callers.add(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -406,6 +401,15 @@ def _check_blocks(model: nn.Module, context: Context) -> None:
                 f"cp={context.axis.size}: {path} ({type(block).__name__}) called no attention, and sequences are "
                 "sharded only through attention. Use cp=1 for this model."
             )
+
+
+def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
+    """Raise ModelError for chunked attention (Llama 4), which only a mask could express."""
+    if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:
+        raise ModelError(
+            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "
+            f"sharded sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
+        )
 
 
 # Default positions of a model.
