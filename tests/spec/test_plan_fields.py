@@ -23,7 +23,7 @@ DECLARED = """
         needs=("tp",), searched=(False, True), tried=(False, True), asks="value",
     )
     lanes: int = described(
-        Integer(1, 8), 1, "Streams for copies.",
+        kinds.Integer(1, 8), 1, "Streams for copies.",
         tried=(1, 3), nearby=lambda plan, facts, fine: (plan.lanes + 1,), divides_work=False,
     )
 """
