@@ -15,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft import env
 from weft.comm.collectives import all_reduce
-from weft.comm.mesh import Mesh, build_mesh, join_group, join_ranks, leave_ranks, loopback_store, members_of
+from weft.comm.mesh import Mesh, build_mesh, join_group, join_ranks, leave_ranks, loopback_store
+from weft.comm.rank_positions import members_of
 from weft.config.plan import AXES, Plan
 from weft.errors import CommError, PlanError
 from weft.verify.rank_pool import RankPool

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from tests.whole_state import capture, restore
 from weft.comm.autograd import copy_to, sum_over
-from weft.comm.mesh import ENDS, Axis, build_mesh
+from weft.comm.mesh import Axis, build_mesh
+from weft.comm.rank_positions import ENDS
 from weft.config.plan import Plan
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.gradients import data_parallel

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 import weft
-from weft.comm.mesh import Reader, build_mesh
+from weft.comm.mesh import build_mesh
+from weft.comm.rank_positions import Reader
 from weft.config.partitioning import microbatch_samples
 from weft.config.plan import Plan
 from weft.data.batches import map_tensors, move_batch, tensors_in

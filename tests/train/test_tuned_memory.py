@@ -14,8 +14,8 @@ from weft.models.adapters import add_adapter
 from weft.models.registry import build_decoder
 from weft.optim.build import build_optimizer
 from weft.parallel.parallelize import parallelize
-from weft.planner.search.refine import estimated
 from weft.planner.search.question import tuned_question
+from weft.planner.search.refine import estimated
 from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 

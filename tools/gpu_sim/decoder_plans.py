@@ -19,7 +19,8 @@ from tools.gpu_sim.cuda import join_silent_ranks
 from tools.gpu_sim.device import CUDA, PaperDevice
 from tools.gpu_sim.plans import PaperReport
 from weft.comm.ledger import Ledger
-from weft.comm.mesh import build_mesh, members_of
+from weft.comm.mesh import build_mesh
+from weft.comm.rank_positions import members_of
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check

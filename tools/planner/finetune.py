@@ -68,7 +68,8 @@ def shape_named(name: str) -> Shape | None:
     values = dict(_models()[values["like"]] if "like" in values else values)
     values.setdefault("kv_heads", values["heads"])
     values.setdefault("head_dim", values["hidden"] // values["heads"])
-    return Shape(**{"gated": True, "tied": False, "ffn": 0} | values)
+    fields: dict[str, Any] = {"gated": True, "tied": False, "ffn": 0, **values}
+    return Shape(**fields)
 
 
 def finetune_run(name: str, row: Row) -> FinetuneRun:

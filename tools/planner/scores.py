@@ -215,11 +215,11 @@ def _weights(runs: Sequence[Prediction]) -> Array:
 
 def _fit(marks: Array, errors: Array, weights: Array) -> Array:
     """Return the logarithms of the factors, with a loss that grows linearly for large errors."""
-    logs = np.zeros(marks.shape[1])
+    logs: Array = np.zeros(marks.shape[1])
     for _ in range(_STEPS):
         now = weights / np.maximum(1.0, np.abs(errors - marks @ logs) / _ROBUST) / _NOISE**2
         left = marks.T @ (marks * now[:, None]) + np.eye(len(logs)) / _FACTOR_SD**2
-        logs = np.linalg.solve(left, marks.T @ (now * errors))
+        logs[:] = np.linalg.solve(left, marks.T @ (now * errors))
     return logs
 
 

@@ -111,7 +111,11 @@ def known_network(text: str) -> str:
 
 def _known(text: str) -> dict[str, Any]:
     words = " ".join(_words(text))
-    return next((each for each in _file()["source"] if each["words"] in words), {})
+    sources: list[dict[str, Any]] = _file()["source"]
+    for source in sources:
+        if source["words"] in words:
+            return source
+    return {}
 
 
 def counts_causal_half(text: str) -> bool:

@@ -7,7 +7,6 @@ deterministic, and measurements that differ in their last digits do not change t
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

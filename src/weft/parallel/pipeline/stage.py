@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from weft.comm.mesh import ENDS, Mesh
+from weft.comm.mesh import Mesh
+from weft.comm.rank_positions import ENDS
 from weft.config import partitioning as shares
 from weft.config.pipeline_schedule import stage_owner, stages_of
 from weft.config.plan import Plan

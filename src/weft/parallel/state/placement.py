@@ -16,7 +16,8 @@ from torch import nn
 
 from weft.checkpoint.read import Part, assign_evenly
 from weft.comm.collectives import all_gather
-from weft.comm.mesh import ENDS, Axis, Mesh
+from weft.comm.mesh import Axis, Mesh
+from weft.comm.rank_positions import ENDS
 from weft.errors import ModelError
 from weft.parallel.state.flat_slices import FlatSlice
 

@@ -98,7 +98,8 @@ def _durations(layers: list[int], parts: Passes) -> Durations:
     sides = np.outer(parts.layer, layers)
     sides[:, 0] += parts.embedding
     sides[:, -1] += parts.head
-    return Durations(*sides.tolist())
+    forward, backward, weight_grad = (list(map(float, side)) for side in sides)
+    return Durations(forward, backward, weight_grad)
 
 
 def _schedule(one: Candidate, most_microbatches: int) -> Schedule:

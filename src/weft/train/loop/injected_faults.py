@@ -22,7 +22,7 @@ from typing import Any
 
 from weft import env
 from weft.checkpoint.load import list_checkpoints
-from weft.comm.mesh import members_of
+from weft.comm.rank_positions import members_of
 from weft.config.plan import Plan
 from weft.monitor.events import StepRecord
 from weft.train.engine import Engine

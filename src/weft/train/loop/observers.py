@@ -15,7 +15,7 @@ from typing import Any
 from weft.checkpoint.folders import step_in_name
 from weft.checkpoint.load import list_checkpoints
 from weft.checkpoint.prune import set_aside
-from weft.comm.mesh import members_of
+from weft.comm.rank_positions import members_of
 from weft.config.metrics import series
 from weft.config.plan import Plan
 from weft.env import RankEnv
