@@ -123,7 +123,7 @@ class Races:
             overlaps = old.first < new.last and new.first < old.last
             ordered = self.order.is_ordered_after(new.stream, old.number, old.stream)
             if overlaps and not ordered and (old.writes or new.writes):
-                self._notify_all(new, old)
+                self._report_race(new, old)
             # A new access replaces an old one that it covers, is ordered after, and conflicts at least as much as.
             covered = ordered and new.first <= old.first and old.last <= new.last and (new.writes or not old.writes)
             if not covered:
@@ -131,7 +131,7 @@ class Races:
         kept.append(new)
         memory.accesses = kept
 
-    def _notify_all(self, new: Access, old: Access) -> None:
+    def _report_race(self, new: Access, old: Access) -> None:
         now, before = ("writes" if one.writes else "reads" for one in (new, old))
         self.found[
             f"{new.kernel} @ {new.line} {now} on stream {new.stream} what {old.kernel} @ {old.line} {before} "

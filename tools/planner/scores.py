@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,9 +217,11 @@ def _fit(marks: Array, errors: Array, weights: Array) -> Array:
     """Return the logarithms of the factors, with a loss that grows linearly for large errors."""
     logs: Array = np.zeros(marks.shape[1])
     for _ in range(_STEPS):
-        now = weights / np.maximum(1.0, np.abs(errors - marks @ logs) / _ROBUST) / _NOISE**2
-        left = marks.T @ (marks * now[:, None]) + np.eye(len(logs)) / _FACTOR_SD**2
-        logs[:] = np.linalg.solve(left, marks.T @ (now * errors))
+        residual: Array = np.abs(errors - marks @ logs)
+        now: Array = weights / np.maximum(1.0, residual / _ROBUST) / _NOISE**2
+        left: Array = marks.T @ (marks * now[:, None]) + np.eye(marks.shape[1]) / _FACTOR_SD**2
+        right: Array = marks.T @ (now * errors)
+        logs = cast(Array, np.linalg.solve(left, right))
     return logs
 
 

@@ -206,7 +206,7 @@ class TensorPlacement:
 
     def normal(self, *shape: int, trained: bool = False) -> Tensor:
         """Return random numbers. Zeros would draw less power, and run faster, than numbers of training."""
-        count, drawn = math.prod(shape), _generator_offset(self.device, self.dtype)
+        count, drawn = math.prod(shape), _random_tensor(self.device, self.dtype)
         found = drawn[:count].clone() if count <= _DRAWN else drawn.repeat(-(-count // _DRAWN))[:count]
         return found.view(shape).requires_grad_(trained)
 
@@ -215,7 +215,7 @@ class TensorPlacement:
 
 
 @cache
-def _generator_offset(device: torch.device, dtype: torch.dtype) -> Tensor:
+def _random_tensor(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(_DRAWN, device=device, dtype=dtype)
 
 

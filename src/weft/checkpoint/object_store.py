@@ -341,10 +341,10 @@ class _Upload:
         self._file: Any = ask(path, "open", key_of(path), "wb", block_size=_UPLOAD_PART)
 
     def write(self, data: bytes | memoryview) -> object:
-        return _in_one_sentence(self._path, lambda: self._file.write(data))
+        return _with_store_errors(self._path, lambda: self._file.write(data))
 
     def finish(self) -> None:
-        _in_one_sentence(self._path, self._file.close)
+        _with_store_errors(self._path, self._file.close)
         self._is_finished = True
 
     def close(self) -> None:
@@ -355,7 +355,7 @@ class _Upload:
         self._file.closed = True
 
 
-def _in_one_sentence(path: StorePath, act: Callable[[], object]) -> object:
+def _with_store_errors(path: StorePath, act: Callable[[], object]) -> object:
     """Call `act` without retries, since a part must not be sent twice, and convert its errors into OSError."""
     return insisted(path, act, retries=0)
 

@@ -460,10 +460,10 @@ def _described(operation: Any, parts: _Parts, converter: Any, target: str, model
     pattern, whole = next(iter(parts)), one[0]
     if kind == "Chunk" and operation.num_shards_attribute is None:
         size = -(-whole.shape[operation.dim] // len(targets))
-        return _split_part(whole, operation.dim, [size] * len(targets), targets)
+        return _split(whole, operation.dim, [size] * len(targets), targets)
     if kind == "Split":
         shapes = [model.get_parameter(target.replace(targets[0], each)).shape for each in targets]
-        return _split_part(whole, operation.dim, [shape[operation.dim] for shape in shapes], targets)
+        return _split(whole, operation.dim, [shape[operation.dim] for shape in shapes], targets)
     if kind == "Transpose":
         is_turned = not operation.check_dims or whole.shape != tuple(model.get_parameter(target).shape)
         turned = whole.turned(operation.dim0, operation.dim1) if is_turned else whole
@@ -471,7 +471,7 @@ def _described(operation: Any, parts: _Parts, converter: Any, target: str, model
     raise _NotDescribed
 
 
-def _split_part(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence[str]) -> _Parts:
+def _split(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence[str]) -> _Parts:
     if sum(sizes) != whole.shape[dim]:
         raise _NotDescribed
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]

@@ -346,15 +346,15 @@ class _Saving:
         together: RankGroup,
         look: Look | None,
     ):
-        self._root, self._step, self._members, self._joint_parts, self._look = root, step, members, together, look
+        self._root, self._step, self._members, self._ranks, self._look = root, step, members, together, look
         self._target = target_at(root)
         self._held = contextlib.ExitStack()  # the writer's lock, on the first rank
 
     def save(self, state: Mapping[str, object]) -> Location:
         needed = json.dumps(sum(_bytes_of(one) + 1024 for found in self._members.values() for one in found.values()))
-        sizes = self._joint_parts.gather(needed.encode())
+        sizes = self._ranks.gather(needed.encode())
         with self._held:
-            name = self._joint_parts.on_first(lambda: self._open(sum(map(int, sizes))).name)
+            name = self._ranks.on_first(lambda: self._open(sum(map(int, sizes))).name)
             place = self._root / _checked_name(name, self._step)
             try:
                 said = {"files": self._write(place)}
@@ -373,8 +373,8 @@ class _Saving:
         return self._root / _checked_name(ended["name"], self._step)
 
     def _agree(self, place: Location, said: Mapping[str, object], state: Mapping[str, object]) -> dict[str, str]:
-        answers = self._joint_parts.gather(json.dumps(said).encode())
-        return self._joint_parts.on_first(lambda: self._bind(place, [json.loads(one) for one in answers], state))
+        answers = self._ranks.gather(json.dumps(said).encode())
+        return self._ranks.on_first(lambda: self._bind(place, [json.loads(one) for one in answers], state))
 
     def _open(self, num_bytes: int) -> Location:
         check_step(self._step)
@@ -385,7 +385,7 @@ class _Saving:
 
     def _write(self, place: Location) -> dict[str, list[object]]:
         """Write this rank's files, and return name -> [bytes, digest]."""
-        rank, tables = self._joint_parts.rank, RankLists()
+        rank, tables = self._ranks.rank, RankLists()
         told: dict[str, dict[str, object]] = {}
         written: dict[str, list[object]] = {}
         for group, found in self._members.items():

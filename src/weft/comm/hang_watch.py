@@ -281,7 +281,7 @@ class Watch(threading.Thread):
     ):
         super().__init__(name="weft-watch", daemon=True)
         self._rank, self._zero = mesh.rank, mesh.plan.zero
-        self._notify_all, self._on_report = tell, on_report
+        self._print_line, self._on_report = tell, on_report
         self._follows_steps = warn_after_s is None
         warn_after_s = min(WARN_AFTER_S, limit_s / 2) if warn_after_s is None else warn_after_s
         self._warn_after_s, self._limit = warn_after_s, (limit_s, limit_name)
@@ -400,7 +400,7 @@ class Watch(threading.Thread):
             return  # a save takes its time
         self._still.report = found
         self._put(store, _ALARM, "1")
-        self._notify_all(found.text)
+        self._print_line(found.text)
         self._hand_on("fired", found)
 
     def _hand_on(self, state: str, found: HangReport) -> None:
@@ -434,7 +434,7 @@ class Watch(threading.Thread):
             lambda _: None,
             lambda rank: f"The state of rank {rank} is unknown: the ranks' store does not answer.",
         )
-        self._notify_all(self._still.report.text)
+        self._print_line(self._still.report.text)
         self._hand_on("fired", self._still.report)
         self._dump()
 
@@ -444,7 +444,7 @@ class Watch(threading.Thread):
             names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
             verb = "continue" if len(told.culprits) != 1 else "continues"
             text = f"{names} {verb} after {format_seconds(seconds)}."
-            self._notify_all(text)
+            self._print_line(text)
             self._hand_on("ended", replace(told, text=text, standing=()))
         store = self._open()
         store.delete_key(f"{_PREFIX}{self._rank}")

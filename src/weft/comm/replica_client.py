@@ -146,7 +146,7 @@ class SocketLink(Link):
                     receives[operation.root] = out
                 self._swap(operation, sends, receives)
             case "all_to_all":
-                self._swap(operation, _split_part(source, operation.send), _split_part(out, operation.receive))
+                self._swap(operation, _split(source, operation.send), _split(out, operation.receive))
             case _:
                 token = torch.zeros(1, dtype=torch.uint8)
                 self._swap(operation, [token] * self._size, [token.clone() for _ in range(self._size)])
@@ -206,7 +206,7 @@ def _move(call: socket.socket, events: int, going: memoryview, coming: memoryvie
     return going, coming
 
 
-def _split_part(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+def _split(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
     ends = list(itertools.accumulate(counts, initial=0))
     return [flat[first:last] for first, last in itertools.pairwise(ends)]
 

@@ -102,17 +102,17 @@ class StepDecision:
         self.is_taken = self.is_finite & (num_tokens != 0)
         #: Factor of the gradients; 0-d float64, NaN in a skipped step.
         self.factor = torch.where(self.is_taken, to_mean * clip, torch.nan)
-        self._in_one_sentence = LateCopy(torch.cat([numbers, self.is_taken.to(numbers).reshape(1)]))
+        self._copy = LateCopy(torch.cat([numbers, self.is_taken.to(numbers).reshape(1)]))
 
     @property
     def numbers(self) -> list[float]:
         """The numbers on the host. The first access waits for the device."""
-        return self._in_one_sentence.values[:-1]
+        return self._copy.values[:-1]
 
     @property
     def was_taken(self) -> bool:
         """Value of `is_taken` on the host. Waits like `numbers`."""
-        return self._in_one_sentence.values[-1] != 0
+        return self._copy.values[-1] != 0
 
     def next_scale(self, scale: LossScale) -> torch.Tensor:
         """Return the loss scale of the next step, from the two possible ones. `scale` is not modified."""

@@ -184,12 +184,12 @@ class ElasticDiLoCo(RareSync):
             put_anchor(here, run)
         self._engine.publish()
         self.since, self.meetings, self.token, self.differs = 0, call.number, call.token, False
-        self._notify_all(call)
+        self._log_members(call)
         if call.step != self.step:
             self.goes_to = self.step = call.step
         self._log()
 
-    def _notify_all(self, call: Call) -> None:
+    def _log_members(self, call: Call) -> None:
         """Log a message if the contributing replicas changed since the previous outer step."""
         away = sorted({*range(self.replicas)} - {*call.givers})
         if self.party.replica in away:

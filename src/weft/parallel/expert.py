@@ -145,27 +145,27 @@ class DividedSpan(Span):
 
     @property
     def num_parts(self) -> int:
-        return self._tp.size * (self._split_part.axis.size if self._split_part else 1)
+        return self._tp.size * (self._sharding.axis.size if self._sharding else 1)
 
     def sum(self, x_BE: Tensor) -> Tensor:
         x_BE = sum_over(x_BE, self._tp)
-        return sum_over(x_BE, self._split_part.axis) if self._split_part else x_BE
+        return sum_over(x_BE, self._sharding.axis) if self._sharding else x_BE
 
     def gather_ids(self, ids_BTK: Tensor) -> Tensor:
         part = torch.cat(_gathered(ids_BTK, self._tp), 1)
-        if not self._split_part:
+        if not self._sharding:
             return part
-        axis = self._split_part.axis
-        return self._split_part.order(part.shape[1] * axis.size).join(_gathered(part, axis))
+        axis = self._sharding.axis
+        return self._sharding.order(part.shape[1] * axis.size).join(_gathered(part, axis))
 
     def part(self, x_BSK: Tensor) -> Tensor:
-        if self._split_part:
-            x_BSK = self._split_part.order(x_BSK.shape[1]).shard(x_BSK)
+        if self._sharding:
+            x_BSK = self._sharding.order(x_BSK.shape[1]).shard(x_BSK)
         share = x_BSK.shape[1] // self._tp.size
         return x_BSK.narrow(1, self._tp.rank * share, share)
 
     @property
-    def _split_part(self) -> ShardedSequences | None:
+    def _sharding(self) -> ShardedSequences | None:
         return self._context if self._context is not None and self._context.in_use else None
 
 

@@ -122,7 +122,7 @@ class RareSync:
         """Set the anchor to the current weights, and the outer momentum to zero."""
         held = self.master_slices()
         self._runs, self.differs = [], False
-        for places in self._split_part(held):
+        for places in self._sync_groups(held):
             run = [held[place] for place in places]
             anchor = torch.cat([one.flat for one in run])
             has_momentum = self.way == "diloco" and not self._is_buffer(run)
@@ -255,7 +255,7 @@ class RareSync:
     def _is_buffer(self, run: Sequence[FlatSlice]) -> bool:
         return run[0].name in self._buffers
 
-    def _split_part(self, held: Sequence[FlatSlice]) -> Iterator[list[int]]:
+    def _sync_groups(self, held: Sequence[FlatSlice]) -> Iterator[list[int]]:
         """Yield the indices of tensors that are synchronized together: of one dtype, and stored by the same ranks.
         Tensors that several ranks of a replica store must be encoded identically on all of them, or their copies would
         diverge. A scale covers neighboring elements, and tp ranks have different shards next to replicated tensors.

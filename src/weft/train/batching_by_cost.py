@@ -125,9 +125,9 @@ class _Runs:
     ):
         self._lengths, self._cost_of, self._most_tokens = lengths, cost_of, most_tokens
         #: Prefix sums of the additional costs.
-        self._incompatible_setting = np.zeros(len(lengths) + 1)
+        self._extra_cost_sums = np.zeros(len(lengths) + 1)
         if beside is not None:
-            np.cumsum(beside, out=self._incompatible_setting[1:])
+            np.cumsum(beside, out=self._extra_cost_sums[1:])
         #: Entry k holds, for each position, the maximum length of the 2**k samples from there.
         self._longest = [lengths]
         while 2 ** len(self._longest) <= len(lengths):
@@ -154,7 +154,7 @@ class _Runs:
             starts = np.flatnonzero(np.arange(len(sizes)) + sizes + 2**power <= len(sizes))
             more, number = np.maximum(filled[starts], self._longest[power][starts + sizes[starts]]), 2**power
             tokens, number = more.sum(1), number + sizes[starts]
-            besides = self._incompatible_setting[starts + number] - self._incompatible_setting[starts]
+            besides = self._extra_cost_sums[starts + number] - self._extra_cost_sums[starts]
             fits = self._cost_of(tokens) * number + besides <= bound * _NEARLY
             if self._most_tokens is not None:
                 fits &= tokens * number <= self._most_tokens
@@ -182,7 +182,7 @@ class _Runs:
         for row, start in enumerate(places[:-1]):
             filled = np.maximum.accumulate(self._lengths[start:]).sum(1)
             ends = np.array(places[row + 1 :]) - start
-            besides = self._incompatible_setting[start + ends] - self._incompatible_setting[start]
+            besides = self._extra_cost_sums[start + ends] - self._extra_cost_sums[start]
             costs = self._cost_of(filled[ends - 1]) * ends + besides
             fits = (costs <= bound * _NEARLY) & (filled[ends - 1] * ends <= (self._most_tokens or np.inf))
             weights[row, row + 1 :] = np.where(fits, costs, np.inf)
@@ -205,7 +205,7 @@ class _Runs:
     def costs_of(self, cut: list[range]) -> list[float]:
         """Return the cost of each run, padded to its longest sample."""
         filled = np.array([self._lengths[run.start : run.stop].max(0).sum() for run in cut], np.int64)
-        besides = [float(self._incompatible_setting[run.stop] - self._incompatible_setting[run.start]) for run in cut]
+        besides = [float(self._extra_cost_sums[run.stop] - self._extra_cost_sums[run.start]) for run in cut]
         costs = self._cost_of(filled)
         return [float(cost) * len(run) + more for cost, run, more in zip(costs, cut, besides, strict=True)]
 

@@ -224,9 +224,7 @@ def drifts(
         longer = took > step
         culprit = max(off, key=lambda part: off[part] if longer else -off[part])
         found.append(
-            Drift(
-                "step", took / step, f"a step {_incompatible_setting(took, step)}: {_part(culprit, planned, measured)}"
-            )
+            Drift("step", took / step, f"a step {_versus_estimate(took, step)}: {_part(culprit, planned, measured)}")
         )
     for part, more in off.items():
         limit = BACK if part in before else BEYOND
@@ -245,7 +243,7 @@ def drifts(
     return found
 
 
-def _incompatible_setting(took: float, planned: float) -> str:
+def _versus_estimate(took: float, planned: float) -> str:
     ratio, wanted = took / planned, format_seconds(planned)
     if ratio >= 3:
         return f"takes {format_seconds(took)}, {ratio:.1f} times what was planned ({wanted})"

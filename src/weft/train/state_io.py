@@ -36,7 +36,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
             failure = error
             told = str(error) if isinstance(error, WeftError) else f"rank 0: {type(error).__name__}: {error}"
             said = {"error": told}
-    said = _notify_all(mesh, said)
+    said = _broadcast(mesh, said)
     if failure is not None:
         raise failure
     if "error" in said:
@@ -83,7 +83,7 @@ def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
     return value
 
 
-def _notify_all(mesh: Mesh, value: Any) -> Any:
+def _broadcast(mesh: Mesh, value: Any) -> Any:
     text = json.dumps(value).encode()
     if mesh.world_size == 1:
         return json.loads(text)

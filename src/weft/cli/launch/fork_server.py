@@ -140,13 +140,13 @@ class _Forks:
         self.pids = pids
         self._server = server
         self._codes: dict[int, int] = {}
-        self._in_one_sentence = threading.Condition()
+        self._exited = threading.Condition()
         self._listening = threading.Thread(target=self._listen, name="weft-ends-of-ranks", daemon=True)
         self._listening.start()
 
     def wait(self, rank: int) -> int:
-        with self._in_one_sentence:
-            self._in_one_sentence.wait_for(lambda: rank in self._codes)
+        with self._exited:
+            self._exited.wait_for(lambda: rank in self._codes)
             return self._codes[rank]
 
     def close(self) -> None:
@@ -163,9 +163,9 @@ class _Forks:
                 while time.monotonic() < until and any(map(_is_running, killed)):
                     time.sleep(0.02)
             ended = {said["rank"]: said["code"]} if said else dict.fromkeys(self.pids.keys() - self._codes, _KILLED)
-            with self._in_one_sentence:
+            with self._exited:
                 self._codes |= ended
-                self._in_one_sentence.notify_all()
+                self._exited.notify_all()
 
 
 def _is_running(pid: int) -> bool:

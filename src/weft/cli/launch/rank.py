@@ -170,7 +170,7 @@ def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherL
         line.report_failure(failure)
     with contextlib.suppress(OSError):
         if outcry is not None:
-            _notify_all(outcry, failure, log_path(logs, failure.rank))
+            _report_failure(outcry, failure, log_path(logs, failure.rank))
     if failure.action:
         print(failure.message, file=sys.stderr)  # not a failure, so there is no traceback or record
         return
@@ -204,7 +204,7 @@ def second_handle(descriptor: int) -> TextIO:
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
 
 
-def _notify_all(outcry: TextIO, failure: Failure, log: Path) -> None:
+def _report_failure(outcry: TextIO, failure: Failure, log: Path) -> None:
     if failure.lost_peer:
         text = f"rank {failure.rank} lost its connection to another rank; see that rank's error.\n"
     else:

@@ -36,9 +36,9 @@ class Parts:
 
         A pair is the part's slice relative to `first` and its values (n,) in the flat tensor's dtype.
         """
-        return ((place, piece.to(self.dtype)) for place, piece in self._split_part(first, last))
+        return ((place, piece.to(self.dtype)) for place, piece in self._overlaps(first, last))
 
-    def _split_part(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _overlaps(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
         index = max(bisect.bisect_right(self._starts, first) - 1, 0)
         for start, tensor in zip(self._starts[index:], self._tensors[index:], strict=True):
             if start >= last:
@@ -50,7 +50,7 @@ class Parts:
 
     def copy_to(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Copy the elements from `first` on to a flat tensor (n,) of any dtype, with zeros for gaps, and return it."""
-        pieces = list(self._split_part(first, first + flat.numel()))
+        pieces = list(self._overlaps(first, first + flat.numel()))
         if sum(piece.numel() for _, piece in pieces) < flat.numel():
             flat.zero_()
         for dtype in dict.fromkeys(piece.dtype for _, piece in pieces):  # a kernel on a GPU takes one format

@@ -203,7 +203,7 @@ class SharedLink(Link):
         way.operation.sent_bytes += way.published(span) * way.source.itemsize
         self._segment.publish(SIGNATURES + slot, signature)
         self._published += 1
-        self._notify_all(PUBLISHED, self._published)
+        self._publish_counter(PUBLISHED, self._published)
         return True
 
     def _reduce(self) -> bool:
@@ -215,7 +215,7 @@ class SharedLink(Link):
         self._compare(way.operation, slot, signature)
         way.reduce(span, self._segment.slots(way.source.dtype)[slot])
         self._reduced += 1
-        self._notify_all(REDUCED, self._reduced)
+        self._publish_counter(REDUCED, self._reduced)
         return True
 
     def _collect(self) -> bool:
@@ -229,12 +229,12 @@ class SharedLink(Link):
             way.collect(span, self._segment.slots(way.source.dtype)[number % NUM_SLOTS])
         del self._pieces[number]
         self._consumed += 1
-        self._notify_all(CONSUMED, self._consumed)
+        self._publish_counter(CONSUMED, self._consumed)
         if last:
             way.operation.finished = True
         return True
 
-    def _notify_all(self, which: int, value: int) -> None:
+    def _publish_counter(self, which: int, value: int) -> None:
         with self._fence:
             self._segment.publish(which, value)
 

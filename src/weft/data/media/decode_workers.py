@@ -70,7 +70,7 @@ class DecodePool:
         self._faults: dict[Key, str] = {}
         self._deaths: Counter[Key] = Counter()
         self._selector = selectors.DefaultSelector()
-        self._in_one_sentence = described(samples)
+        self._description = described(samples)
         self._workers: list[_Worker] = []
         for _ in range(workers):
             self._start()
@@ -122,7 +122,7 @@ class DecodePool:
             self._fd = -1
 
     def _start(self) -> None:
-        worker = _Worker(self._fd, len(self._ring), self._in_one_sentence)
+        worker = _Worker(self._fd, len(self._ring), self._description)
         self._workers.append(worker)
         self._selector.register(worker.output, selectors.EVENT_READ, worker)
 

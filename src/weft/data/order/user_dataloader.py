@@ -117,21 +117,21 @@ class _SampledIndices:
                 f"batch, and a resumed run could not continue. Let it draw from torch's, numpy's or Python's global "
                 f"generator, or from one that set_epoch(epoch) seeds."
             )
-        self._epoch, self._generator_offset = 0, first
+        self._epoch, self._indices = 0, first
 
     def count(self, epoch: int) -> int:
         return len(self.of(epoch))
 
     def of(self, epoch: int) -> Sequence[Sequence[Any]]:
         if epoch != self._epoch:
-            self._epoch, self._generator_offset = epoch, self._draw(epoch)
-        drawn = self._generator_offset
+            self._epoch, self._indices = epoch, self._draw(epoch)
+        drawn = self._indices
         return drawn if self._batch_size is None else _BatchSplit(drawn, self._batch_size, self._drop_last)
 
     def check(self, epoch: int, dp_size: int) -> None:
         batches = self.of(epoch)
         if self._batch_size is not None:
-            _check_last(len(self._generator_offset), self._batch_size, self._drop_last, dp_size)
+            _check_last(len(self._indices), self._batch_size, self._drop_last, dp_size)
         elif batches and (least := min(map(len, batches))) < dp_size:
             raise DataError(
                 f"{self._name}: a batch has {least} samples, fewer than the {dp_size} data-parallel ranks. "

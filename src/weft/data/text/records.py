@@ -267,12 +267,12 @@ class RecordReader:
         self._piece_bytes = max(8, piece_bytes)
         self._columns = list(columns) if columns is not None else None
         self._on_progress = on_progress
-        self._notify_all: Callable[[], int] = lambda: 0
+        self._position: Callable[[], int] = lambda: 0
         self.delimiter = ""
 
     def position(self) -> int:
         """Return the number of bytes that were read, for progress reports. It is approximate for parquet."""
-        return min(self._notify_all(), self._file.size_bytes)
+        return min(self._position(), self._file.size_bytes)
 
     def __iter__(self) -> Iterator[Record | Broken]:
         if self._file.format == "parquet":
@@ -281,9 +281,9 @@ class RecordReader:
         readers = {"text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv}
         try:
             with self._file.path.open("rb") as raw:
-                self._notify_all = raw.tell
+                self._position = raw.tell
                 yield from readers[self._file.format](_decompressed(raw, self._file.compression))
-                self._notify_all = lambda: self._file.size_bytes
+                self._position = lambda: self._file.size_bytes
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._damaged(error) from error
         except OSError as error:
@@ -424,7 +424,7 @@ class RecordReader:
             # A stream buffer instead of full column chunks, since one row group may be larger than memory.
             with pq.ParquetFile(self._file.path, buffer_size=_READ_BYTES, pre_buffer=False) as parquet:
                 num_rows = max(1, parquet.metadata.num_rows)
-                self._notify_all = lambda: size_bytes * number // num_rows
+                self._position = lambda: size_bytes * number // num_rows
                 known = set(parquet.schema_arrow.names)
                 columns = [column for column in self._columns if column in known] if self._columns is not None else None
                 for batch in parquet.iter_batches(batch_size=128, columns=columns, use_threads=False):

@@ -173,7 +173,7 @@ def _arranged(
     after: list[Site] = []
     everywhere: list[str] = []
     passed = 0
-    for found in _incompatible_setting(model, set(numbers)):
+    for found in _outside_blocks(model, set(numbers)):
         if isinstance(found, int):
             passed += found
             continue
@@ -214,7 +214,7 @@ def _position(
     return positions[0] if len(positions) == 1 or is_table else None
 
 
-def _incompatible_setting(model: nn.Module, units: set[str]) -> Iterator[Site | str | int]:
+def _outside_blocks(model: nn.Module, units: set[str]) -> Iterator[Site | str | int]:
     """Yield the topmost modules outside the blocks, names of parameters in no such module, and 1 after each block."""
 
     def look_into(module: nn.Module, path: str) -> Iterator[Site | str | int]:

@@ -154,7 +154,7 @@ class PageServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, connections: Connections):
         super().__init__(config)
         self._connections = connections
-        self._in_one_sentence = -math.inf
+        self._last_warning_s = -math.inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen and to check deadlines."""
@@ -174,8 +174,8 @@ class PageServer(uvicorn.Server):
         if not (isinstance(error, OSError) and error.errno in _LACKING):
             loop.default_exception_handler(context)
             return
-        if time.monotonic() - self._in_one_sentence > _TELL_S:
-            self._in_one_sentence = time.monotonic()
+        if time.monotonic() - self._last_warning_s > _TELL_S:
+            self._last_warning_s = time.monotonic()
             print(
                 f"weft watch: new connections wait ({error.strerror}; {len(self._connections)} are open). "
                 "Raise the limit with ulimit -n.",

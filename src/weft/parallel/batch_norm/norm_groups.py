@@ -124,7 +124,7 @@ class NormGroups:
         self._groups = SampleGroups(mesh, size, f"norm_group={size}", "norm_group")
         self.norms: list[nn.Module] = []
         self._mesh = mesh
-        self._split_part: GroupSplit | None = None
+        self._current: GroupSplit | None = None
         #: For each norm and microbatch, sums of means and variances over the groups that begin on this rank, and their
         #: number, (2C + 1,).
         self._seen: dict[int, dict[int, Tensor]] = {}
@@ -148,24 +148,24 @@ class NormGroups:
 
     def travelling(self) -> AbstractContextManager[None]:
         """Return the context that a later replay of the current computation must run in."""
-        return self._at(self._split_part)
+        return self._at(self._current)
 
     @contextlib.contextmanager
     def _at(self, cut: GroupSplit | None) -> Iterator[None]:
-        before, self._split_part = self._split_part, cut
+        before, self._current = self._current, cut
         try:
             yield
         finally:
-            self._split_part = before
+            self._current = before
 
     @property
     def split(self) -> GroupSplit:
-        if self._split_part is None:
+        if self._current is None:
             raise ModelError(
                 f"norm_group={self.size}: in training, only run.train_step passes the sample numbers to the model. "
                 "Call run.train_step, or leave norm_group out in your own loop."
             )
-        return self._split_part
+        return self._current
 
     # --- running statistics ---
 

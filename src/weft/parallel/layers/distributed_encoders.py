@@ -103,7 +103,7 @@ class Encoder:
         self.alike = mesh.data if self._over_data or mesh.plan.zero == 3 else alone
         self._cost = ItemCost.of(module)
         self._call: ItemCall | None = None
-        self._in_one_sentence: list[int] = []  # items of each data rank, or _NOT_CALLED
+        self._item_counts: list[int] = []  # items of each data rank, or _NOT_CALLED
         self._stands_by = False
         self.calls = 0
         #: Outputs of the module in this forward. Backward must pass through them on all ranks.
@@ -137,7 +137,7 @@ class Encoder:
         counts = [len(items)]
         if self.alike.size > 1 and self.calls == 1:
             others = self._ask(items, outer)
-            counts = self._in_one_sentence
+            counts = self._item_counts
             if not len(items) and others is not None:
                 known = others.inner
         return self._divided(items, known) if max(counts) > 0 else None
@@ -165,7 +165,7 @@ class Encoder:
         """Assign items to ranks. If data ranks share items, they exchange item sizes first."""
         rows, spans, homes = home.rows, home.spans, (0,) * len(home)
         if self._over_data:
-            counts = [max(count, 0) for count in self._in_one_sentence]
+            counts = [max(count, 0) for count in self._item_counts]
             told = torch.zeros(max(counts), 2, dtype=torch.int64)
             if len(home):
                 told[: len(home)] = torch.tensor([rows, spans]).t()
@@ -189,8 +189,8 @@ class Encoder:
             said = encode_calls(self.path, method, around, items, self._cheapest(items))
         own = torch.tensor([_NOT_CALLED if items is None else len(items), len(said)], device=self._device)
         every: list[list[int]] = all_gather(own, self.alike).view(-1, 2).tolist()
-        self._in_one_sentence = [count for count, _ in every]
-        if max(self._in_one_sentence) <= 0 or min(self._in_one_sentence) > 0:
+        self._item_counts = [count for count, _ in every]
+        if max(self._item_counts) <= 0 or min(self._item_counts) > 0:
             return None
         text = first_recorded(said, [size for _, size in every], self.alike, self._device)
         return parse_calls(text, self._device)

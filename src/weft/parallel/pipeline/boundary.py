@@ -419,7 +419,7 @@ class Boundary:
         known = self._forms.get((stage, kind))
         if known is None:
             self._forms[stage, kind] = form
-            self._notify_all(transfer, form)
+            self._send_form(transfer, form)
         elif known != form:
             raise ModelError(
                 f"stage {stage}: {transfer.content} of microbatch {transfer.microbatch} has {_describe(form)}, and "
@@ -475,7 +475,7 @@ class Boundary:
             )
         return form
 
-    def _notify_all(self, transfer: Transfer, form: SentForm) -> None:
+    def _send_form(self, transfer: Transfer, form: SentForm) -> None:
         numbers = [len(form.slots)]
         for slot, shape, dtype in zip(*form, strict=True):
             numbers += [slot, _DTYPES.index(dtype), len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]

@@ -318,12 +318,12 @@ class _ShardedStates:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         del module
         if len(args) > self._place and args[self._place] is not None:
-            return (*args[: self._place], self._split_part(args[self._place]), *args[self._place + 1 :]), kwargs
+            return (*args[: self._place], self._own_tokens(args[self._place]), *args[self._place + 1 :]), kwargs
         if kwargs.get(_ENCODER_STATES) is not None:
-            return args, {**kwargs, _ENCODER_STATES: self._split_part(kwargs[_ENCODER_STATES])}
+            return args, {**kwargs, _ENCODER_STATES: self._own_tokens(kwargs[_ENCODER_STATES])}
         return None
 
-    def _split_part(self, states: torch.Tensor) -> torch.Tensor:
+    def _own_tokens(self, states: torch.Tensor) -> torch.Tensor:
         token_share(states.shape, self._line.axis)
         return slice_to(states, self._line.axis, TOKENS_sequence)
 

@@ -178,7 +178,7 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
     q, kv = shape.sharded_widths(t)
     products = _products(job, columns, clock, tokens, q, kv)
     if job.adapter is not None:  # no gradients of frozen weights
-        thin, unpacked = _incompatible_setting(job, job.adapter, clock, tokens, t)
+        thin, unpacked = _adapter_time(job, job.adapter, clock, tokens, t)
         products = products * np.array([1.0, 1.0, 0.0])[:, None] + thin
     else:
         made = 1.0 if job.trained is None else job.trained.layers
@@ -246,9 +246,7 @@ def _products(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q
     return total
 
 
-def _incompatible_setting(
-    job: Job, adapter: AdapterSize, clock: ContendedLaws, tokens: Array, t: Array
-) -> tuple[Array, Array]:
+def _adapter_time(job: Job, adapter: AdapterSize, clock: ContendedLaws, tokens: Array, t: Array) -> tuple[Array, Array]:
     """Return the seconds of an adapter's matmuls in a mean layer, and of unpacking a packed base once.
 
     The former (forward, input gradient, weight gradient) include the addition to the layer's outputs. Forward and

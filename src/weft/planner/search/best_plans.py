@@ -256,7 +256,8 @@ class _Keep:
         chosen = _promising(columns, memory, speed, np.arange(len(columns)))
         columns, found, memory, speed = columns[chosen], _rows(found, chosen), memory[chosen], speed[chosen]
         ranks = rank_seconds(columns, speed)
-        order, border = np.lexsort((memory, np.round(ranks / ranks.min(), 4))), _border(memory, speed)
+        relative: Floats = ranks / ranks.min()
+        order, border = np.lexsort((memory, np.round(relative, 4))), _border(memory, speed)
         ranked = candidates(self.question, columns[order], _rows(found, order))
         return ranked, candidates(self.question, columns[border], _rows(found, border))
 

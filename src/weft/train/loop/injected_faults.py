@@ -189,7 +189,7 @@ def _jump(hook: FaultHook, seconds: float) -> None:
     time.time = lambda: now() + seconds
 
 
-def _split_part(hook: FaultHook) -> None:
+def _break_network(hook: FaultHook) -> None:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6):
@@ -240,7 +240,7 @@ ACTS: dict[str, Callable[[FaultHook], None]] = {
     "stop_rank": lambda hook: _kill(hook, signal.SIGSTOP),
     "hang": lambda hook: time.sleep(1e6),
     "slow_rank": lambda hook: time.sleep(_SLOW_S * _SLOW_STEPS),
-    "cut_link": _split_part,
+    "cut_link": _break_network,
     "nan_weight": _spoil_weight,
     # A limit on the size of files acts like a full disk, without root rights.
     "full_disk": lambda hook: resource.setrlimit(

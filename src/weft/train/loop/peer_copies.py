@@ -30,23 +30,23 @@ class Copies:
     """The in-memory copies of one run at `root`. All ranks construct it with `open`."""
 
     def __init__(self, root: StorePath, together: RankGroup):
-        self.root, self._joint_parts = root, together
+        self.root, self._ranks = root, together
 
     def newest(self, saved: int | None) -> tuple[Location | None, list[str]]:
         """Return the newest valid copy after the step `saved`, or None, and lines about damaged copies.
 
         If no such copy exists, all copies are deleted and the checkpoint on disk is used. All ranks call it.
         """
-        steps = self._joint_parts.on_first(lambda: self._steps())
+        steps = self._ranks.on_first(lambda: self._steps())
         notes: list[str] = []
         if steps and steps[-1] > (saved or 0):
             try:
-                found = newest_checkpoint(self.root, together=self._joint_parts)
+                found = newest_checkpoint(self.root, together=self._ranks)
             except CheckpointError as error:
                 found, notes = None, [f"copies in memory are not used: {error}"]
             if found is not None and found.step > (saved or 0):
                 return found.path, [f"skipped copy in memory: {one}" for one in found.passed_over if steps]
-        self._joint_parts.on_first(self.clear)
+        self._ranks.on_first(self.clear)
         return None, notes
 
     def keep_only(self, step: int) -> None:

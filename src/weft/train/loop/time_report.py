@@ -106,12 +106,12 @@ def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
         axis = names.get(one.ranks, f"ranks {', '.join(map(str, one.ranks))}")
         words = f"{one.transport}, since {one.reason}"
         if one.planned_s:
-            words += _incompatible_setting(one.planned_s, waited.get(one.ranks, 0.0))
+            words += _versus_estimate(one.planned_s, waited.get(one.ranks, 0.0))
         alike.setdefault(words, []).append(axis)
     return [f"        {', '.join(dict.fromkeys(axes))}: by {words}" for words, axes in alike.items()]
 
 
-def _incompatible_setting(planned_s: float, waited_s: float) -> str:
+def _versus_estimate(planned_s: float, waited_s: float) -> str:
     """Describe the expected seconds of an axis's calls by link measurements, and the waiting time."""
     told = f"; by measurement its calls take {format_seconds(planned_s)}, steps waited {format_seconds(waited_s)}"
     if waited_s < _FAR * planned_s:

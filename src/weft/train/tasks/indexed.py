@@ -56,19 +56,19 @@ class IndexedBatches:
         return len(self._samples)
 
     def batches(self, step: int) -> list[Any]:
-        return self._split_part(step, None)
+        return self._build_batch(step, None)
 
     def batches_ahead(self, step: int) -> list[Any]:
         """Return the same as `batches`, read in one call that also announces the next step's samples, if supported."""
         if not hasattr(self._samples, "many"):
-            return self._split_part(step, None)
+            return self._build_batch(step, None)
         own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))
         first, second = self.places.first(step), self.places.first(step + 1)
         place = {number: self.locate(first + number) for number in own}
         soon = [self.locate(second + number) for number in coming]
-        return self._split_part(step, _reader(self._samples, place, soon))
+        return self._build_batch(step, _reader(self._samples, place, soon))
 
-    def _split_part(self, step: int, read: Callable[[int], Any] | None) -> list[Any]:
+    def _build_batch(self, step: int, read: Callable[[int], Any] | None) -> list[Any]:
         first = self.places.first(step)
         read = read or (lambda number: self.sample(first + number))
         total = self.places.first(step + 1) - first

@@ -295,7 +295,7 @@ def _tensors(
         gaps = paddings[number] if isinstance(paddings, list) and number < len(paddings) else [0] * len(group)
         start = 0
         for (name, shape), gap in zip(group.items(), gaps, strict=True):
-            yield name, _split_part(line, name, start, shape)
+            yield name, _slice(line, name, start, shape)
             start += numel(shape) + int(gap)
 
 
@@ -307,11 +307,11 @@ def _equal_chunks(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator
         if any(start + each > rank.numel() for rank in ranks):
             raise NotTaken(f"{name}: the partitions end before this parameter")
         line = torch.cat([rank[start : start + each] for rank in ranks])
-        yield name, _split_part(line, name, 0, shape)
+        yield name, _slice(line, name, 0, shape)
         start += each
 
 
-def _split_part(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+def _slice(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...]) -> torch.Tensor:
     if start + numel(shape) > line.numel():
         raise NotTaken(f"{name}: the partitions end before this parameter")
     return line[start : start + numel(shape)].view(shape)
@@ -353,7 +353,7 @@ def _others(models: list[dict[str, Any]], shapes: list[dict[str, tuple[int, ...]
     for name, shape in frozen.items():
         pieces = [(one.get("frozen_param_fragments") or {})[name].reshape(-1) for one in models]
         line = torch.cat(pieces) if stage == 3 else pieces[0]
-        taken.tensor(("model", name), _split_part(line, name, 0, tuple(shape)))
+        taken.tensor(("model", name), _slice(line, name, 0, tuple(shape)))
     for name in first.get("buffer_names") or []:
         if name in module and name not in trained:
             taken.tensor(("model", name), module[name])
