@@ -196,7 +196,7 @@ def page(rows: dict[str, tuple[str, dict[str, str]]], left_out: dict[str, str]) 
     if left_out:
         lines += [
             "## Not tried",
-            "Their configs have sizes by other names, need code outside of transformers, or PyTorch alone cannot train",
+            "Their configs have sizes by other names, need code outside transformers, or PyTorch alone cannot train",
             "them on plain tokens or images:",
             ", ".join(sorted(left_out)) + ".",
             "",

@@ -10,7 +10,7 @@ import pytest
 
 
 def product(names: str, *values: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Arguments of `pytest.mark.parametrize`: cases outside of a cover of all single values are marked `full`.
+    """Arguments of `pytest.mark.parametrize`: cases outside a cover of all single values are marked `full`.
 
     names: as parametrize takes them. values: one sequence for each name.
     """

@@ -110,7 +110,7 @@ foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
 #: Returns the innermost active dispatch mode, or None.
 current_mode = _get_current_dispatch_mode
 
-#: Returns the number of the current backward pass, or -1 outside of one. It distinguishes a recomputed forward.
+#: Returns the number of the current backward pass, or -1 outside one. It distinguishes a recomputed forward.
 graph_task = torch._C._current_graph_task_id
 
 

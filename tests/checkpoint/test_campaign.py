@@ -1,5 +1,5 @@
 """A campaign of random damage: whatever is cut, deleted, edited or linked, no wrong number is loaded, errors are
-sentences, and nothing outside of the folder is read or written.
+sentences, and nothing outside the folder is read or written.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from weft.train.folder import RunFolder
 from weft.train.loop import injected_faults as injected
 from weft.train.loop.injected_faults import ACTS, DAMAGES, Fault, FaultHook, asked_fault
 
-#: Faults that happen at another moment than after a step, or outside of the ranks.
+#: Faults that happen at another moment than after a step, or outside the ranks.
 ELSEWHERE = {"kill_in_save", "loader", "nan_gradient", "port_taken"}
 
 

@@ -1,4 +1,4 @@
-"""Samples of pictures, synthesised sound and text for tests, in every form of records."""
+"""Samples of images, synthesised audio and text for tests, in every form of records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sound(word: str, seed: int) -> bytes:
 
 
 def mixed(count: int, kinds: int = 5) -> list[dict[str, Any]]:
-    """Samples with pictures and sounds as bytes: one picture, one sound, two pictures, none, a chat with one."""
+    """Samples with images and audio clips as bytes: one image, one audio, two images, none, a chat with one."""
     colours, found = list(COLOURS), list[dict[str, Any]]()
     for index in range(count):
         colour, word = colours[index % 3], WORDS[index // 3 % 3]

@@ -1,4 +1,4 @@
-"""The same coloured pictures in every form of records, for tests."""
+"""The same coloured images in every form of records, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synthesised recordings for tests: words as sequences of tones, in every form of records."""
+"""Synthesised audio clips for tests: words as sequences of tones, in every form of records."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spoken(count: int, seed: int = 0) -> list[tuple[bytes, str]]:
 
 
 def sound_folder(root: Path, count: int = 6) -> Path:
-    """`count` recordings in a folder for each word, of several rates and formats."""
+    """`count` audio clips in a folder for each word, of several rates and formats."""
     for number, word in enumerate(WORDS):
         (root / word).mkdir(parents=True)
         for index in range(count):

@@ -119,7 +119,7 @@ def test_a_picture_that_ends_processes_is_named(pictures: Pictures, monkeypatch:
         r": 3 processes ended while they decoded it, the last with exit code 1\. Repair or delete it; if memory ran "
         r"out, use fewer data\.workers\.$"
     )
-    # Of several pictures, the one that is named depends on which processes end at the same time.
+    # Of several images, the one that is named depends on which processes end at the same time.
     with pytest.raises(DataError, match=re.escape(str(pictures.source.file(17))) + text):
         ahead.many([(0, 17)])
     ahead.close()

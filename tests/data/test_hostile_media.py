@@ -1,4 +1,4 @@
-"""Pictures, sound and files of records made to do harm: each is refused in a sentence, and only DataError is raised."""
+"""Pictures, audio and files of records made to do harm: each is refused in a sentence, and only DataError is raised."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_formats_that_start_programs_and_absurd_sizes_are_not_opened(tmp_path: P
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "cat.jpg").write_bytes(data)
     for read in (picture_size, lambda file: read_picture(file, LOOK)):
-        with pytest.raises(DataError, match=r"cat\.jpg: it (cannot be read as a picture|has )"):
+        with pytest.raises(DataError, match=r"cat\.jpg: it (cannot be read as an image|has )"):
             read(tmp_path / "cat.jpg")
     assert not (tmp_path / "ran").exists()
 
@@ -154,7 +154,7 @@ def test_bad_lines_of_mixed_samples_are_left_out(tmp_path: Path) -> None:
 
 def test_a_wrong_column_is_told_from_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"picture_file": "0.png", "label": 0}\n' * 3)
-    with pytest.raises(DataError, match="a column with the picture was not found; its columns are picture_file"):
+    with pytest.raises(DataError, match="a column with the image was not found; its columns are picture_file"):
         list(records_in(tmp_path / "x.jsonl", RecordColumns()))
 
 

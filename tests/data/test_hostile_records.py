@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""One bad record is a broken record: it ends no run, and the records behind it are read."""
+"""One bad record is a invalid record: it ends no run, and the records behind it are read."""
 
 from __future__ import annotations
 

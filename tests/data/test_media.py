@@ -74,10 +74,10 @@ def many_bad(root: Path) -> None:
 
 
 REFUSED = {
-    "there is no such folder. Give one that has a folder of pictures for each class.": lambda root: None,
+    "there is no such folder. Give one that has a folder of images for each class.": lambda root: None,
     "its folders are the classes, and it has 1. Give a folder with 2 or more.": one_class,
-    "class 'zebra' has no picture. Add some, or take the folder away.": empty_class,
-    "1 of 19 pictures cannot be read, more than 1%. The first: ": many_bad,
+    "class 'zebra' has no image. Add some, or take the folder away.": empty_class,
+    "1 of 19 images cannot be read, more than 1%. The first: ": many_bad,
 }
 
 

@@ -1,4 +1,4 @@
-"""Samples of pictures, sound and text: the same from every form of records, and what is left out with its reason."""
+"""Samples of images, audio and text: the same from every form of records, and what is left out with its reason."""
 
 from __future__ import annotations
 

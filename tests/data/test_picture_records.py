@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
             "cut.png": good[0][0][:-40],
             "bomb.png": (tmp_path / "bomb.png").read_bytes(),
             "empty.png": b"",
-            "cmyk.gif": cmyk.getvalue(),  # the suffix is wrong, and the picture is good
+            "cmyk.gif": cmyk.getvalue(),  # the suffix is wrong, and the image is good
             "text.jpg": b"no picture",
         }.items():
             add(tar, name, data)
@@ -106,8 +106,8 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
     for text in (
         "cut.png: its pixels cannot be decoded (",
         "bomb.png: it has more than 100,000,000 pixels. Make it smaller, or delete it.",
-        "empty.png: it cannot be read as a picture (it is empty). Repair it, or delete it.",
-        "text.jpg: it cannot be read as a picture (no known format). Repair it, or delete it.",
+        "empty.png: it cannot be read as an image (it is empty). Repair it, or delete it.",
+        "text.jpg: it cannot be read as an image (no known format). Repair it, or delete it.",
         "only.png: it has no label; a file only.cls holds it",
         "word: it has no picture",
     ):
@@ -128,7 +128,7 @@ def test_paths_stay_inside_of_the_folder_and_lost_files_come_back(tmp_path: Path
     records = found(path, tmp_path / "cache")
     assert len(records) == 600
     assert records.unreadable == (
-        f"{path}, line 601: '../out.png' lies outside of {root}, the folder of the records",
+        f"{path}, line 601: '../out.png' lies outside {root}, the folder of the records",
         f"{path}, line 602: there is no file 'lost.png' beside it",
         f"{path}, line 603: it is not an object of JSON",
     )
@@ -184,11 +184,11 @@ REFUSED = {
     "x.tar: the archive is damaged or truncated (its end is missing). Copy it again, or leave it out.": tar_without_end,
     "x.tar: another archive follows its end. Use separate archive files.": two_tars,
     "its records have 1 class. Give records of 2 or more.": one_class,
-    "1 of 7 pictures cannot be used, more than 1%. The first: ": many_bad,
+    "1 of 7 images cannot be used, more than 1%. The first: ": many_bad,
     "x.jsonl: a column with the label was not found; its columns are image, kind. Name it with task.options.label=NAME."
     "": no_label,
     "x.parquet: it is damaged or truncated (": cut_parquet,
-    "x.tar.gz is compressed, so that no picture in it can be read alone. Unpack it to a .tar": packed_tar,
+    "x.tar.gz is compressed, so that no image in it can be read alone. Unpack it to a .tar": packed_tar,
 }
 
 

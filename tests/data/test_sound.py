@@ -60,7 +60,7 @@ def test_a_folder_of_classes_is_found_and_again_when_it_changes(tmp_path: Path) 
     (root / "cd" / "1.flac").write_bytes(encoded(tones("cd", 5), 16_000, "OGG"))  # the suffix says nothing
     assert found(root, tmp_path / "cache").size(7)[1:] == (16_000, 1)
     (root / "empty").mkdir()
-    with pytest.raises(DataError, match=r"class 'empty' has no recording\. Add some, or take the folder away\."):
+    with pytest.raises(DataError, match=r"class 'empty' has no audio clip\. Add some, or take the folder away\."):
         found(root, tmp_path / "cache")
 
 
@@ -160,8 +160,8 @@ def faulty() -> dict[str, tuple[bytes, str]]:
     }
     return {
         **cut,
-        "empty.wav": (b"", "it cannot be read as sound (it is empty). Repair it, or delete it."),
-        "text.wav": (b"no sound " * 20, "it cannot be read as sound (no known format). Repair it, or delete it."),
+        "empty.wav": (b"", "it cannot be read as audio (it is empty). Repair it, or delete it."),
+        "text.wav": (b"no audio " * 20, "it cannot be read as audio (no known format). Repair it, or delete it."),
         "none.wav": (encoded(wave[:0]), "it has no samples. Delete it."),
         "silent.flac": (encoded(0 * wave, form="FLAC"), "it is silent, every sample is 0. Delete it."),
         "slow.wav": (encoded(wave, 100), "it has 100 frames a second, and 1000 to 768000 can be read. Resample it."),
@@ -208,7 +208,7 @@ def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -
     lines = [{"audio": f"{index}.flac", "label": word} for index, (_, word) in enumerate(samples)]
     records = found(write_lines(tmp_path / "data" / "x.jsonl", lines), tmp_path / "cache")
     (tmp_path / "data" / "1.flac").write_bytes(samples[1][0][:300])
-    with pytest.raises(DataError, match=r"1\.flac: it (cannot be read as sound|ends \d+ frames before its h)"):
+    with pytest.raises(DataError, match=r"1\.flac: it (cannot be read as audio|ends \d+ frames before its h)"):
         Sounds(records, AudioTransform(16_000, 1.0), LogMel(), 0).decoded(0, 1)
     nan = Encoded("nan.wav", held=encoded(np.array([0.5, np.nan, 0.5], np.float32), subtype="FLOAT"))
     with pytest.raises(DataError, match=r"^nan\.wav: it has samples that are not finite\. Repair it"):

@@ -278,7 +278,7 @@ def live_after_forward(setting: str, backend: str | None, offloads: bool) -> int
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.full)])
 def test_tensors_saved_by_recompute_are_offloaded(backend):
-    """Only tensors outside of the blocks stay on the device, for every policy."""
+    """Only tensors outside the blocks stay on the device, for every policy."""
     for setting in ("none", "selective", "full"):
         without_offload, with_offload = (live_after_forward(setting, backend, offloads) for offloads in (False, True))
         assert with_offload < 0.1 * live_after_forward("none", backend, False)

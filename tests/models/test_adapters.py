@@ -218,7 +218,7 @@ def test_a_copy_is_adapted_too():
             {"rank": 2, "targets": ["wq"]},
             "targets=wq: no module has such a path or ending. Use some of q, k, v, o, gate",
         ),
-        ({"rank": 2, "targets": ["head"]}, "targets=head: head makes the logits, which Weft computes inside of the"),
+        ({"rank": 2, "targets": ["head"]}, "targets=head: head makes the logits, which Weft computes inside the"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(settings, said):

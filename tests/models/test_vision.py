@@ -1,4 +1,4 @@
-"""Networks for pictures compute what their published namesakes compute."""
+"""Networks for images compute what their published namesakes compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.models.vision import build_image_model
 
-#: The first two outputs of two pictures, from torchvision 0.28 with weights and pixels of `fill` and `pixels`.
+#: The first two outputs of two images, from torchvision 0.28 with weights and pixels of `fill` and `pixels`.
 TORCHVISION = {
     "resnet18": (-1.657374330211237, 1.2823664989413956, -1.7263378067611814, 1.2503648941056658),
     "resnet34": (-0.042496164793434106, -1.4682277903993783, -0.07421833276729602, -1.4736567391425028),
@@ -70,6 +70,6 @@ def test_a_vision_transformer_gives_what_transformers_gives():
 
 def test_a_picture_that_squares_do_not_divide_is_refused():
     with pytest.raises(
-        ModelError, match=r"^side=100: vit-base divides a picture into squares of 16 pixels\. Use a multip"
+        ModelError, match=r"^side=100: vit-base divides an image into squares of 16 pixels\. Use a multip"
     ):
         build_image_model("vit-base", 10, 100)

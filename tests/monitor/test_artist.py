@@ -30,7 +30,7 @@ class Drawing:
         self.done = True
 
     def wait(self) -> int:
-        assert self.done  # nothing waits for a picture
+        assert self.done  # nothing waits for a chart
         return 0
 
 

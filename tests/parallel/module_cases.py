@@ -1,4 +1,4 @@
-"""Hand-written blocks: some treat tokens separately outside of attention, others mix tokens or read features."""
+"""Hand-written blocks: some treat tokens separately outside attention, others mix tokens or read features."""
 
 from __future__ import annotations
 
@@ -514,7 +514,7 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# Blocks that mix tokens outside of attention, or read features.
+# Blocks that mix tokens outside attention, or read features.
 
 
 class Behind(FeedForward):

@@ -407,7 +407,7 @@ def test_stale_reference_is_rejected_in_a_user_loop():
 
 
 def test_loss_with_old_parameters_is_rejected(ranks2):
-    assert all("is used from outside of its modules" in message for message in ranks2.run(loss_with_old_parameters, 3))
+    assert all("is used from outside its modules" in message for message in ranks2.run(loss_with_old_parameters, 3))
 
 
 def loss_with_old_parameters(zero: int) -> str:

@@ -22,8 +22,8 @@ GATHERED = ("conv",)
 REMOVED = ("length in full",)
 REFUSED = {
     "condition for each token": r"blocks\.0 \(Block\) calls `mul`",
-    "condition kept by the block": r"blocks\.0 \(Block\) reads a tensor made outside of the block",
-    "part used outside": "reads a parameter of a block outside of it",
+    "condition kept by the block": r"blocks\.0 \(Block\) reads a tensor made outside the block",
+    "part used outside": "reads a parameter of a block outside it",
     "hidden states kept": "Net reads a value for each token that a block keeps",
     "aux of all": r"blocks\.0 \(AuxBlock\) calls `mean`",
     "aux for each token": "Net reads a value for each token that a block keeps",

@@ -214,7 +214,7 @@ def fp16_own_loop(plan: str) -> str:
 def test_fp16_without_loss_scaling_is_rejected(ranks2):
     for text in ranks2.run(fp16_own_loop, "dp_shard=2 zero=1 precision=fp16"):
         assert text == (
-            "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
+            "precision=fp16: its loss must be scaled, and backward() came outside a train step. "
             "Use run.train_step, or precision=bf16."
         )
 

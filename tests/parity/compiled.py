@@ -50,7 +50,7 @@ def deep_subjects() -> dict[str, Subject]:
 def compiled_cells(num_ranks: int) -> list[Cell]:
     """Return a few legal plans with compile=on that cover each axis, recompute policy and zero=3 for each model.
 
-    Plans that differ only outside of blocks (data parallelism, accumulation, schedule) are tested without compiling.
+    Plans that differ only outside blocks (data parallelism, accumulation, schedule) are tested without compiling.
     """
     only = {
         "compile": (True,), "order": ((),), "offload": ((),), "zero": (0, 3), "accumulation": (1,),

@@ -237,7 +237,7 @@ def own_loop(plan_text: str) -> str:
 
 def test_backward_outside_a_train_step_is_rejected(ranks2):
     assert set(ranks2.run(own_loop, "dp_replicate=2" + INT4)) == {
-        "compress=int4: backward() came outside of a train step, and only a train step computes the residual of "
+        "compress=int4: backward() came outside a train step, and only a train step computes the residual of "
         "clipped gradients. Use run.train_step, or compress=int8, which has no residual."
     }
 

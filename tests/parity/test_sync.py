@@ -538,6 +538,6 @@ def test_backward_outside_a_train_step_is_rejected(inside, ranks2, ranks4):
     pool = ranks2 if "1" in inside else ranks4
     for errors in pool.run(own_loop, f"dp_replicate=2 {inside} sync=diloco:5"):
         assert set(errors) == {
-            "sync=diloco:5: backward() came outside of a train step, and only a train step counts the steps until "
+            "sync=diloco:5: backward() came outside a train step, and only a train step counts the steps until "
             "replicas synchronize. Use run.train_step, or sync=step."
         }

@@ -150,7 +150,7 @@ def named_in(text: str) -> set[str]:
 
 
 def raised(node: Function) -> set[str]:
-    """Error classes that a function raises itself, not in functions inside of it."""
+    """Error classes that a function raises itself, not in functions inside it."""
     found: set[str] = set()
     ahead: list[ast.AST] = list(node.body)
     while ahead:

@@ -37,7 +37,7 @@ class Net(nn.Module):
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, ids):
-        x = self.embed(ids).cumsum(1)  # all ranks have all tokens outside of the blocks
+        x = self.embed(ids).cumsum(1)  # all ranks have all tokens outside the blocks
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
@@ -81,7 +81,7 @@ def test_token_mixing_operations_are_found(name):
     with pytest.raises(LayoutError) as caught:
         check(Net(TOKEN_MIXING[name]))
     assert str(caught.value) == (
-        f"sp=on: blocks.0 (Block) calls `{name}` outside of sharded layers, which mixes tokens or is not known to "
+        f"sp=on: blocks.0 (Block) calls `{name}` outside sharded layers, which mixes tokens or is not known to "
         "keep them separate, and tokens are sharded there. Use sp=off."
     )
 

@@ -58,7 +58,7 @@ def plots() -> None:
 
 @pytest.fixture(autouse=True)
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of this process draw no picture, which would take half of the time of so short a run."""
+    """Runs of this process draw no image, which would take half of the time of so short a run."""
     if "plots" not in request.fixturenames:
         monkeypatch.setattr(recorder, "plot_loss", lambda *words, **more: None)
         monkeypatch.setattr(recorder, "Artist", NoArtist)

@@ -19,7 +19,7 @@ RATE, WIDTH, TOKENS = 0.3, 16, 4
 
 
 def dropped(x: Tensor, training: bool) -> Tensor:
-    """A helper outside of any module."""
+    """A helper outside any module."""
     return F.dropout(x, 0.3, training)
 
 

@@ -320,7 +320,7 @@ def test_every_flipped_byte_is_found(sharded):
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Paths of all values inside of a JSON value."""
+    """Paths of all values inside a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(one for key, found in inner for one in places(found, (*path, key)))]
 

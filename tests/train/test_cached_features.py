@@ -127,7 +127,7 @@ def test_a_run_goes_on_and_what_changed_is_computed_anew(tmp_path: Path) -> None
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == first, "what was kept was computed again"
     assert losses(at(4)) == pytest.approx(losses(at(4, keeps=False)), rel=1e-5)
 
-    # Other pictures in the same file, an hour younger: nothing of the old ones is read.
+    # Other images in the same file, an hour younger: nothing of the old ones is read.
     as_tar(tmp_path, mixed(60)[30:])
     os.utime(tmp_path / "x.tar", ns=(0, 3600 * 10**9))
     with pytest.raises(DataError, match="the records are not those that the run"):

@@ -215,7 +215,7 @@ def link(source: Path) -> None:
 
 
 DAMAGES = {
-    "climbs": (climb, "'../secret.dc' names a file outside of the checkpoint's folder"),
+    "climbs": (climb, "'../secret.dc' names a file outside the checkpoint's folder"),
     "link": (link, "__0_0.distcp is missing or is not a plain file"),
     "missing": (lambda source: (source / "__0_0.distcp").unlink(), "__0_0.distcp is missing or is not a plain file"),
     "cut": (lambda source: os.truncate(source / "__0_0.distcp", 100), "__0_0.distcp is shorter than .metadata records"),

@@ -50,7 +50,7 @@ def test_networks_are_the_published_ones():
         ModelError, match=r"^model=resnet19: Weft has no network of that name\. Did you mean 'resnet18'\?"
     ):
         build_image_model("resnet19", 10, 32)
-    with pytest.raises(ModelError, match=r"^side=16: vgg16 halves a picture 5 times\. Use 32 pixels or more\."):
+    with pytest.raises(ModelError, match=r"^side=16: vgg16 halves an image 5 times\. Use 32 pixels or more\."):
         build_image_model("vgg16", 10, 16)
 
 
@@ -136,7 +136,7 @@ def test_a_run_trains_evaluates_and_goes_on_with_its_own_pictures(tmp_path: Path
     events = [json.loads(line) for line in folder.events.read_text().splitlines()]
     [evaluated] = [event for event in events if event["event"] == "eval"]
     assert 0.0 <= evaluated["accuracy"] <= evaluated["top5"] == 1.0  # of three classes
-    # A picture that came later is not part of this run.
+    # An image that came later is not part of this run.
     (tmp_path / "pictures" / "red" / "new.png").write_bytes((tmp_path / "pictures" / "red" / "0.png").read_bytes())
     longer = made.model_copy(update={"train": made.train.model_copy(update={"steps": 4})})
     again = prepare_run(longer, 1)
@@ -204,6 +204,6 @@ def test_batches_are_the_same_at_any_number_of_processes_ranks_and_after_a_resum
 
 def test_only_tasks_on_pictures_take_workers():
     with pytest.raises(
-        ConfigError, match=r"^data\.workers=2: only tasks on pictures and sound read it\. Leave it out\.$"
+        ConfigError, match=r"^data\.workers=2: only tasks on images and audio read it\. Leave it out\.$"
     ):
         find_task(RunConfig.model_validate({"data": {"workers": 2}}))

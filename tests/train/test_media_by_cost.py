@@ -1,4 +1,4 @@
-"""Batches by cost of pictures and sound: what samples cost, and the numbers of fixed batches."""
+"""Batches by cost of images and audio: what samples cost, and the numbers of fixed batches."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_lengths_are_those_that_samples_are_filled_up_to(root: Path) -> None:
     task = opened(test_mixed_tasks.config(root))
     samples = task.samples("train")
     own = [task.collate([samples[index]])["input_ids"].shape[1] for index in range(len(samples))]
-    # A recording may have a frame more or less than its header lets one think: a token, rounded to eight.
+    # An audio clip may have a frame more or less than its header lets one think: a token, rounded to eight.
     assert np.abs(np.asarray(own) - task.lengths()).max() <= 8
     assert np.mean(np.asarray(own) == task.lengths()) > 0.8
 

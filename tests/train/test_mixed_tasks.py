@@ -51,7 +51,7 @@ def config(root: Path, name: str = "caption", steps: int = 2, batch: int = BATCH
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two of three samples have no picture; those of contrast have one picture or sound each."""
+    """Two of three samples have no image; those of contrast have one image or audio each."""
     found = tmp_path_factory.mktemp("mixed")
     as_tar(found, mixed(30))
     (found / "pairs").mkdir()
@@ -110,7 +110,7 @@ def test_under_every_plan(plan: str, root: Path, ranks2: Any) -> None:
 
 @pytest.mark.full
 def test_tensor_parallel_is_refused_in_one_sentence(root: Path, ranks2: Any) -> None:
-    """Its layout is not found: the model takes places of pictures, which tracing does not make up."""
+    """Its layout is not found: the model takes places of images, which tracing does not make up."""
     with pytest.raises(RankError, match="LayoutError: layout: MediaDecoder cannot be traced"):
         ranks2.run(trained, "tp=2", root)
 
@@ -155,10 +155,10 @@ def test_what_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:
         with pytest.raises(error, match=said):
             find_task(config(root, **options))
     task = find_task(config(root, model="vlm-tiny"))
-    with pytest.raises(DataError, match=r"it has a recording, and vlm-tiny has no sound input; model=omni-tiny has"):
+    with pytest.raises(DataError, match=r"it has an audio clip, and vlm-tiny has no audio input; model=omni-tiny has"):
         task.samples("train")
     task = find_task(config(root, "contrast"))
-    with pytest.raises(DataError, match=r"it has 2 pictures and recordings, and contrast compares one with a text"):
+    with pytest.raises(DataError, match=r"it has 2 images and audio clips, and contrast compares one with a text"):
         task.samples("train")
     task = find_task(config(root, data=str(tmp_path)))
     with pytest.raises(DataError, match=r"there is no \.tar, \.jsonl or \.parquet file\. Give files of records"):
@@ -188,7 +188,7 @@ def test_the_planner_counts_the_encoders(root: Path) -> None:
     task: Any = find_task(config(root))
     traced = task.describe().traced
     pictures = task.build().vision
-    # Two matrix products of 2 FLOPs for each weight and patch, backward twice as many: the pictures alone take more.
+    # Two matrix products of 2 FLOPs for each weight and patch, backward twice as many: the images alone take more.
     blocks = sum(param.numel() for param in pictures.blocks.parameters() if param.ndim > 1)
     assert traced.flops(1.0, 1.0) >= 6 * blocks * 16
     assert traced.num_params == sum(param.numel() for param in task.build().parameters())

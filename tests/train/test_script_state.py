@@ -119,7 +119,7 @@ def test_what_one_plan_saved_another_goes_on_with(pairs, tmp_path, ranks2):
 
 
 def step_inside(plan_text: str) -> tuple[str, bool]:
-    """What a step inside of `swapped` ends in, and whether the averages are out of the model again."""
+    """What a step inside `swapped` ends in, and whether the averages are out of the model again."""
     script = Script(plan_text)
     script.train(0, 1)
     try:

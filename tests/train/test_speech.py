@@ -57,7 +57,7 @@ def test_the_network_does_not_see_what_batches_are_filled_up_with() -> None:
         row[:, : one.shape[2]] = one[0]
     together = model(filled, torch.tensor(sizes))
     assert torch.allclose(together, torch.cat([model(one) for one in alone]), rtol=1e-12, atol=1e-13)
-    with pytest.raises(ModelError, match=r"^model=speech-tony: Weft has no network for sound of that name\. Did you"):
+    with pytest.raises(ModelError, match=r"^model=speech-tony: Weft has no network for audio of that name\. Did you"):
         build_speech_model("speech-tony", 5, 20)
 
 
@@ -121,10 +121,10 @@ def test_wrong_letters_are_counted_as_the_textbook_does() -> None:
 
 REFUSED = {
     "noise=-1.0: it is 0 to 10. Use a number between.": {"noise": -1.0},
-    "holdout=2.0: it is a share of the recordings. Use a number between 0 and 1.": {"holdout": 2.0},
+    "holdout=2.0: it is a share of the audio clips. Use a number between 0 and 1.": {"holdout": 2.0},
     "task.options.label=x: it names a column of records, and data=": {"label": "x"},
-    "there is no such folder. Give one that has a folder of recordings for each class.": {"data": "nowhere"},
-    "model=resnet18: Weft has no network for sound of that name. Use one of speech-tiny.": {"model": "resnet18"},
+    "there is no such folder. Give one that has a folder of audio clips for each class.": {"data": "nowhere"},
+    "model=resnet18: Weft has no network for audio of that name. Use one of speech-tiny.": {"model": "resnet18"},
 }
 
 
@@ -150,7 +150,7 @@ def test_a_model_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     found = refusal()
-    assert "2 of 6 recordings cannot be used, more than 1%" in found
+    assert "2 of 6 audio clips cannot be used, more than 1%" in found
     assert "long.wav: it lasts " in found
     assert " s, and the model hears 1 s. Split it." in found
     assert "a.wav: its text has 5 tokens, more than target_len=4" in found

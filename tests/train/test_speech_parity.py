@@ -1,4 +1,4 @@
-"""Tasks on sound: ranks with recordings of different lengths compute what one process does, in float64."""
+"""Tasks on audio: ranks with audio clips of different lengths compute what one process does, in float64."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def plainly(case: str, root: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
-    """The same with PyTorch and transformers alone, a recording at a time, without anything that fills it up."""
+    """The same with PyTorch and transformers alone, an audio clip at a time, without anything that fills it up."""
     task = find_task(config(case, root))
     if case == "whisper":
         kind = transformers.WhisperForConditionalGeneration

@@ -128,7 +128,7 @@ def test_the_earliest_stage_and_call_is_named():
     found = judge("loss", SAMPLES, finds)
     assert (found["rank"], found["module"], found["cause"]) == (2, "mid", "module")
     assert found["text"] == (
-        "the input of mid.down is the first value that is not finite: mid computes it outside of its modules"
+        "the input of mid.down is the first value that is not finite: mid computes it outside its modules"
     )
     found = judge("loss", SAMPLES, [RankFinding(0, 0, 0, order=3, module="a", input_finite=False)])
     assert found["cause"] == "input"

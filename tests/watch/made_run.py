@@ -1,4 +1,4 @@
-"""Events of runs that were never trained: long ones on many ranks, for the page and for its pictures."""
+"""Events of runs that were never trained: long ones on many ranks, for the page and for its charts."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_runs_side_by_side_a_reload_a_phone_and_both_themes(tmp_path):
         page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 60, steps=4)
         page.mouse.up()
         page.get_by_role("button", name="Whole run").click()
-        # Every button has a name, every picture words; nothing is wider than a phone.
+        # Every button has a name, every chart words; nothing is wider than a phone.
         assert page.evaluate(
             "[...document.querySelectorAll('button, a')].every(one => (one.innerText || one.ariaLabel || '').trim())"
         )

@@ -215,7 +215,7 @@ def _weights(runs: Sequence[Prediction]) -> Array:
 
 def _fit(marks: Array, errors: Array, weights: Array) -> Array:
     """Return the logarithms of the factors, with a loss that grows linearly for large errors."""
-    logs: Array = np.zeros(marks.shape[1])
+    logs = cast(Array, np.zeros(marks.shape[1]))
     for _ in range(_STEPS):
         residual: Array = np.abs(errors - marks @ logs)
         now: Array = weights / np.maximum(1.0, residual / _ROBUST) / _NOISE**2

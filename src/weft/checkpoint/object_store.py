@@ -1,7 +1,7 @@
 """Object store paths with the part of pathlib's API that reading needs, on any file system of fsspec.
 
 Examples are s3://bucket/prefix, gs://bucket/prefix, abfs://container/prefix, memory://name. Credentials are configured
-outside of Weft, as for each store's tools: by environment variables or by files in the home folder.
+outside Weft, as for each store's tools: by environment variables or by files in the home folder.
 """
 
 from __future__ import annotations

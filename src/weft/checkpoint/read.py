@@ -28,7 +28,7 @@ class BoxView:
     strides: tuple[int, ...]
 
     def at(self, box: Box) -> int:
-        """Return the position in memory of the first corner of a box inside of this one."""
+        """Return the position in memory of the first corner of a box inside this one."""
         steps = zip(box, self.box, self.strides, strict=True)
         return self.offset + sum((inner[0] - outer[0]) * stride for inner, outer, stride in steps)
 

@@ -218,7 +218,7 @@ class Trial:
             row.back_s = passed
 
     def _act(self, process: subprocess.Popen[bytes], row: DrillRow) -> None:
-        """Do the part of a fault that happens outside of the run, once the rank has reached the step."""
+        """Do the part of a fault that happens outside the run, once the rank has reached the step."""
         if self.kind == "stop_launcher":
             time.sleep(_STOPPED_S)
             process.send_signal(signal.SIGCONT)

@@ -111,7 +111,7 @@ class DecoderWidths:
 
     @property
     def moe_shared_params(self) -> int:
-        """Parameters of one mixture layer outside of its experts."""
+        """Parameters of one mixture layer outside its experts."""
         router = self.hidden * self.num_experts
         return self.attention_params + self.norm_params + self.mlp_params(self.shared_ffn) + router
 

@@ -175,14 +175,14 @@ class DataSection(Section):
     """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one document
     per sequence. By default fit for chats, instructions and completions, concat for text and ids."""
     borders: bool = True
-    """Positions restart at each document, and attention does not cross document borders."""
+    """Positions restart at each document, and attention does not cross document boundaries."""
     bos: Literal["auto"] | bool = "auto"
     """Begin each document with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by its
     post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
     max_record_bytes: PositiveInt = 64 * 2**20
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in chunks and have no limit."""
     max_bad_fraction: Fraction = 0.01
-    """Maximum share of broken records; a larger share stops the run."""
+    """Maximum share of invalid records; a larger share stops the run."""
     check: Literal["refuse", "warn", "off"] = "refuse"
     """Action before the first step if answers could not be learned; see the fractions below."""
     max_untrained: Fraction = 0.1

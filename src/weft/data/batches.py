@@ -1,6 +1,6 @@
 """Host copies of device tensors, for tensors that were moved from the host and for views of them.
 
-With the host copy, indices can be checked and document borders found without a device synchronization.
+With the host copy, indices can be checked and document boundaries found without a device synchronization.
 """
 
 from __future__ import annotations

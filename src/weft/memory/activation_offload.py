@@ -82,7 +82,7 @@ class Activations:
         """Fetch `count` of the passes before the one with this output, when its backward begins.
 
         Only passes of the same microbatch: others may run forward in between. Does nothing in a recomputed forward,
-        which runs inside of backward.
+        which runs inside backward.
         """
         last = self.last() if self.last is not None else None
         if last is None or not torch.is_grad_enabled() or graph_task() != -1:
@@ -100,7 +100,7 @@ class Activations:
 
     def enter(self, name: str, compiled: nn.Module | None = None) -> None:
         """Begin a block's forward. `compiled` is the block if its parts are not called one by one."""
-        # A recomputed forward runs inside of backward: its saved tensors are used immediately.
+        # A recomputed forward runs inside backward: its saved tensors are used immediately.
         wanted = torch.is_grad_enabled() and graph_task() == -1
         one = _Pass(self, name, compiled) if wanted else None
         self._open.append(one)

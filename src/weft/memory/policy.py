@@ -266,7 +266,7 @@ def _with_tensors(tensors: _Tensors) -> Iterator[None]:
 
 
 def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run the block inside of torch.compile, which can only trace torch's own contexts.
+    """Run the block inside torch.compile, which can only trace torch's own contexts.
 
     Compiled code writes buffers once, even if it computes something twice.
     """

@@ -185,7 +185,7 @@ class Recompute:
             block: a block that recomputes.
             forward: its original forward, without recompute.
             args: positional arguments of this call.
-            kwargs: named arguments of this call.
+            kwargs: keyword arguments of this call.
         """
         path = block._weft_path
         if path in self.policies:  # a copy of a model that has chosen
@@ -205,7 +205,7 @@ class Recompute:
             self._choose({path: trace.named(self.policy)})
             return block.forward(*args, **kwargs)
         if not self._watched and any(path == call.path for call in self._calls):
-            # The blocks are not called by the model's forward, so bytes outside of them stay unmeasured.
+            # The blocks are not called by the model's forward, so bytes outside them stay unmeasured.
             self._choose_by_budget()
             return block.forward(*args, **kwargs)
         call = _Call(path, trace)
@@ -221,7 +221,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Watch the first forward of the full model: count the bytes kept outside of blocks, then choose policies."""
+        """Watch the first forward of the full model: count the bytes kept outside blocks, then choose policies."""
         parameters = storages_of(list(model.parameters()))
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -371,7 +371,7 @@ def _refused(model: nn.Module, linear: dict[str, nn.Module]) -> Iterator[tuple[s
     seen: dict[int, str] = {}
     for path, module in linear.items():
         if module is head:
-            yield path, "makes the logits, which Weft computes inside of the loss"
+            yield path, "makes the logits, which Weft computes inside the loss"
         elif path.rpartition(".")[0] in gating and path.rpartition(".")[2] in ("gate", "router"):
             yield path, "chooses experts, and its scores are balanced as they are"
         elif isinstance(own := module.weight, nn.Parameter) and id(own) in seen:

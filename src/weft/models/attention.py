@@ -64,7 +64,7 @@ def _frequencies(head_dim: int, theta: float, scale: float, device: torch.device
     return frequencies * keep + frequencies / scale * (1 - keep)
 
 
-# Attention within the documents of packed sequences, or the pictures of a batch, without a mask over pairs of
+# Attention within the documents of packed sequences, or the images of a batch, without a mask over pairs of
 # tokens.
 
 #: Queries per chunk if torch has no kernel for packed documents.

@@ -1,6 +1,6 @@
 """Encoders of images, audio and text: transformer blocks over patches, frames or tokens.
 
-Letters: N images or recordings, S pixels per side, M mel bands, F frames, T tokens, D width.
+Letters: N images or audio clips, S pixels per side, M mel bands, F frames, T tokens, D width.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SoundTower(Tower):
         self.stem = SpeechStem(mels, shape.dim)
 
     def forward(self, features_NMF: Tensor, frames_N: Tensor) -> Tensor:
-        """Encode (N, M, F) as (N, T, D), with 0 after the end of a recording. frames_N: frames of each recording."""
+        """Encode (N, M, F) as (N, T, D), with 0 after the end of an audio clip. frames_N: frames of each audio clip."""
         places = torch.arange(encoder_tokens(features_NMF.shape[-1]), device=frames_N.device)
         own_NT = places < encoder_tokens(frames_N)[:, None]
         return self.through(self.stem(features_NMF, frames_N), own_NT) * own_NT[..., None]
@@ -109,7 +109,7 @@ class TextTower(Tower):
 
 
 def sound_tokens(frames: Any) -> Any:
-    """Return the number of text tokens that a recording of `frames` frames becomes."""
+    """Return the number of text tokens that an audio clip of `frames` frames becomes."""
     return -(-encoder_tokens(frames) // SOUNDS_JOINED)
 
 
@@ -130,7 +130,7 @@ class MediaDecoder(nn.Module):
     Args:
         text: the decoder.
         vision: image encoder.
-        sound: audio encoder; None: the model has no audio input.
+        audio: audio encoder; None: the model has no audio input.
     """
 
     def __init__(self, text: Decoder, vision: PictureTower, sound: SoundTower | None):
@@ -155,10 +155,10 @@ class MediaDecoder(nn.Module):
         Args:
             input_ids: (B, T).
             media_index: (B, T), index of the feature row that replaces each token, counted over the rows of all images
-                and then of all recordings; -1 keeps the token.
+                and then of all audio clips; -1 keeps the token.
             pixels: (N, 3, S, S), or None if `vision_states` is passed.
-            features: features of recordings, (A, M, F).
-            frames: frames of each recording, (A).
+            features: features of audio clips, (A, M, F).
+            frames: frames of each audio clip, (A).
             vision_states: output of the image encoder, (N, patches, width).
             sound_states: output of the audio encoder, (A, frames / 4, width).
         """
@@ -187,16 +187,16 @@ def _neighbours(states_ATD: Tensor, join: nn.Linear | None) -> Tensor:
     return join(filled.unflatten(1, (-1, SOUNDS_JOINED)).flatten(2)).flatten(0, 1)
 
 
-# A pair of encoders, trained to give similar vectors for an image or recording and its text.
+# A pair of encoders, trained to give similar vectors for an image or audio clip and its text.
 
 
 class MediaPairs(nn.Module):
-    """Dual encoder that returns a vector of an image or a recording, and one of a text.
+    """Dual encoder that returns a vector of an image or an audio clip, and one of a text.
 
     Args:
         text: text encoder.
         vision: image encoder.
-        sound: audio encoder; None: the model has no audio input.
+        audio: audio encoder; None: the model has no audio input.
         width: width of the vectors.
     """
 
@@ -223,16 +223,16 @@ class MediaPairs(nn.Module):
         vision_states: Tensor | None = None,
         sound_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return vectors of images or recordings, and of texts, (B, W) each.
+        """Return vectors of images or audio clips, and of texts, (B, W) each.
 
         Args:
             input_ids: texts, (B, T).
             lengths: tokens of each text, (B).
-            media_index: index of each sample's image or recording, counted over all images and then all recordings,
+            media_index: index of each sample's image or audio clip, counted over all images and then all audio clips,
                 (B).
             pixels: (N, 3, S, S), or None if `vision_states` is passed.
-            features: features of recordings, (A, M, F).
-            frames: frames of each recording, (A).
+            features: features of audio clips, (A, M, F).
+            frames: frames of each audio clip, (A).
             vision_states: output of the image encoder, (N, patches, width).
             sound_states: output of the audio encoder, (A, frames / 4, width).
         """
@@ -333,7 +333,7 @@ def hears(name: str) -> bool:
 def _named(name: str) -> MultimodalShape:
     if name not in MULTIMODAL_MODELS:
         hint = did_you_mean(name, MULTIMODAL_MODELS) or f" Use one of {', '.join(MULTIMODAL_MODELS)}."
-        raise ModelError(f"model={name}: Weft has no model of pictures and text of that name.{hint}")
+        raise ModelError(f"model={name}: Weft has no model of images and text of that name.{hint}")
     return MULTIMODAL_MODELS[name]
 
 

@@ -1,6 +1,6 @@
 """An encoder of log-mel bands: convolutions over time, then transformer blocks, as in Whisper (arXiv 2212.04356).
 
-Frames after the end of a recording are masked everywhere, so the results do not depend on the padding of the batch.
+Frames after the end of an audio clip are masked everywhere, so the results do not depend on the padding of the batch.
 Letters: B batch, M mel bands, S frames, T frames after the convolutions, D width, N heads, H head width, K classes.
 """
 
@@ -35,7 +35,7 @@ SPEECH_MODELS = {"speech-tiny": SpeechShape(144, 4, 4)}
 
 
 class SpeechAttention(nn.Module):
-    """Attention over all frames of a recording."""
+    """Attention over all frames of an audio clip."""
 
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
@@ -44,7 +44,7 @@ class SpeechAttention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x_BTD: Tensor, heard_BT: Tensor) -> Tensor:
-        """Attend; (B, T, D) to (B, T, D). heard_BT: True if a frame belongs to its recording."""
+        """Attend; (B, T, D) to (B, T, D). heard_BT: True if a frame belongs to its audio clip."""
         q, k, v = (
             layer(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -70,7 +70,7 @@ class SpeechBlock(nn.Module):
         self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, heard_BT: Tensor) -> Tensor:
-        """Return (B, T, D) of (B, T, D). heard_BT: True if a frame belongs to its recording."""
+        """Return (B, T, D) of (B, T, D). heard_BT: True if a frame belongs to its audio clip."""
         x_BTD = x_BTD + self.dropout1(self.attention(self.norm1(x_BTD), heard_BT))
         return x_BTD + self.dropout2(self.down(F.gelu(self.up(self.norm2(x_BTD)))))
 
@@ -78,7 +78,7 @@ class SpeechBlock(nn.Module):
 class SpeechStem(nn.Module):
     """Two convolutions that each halve the number of frames, and a depthwise positional convolution.
 
-    With relative positions, the blocks get the same input for the same sound at any time (wav2vec 2.0, arXiv
+    With relative positions, the blocks get the same input for the same audio at any time (wav2vec 2.0, arXiv
     2006.11477).
     """
 
@@ -89,8 +89,8 @@ class SpeechStem(nn.Module):
         self.around = nn.Conv1d(dim, dim, _AROUND, padding=_AROUND // 2, groups=dim)
 
     def forward(self, features_BMS: Tensor, frames_B: Tensor) -> Tensor:
-        """Return (B, T, D) of bands (B, M, S). frames_B: frames of each recording."""
-        # Subtract the mean of each band over the recording: constant noise or a dull microphone is not part of the
+        """Return (B, T, D) of bands (B, M, S). frames_B: frames of each audio clip."""
+        # Subtract the mean of each band over the audio clip: constant noise or a dull microphone is not part of the
         # speech.
         heard_B1S = _frame_mask(frames_B, features_BMS.shape[-1])[:, None]
         x_BDT = features_BMS - (features_BMS * heard_B1S).sum(-1, keepdim=True) / frames_B[:, None, None]
@@ -102,7 +102,7 @@ class SpeechStem(nn.Module):
 
 
 class SpeechEncoder(nn.Module):
-    """Classifier of recordings.
+    """Classifier of audio clips.
 
     Args:
         shape: width, blocks, heads.
@@ -119,7 +119,7 @@ class SpeechEncoder(nn.Module):
         self.head = nn.Linear(shape.dim, num_classes)
 
     def forward(self, features: Tensor, frames: Tensor | None = None) -> Tensor:
-        """Return logits (B, K) of features (B, M, S). frames: frames of each recording, (B), by default all."""
+        """Return logits (B, K) of features (B, M, S). frames: frames of each audio clip, (B), by default all."""
         if frames is None:
             frames = torch.full(features.shape[:1], features.shape[-1], device=features.device)
         # Computed from the inputs alone, which every pipeline stage has.
@@ -146,7 +146,7 @@ def build_speech_model(name: str, num_classes: int, mels: int, *, dropout: float
     """
     if name not in SPEECH_MODELS:
         hint = did_you_mean(name, SPEECH_MODELS) or f" Use one of {', '.join(SPEECH_MODELS)}."
-        raise ModelError(f"model={name}: Weft has no network for sound of that name.{hint}")
+        raise ModelError(f"model={name}: Weft has no network for audio of that name.{hint}")
     return SpeechEncoder(SPEECH_MODELS[name], num_classes, mels, dropout)
 
 
@@ -155,5 +155,5 @@ def _halved(count: Any) -> Any:
 
 
 def _frame_mask(frames_B: Tensor, length: int) -> Tensor:
-    """Return a bool mask of the frames that belong to each recording, (B, length)."""
+    """Return a bool mask of the frames that belong to each audio clip, (B, length)."""
     return torch.arange(length, device=frames_B.device) < frames_B[:, None]

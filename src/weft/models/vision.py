@@ -342,7 +342,7 @@ def build_image_model(name: str, num_classes: int, side: int) -> nn.Module:
         patch = _SMALL_PATCH if side < _SMALL_SIDE else _PATCH
         if side % patch:
             raise ModelError(
-                f"side={side}: {name} divides a picture into squares of {patch} pixels. Use a multiple of {patch}."
+                f"side={side}: {name} divides an image into squares of {patch} pixels. Use a multiple of {patch}."
             )
         return VisionTransformer(VITS[name], num_classes, side, patch)
     stages = VGGS.get(name.removesuffix("_bn"))
@@ -351,7 +351,7 @@ def build_image_model(name: str, num_classes: int, side: int) -> nn.Module:
         raise ModelError(f"model={name}: Weft has no network of that name.{hint}")
     if side < 2 ** len(stages):
         raise ModelError(
-            f"side={side}: {name} halves a picture {len(stages)} times. Use {2 ** len(stages)} pixels or more."
+            f"side={side}: {name} halves an image {len(stages)} times. Use {2 ** len(stages)} pixels or more."
         )
     small = {"side": 1, "hidden": 512} if side < _SMALL_SIDE else {}
     return VGG(stages, num_classes, has_norms=name.endswith("_bn"), **small)

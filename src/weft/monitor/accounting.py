@@ -109,7 +109,7 @@ class TimeLedger:
         for cause, seconds in self._seconds.items():
             found[cause] += seconds
         found["data"] += self._kept[1]
-        # A wait for a save outside of all gaps between steps happened inside a step.
+        # A wait for a save outside all gaps between steps happened inside a step.
         found[PRODUCTIVE], found["other"] = found[PRODUCTIVE] + min(0.0, found["other"]), max(0.0, found["other"])
         typical = self._typical_step()
         for took, compiles in self._first_steps:

@@ -387,7 +387,7 @@ def make_display(
     past: Sequence[Mapping[str, Any]] = (),
     metrics: Mapping[str, str] | None = None,
 ) -> Display:
-    """Make a live panel if `stream` is a terminal outside of CI, else a display of plain lines.
+    """Make a live panel if `stream` is a terminal outside CI, else a display of plain lines.
 
     Args:
         stream: output stream.

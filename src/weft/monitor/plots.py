@@ -326,20 +326,20 @@ def _plain(text: str, keep: str = "") -> str:
 
 # Drawing of loss.png during a run, in a separate process with the lowest priority.
 
-#: Seconds after the start before the first picture. Shorter runs are drawn at their end.
+#: Seconds after the start before the first chart. Shorter runs are drawn at their end.
 FIRST_S = 5.0
-#: Minimum seconds between two pictures, and the minimum pause relative to the drawing time, which limits the cost to 2
+#: Minimum seconds between two charts, and the minimum pause relative to the drawing time, which limits the cost to 2
 #: % of a core.
 BETWEEN_S, REST = 20.0, 50.0
-#: Maximum age (s) of a picture during training.
+#: Maximum age (s) of a chart during training.
 LATE_S = 180.0
 
 
 class Artist:
-    """Draws a run's picture from time to time in another process. Calls do not block, except for `close`.
+    """Draws a run's chart from time to time in another process. Calls do not block, except for `close`.
 
     Args:
-        events, png, title: the log, the picture that is replaced each time, and the text above it.
+        events, png, title: the log, the chart that is replaced each time, and the text above it.
     """
 
     def __init__(self, events: Path, png: Path, title: str):
@@ -350,7 +350,7 @@ class Artist:
         self._free_at += FIRST_S
 
     def draw_soon(self) -> None:
-        """Draw, because there is something new, unless the picture is recent or being drawn."""
+        """Draw, because there is something new, unless the chart is recent or being drawn."""
         now = time.monotonic()
         if self._process is not None:
             if self._process.poll() is None:
@@ -361,12 +361,12 @@ class Artist:
             return
         self._began = now
         self._free_at = now + BETWEEN_S
-        # If another process cannot be started, training continues, and the picture is drawn at the end of the run.
+        # If another process cannot be started, training continues, and the chart is drawn at the end of the run.
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def draw_when_late(self) -> None:
-        """Draw if the last picture is old. Called at every step."""
+        """Draw if the last chart is old. Called at every step."""
         if time.monotonic() - self._began > LATE_S:
             self.draw_soon()
 
@@ -380,7 +380,7 @@ class Artist:
 
 
 def main() -> None:
-    """Draw one picture."""
+    """Draw one chart."""
     from weft.monitor.events import read_events
 
     with contextlib.suppress(OSError):

@@ -34,7 +34,7 @@ def text_without_secrets(text: str) -> str:
 
 
 def _copied(value: Any, name: str, hides: str, depth: int) -> Any:
-    """Copy a value. `hides` is "" outside of secret keys, and "text" or "all" below one."""
+    """Copy a value. `hides` is "" outside secret keys, and "text" or "all" below one."""
     key = _HUMP.sub("_", name).lower().replace("-", "_")
     if _SECRET.search(key):
         hides = "all"

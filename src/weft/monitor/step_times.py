@@ -209,11 +209,11 @@ def memory_bytes(device: object = "cpu") -> tuple[int, int]:
     return now, max(now, peak)
 
 
-# A run's time by kind: seconds of each rank, as text, as a picture, and as a trace.
+# A run's time by kind: seconds of each rank, as text, as a chart, and as a trace.
 
 #: Number of steps for `typical`.
 _TYPICAL = 200
-#: Kind of each phase of a step, for its time outside of communication.
+#: Kind of each phase of a step, for its time outside communication.
 _KINDS = {
     "forward": "compute", "backward": "compute", "forward and backward": "compute", "weight gradients": "compute",
     "wait": "stages",
@@ -293,7 +293,7 @@ class TimeBook:
                 self.add(f"over {axis}", spent)
             self.add(kind, max(0.0, seconds - sum(inside.values())))
         spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in self._seconds.items() if kind != "host"}
-        # Time outside of all phases: Python between them.
+        # Time outside all phases: Python between them.
         spent["host"] = max(0.0, times.total_s - sum(spent.values()))
         self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
 

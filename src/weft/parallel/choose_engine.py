@@ -46,7 +46,7 @@ def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
 
 
 def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
-    """Yield this rank's slices of forward's weights under gather=diff4, else nothing. No collective."""
+    """Yield this rank's slices of forward's weights under gather=diff4, else nothing. Local; no communication."""
     if isinstance(engine, FlatModel):
         engine.wait_for_weights()
         yield from QuantizedWeights(engine.reducer.buckets, engine.axes).flat_slices()

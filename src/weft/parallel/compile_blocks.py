@@ -78,7 +78,7 @@ class CachelessBlock(nn.Module):
     """A compiled block that fills no key-value cache in training. Transformers models create a cache in each forward
     unless use_cache=False is passed. Each layer uses its own cache entry, so torch.compile would build a graph for each
     layer, and leave layers after the eighth uncompiled. Hooks with which transformers captures layer outputs would
-    break a graph, so they run outside of it.
+    break a graph, so they run outside it.
     """
 
     _weft_captures: list[hugging_face.Capture]

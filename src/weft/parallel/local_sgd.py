@@ -172,7 +172,7 @@ class RareSync:
         run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
 
     def master_slices(self) -> list[FlatSlice]:
-        """Return this rank's masters, and buffers that training updates, in their own memory. No collective."""
+        """Return this rank's masters, and buffers that training updates, in their own memory. Local."""
         engine = self._engine
         names = frozenset(map(engine.axes.saved_name, engine.local_weights())) | self._buffers
         return [one for one in engine.model_slices() if one.name in names and one.flat.is_floating_point()]

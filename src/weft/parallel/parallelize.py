@@ -269,7 +269,7 @@ def parallelize(
         run.encoders, run.placements = choose_encoders(model, replica, layout), dict(placements)
     _apply(FINISH, run)
     engine = build_engine(model, replica, run.placements, host=run.host, seed=seed, filled_later=filled_later)
-    # Encoders communicate in hooks that run outside of all others.
+    # Encoders communicate in hooks that run outside all others.
     distribute_encoders(model, replica, run.encoders)
     attach(model, engine, before)
     attach_local_sgd(model, engine, mesh)

@@ -36,7 +36,7 @@ _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 def leave_side_effects_to_forward(module: nn.Module) -> None:
     """Make a compiled module skip a recomputed forward's side effects in the replay. torch reads the flag whenever it
     traces, at the first call and at later calls with other inputs. The flag is on only during the module's calls, so
-    that code outside of Weft is traced with its own setting.
+    that code outside Weft is traced with its own setting.
     """
     call: Callable[..., Any] | None = module._compiled_call_impl
     flags: Any = torch._dynamo.config

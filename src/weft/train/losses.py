@@ -102,7 +102,7 @@ class GatheredFeatures:
 
     @torch.no_grad()
     def add(self, features: Features, *, counts: bool = True) -> None:
-        """Add one microbatch of each rank. A collective.
+        """Add one microbatch of each rank. All ranks must call it.
 
         Args:
             counts: False if the samples are a stand-in.
@@ -124,7 +124,7 @@ class GatheredFeatures:
         return torch.cat([every[rank, :count] for rank, count in enumerate(rows)])
 
     def take(self, other: GatheredFeatures) -> None:
-        """Add the last microbatch of `other`, which was gathered over the same ranks. No collective."""
+        """Add the last microbatch of `other`, which was gathered over the same ranks. Local; no communication."""
         own, number = other._own[-1], len(other._every[-1][0])
         moved = self._num_rows - (other._num_rows - number)
         self._own.append(range(own.start + moved, own.stop + moved))
@@ -172,7 +172,7 @@ class BatchGradient:
         self._count: torch.Tensor | int = 0
 
     def add(self, features: Features, *, counts: bool) -> None:
-        """Add the features of the next microbatch. A collective.
+        """Add the features of the next microbatch. All ranks must call it.
 
         Args:
             counts: False if the samples are a stand-in.

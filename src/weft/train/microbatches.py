@@ -2,7 +2,7 @@
 
 A batch is inputs followed by targets. From a sequence of tensors (torch's DataLoader on samples `(x, y)`), the model
 gets as many as its forward requires, and at least the first. From a dict, it gets the names in its forward's signature,
-and never `labels`: the loss is computed outside of the model, once for all ranks. If the inputs are ambiguous, the user
+and never `labels`: the loss is computed outside the model, once for all ranks. If the inputs are ambiguous, the user
 must pass `forward=`.
 """
 

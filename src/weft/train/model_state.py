@@ -231,7 +231,7 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
 def state_slices(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
 ) -> Iterator[SavedSlice]:
-    """Yield this rank's slices of a checkpoint, weights and states. No collective.
+    """Yield this rank's slices of a checkpoint, weights and states. Local; no communication.
 
     Args:
         model: the result of `parallelize`.

@@ -23,7 +23,7 @@ from weft.parallel.state.gradients import DataParallel, data_parallel
 
 
 def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
-    """Run `act` on rank 0 and return its JSON value on all ranks. A collective.
+    """Run `act` on rank 0 and return its JSON value on all ranks. All ranks must call it.
 
     Raises:
         CheckpointError: on the other ranks, with the message of the error that `act` raised on rank 0.
@@ -45,7 +45,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 
 def gather(mesh: Mesh, record: bytes) -> list[bytes]:
-    """Return the bytes of every rank in rank order, on all ranks. A collective."""
+    """Return the bytes of every rank in rank order, on all ranks. All ranks must call it."""
     if mesh.world_size == 1:  # skip the collective on a single rank
         return [record]
     text = torch.frombuffer(bytearray(record + b"."), dtype=torch.uint8).to(mesh.device)
@@ -62,7 +62,7 @@ def rank_group(mesh: Mesh) -> RankGroup:
 
 
 def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
-    """Run `act` on every rank and return its result. If it fails on any rank, all raise. A collective.
+    """Run `act` on every rank and return its result. If it fails on any rank, all raise. All ranks must call it.
 
     Raises:
         CheckpointError: if `act` raised on another rank, which it names. This rank's own error is raised unchanged.
@@ -108,7 +108,7 @@ class OpensGroup(Protocol):
 def replica_slices(
     sync: RareSync, engine: DataParallel, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, FlatSlice]]:
-    """Yield the flat slices of this rank for a checkpoint, each with its group. No collective.
+    """Yield the flat slices of this rank for a checkpoint, each with its group. Local; no communication.
 
     Args:
         optimizer: an optimizer that a step has adopted.

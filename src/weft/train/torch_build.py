@@ -44,7 +44,7 @@ class Built:
 
 
 def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -> Built:
-    """Build batches, model, optimizer and step. A collective.
+    """Build batches, model, optimizer and step. All ranks must call it.
 
     Raises:
         WeftError: if the plan cannot be applied to the model.

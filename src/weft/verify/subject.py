@@ -1,7 +1,7 @@
 """Selection and order of the legal plans to try if the model refuses some, and the model that `weft verify` trains.
 
 Rules use shapes, not modules: only parallelizing a model shows that it has no layers for tensor parallelism, or that
-its tokens interact outside of attention. Each technique is tried first in the plan with the fewest other techniques. If
+its tokens interact outside attention. Each technique is tried first in the plan with the fewest other techniques. If
 it is refused there, all plans with at least the same techniques are dropped, so that the selection covers plans that
 can run.
 """

@@ -1,4 +1,4 @@
-"""The picture shows every step where the clock puts it."""
+"""The chart shows every step where the clock puts it."""
 
 from __future__ import annotations
 

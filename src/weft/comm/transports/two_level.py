@@ -65,7 +65,7 @@ class Hosts:
 
 
 def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
-    """Exchange the ranks' hosts. The result is stored on the axis for its mesh. A collective."""
+    """Exchange the ranks' hosts. The result is stored on the axis for its mesh. All ranks must call it."""
     mark, why = host_mark()
     own = torch.frombuffer(bytearray(mark.ljust(_MARK_BYTES, b"\0") + _network_mark()), dtype=torch.uint8)
     found = [as_bytes(row) for row in _all_rows(axis, group, own)]
@@ -81,7 +81,7 @@ def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
 
 
 def share_memory(axis: Axis, group: dist.ProcessGroup, block: int, number: int = 1) -> tuple[list[Segment], str]:
-    """Map segments that each block of `block` neighbors shares, or return none and the reason. A collective.
+    """Map segments that each block of `block` neighbors shares, or return none and the reason. All ranks must call it.
 
     The result is the same on all ranks of the axis.
     block: number of ranks that share one memory. The size of the axis means all.

@@ -109,7 +109,7 @@ def _last_page(encoded: Encoded, size: int) -> _Page | None:
     return _Page(page.start + start, page.body + start, page.end + start, page.granule, page.serial, page.packets)
 
 
-# A recording: its length from the header, and ranges of its samples.
+# An audio clip: its length from the header, and ranges of its samples.
 
 #: Valid sample rates, in frames per second.
 RATES = range(1000, 768_001)
@@ -174,10 +174,10 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
 
 
 def read_frames(encoded: Encoded, start: int, count: int) -> NDArray[np.float32]:
-    """Return frames of a recording, float32 (count, channels), with full scale as 1.
+    """Return frames of an audio clip, float32 (count, channels), with full scale as 1.
 
     Args:
-        encoded: the recording.
+        encoded: the audio clip.
         start: the first frame.
         count: number of frames.
 
@@ -199,7 +199,7 @@ def read_frames(encoded: Encoded, start: int, count: int) -> NDArray[np.float32]
 
 
 class _Stream(io.RawIOBase):
-    """Seekable binary stream over the bytes of a recording. The decoder reads from it in C."""
+    """Seekable binary stream over the bytes of an audio clip. The decoder reads from it in C."""
 
     def __init__(self, encoded: Encoded):
         self.fault: DataError | None = None
@@ -245,13 +245,13 @@ def _reader(library: Any) -> Any:
 
 @contextmanager
 def _opened(encoded: Encoded) -> Iterator[Any]:
-    """Open a recording. Errors of opening it, and of the body of `with`, are raised as DataError."""
+    """Open an audio clip. Errors of opening it, and of the body of `with`, are raised as DataError."""
     library = soundfile()
     stream = _Stream(encoded)
     if not encoded.size():
-        raise DataError(f"{encoded.name}: it cannot be read as sound (it is empty). Repair it, or delete it.")
+        raise DataError(f"{encoded.name}: it cannot be read as audio (it is empty). Repair it, or delete it.")
     if not encoded.part(0, 4).startswith(_MAGIC):
-        raise DataError(f"{encoded.name}: it cannot be read as sound (no known format). Repair it, or delete it.")
+        raise DataError(f"{encoded.name}: it cannot be read as audio (no known format). Repair it, or delete it.")
     try:
         with _reader(library)(stream) as sound:
             yield sound
@@ -262,7 +262,7 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
             raise stream.fault from error
         said = str(getattr(error, "error_string", error)).strip().rstrip(".")
         why = "no known format" if "not recognised" in said or "unknown format" in said.lower() else said
-        raise DataError(f"{encoded.name}: it cannot be read as sound ({why}). Repair it, or delete it.") from error
+        raise DataError(f"{encoded.name}: it cannot be read as audio ({why}). Repair it, or delete it.") from error
 
 
 def _refuse_silence(sound: Any, frames: int, name: str) -> None:
@@ -338,7 +338,7 @@ def _frames_end(encoded: Encoded) -> int:
     return start + size if flags & 3 == 3 else 0
 
 
-# Transforms of a recording: one channel, one rate, a maximum length, and random changes drawn from a key.
+# Transforms of an audio clip: one channel, one rate, a maximum length, and random changes drawn from a key.
 
 #: Maximum share of the frames, and of the bands, that a mask covers.
 _TIME_SHARE, _BAND_SHARE = 0.125, 0.25
@@ -346,12 +346,12 @@ _TIME_SHARE, _BAND_SHARE = 0.125, 0.25
 
 @dataclass(frozen=True, slots=True)
 class AudioTransform:
-    """Resampling, cropping and augmentation of recordings.
+    """Resampling, cropping and augmentation of audio clips.
 
     Attributes:
         rate: samples per second.
         seconds: maximum length.
-        crops: take a random part of a longer recording instead of its middle.
+        crops: take a random part of a longer audio clip instead of its middle.
         gain: maximum change of the level, in dB, up or down.
         noise: maximum level of added white noise, as a share of the recording's level.
         masks: number of time masks, and of frequency masks (SpecAugment, arXiv 1904.08779).
@@ -386,12 +386,12 @@ def soxr() -> Any:
 def apply_transform(
     encoded: Encoded, size: tuple[int, ...], hearing: AudioTransform, key: tuple[int | str, ...] = ()
 ) -> NDArray[np.float32]:
-    """Return the transformed samples of a recording, float32, with full scale as 1.
+    """Return the transformed samples of an audio clip, float32, with full scale as 1.
 
     They are the mean of its channels, resampled. Only the frames that are used are decoded.
 
     Args:
-        encoded: the recording.
+        encoded: the audio clip.
         size: its frames, frames per second and channels.
         hearing: the transform.
         key: key of the random draws.
@@ -425,7 +425,7 @@ def masked(
     Args:
         features_MT: features, (bands, frames).
         count: number of time masks, and of frequency masks.
-        num_frames: number of frames of the recording. The rest is padding.
+        num_frames: number of frames of the audio clip. The rest is padding.
         key: key of the random draws.
     """
     rng = generator_of((*key, "masks"))

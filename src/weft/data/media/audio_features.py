@@ -156,7 +156,7 @@ class LogMel:
         return log_mel(wave, rate=self.rate, mels=self.mels, n_fft=self.n_fft, hop=self.hop)
 
     def frames(self, num_samples: int) -> int:
-        """Return the number of frames that cover `num_samples` samples of a recording."""
+        """Return the number of frames that cover `num_samples` samples of an audio clip."""
         return -(-num_samples // self.hop)
 
     def to_json(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class FolderFeatures:
         return np.ascontiguousarray(found.T if self.is_turned else found)
 
     def frames(self, num_samples: int) -> int:
-        """Return the number of frames that cover `num_samples` samples of a recording."""
+        """Return the number of frames that cover `num_samples` samples of an audio clip."""
         return self.shape(num_samples)[1]
 
     def to_json(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def folder_features(folder: Path) -> tuple[Features, float | None]:
     rate = getattr(extractor, "sampling_rate", None)
     if not isinstance(rate, int):
         raise DataError(
-            f"model.path={folder}: its {_FILE} makes a {type(extractor).__name__}, which is not for sound. Give the "
+            f"model.path={folder}: its {_FILE} makes a {type(extractor).__name__}, which is not for audio. Give the "
             "folder of a model for speech."
         )
     seconds = fields.get("chunk_length", getattr(extractor, "chunk_length", None))

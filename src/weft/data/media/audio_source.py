@@ -1,4 +1,4 @@
-"""Features of a source's recordings, by index. Random draws are a function of (seed, epoch, index)."""
+"""Features of a source's audio clips, by index. Random draws are a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weft.data.media.media_records import MediaRecords
 
 
 class Sounds:
-    """Features of the recordings of a source, with one transform.
+    """Features of the audio clips of a source, with one transform.
 
     Args:
-        source: the recordings.
+        source: the audio clips.
         hearing: the transform of the samples.
         features: the features computed from the samples.
         seed: the run's seed.

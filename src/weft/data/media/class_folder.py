@@ -1,4 +1,4 @@
-"""Folders of pictures, one for each class: `cats/1.png`, `dogs/2.jpg`. Only names and headers are read."""
+"""Folders of images, one for each class: `cats/1.png`, `dogs/2.jpg`. Only names and headers are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.data.order.stream import permutation
 from weft.errors import DataError
 from weft.units import format_count
 
-#: Maximum share of unreadable pictures.
+#: Maximum share of unreadable images.
 MOST_BAD = 0.01
 #: Threads that read headers. They mostly wait for the disk.
 _THREADS = 8
@@ -31,8 +31,8 @@ class ClassFolder:
     Attributes:
         root: the folder.
         classes: names of its folders, in order.
-        paths: paths of the pictures, relative to the folder.
-        labels: class number of each picture.
+        paths: paths of the images, relative to the folder.
+        labels: class number of each image.
         unreadable: files that were left out, with the reason.
     """
 
@@ -67,17 +67,17 @@ class ClassFolder:
             return cls(str(found["root"]), *(tuple(found[name]) for name in names))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"pictures.json: it is damaged ({error}). Delete it to have the pictures found again."
+                f"pictures.json: it is damaged ({error}). Delete it to have the images found again."
             ) from error
 
     def part(self, chosen: Sequence[int]) -> ClassFolder:
-        """Return a folder with only the pictures at these positions."""
+        """Return a folder with only the images at these positions."""
         paths, labels = tuple(self.paths[i] for i in chosen), tuple(self.labels[i] for i in chosen)
         return ClassFolder(self.root, self.classes, paths, labels)
 
     def split(self, share: float) -> tuple[ClassFolder, ClassFolder]:
         """Return a training part, and a held-out part of size `share`. The split is deterministic."""
-        # The split is a function of the names. An added picture moves others between the parts only by chance.
+        # The split is a function of the names. An added image moves others between the parts only by chance.
         order = permutation(len(self.paths), "held out pictures")
         held = sorted(order(place) for place in range(max(1, round(share * len(self.paths)))))
         rest = self.part(sorted({*range(len(self.paths))} - {*held}))
@@ -87,28 +87,28 @@ class ClassFolder:
         return len(self.paths)
 
     def label(self, index: int) -> int:
-        """Return the class number of a picture."""
+        """Return the class number of an image."""
         return self.labels[index]
 
     def file(self, index: int) -> Path:
-        """Return the path of a picture."""
+        """Return the path of an image."""
         return Path(self.root) / self.paths[index]
 
     def encoded(self, index: int) -> Encoded:
-        """Return an encoded picture."""
+        """Return an encoded image."""
         return Encoded.of_file(self.file(index))
 
 
 def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) -> ClassFolder:
-    """Find the pictures of a folder of classes. Pictures with an unreadable header are left out.
+    """Find the images of a folder of classes. Images with an unreadable header are left out.
 
     Args:
         root: the folder. Each folder in it is a class, and may have subfolders.
-        report: called with (pictures checked, pictures in total).
+        report: called with (images checked, images in total).
 
     Raises:
-        DataError: if the folder does not exist, a class has no picture, there is only one class, or more than 1 % of
-            the pictures cannot be read.
+        DataError: if the folder does not exist, a class has no image, there is only one class, or more than 1 % of
+            the images cannot be read.
     """
     files = class_files(root, PICTURE)
     classes = sorted({name for _, name in files})
@@ -124,7 +124,7 @@ def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) 
     if len(bad) > MOST_BAD * len(found):
         shown = "; ".join(bad[:_SHOWN])
         raise DataError(
-            f"data={root}: {len(bad)} of {format_count(len(found))} pictures cannot be read, more than {MOST_BAD:.0%}. "
+            f"data={root}: {len(bad)} of {format_count(len(found))} images cannot be read, more than {MOST_BAD:.0%}. "
             f"The first: {shown}"
         )
     good = [one for one, reason in zip(found, reasons, strict=True) if reason is None]

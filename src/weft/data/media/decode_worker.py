@@ -1,4 +1,4 @@
-"""Process that decodes pictures or audio into a ring buffer in memory shared with a rank.
+"""Process that decodes images or audio into a ring buffer in memory shared with a rank.
 
 It reads a description of the samples from its standard input, then one job after another: (slot, epoch, index). For
 each job it writes (slot, status, length of a text) and a text: the shape of the decoded sample, or an error. It exits

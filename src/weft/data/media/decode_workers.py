@@ -1,4 +1,4 @@
-"""Processes that decode a rank's pictures or audio ahead of use, into shared memory.
+"""Processes that decode a rank's images or audio ahead of use, into shared memory.
 
 Samples are a function of (seed, epoch, index), so the result does not depend on the process, and decoding can be
 repeated. If a process dies, it is replaced and its jobs run again. If three processes die on one sample, the error
@@ -303,7 +303,7 @@ def _how(code: int) -> str:
     return f"signal {-code}"
 
 
-# Batched access to pictures and audio, which other processes than the rank decode.
+# Batched access to images and audio, which other processes than the rank decode.
 
 _MOST_WORKERS = 8
 

@@ -1,4 +1,4 @@
-"""Records with a picture or recording and a label or text, in `.tar` shards, jsonl, parquet and folders of classes.
+"""Records with an image or audio clip and a label or text, in `.tar` shards, jsonl, parquet and folders of classes.
 
 Records give the location of their media, which is not read.
 """
@@ -34,7 +34,7 @@ STRETCH, FILE, LINE, ROW, BELOW = range(5)
 _LABELS = ("label", "cls", "class", "category", "label_name", "class_name")
 _TEXTS = ("text", "transcription", "transcript", "sentence", "txt", "normalized_text", "caption")
 _MOST_LABEL_BYTES = 2**16
-#: Maximum size of a line of JSON. Longer lines are skipped. A picture in base64 is far smaller.
+#: Maximum size of a line of JSON. Longer lines are skipped. An image in base64 is far smaller.
 _MOST_LINE_BYTES = 256 * 2**20
 _READ_BYTES = 2**20
 #: Row groups of media that a process caches.
@@ -360,7 +360,7 @@ def inside(root: Path, path: str) -> Path:
     """Return the path of the file that a record names.
 
     Raises:
-        DataError: if it is outside of the folder, or the text is not a valid file name.
+        DataError: if it is outside the folder, or the text is not a valid file name.
     """
     try:
         file = root / path
@@ -370,7 +370,7 @@ def inside(root: Path, path: str) -> Path:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{path[:200]!r} cannot be the name of a file ({why})") from error
     if not is_inside:
-        raise DataError(f"{path[:200]!r} lies outside of {root}, the folder of the records")
+        raise DataError(f"{path[:200]!r} lies outside {root}, the folder of the records")
     return file
 
 

@@ -18,7 +18,7 @@ from weft.data.media.records import SAMPLE
 
 
 class PictureSource(Protocol):
-    """A source of pictures with classes."""
+    """A source of images with classes."""
 
     @property
     def root(self) -> str:
@@ -38,15 +38,15 @@ class PictureSource(Protocol):
     def __len__(self) -> int: ...
 
     def label(self, index: int) -> int:
-        """Return the class number of a picture."""
+        """Return the class number of an image."""
         ...
 
     def encoded(self, index: int) -> Encoded:
-        """Return an encoded picture."""
+        """Return an encoded image."""
         ...
 
     def file(self, index: int) -> object:
-        """Return the location of a picture, for messages."""
+        """Return the location of an image, for messages."""
         ...
 
     def format(self) -> str:
@@ -71,10 +71,10 @@ def parse_source(text: str) -> ClassFolder | MediaRecords:
 
 
 class Pictures:
-    """Decoded pictures of a source, with one transform. Random draws are a function of (seed, epoch, index).
+    """Decoded images of a source, with one transform. Random draws are a function of (seed, epoch, index).
 
     Args:
-        source: the pictures.
+        source: the images.
         look: the transform.
         seed: the run's seed.
     """

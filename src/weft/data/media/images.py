@@ -1,4 +1,4 @@
-"""Encoded pictures and recordings, and decoding of pictures.
+"""Encoded images and audio clips, and decoding of images.
 
 Encoded media is a full file, a byte range of an archive, or bytes in a record.
 """
@@ -145,17 +145,17 @@ def _opened(path: str) -> _Open:
     return _Open(path)
 
 
-# A picture: its size from the header, and its pixels at a requested size.
+# An image: its size from the header, and its pixels at a requested size.
 
-#: Maximum pixels of a picture. More are a mistake or a decompression bomb: a few bytes that decode to gigabytes.
+#: Maximum pixels of an image. More are a mistake or a decompression bomb: a few bytes that decode to gigabytes.
 MOST_PIXELS = 100_000_000
-#: Minimum share of a picture that a random crop covers, and its maximum aspect ratio.
+#: Minimum share of an image that a random crop covers, and its maximum aspect ratio.
 _LEAST_SHARE, _MOST_RATIO = 0.35, 4 / 3
 #: Formats that Pillow may open. All are decoded in the process. Others may start programs: EPS starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "QOI")
 #: Maximum scans times pixels of a progressive JPEG: each scan visits all pixels, and a few bytes make one.
 _MAX_SCANNED_PIXELS = 2_000_000_000
-#: Maximum processor time (s) between opening a picture and reading its last bytes.
+#: Maximum processor time (s) between opening an image and reading its last bytes.
 _MAX_READ_S = 10.0
 #: Bytes that are read for a header, and bytes that are searched for the end marker of a format.
 _HEAD_BYTES, _TAIL_BYTES = 16384, 64
@@ -166,12 +166,12 @@ _LUMA = np.array((0.299, 0.587, 0.114), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Resizing, cropping and augmentation of pictures.
+    """Resizing, cropping and augmentation of images.
 
     Attributes:
         side: side of the square output, in pixels.
         crops: take a random part instead of the middle.
-        mirrors: mirror half of the pictures.
+        mirrors: mirror half of the images.
         colour: brightness, contrast and saturation each change by a factor between 1 - colour and 1 + colour.
         noise: standard deviation of noise that is added to each value, on the scale of 0 to 255.
     """
@@ -200,7 +200,7 @@ def picture_size(source: Path | Encoded) -> tuple[int, int]:
     """Return width and height from the header. A file that seems to be cut off is decoded once.
 
     Raises:
-        DataError: if the file is not a picture of one of the `FORMATS`, has no pixels or too many, or is cut off.
+        DataError: if the file is not an image of one of the `FORMATS`, has no pixels or too many, or is cut off.
     """
     encoded = _encoded(source)
     head, tail = encoded.ends(_HEAD_BYTES)
@@ -222,7 +222,7 @@ def picture_size(source: Path | Encoded) -> tuple[int, int]:
 def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] = ()) -> NDArray[np.uint8]:
     """Return a picture's pixels, uint8 (3, side, side).
 
-    Animated pictures give their first frame. Transparent parts are white.
+    Animated images give their first frame. Transparent parts are white.
 
     Args:
         source: a file, whose suffix is ignored, or encoded media.
@@ -265,7 +265,7 @@ def _encoded(source: Path | Encoded) -> Encoded:
 
 
 class _TimedBytes(io.BytesIO):
-    """Encoded bytes whose reads fail once this thread has spent too long on the picture.
+    """Encoded bytes whose reads fail once this thread has spent too long on the image.
 
     Pillow decodes most formats block by block. For those that it decodes in one call, decode processes have a limit.
     """
@@ -296,7 +296,7 @@ def _open_image(data: bytes, name: str) -> Any:
         raise
     except Exception as error:  # decoders raise almost anything for damaged headers
         why = "it is empty" if not data else "no known format" if "cannot identify" in str(error) else _reason(error)
-        raise DataError(f"{name}: it cannot be read as a picture ({why}). Repair it, or delete it.") from error
+        raise DataError(f"{name}: it cannot be read as an image ({why}). Repair it, or delete it.") from error
     width, height = picture.size
     if width <= 0 or height <= 0:
         raise DataError(f"{name}: it has {width} x {height} pixels. Delete it.")
@@ -332,7 +332,7 @@ def _reason(error: Exception) -> str:
 
 
 def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
-    """Return the result of `decode` on an open picture. Raise DataError if its pixels are damaged or cut off."""
+    """Return the result of `decode` on an open image. Raise DataError if its pixels are damaged or cut off."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -361,7 +361,7 @@ def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator)
 
 
 def _rgb(picture: Any, image: Any) -> Any:
-    """Convert a picture to three channels of 8 bits, on white."""
+    """Convert an image to three channels of 8 bits, on white."""
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         layer = picture.convert("RGBA")
         ground = image.new("RGBA", layer.size, (255, 255, 255, 255))

@@ -44,7 +44,7 @@ Told = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class MediaRecords:
-    """Pictures or recordings of records, in the order of their files.
+    """Pictures or audio clips of records, in the order of their files.
 
     Attributes:
         root: the path or pattern that the user gave.
@@ -139,7 +139,7 @@ class MediaRecords:
         return self._row(index)["tokens"]
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each sample, int64 (samples,). Markers of pictures and recordings count."""
+        """Return the number of tokens of each sample, int64 (samples,). Markers of images and audio clips count."""
         return self._lengths("tokens")
 
     def _lengths(self, column: str) -> NDArray[np.int64]:
@@ -147,7 +147,7 @@ class MediaRecords:
         return found if self._chosen is None else found[self._chosen]
 
     def size(self, index: int) -> tuple[int, ...]:
-        """Return the width and height of a picture, or frames, frames per second and channels of a recording."""
+        """Return the width and height of an image, or frames, frames per second and channels of an audio clip."""
         return tuple(map(int, self._row(index)["place"][4:-1]))
 
     def sizes_of_all(self) -> NDArray[np.int64]:
@@ -156,7 +156,7 @@ class MediaRecords:
         return np.asarray(found if self._chosen is None else found[self._chosen], np.int64)
 
     def encoded(self, index: int) -> Encoded:
-        """Return an encoded picture or recording."""
+        """Return an encoded image or audio clip."""
         row = self._row(index)
         kind, file, offset, length = map(int, row["place"][:4])
         name = name_text(row["name"])

@@ -1,4 +1,4 @@
-"""Model-ready samples of text, pictures and audio. Pictures and recordings are decoded in the background, one by one.
+"""Model-ready samples of text, images and audio. Images and audio clips are decoded in the background, one by one.
 
 Random draws for an item are a function of (seed, epoch, item number), on any rank and after a resume.
 """
@@ -24,7 +24,7 @@ class MixedSample:
     """One sample.
 
     Attributes:
-        tokens: token ids with a marker for each picture or recording, int32 (T,).
+        tokens: token ids with a marker for each image or audio clip, int32 (T,).
         learnt: nonzero for tokens that count in the loss, uint8 (T,).
         media: in order, pixels uint8 (3, side, side), bands float32 (M, F), or stored encoder features (R, D).
         items: item numbers of the media.
@@ -50,13 +50,13 @@ class _Source:
 
 
 class MixedItems:
-    """Pictures and recordings of samples, by item number. Decode processes return them as bytes.
+    """Pictures and audio clips of samples, by item number. Decode processes return them as bytes.
 
     Args:
         records: the samples.
-        look: transform of pictures.
-        hearing: transform of recordings.
-        features: features of recordings.
+        look: transform of images.
+        hearing: transform of audio clips.
+        features: features of audio clips.
         seed: the run's seed.
     """
 
@@ -92,7 +92,7 @@ class MixedItems:
         return np.ascontiguousarray(self.medium(epoch, index)).view(np.uint8).reshape(-1)
 
     def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the picture or the bands from their bytes."""
+        """Return the image or the bands from their bytes."""
         index, number = self.locate(item)
         if not self.records.sizes(index)[number][0]:
             return values.reshape(3, self.look.side, self.look.side)
@@ -133,10 +133,10 @@ class MixedItems:
 
 
 class MixedAhead:
-    """Samples by index. The first batched access starts processes that decode pictures and recordings.
+    """Samples by index. The first batched access starts processes that decode images and audio clips.
 
     Args:
-        items: the pictures and recordings.
+        items: the images and audio clips.
         workers: number of processes, or 0 to decode in the rank.
         kept: returns the stored features. Media of their kinds are not decoded, and `media` has the features instead.
     """
@@ -167,7 +167,7 @@ class MixedAhead:
             soon: (epoch, index) of each sample to decode in the background.
 
         Raises:
-            DataError: if a picture or a recording cannot be decoded.
+            DataError: if an image or an audio clip cannot be decoded.
         """
         keys, later = (
             [(epoch, item) for epoch, index in some for item in self._decoded(index)] for some in (wanted, soon)
@@ -176,7 +176,7 @@ class MixedAhead:
         return [self._sample(index, {item: next(made) for item in self._decoded(index)}) for _, index in wanted]
 
     def media(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
-        """Return pictures (3, side, side) and bands (M, F), and decode others in the background.
+        """Return images (3, side, side) and bands (M, F), and decode others in the background.
 
         Args:
             wanted: (epoch, item number) of each item to return.

@@ -1,4 +1,4 @@
-"""Records of text, pictures and audio in tars, lines of JSON and parquet files, with the locations of their media."""
+"""Records of text, images and audio in tars, lines of JSON and parquet files, with the locations of their media."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MOST_TEXT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class FoundMedia:
-    """One picture or recording.
+    """One image or audio clip.
 
     Attributes:
         name: name for messages.
@@ -111,7 +111,7 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
 
 
 def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number: int, columns: MixedColumns) -> Encoded:
-    """Return a picture or a recording by location.
+    """Return an image or an audio clip by location.
 
     Args:
         path: the file of records.
@@ -219,19 +219,19 @@ def _tar_text(suffix: str, text: str, columns: MixedColumns) -> dict[str, Any]:
         if isinstance(found, dict) else {}  # fmt: skip
 
 
-# Samples of text, pictures and audio by index. A table of tokens, locations and sizes is made once from headers and
+# Samples of text, images and audio by index. A table of tokens, locations and sizes is made once from headers and
 # cached.
 
 _VERSION = 1
 _MOST_REASONS = 1000
 _TOLD_EVERY = 512
-#: Numbers stored for each picture or recording: audio flag, location, size.
+#: Numbers stored for each image or audio clip: audio flag, location, size.
 _NUMBERS = 9
 
 
 @dataclass(frozen=True)
 class MixedRecords(MediaRecords):
-    """Samples of text, pictures and audio in records, in the order of their files."""
+    """Samples of text, images and audio in records, in the order of their files."""
 
     def mixed_columns(self) -> MixedColumns:
         """Return the columns of text and media."""
@@ -239,7 +239,7 @@ class MixedRecords(MediaRecords):
         return MixedColumns(self.columns.label, picture, audio)
 
     def tokens(self, index: int) -> NDArray[np.int32]:
-        """Return the tokens of a sample, with a marker for each picture and recording."""
+        """Return the tokens of a sample, with a marker for each image and audio clip."""
         return self._row(index)["tokens"]
 
     def learnt(self, index: int) -> NDArray[np.uint8]:
@@ -247,11 +247,11 @@ class MixedRecords(MediaRecords):
         return self._row(index)["learnt"]
 
     def num_media(self) -> NDArray[np.int64]:
-        """Return the number of pictures and recordings of each sample."""
+        """Return the number of images and audio clips of each sample."""
         return self._lengths("places") // _NUMBERS
 
     def media_sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the sample index of each picture and recording, int64 (media,), and its size, int64 (media, 3).
+        """Return the sample index of each image and audio clip, int64 (media,), and its size, int64 (media, 3).
 
         The three numbers are the audio flag and the first two numbers of the size in `sizes`.
         """
@@ -265,19 +265,19 @@ class MixedRecords(MediaRecords):
         return owners, np.asarray(rows[:, [0, 6, 7]], np.int64)
 
     def sizes(self, index: int) -> list[tuple[bool, tuple[int, ...]]]:
-        """Return (is audio, size from the header) for each picture or recording of a sample."""
+        """Return (is audio, size from the header) for each image or audio clip of a sample."""
         places = self._row(index)["places"].reshape(-1, _NUMBERS)
         return [(bool(row[0]), tuple(map(int, row[6:]))) for row in places]
 
     def medium(self, index: int, number: int) -> Encoded:
-        """Return the encoded picture or recording at position `number` of a sample."""
+        """Return the encoded image or audio clip at position `number` of a sample."""
         row = self._row(index)
         _, kind, file, offset, length, own = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
         name = name_text(row["names"]).split("\n")[number]
         return mixed_at(Path(self.files[file]), name, kind, offset, length, own, self.mixed_columns())
 
     def origin(self, index: int, number: int) -> list[Any]:
-        """Return JSON values that change when a picture or a recording changes: its file, and its location there.
+        """Return JSON values that change when an image or an audio clip changes: its file, and its location there.
 
         number: position among its media.
         """
@@ -368,7 +368,7 @@ def _row(survey: MixedSurvey, file: int, sample: FoundSample) -> tuple[dict[str,
     }, ""
 
 
-# Features that a frozen encoder computed from pictures or recordings, stored once in safetensors shards, read by
+# Features that a frozen encoder computed from images or audio clips, stored once in safetensors shards, read by
 # number.
 
 #: Items per shard, and shards that a process keeps open.
@@ -382,7 +382,7 @@ class FeatureShards:
         folder: folder of the shards.
         key: JSON values that identify the encoder and the transform of the items.
         records: the samples.
-        is_sound: the items are recordings, not pictures.
+        is_sound: the items are audio clips, not images.
         blank: substitute features for a batch without items, (R, D).
     """
 

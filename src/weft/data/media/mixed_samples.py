@@ -1,4 +1,4 @@
-"""Content of a record of text, pictures and audio, in order: plain columns, or a chat in one of its two usual forms.
+"""Content of a record of text, images and audio, in order: plain columns, or a chat in one of its two usual forms.
 
 In a chat, contents are lists of parts ({"type": "image", ...}), or texts with markers (`<image>`, `<audio>`) whose
 media are in separate lists of the record.
@@ -39,7 +39,7 @@ class SamplePart:
     Attributes:
         what: kind of the part. "turn" begins a turn of the role `text`. "end" ends it, or a sample without turns.
         text: the text.
-        media: a picture or a recording as a path, bytes, or a mapping with one of them.
+        media: an image or an audio clip as a path, bytes, or a mapping with one of them.
         is_learnt: the part counts in the loss.
     """
 
@@ -55,7 +55,7 @@ class UnusableSample(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MixedColumns:
-    """Columns of text, pictures and recordings. "" is for the usual names."""
+    """Columns of text, images and audio clips. "" is for the usual names."""
 
     text: str = ""
     picture: str = ""
@@ -105,7 +105,7 @@ class _Media:
         return SamplePart(what, media=media[self._used[mark] - 1] if self._used[mark] <= len(media) else None)
 
     def rest(self) -> Iterator[SamplePart]:
-        """Return the remaining media, pictures first."""
+        """Return the remaining media, images first."""
         for mark, (_, media) in self._lists.items():
             for _ in range(self._used[mark], len(media)):
                 yield self.at(mark)
@@ -176,9 +176,9 @@ def _marked(text: str, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
             yield SamplePart("text", piece, is_learnt=is_learnt)
 
 
-# Tokens of a sample, with a marker for each picture or recording.
+# Tokens of a sample, with a marker for each image or audio clip.
 
-#: Markers that replace the tokens of a picture or a recording.
+#: Markers that replace the tokens of an image or an audio clip.
 PICTURE_MARK, SOUND_MARK = -1, -2
 
 

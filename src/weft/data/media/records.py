@@ -1,4 +1,4 @@
-"""Kinds of media: pictures or audio, with their file suffixes, column names and nouns for messages."""
+"""Kinds of media: images or audio, with their file suffixes, column names and nouns for messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SOUND = MediaKind(
     ("audio", "sound", "recording", "wav", "flac", "ogg", "mp3", "file_name", "audio_path", "audio_filepath", "path",
      "bytes"),
 )  # fmt: skip
-#: Text with any number of pictures and recordings.
+#: Text with any number of images and audio clips.
 SAMPLE = MediaKind("sample", "samples", "text", (), ())
 #: Kinds by singular name.
 KINDS = {kind.one: kind for kind in (PICTURE, SOUND, SAMPLE)}

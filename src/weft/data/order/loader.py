@@ -132,7 +132,7 @@ class EvalBatches:
 def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int, *, pin: bool = False) -> Batch:
     """Build a batch of int64 (B, T) tensors: input_ids, labels, positions.
 
-    If a document starts inside of a row, the batch has document_ids, int64 (B, T), and document_starts, int64 (B, M).
+    If a document starts inside a row, the batch has document_ids, int64 (B, T), and document_starts, int64 (B, M).
     document_starts has the positions at which documents begin, padded with T. M is a power of two, to limit the number
     of shapes. If some label weights are not 1, the batch has weights, float32 (B, T). Rows without an index are
     padding, and their labels are all -100.

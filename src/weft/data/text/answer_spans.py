@@ -273,7 +273,7 @@ def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
 
 
 def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True) -> str:
-    """Replace the first and the last letter outside of tags by a mark.
+    """Replace the first and the last letter outside tags by a mark.
 
     In a text without letters, another character is replaced.
     """
@@ -294,7 +294,7 @@ def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool =
 
 
 def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool = True) -> tuple[int, int]:
-    """Return the positions of the first and the last match, outside of tags if possible, or (-1, -1)."""
+    """Return the positions of the first and the last match, outside tags if possible, or (-1, -1)."""
     spans = [match.span() for match in _TAGS.finditer(text)] if tags and ("<" in text or "[" in text) else []
     first, at = -1, 0
     for low, high in [*spans, (len(text), len(text))]:

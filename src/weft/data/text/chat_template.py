@@ -49,7 +49,7 @@ _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
 class RefusedConversation(DataError):
     """The template cannot render a conversation. Others of the same data may be valid.
 
-    text: the full error. reason: a short form, for counts of broken records.
+    text: the full error. reason: a short form, for counts of invalid records.
     """
 
     def __init__(self, text: str, reason: str):

@@ -55,7 +55,7 @@ def _share(lines: list[str], delimiter: str) -> float:
 # Elements of a JSON array, one by one, without the full file in memory.
 
 _READ_BYTES = 2**20
-#: Escapes and ends of strings, and structural characters outside of strings.
+#: Escapes and ends of strings, and structural characters outside strings.
 _IN_STRING, _OUTSIDE = re.compile(r'(?s)\\.|"'), re.compile(r'[][{},"]')
 _SPACE = " \t\r\n"
 
@@ -224,7 +224,7 @@ class Broken:
 
     @classmethod
     def of(cls, file: str, number: int, reason: str, value: object) -> Broken:
-        """Return a broken record with an excerpt of its value.
+        """Return a invalid record with an excerpt of its value.
 
         Args:
             file: name of the file.

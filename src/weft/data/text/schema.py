@@ -202,7 +202,7 @@ def _kinds_with(columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ..
 
 
 def _refuse_binary(files: FileSet) -> None:
-    """Raise DataError if all files are binary. One binary file among others is a broken record."""
+    """Raise DataError if all files are binary. One binary file among others is a invalid record."""
     if len(files.files) == 1:
         first = next(iter(RecordReader(files.files[0], max_record_bytes=_LOOK_AT)), None)
         if isinstance(first, Broken) and first.reason == BINARY:

@@ -49,7 +49,7 @@ class ReadLimits:
     Attributes:
         holdout: share of documents for the eval split.
         max_record_bytes: longer records are broken.
-        max_bad_fraction: maximum share of broken records.
+        max_bad_fraction: maximum share of invalid records.
         piece_bytes: bytes per chunk of text files, or 0 to derive it from `holdout`.
     """
 
@@ -120,7 +120,7 @@ class DocumentStream:
         schema: columns of the records.
         limits: limits on records, and on the share of broken ones.
         vocab_size: ids at or above it are refused.
-        on_broken: called with each broken record.
+        on_broken: called with each invalid record.
         report: called with the number of bytes read so far, or None.
     """
 
@@ -165,14 +165,14 @@ class DocumentStream:
         self.check()
 
     def refuse(self, document: Document, reason: str) -> None:
-        """Count a document that the chat template refuses as a broken record."""
+        """Count a document that the chat template refuses as a invalid record."""
         if reason not in self.broken and len(self.broken) >= _MAX_REASONS:
             reason = "refused by the chat template"
         said = "\n".join(f"{turn.role}: {turn.content}" for turn in document.turns or ())
         self._count(Broken.of(document.file, document.number, reason, said))
 
     def check(self) -> None:
-        """Raise TooManyBroken if the share of broken records among all records is too large."""
+        """Raise TooManyBroken if the share of invalid records among all records is too large."""
         self._check_share(self.num_records)
 
     def _report_position(self, bytes_before: int, position: int) -> None:
@@ -405,7 +405,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def too_many_broken(
     files: FileSet, schema: Schema, read: DocumentStream | SourceManifest, max_bad_fraction: float, listed: Path
 ) -> DataError:
-    """Make the error for a source with too many broken records.
+    """Make the error for a source with too many invalid records.
 
     Args:
         files: files of the source.

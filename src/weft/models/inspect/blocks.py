@@ -1,7 +1,7 @@
 """A model's repeated blocks, the units of recompute, compilation, gathering and counting.
 
 `outermost` is the shared traversal. Callers differ in the modules that they select: recompute and compile select blocks
-(`repeated_blocks`), ZeRO 3 also selects large layers outside of them, and `describe` selects identical modules.
+(`repeated_blocks`), ZeRO 3 also selects large layers outside them, and `describe` selects identical modules.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _runs(names: list[str]) -> Iterator[str]:
 class Layers:
     """The parts of one run.
 
-    blocks: the repeated layers by path. ends: modules at whose call recording stops. parts: parts by number; layers
+    blocks: the repeated layers by path. ends: modules at whose call audio clip stops. parts: parts by number; layers
     count from 0, and the caller numbers `before` and `after`. current: path of the running layer.
     """
 

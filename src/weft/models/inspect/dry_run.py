@@ -316,7 +316,7 @@ _SIDES = (224, 32, 28, 16, 8)
 
 
 class CallOrder:
-    """Calls of modules in order, and the modules whose weights were read outside of their calls."""
+    """Calls of modules in order, and the modules whose weights were read outside their calls."""
 
     def __init__(self) -> None:
         self.calls: list[nn.Module] = []
@@ -333,7 +333,7 @@ class CallOrder:
         self._uses.add((owner, running))
 
     def is_read(self, module: nn.Module) -> bool:
-        """Return True if a weight of a module, or of a part of it, was used outside of the module's calls."""
+        """Return True if a weight of a module, or of a part of it, was used outside the module's calls."""
         inside = set(module.modules())
         return any(owner in inside and module not in running for owner, running in self._uses)
 
@@ -427,7 +427,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 class _Watch(TorchFunctionMode):
-    """Records calls and weights that are read outside of them. Checks of meta tensors' values return True."""
+    """Records calls and weights that are read outside them. Checks of meta tensors' values return True."""
 
     def __init__(self, model: nn.Module, order: CallOrder):
         super().__init__()

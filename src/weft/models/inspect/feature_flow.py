@@ -77,7 +77,7 @@ class FeatureFlow(TorchFunctionMode):
 
     broken: reasons why layers cannot be sharded. alone: layers of `broken` whose features mixed only with each other.
     trusted: above zero if constant numbers of heads and widths are replaced by a rank's.
-    weights: ids of parameters that a layer may shard. read: those that are used outside of their layer, and the
+    weights: ids of parameters that a layer may shard. read: those that are used outside their layer, and the
     operation. lookup: id of the embedding that a layer is reading.
     """
 
@@ -179,7 +179,7 @@ class FeatureFlow(TorchFunctionMode):
         return result
 
     def _note_reads(self, name: str, args: Any, kwargs: Any) -> None:
-        """Note weights whose numbers an operation outside of their layers uses: a shard of one is not enough there."""
+        """Note weights whose numbers an operation outside their layers uses: a shard of one is not enough there."""
         if name in _ASKED or name in _FRESH:
             return
         used = args[:1] if name in ("to", "type_as") else (args, kwargs)  # of the second only the format

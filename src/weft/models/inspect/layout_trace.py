@@ -152,7 +152,7 @@ class _Trace:
                 yield module.register_forward_hook(self._after_around)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        """Weights that are read outside of their layers, as a penalty or a tied product does, stay unsharded."""
+        """Weights that are read outside their layers, as a penalty or a tied product does, stay unsharded."""
         del args
         if isinstance(self.model, KnownModel):
             return
@@ -268,10 +268,10 @@ class _Trace:
         """Return style and reason of each module that is sharded or works on sharded features, in module order."""
         styles: dict[str, str] = {}
         reasons: dict[str, str] = {}
-        # Columns of parameters that are read outside of their layers stay together.
+        # Columns of parameters that are read outside their layers stay together.
         read = {place for number in self.flow.read for place in self.weights[number]}
         for path, name in read:
-            self.flow.broken.setdefault(path, f"its {name} is read outside of the layer")
+            self.flow.broken.setdefault(path, f"its {name} is read outside the layer")
         self._vocabulary(styles, reasons, read)
         families = self._families()
         blocks = tuple(f"{block}." for block in repeated_blocks(self.model))
@@ -286,7 +286,7 @@ class _Trace:
                 continue  # an output layer, or the first layer is the second of another pair
             family = frozenset[str]().union(*(families[source] for source in sources))
             if path.startswith(blocks) and not all(source.startswith(blocks) for source in family):
-                continue  # a pair with one layer outside of the blocks, such as a conditioning layer
+                continue  # a pair with one layer outside the blocks, such as a conditioning layer
             if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
                 continue
             if any(self.ends.get(source, frozenset()) & family for source in family):

@@ -22,7 +22,7 @@ GROUPED_MM = torch.ops.aten._grouped_mm
 
 #: Returns the sequence number of the next autograd node, to mark the start of a part of forward.
 next_node_number: Callable[[], int] = _get_sequence_nr
-#: Returns the autograd node whose backward runs, or None outside of a backward pass.
+#: Returns the autograd node whose backward runs, or None outside a backward pass.
 node_in_backward: Callable[[], Node | None] = torch._C._current_autograd_node
 
 

@@ -1,6 +1,6 @@
 """Find modules that mix tokens of a sequence, from their classes and from one forward on small inputs.
 
-Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside of modules
+Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside modules
 that get all of them. `find_regions` runs the model once and follows the tokens from their division to the gather. It
 accepts the operations in `token_rules.py` and rejects every other operation by name.
 """
@@ -126,7 +126,7 @@ def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, e
 def find_mixers(
     model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
 ) -> tuple[str, ...]:
-    """Return the modules that must get all tokens so that the blocks treat each token separately outside of them.
+    """Return the modules that must get all tokens so that the blocks treat each token separately outside them.
 
     Args:
         model: the full model.

@@ -1,4 +1,4 @@
-"""Trace the tokens through one forward of a model, and check the operations on them outside of sharded layers."""
+"""Trace the tokens through one forward of a model, and check the operations on them outside sharded layers."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class FullRegion:
     made: set[int]
 
     def reads_outside(self, given: Iterable[torch.Tensor], marks: TensorMarks) -> bool:
-        """Return True if one tensor has tokens, or a gradient from outside of the module."""
+        """Return True if one tensor has tokens, or a gradient from outside the module."""
         return any(marks.of(one) is not None or (one.requires_grad and id(one) not in self.made) for one in given)
 
 
@@ -230,16 +230,16 @@ class TokenTrace:
         return f"{path} ({self._kind(path)})" if path else type(self._model).__name__
 
     def record_mixing(self, operation: str) -> None:
-        """Record that an operation mixes tokens outside of modules that get all of them."""
+        """Record that an operation mixes tokens outside modules that get all of them."""
         self._fail(
-            f"{self.module_name} calls `{operation}` outside of sharded layers, which mixes tokens or is not known to "
+            f"{self.module_name} calls `{operation}` outside sharded layers, which mixes tokens or is not known to "
             "keep them separate, and tokens are sharded there."
         )
 
     def misuse(self, operation: str) -> None:
         """Record that code depends on the number of tokens."""
         self._fail(
-            f"{self.module_name} {operation.format('the number of tokens')}, and outside of sharded layers that is the "
+            f"{self.module_name} {operation.format('the number of tokens')}, and outside sharded layers that is the "
             "number of a rank's tokens, not of all."
         )
 
@@ -282,7 +282,7 @@ class TokenTrace:
                 return self._enter_full(path, module, args, kwargs)
             if self._division.gathers(path):
                 if not self._unit and any(path.startswith(f"{unit}.") for unit in self._units):
-                    self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
+                    self._fail(f"{path} ({self._kind(path)}) is called outside its block.")
                 if self._unit:
                     if self._depth == 0:
                         self._check_arguments(args, kwargs)
@@ -326,7 +326,7 @@ class TokenTrace:
     def _enter_full(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments of a module that gets all tokens, without marks."""
         if not self._unit:
-            self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
+            self._fail(f"{path} ({self._kind(path)}) is called outside its block.")
         leaves, tree = tree_flatten((args, kwargs))
         if next(counted_in((args, kwargs)), None) is not None:
             self._fail(f"{self.module_name} is given a number that was computed from the number of tokens.")
@@ -416,7 +416,7 @@ class TokenTrace:
         for leaf in tree_leaves((args, kwargs)):
             if self._is_outside(leaf) and self.marks.of(leaf) is None and not self._owners.is_own(leaf):
                 self._fail(
-                    f"{self.module_name} gets a tensor from outside of its block that is not an argument of the block."
+                    f"{self.module_name} gets a tensor from outside its block that is not an argument of the block."
                 )
 
     def _leave(self, path: str) -> Any:
@@ -494,7 +494,7 @@ class TokenTrace:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if (region := self._region) is not None:
             if region.reads_outside(given, self.marks):
-                self._fail(f"{self.module_name} reads a tensor from outside of {region.path} in `{name}`.")
+                self._fail(f"{self.module_name} reads a tensor from outside {region.path} in `{name}`.")
             region.made |= {id(output) for output in outputs}
             self.marks.keep(outputs)
             return
@@ -513,10 +513,10 @@ class TokenTrace:
         self.note(outputs)
 
     def _check_sources(self, name: str, given: list[torch.Tensor]) -> None:
-        """Check that code outside of blocks uses no tensors or parameters of blocks, and the reverse."""
+        """Check that code outside blocks uses no tensors or parameters of blocks, and the reverse."""
         if self._owners.of_full(given):
             self._fail(
-                f"{self.module_name} reads a parameter of a module that gets all tokens outside of it, in `{name}`."
+                f"{self.module_name} reads a parameter of a module that gets all tokens outside it, in `{name}`."
             )
         if self._open is None:
             self._outside(given, f"`{name}`")
@@ -524,7 +524,7 @@ class TokenTrace:
             self._check_foreign(name, given)
         elif not self._division.has_own_loss and self._owners.of_blocks(given):
             self._fail(
-                f"{self.module_name} reads a parameter of a block outside of it, in `{name}`, where its gradient is no "
+                f"{self.module_name} reads a parameter of a block outside it, in `{name}`, where its gradient is no "
                 "sum over the ranks."
             )
 
@@ -544,7 +544,7 @@ class TokenTrace:
         for leaf in given:
             if self.marks.of(leaf) is None and self._is_outside(leaf) and not self._owners.is_own(leaf):
                 what = (
-                    "reads a tensor made outside of the block that is no argument of it"
+                    "reads a tensor made outside the block that is no argument of it"
                     if self._unit
                     else ("reads a parameter or a tensor with a gradient between its blocks")
                 )

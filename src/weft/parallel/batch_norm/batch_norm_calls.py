@@ -74,7 +74,7 @@ def is_plain_forward(norm: nn.Module) -> bool:
 
 @torch.no_grad()
 def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise ModelError if samples interact in a subclass's forward outside of its calls of batch_norm. Runs the forward
+    """Raise ModelError if samples interact in a subclass's forward outside its calls of batch_norm. Runs the forward
     twice, with batch_norm reduced to scale and shift: on the input, and on the input followed by more samples. The
     input's rows must give the same output. Buffers and generators are restored.
     """

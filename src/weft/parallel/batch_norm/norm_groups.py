@@ -259,7 +259,7 @@ class GroupedBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (N, C, ...). Return the same shape."""
         groups, norm = self._weft_groups, cast("nn.BatchNorm2d", self)
-        # Frozen statistics are those in eval. A norm that was unpickled outside of its mesh is a plain one.
+        # Frozen statistics are those in eval. A norm that was unpickled outside its mesh is a plain one.
         if not self.training or groups is None:
             return super().forward(x)
         return _normalise(self, groups, x, norm.weight, norm.bias, norm.eps, norm.track_running_stats)

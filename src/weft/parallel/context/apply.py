@@ -114,7 +114,7 @@ class Context:
         if q_BHTC.shape[2] != k_BKTC.shape[2]:
             raise ModelError(
                 f"cp={self.axis.size}: {q_BHTC.shape[2]} queries of {k_BKTC.shape[2]} keys; a sharded sequence has "
-                "no cache. Generate outside of training steps, with full sequences."
+                "no cache. Generate outside training steps, with full sequences."
             )
         view = self.divide(q_BHTC.shape[2] * self.axis.size, ids_BT)
         return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)

@@ -160,7 +160,7 @@ class _FillPositions:
             return None
         given = self._signature.bind(*args, **kwargs).arguments
         if given.get("cache") is not None:
-            raise ModelError("cache: a sharded sequence has no cache. Generate outside of training steps.")
+            raise ModelError("cache: a sharded sequence has no cache. Generate outside training steps.")
         ids_BT = given["input_ids_BT"]
         seq_len = ids_BT.shape[1] * context.axis.size
         if self._longest is not None and seq_len > self._longest:

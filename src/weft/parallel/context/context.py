@@ -42,7 +42,7 @@ def check_sequences(model: nn.Module, mesh: Mesh, example: Any = None) -> str:
     Returns "" if attention itself can be sharded. Pass the result to `apply_context`. example: arguments of a forward
     of a user's own model, or None to generate them.
     Raises ModelError if attention can neither be replaced nor get all tokens. Raises LayoutError if a block mixes
-    tokens outside of the modules that would get all tokens.
+    tokens outside the modules that would get all tokens.
     """
     if mesh["cp"].size == 1 or isinstance(model, Decoder):
         return ""

@@ -84,7 +84,7 @@ class FullSequenceMixers(Context):
         }
 
     def sees_full_sequence(self, path: str) -> bool:
-        """Return True if a module gets all tokens: outside of the blocks, and in modules that mix tokens."""
+        """Return True if a module gets all tokens: outside the blocks, and in modules that mix tokens."""
         return not _is_in(path, self._blocks) or _is_in(path, self._whole)
 
 
@@ -117,7 +117,7 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside of its mixers. Call it with the
+    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside its mixers. Call it with the
     full model: a pipeline stage cannot be traced.
     """
     blocks, mixers = repeated_blocks(model), mixers_of(model)

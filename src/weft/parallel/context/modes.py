@@ -1,4 +1,4 @@
-"""Context-parallel attention modes (gather, ring, ulysses), and document borders of packed sequences.
+"""Context-parallel attention modes (gather, ring, ulysses), and document boundaries of packed sequences.
 
 B sequences, T tokens of this rank, S tokens of the full sequence.
 """
@@ -155,7 +155,7 @@ def full_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch
 
 
 def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tuple[Borders, ...] | None:
-    """Return the document borders in full sequences, from the ids of each rank's tokens. Identical on all ranks.
+    """Return the document boundaries in full sequences, from the ids of each rank's tokens. Identical on all ranks.
     Returns None if no sequence has an inner border. Uses host values if the batch came from the host. For ids computed
     on the device, this is a collective over the axis, and the host waits for it. Raises ModelError if a document
     continues after another one.

@@ -83,7 +83,7 @@ class FunctionalDropout(nn.Module):
 
 
 class UncompiledDropout(FunctionalDropout):
-    """A torch layer with dropout inside, which runs outside of compiled code."""
+    """A torch layer with dropout inside, which runs outside compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:

@@ -32,7 +32,7 @@ from weft.private_torch import graph_task, uncompiled
 
 #: Attribute of a batch's tensors that contains their samples.
 MARK = "_weft_samples"
-#: Calls of one module per forward of its block that run inside a compiled block. Later calls run outside of it.
+#: Calls of one module per forward of its block that run inside a compiled block. Later calls run outside it.
 _CALLS = 4
 
 
@@ -66,7 +66,7 @@ class Drops:
         self.part = part or ShardPosition(mesh["tp"])
         self.sites: list[DropSite] = []
         #: Sample numbers as a tensor that compiled blocks read. None if they follow from the rank, or if rows are not
-        #: samples: dropout then runs outside of compiled blocks.
+        #: samples: dropout then runs outside compiled blocks.
         self.told_samples: Tensor | None = None
         self.is_told = True
         self._data = mesh.data
@@ -174,7 +174,7 @@ class Drops:
         return key, site.draw_positions(like)
 
     def _path_of(self, modules: Iterable[nn.Module]) -> str:
-        """Return the path of the innermost module that belongs to the model, or "" outside of all."""
+        """Return the path of the innermost module that belongs to the model, or "" outside all."""
         model = None if self.model is None else self.model()
         for module in modules:
             if id(module) not in self._paths and model is not None:
@@ -358,7 +358,7 @@ class DropSite:
 
     @property
     def is_plain(self) -> bool:
-        """True if the module was unpickled outside of its mesh."""
+        """True if the module was unpickled outside its mesh."""
         return self._drops is None
 
     def key(self, key: int, call: int) -> int:

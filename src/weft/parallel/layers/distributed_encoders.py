@@ -85,7 +85,7 @@ FEATURES = ("get_image_features", "get_audio_features")
 _NOT_CALLED = -1
 
 
-#: A call of a model's method: its name, positional and named arguments.
+#: A call of a model's method: its name, positional and keyword arguments.
 Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
@@ -179,8 +179,9 @@ class Encoder:
         return Division(self._ranks, rows, homes, dealt)
 
     def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
-        """Gather the number of items of each data rank. A collective. Returns the calls of another rank if some ranks
-        do not call the module, else None. `items` are this rank's; None means that it does not call the module.
+        """Gather the number of items of each data rank. All ranks must call it. Returns the calls of another rank if
+        some ranks do not call the module, else None. `items` are this rank's; None means that it does not call the
+        module.
         """
         said = b""
         if items is not None and len(items):
@@ -389,7 +390,7 @@ class EncoderChoice:
     text: nn.Module | None = None
 
     def holds(self, path: str) -> bool:
-        """Return True if a module's items are distributed, or it is inside of such a module."""
+        """Return True if a module's items are distributed, or it is inside such a module."""
         return any(path == one or path.startswith(f"{one}.") for one in self.shared)
 
     def parameters(self, model: nn.Module) -> tuple[str, ...]:
@@ -501,5 +502,5 @@ def _towers(model: nn.Module) -> tuple[str, ...]:
 
 
 def _meets(path: str, other: str) -> bool:
-    """Return True if one module is the other or inside of it."""
+    """Return True if one module is the other or inside it."""
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")

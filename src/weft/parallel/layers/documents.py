@@ -100,7 +100,7 @@ _OWN, _NAME = "sdpa", "weft_sdpa_by_documents"
 _READY = "_weft_reads_documents"
 #: Attributes of a model: its first position, and the flag of a call of `call_in_documents`.
 _FIRST, _TOLD = "_weft_first_position", "_weft_is_told_documents"
-#: Dtypes of masks that hold document borders: start positions, or document ids.
+#: Dtypes of masks that hold document boundaries: start positions, or document ids.
 _PLACES, _IDS = torch.int64, torch.int32
 #: Attention arguments of some models that need a mask over pairs.
 _BESIDE = ("softcap", "s_aux", "position_bias", "head_mask", "indices")
@@ -150,7 +150,7 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor:
-    """Return the attention mask that encodes document borders: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
+    """Return the attention mask that encodes document boundaries: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
     starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device sync.
     ids_BT: ascending document id per token, used if `starts_BM` is None.
     """

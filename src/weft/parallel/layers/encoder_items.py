@@ -1,6 +1,6 @@
-"""Encoder attention over all pictures of a batch in one call, and the items of an encoder call.
+"""Encoder attention over all images of a batch in one call, and the items of an encoder call.
 
-Models of transformers with such an encoder (Qwen2-VL and related models) call torch's fused attention once per picture
+Models of transformers with such an encoder (Qwen2-VL and related models) call torch's fused attention once per image
 and layer, and read the borders from the device each time. transformers passes the borders to one call only if the
 attention function's name contains "flash". So the encoder's modules get a copy of the config with such a name.
 """
@@ -33,7 +33,7 @@ _BORDERS = "cu_seqlens"
 
 
 def attend_by_borders(model: nn.Module) -> None:
-    """Make the encoders of a transformers model attend to all pictures in one call."""
+    """Make the encoders of a transformers model attend to all images in one call."""
     if not hugging_face.is_hugging_face(model):
         return
     attending = [module for module in model.modules() if _calls_by_picture(module)]
@@ -81,7 +81,7 @@ def _attend(
     return bordered_attention(query, key, value, starts, longest).transpose(1, 2), None
 
 
-# Items of one encoder call: pictures or clips. Each is one row, or several consecutive rows.
+# Items of one encoder call: images or clips. Each is one row, or several consecutive rows.
 
 #: Possible lengths of a grid row: (height, width) or (frames, height, width).
 _GRIDS = (2, 3)
@@ -123,7 +123,7 @@ class Items:
         return take(self.leaves[place], self.sizes(place), chosen)
 
     def arguments(self, replaced: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and named arguments with some of the leaves replaced."""
+        """Return positional and keyword arguments with some of the leaves replaced."""
         return tree_unflatten([replaced.get(place, leaf) for place, leaf in enumerate(self.leaves)], self.tree)
 
 
@@ -364,7 +364,7 @@ def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
     args, kwargs = items.arguments({})
     if len(args) + len(kwargs) != len(items.leaves):
         raise LayoutError(
-            f"{path}=spread: it is called with tensors inside of other arguments, which cannot be sent to ranks "
+            f"{path}=spread: it is called with tensors inside other arguments, which cannot be sent to ranks "
             "without items. Call it with tensors and plain values, or use a plan without zero=3 and spread without "
             ":data."
         )
@@ -384,8 +384,8 @@ def _made_call(text: list[Any], device: torch.device) -> Items:
 
 
 def first_recorded(own: bytes, sizes: list[int], axis: Axis, device: torch.device) -> bytes:
-    """Return the message of the first rank that has one. A collective. sizes: message size of each rank of the axis, in
-    bytes.
+    """Return the message of the first rank that has one. All ranks must call it. sizes: message size of each rank of
+    the axis, in bytes.
     """
     filled = torch.zeros(max(sizes), dtype=torch.uint8)
     filled[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else filled[:0]

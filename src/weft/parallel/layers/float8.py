@@ -1,6 +1,6 @@
 """Selection of the linear layers that multiply in float8.
 
-Selected are the linear layers inside of repeated blocks, including layers before and after their norms. Not selected
+Selected are the linear layers inside repeated blocks, including layers before and after their norms. Not selected
 are embeddings, the head, norms, stacked experts, routers, and frozen base weights stored as bytes. Both dims of a
 layer's full weight must be multiples of 16. The user can exclude more layers. Selection depends on the model and not
 on the plan, so every plan of a model rounds the same layers.

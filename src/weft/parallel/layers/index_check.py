@@ -29,7 +29,7 @@ def watch_indices(model: nn.Module) -> None:
 
 
 def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
-    """Refuse labels outside of the head's range, if the host has their values.
+    """Refuse labels outside the head's range, if the host has their values.
 
     Raises ModelError with the label and the remedy.
     """
@@ -79,7 +79,7 @@ def _remedy(wrong: int) -> str:
 
 
 def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | None:
-    """Return the first index outside of 0..size-1, or None. Only values on the host are checked."""
+    """Return the first index outside 0..size-1, or None. Only values on the host are checked."""
     values = host_values(indices)
     if values is None or values.numel() == 0 or values.is_floating_point():
         return None

@@ -134,7 +134,7 @@ class Probe:
         outputs = [*tensors_in(value), *(each for _, found in tensors for each in tensors_in(found))]
         if made.outlives([*outputs, *tensors_in(given), *_attribute_tensors(module)]):
             raise ModelError(
-                f"pp: {self.path!r} leaves a tensor outside of itself, such as in a list of losses, which does not "
+                f"pp: {self.path!r} leaves a tensor outside itself, such as in a list of losses, which does not "
                 "reach other stages. Return it, or set it as an attribute of the module, or use pp=1."
             )
         return Returned(map_tensors(to_meta, value), tensors, others)

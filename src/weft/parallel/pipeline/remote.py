@@ -112,7 +112,7 @@ def refuse(remote: RemoteTensor, use: str) -> ModelError:
     """Return the error for a use of a value that this stage does not have."""
     if not remote.source:
         return ModelError(
-            f"pp: {use}, which follows from a weight outside of the blocks. Move this into a block, or use pp=1."
+            f"pp: {use}, which follows from a weight outside the blocks. Move this into a block, or use pp=1."
         )
     return ModelError(
         f"pp: {use}, which follows from the output of {remote.source!r} on another stage. A stage receives what its "

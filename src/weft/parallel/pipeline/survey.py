@@ -140,7 +140,7 @@ class ValueSurvey:
             random.setstate(drawn)
         if was_drawn or not all(map(torch.equal, state, after)):
             raise ModelError(
-                f"pp: forward of {type(self._model).__name__} draws random numbers outside of its blocks, and each "
+                f"pp: forward of {type(self._model).__name__} draws random numbers outside its blocks, and each "
                 f"stage would draw others. Draw them in the data or in a block, or use pp=1."
             )
         route = self._routed(list(tensors_in(output)))
@@ -399,7 +399,7 @@ def _same_site(model: nn.Module, site: blocks.Site) -> blocks.Site:
 
 
 def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTensor]]:
-    """Return a copy of a model with the chain's modules on the meta device, and the weights outside of them."""
+    """Return a copy of a model with the chain's modules on the meta device, and the weights outside them."""
     memo: dict[int, Any] = {}
     for site in chain.sites:
         for part in site.module.modules():

@@ -40,7 +40,7 @@ class ErrorFeedback(Protocol):
     """Error feedback of rounded gradients that is pending on replicas, as full tensors by name."""
 
     def residual_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's residuals as flat slices, in its own memory. No collective."""
+        """Yield this rank's residuals as flat slices, in its own memory. Local; no communication."""
         ...
 
     def take(self, source: StateSource) -> list[str]:
@@ -173,16 +173,16 @@ class DataParallel(Protocol):
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield this rank's parts of the trainable weights, with the number of ranks that hold the same part.
 
-        In the master's dtype and memory, which the optimizer modifies. No collective.
+        In the master's dtype and memory, which the optimizer modifies. Local; no communication.
         """
         ...
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return the tensors that store this rank's gradients now, to count their bytes. No collective."""
+        """Return the tensors that store this rank's gradients now, to count their bytes. Local; no communication."""
         ...
 
     def model_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model for checkpoints, in its own memory. No collective."""
+        """Yield this rank's flat slices of the model for checkpoints, in its own memory. Local; no communication."""
         ...
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:

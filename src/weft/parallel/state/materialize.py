@@ -157,7 +157,7 @@ def guard_model(model: nn.Module, axes: AxisMap) -> None:
         f"model of type {kind}: under zero=3 its weights are shards, and it cannot be copied, as AveragedModel and "
         "copy.deepcopy do. Use run.ema(model, decay=0.999) for averaged weights, or run.full_state_dict(model)."
     )
-    # On each module: scripts often save the model inside of a wrapper.
+    # On each module: scripts often save the model inside a wrapper.
     for module in model.modules():
         if next(module.parameters(), None) is not None or module is model:
             module.register_state_dict_pre_hook(functools.partial(guard.refuse, save))

@@ -273,7 +273,7 @@ class AxisMap:
         return placement.full_shape(shape, self._size(placement.cut))
 
     def full_tensor(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor from this rank's part, or from a tensor of its shape. A collective."""
+        """Return the full tensor from this rank's part, or from a tensor of its shape. All ranks must call it."""
         placement = self.placement(name)
         axis = self.of(name, part.shape).cut
         if axis.size == 1:

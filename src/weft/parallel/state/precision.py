@@ -77,13 +77,13 @@ class Precision:
         """
         if self.sync != "step":
             raise ModelError(
-                f"sync={self.sync}: backward() came outside of a train step, and only a train step counts the steps "
+                f"sync={self.sync}: backward() came outside a train step, and only a train step counts the steps "
                 "until replicas synchronize. Use run.train_step, or sync=step."
             )
         for name, wire in (("reduce", self.wire), ("compress", self.outer_wire)):
             if wire is not None and wire.feeds_back:
                 raise ModelError(
-                    f"{name}={wire.spec.name}: backward() came outside of a train step, and only a train step "
+                    f"{name}={wire.spec.name}: backward() came outside a train step, and only a train step "
                     "computes the residual of clipped gradients. Use run.train_step, or compress=int8, which has no "
                     "residual."
                 )
@@ -95,7 +95,7 @@ class Precision:
         """
         if self.scales_loss:
             raise ModelError(
-                f"precision=fp16: its loss must be scaled, and {what} outside of a train step. "
+                f"precision=fp16: its loss must be scaled, and {what} outside a train step. "
                 f"Use run.train_step, or precision=bf16."
             )
 

@@ -5,7 +5,7 @@ A view from before (`self.w_t = self.linear.weight.t()`) or another holder of a 
 closure, a Keras variable) keeps the old values. A model that computes with them trains with stale weights.
 
 Before anything moves, weak references to each parameter and its memory are taken. If one is still alive afterwards and
-is not the parameter itself, something outside of the modules refers to it. Only then is the first forward watched:
+is not the parameter itself, something outside the modules refers to it. Only then is the first forward watched:
 keeping such a reference is legal, for example in a list for an optimizer's groups, but computing with it is not.
 """
 
@@ -182,7 +182,7 @@ class StaleReferences:
         """Refuse a tensor with old values. Raises ModelError that names the parameter and how the model reaches it."""
         name, model = self.name_of(tensor), self._model()
         how = None if model is None else next(iter(_holders(model, self, name)), None)
-        reached = f"through {how}" if how else "from outside of its modules, such as a global variable"
+        reached = f"through {how}" if how else "from outside its modules, such as a global variable"
         raise ModelError(
             f"model: parameter {name} is used {reached}, which still has the values of before parallelize, so training "
             "would not reach it. Read the parameter from its module in each forward, such as self.linear.weight.t()."

@@ -102,7 +102,7 @@ class TensorContext:
         shards: parameters that were replaced.
         part: position of this rank in sharded layers.
         line: sharding of layers in blocks.
-        outside: sharding of layers outside of blocks. Each rank has all tokens there.
+        outside: sharding of layers outside blocks. Each rank has all tokens there.
         ends: sharding of embedding and head.
     """
 

@@ -42,7 +42,7 @@ class Phase(IntEnum):
     OWN_BACKWARD = auto()
     #: The user's optimizer steps.
     OWN_UPDATE = auto()
-    #: Between `begin_step` and the last microbatch, outside of microbatches. A step that failed stays here.
+    #: Between `begin_step` and the last microbatch, outside microbatches. A step that failed stays here.
     ACCUMULATE = auto()
     #: A microbatch that is not the last one.
     INNER_PASS = auto()
@@ -170,7 +170,7 @@ class ZeroEngine(DataParallel, ABC):
         if self.has_adopted(optimizer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
+            raise ModelError("optimizer LBFGS: it calls the model inside its step. Use another optimizer.")
         self._put_shards(optimizer)
         if self.updates_on_host:
             step_on_host(optimizer)
@@ -248,7 +248,7 @@ def watch_steps(
         if found is not None and not found.in_step:
             if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
                 raise ModelError(
-                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where "
+                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside step(), where "
                     "ranks cannot communicate. Call backward() first, then step()."
                 )
             found.finalize()

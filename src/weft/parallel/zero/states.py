@@ -28,7 +28,7 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 
 
 def broadcast_buffers(buffers: Iterable[tuple[torch.Tensor, Axis]]) -> None:
-    """Copy each buffer from the first rank of its axis. A collective."""
+    """Copy each buffer from the first rank of its axis. All ranks must call it."""
     for buffer, axis in buffers:
         sent = broadcast(buffer.detach().contiguous(), axis)
         if sent.data_ptr() != buffer.data_ptr():

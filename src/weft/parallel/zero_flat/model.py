@@ -273,7 +273,7 @@ class OwnLoop:
         find_optimizers(self._engine)
 
     def note(self, bucket: Bucket) -> None:
-        """Record a bucket that got a gradient outside of microbatches."""
+        """Record a bucket that got a gradient outside microbatches."""
         self._touched.add(bucket.index)
         task = graph_task()
         if self._backward != task:

@@ -129,7 +129,7 @@ class SlotErrorFeedback:
         self.buckets: Sequence[Bucket] = ()
 
     def residual_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's residuals in their own memory. No collective."""
+        """Yield this rank's residuals in their own memory. Local; no communication."""
         for bucket in self.buckets:
             if (coder := self._sums.debtor(bucket)) is None:
                 continue
@@ -449,7 +449,7 @@ class QuantizedWeights:
         self._buckets, self._axes = buckets, axes
 
     def flat_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of them. No collective."""
+        """Yield this rank's flat slices of them. Local; no communication."""
         placed = SlotSlices(self._buckets, self._axes)
         for bucket in self._buckets:
             for slot in bucket.slots if bucket.differs else ():
@@ -460,7 +460,7 @@ class QuantizedWeights:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> None:
-        """Load the weights that forward uses from a checkpoint, if it has them. A collective."""
+        """Load the weights that forward uses from a checkpoint, if it has them. All ranks must call it."""
         for one in self.flat_slices() if source.entries else ():
             if one.name in source.entries:
                 one.fill(source)

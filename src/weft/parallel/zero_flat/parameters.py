@@ -23,7 +23,7 @@ from weft.private_torch import version_of
 
 
 class FlatParameters:
-    """Slots and buckets of a model's parameters, and its tensors outside of buckets. model: model; its parameters may
+    """Slots and buckets of a model's parameters, and its tensors outside buckets. model: model; its parameters may
     be on the meta device. host: host memory for the plan's share of optimizer states, or None. bucket_bytes: bytes of
     masters in a bucket.
     """
@@ -94,7 +94,7 @@ class FlatParameters:
             slot.grad, slot.param.grad = None, grad
 
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield unrounded weights, gathered over the shard axes, but not over tp and ep. A collective."""
+        """Yield unrounded weights, gathered over the shard axes, but not over tp and ep. All ranks must call it."""
         for bucket in self.buckets:
             flat = bucket.weights
             if bucket.is_mixed:
@@ -113,7 +113,7 @@ class FlatParameters:
         return ((shard, slot.bucket.over.share[1]) for slot, shard in self.local())
 
     def slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model, masters for trained parameters. No collective."""
+        """Yield this rank's flat slices of the model, masters for trained parameters. Local; no communication."""
         yield from filter(None, map(self.placed.of, self.slots))
         yield from (self._axes.slice_of(name, tensor) for name, tensor in self.untrained.tensors())
 

@@ -1,7 +1,7 @@
 """Overlap of ZeRO-1/2 weight all-gathers with the next forward.
 
 The gathers start in the order in which forward needs the weights, so all but the first overlap with it. Each repeated
-block waits for its own weights when it is called, and so does a layer outside of blocks in models whose code is known.
+block waits for its own weights when it is called, and so does a layer outside blocks in models whose code is known.
 The module must have been called in an earlier forward: a block that a model reads without calling is excluded. All
 other weights are waited for before forward starts, and any read of parameters waits for all.
 """
@@ -26,7 +26,7 @@ from weft.private_torch import uncompiled
 
 class AwaitsWeights(nn.Module):
     """Mixin that waits for the module's gathered weights in `__call__`, and for all weights when parameters are read.
-    `__call__` is outside of the code that torch.compile compiles.
+    `__call__` is outside the code that torch.compile compiles.
     """
 
     _weft_arrival: Arrival

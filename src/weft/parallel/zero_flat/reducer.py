@@ -55,7 +55,7 @@ class Reducer(GradientReducer):
     """Reduces the gradients of one step, bucket by bucket.
 
     stage: 2 releases a bucket's full gradient as soon as it is reduced. each: reduce after each microbatch, not only
-    after the last (stage 2). note: called with each bucket that gets a gradient outside of microbatches. wire,
+    after the last (stage 2). note: called with each bucket that gets a gradient outside microbatches. wire,
     outer_wire: wire formats of gradients in general, and over the outermost data axis. `coders` store their carried
     state. `holds`: no gradient is communicated before the microbatch ends.
     """

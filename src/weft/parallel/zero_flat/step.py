@@ -467,7 +467,7 @@ class FlatOptimizers:
                 param.grad = None
 
     def full_states(self, buckets: Sequence[Bucket]) -> list[dict[str, torch.Tensor]]:
-        """Return copies of each optimizer's full states, before a new layout. A collective."""
+        """Return copies of each optimizer's full states, before a new layout. All ranks must call it."""
         by_axes: dict[Axes, list[Bucket]] = {}
         for bucket in buckets:
             by_axes.setdefault(bucket.over, []).append(bucket)

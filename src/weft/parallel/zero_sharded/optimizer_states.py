@@ -138,7 +138,7 @@ class ShardAdoption:
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gather weights and gradients of the optimizer's full parameters. A collective."""
+        """Gather weights and gradients of the optimizer's full parameters. All ranks must call it."""
         held = self._held[optimizer]
         if self._hosted is not None:
             self._hosted.before_step(name for name in held.hosted if name not in held.whole)
@@ -155,7 +155,7 @@ class ShardAdoption:
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy updated full weights to the shards. A collective."""
+        """Copy updated full weights to the shards. All ranks must call it."""
         held = self._held[optimizer]
         if self._hosted is not None:
             self._hosted.after_step(name for name in held.hosted if name not in held.whole)
@@ -392,7 +392,7 @@ class ShardErrorFeedback:
         return found.sending
 
     def residual_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's residuals in their own memory. No collective."""
+        """Yield this rank's residuals in their own memory. Local; no communication."""
         for unit in self.units:
             if (flat := dict(unit.coder.states()).get(unit.key)) is not None:
                 yield from self._of(unit, flat.view(-1))

@@ -203,7 +203,7 @@ class ShardReducer(GradientReducer):
             foreach_mul_(grads, factor)
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
-        """Configure a forward outside of train steps for a user's own loop."""
+        """Configure a forward outside train steps for a user's own loop."""
         if not self.phase.in_pass and torch.is_grad_enabled() and graph_task() == -1:
             self.phase = Phase.OWN_BACKWARD
             self._settings.reduce_after_backward(True)

@@ -52,8 +52,8 @@ class Unit:
 
 def find_units(model: nn.Module) -> list[Unit]:
     """Find the units below the root, in the model's order. Units are not nested. A module that is registered and called
-    in several modules is one unit. A module that shares a parameter with a module outside of it is not a unit: a tied
-    embedding and head stay with the root, gathered together. A module whose weights are read outside of its calls is
+    in several modules is one unit. A module that shares a parameter with a module outside it is not a unit: a tied
+    embedding and head stay with the root, gathered together. A module whose weights are read outside its calls is
     not one either, such as a block of which another module calls a part.
     """
     owners: dict[int, set[nn.Module]] = {}  # parents of each parameter and module, by id
@@ -108,7 +108,7 @@ _MIXED = (
 
 
 def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tuple[Unit, ...]:
-    """Return the units, each after the units of experts inside of it. A unit is sharded over one axis, and experts are
+    """Return the units, each after the units of experts inside it. A unit is sharded over one axis, and experts are
     sharded over another axis than the rest. Raises ModelError if experts share a module with other parameters.
     """
     own = {id(unit.module) for unit in units}
@@ -365,7 +365,7 @@ class ShardedParameters:
         yield from ((param, self.kinds[name].same.size) for name, param in self.plain.items())
 
     def full(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full tensors of the parameters for which `of` returns a local tensor. A collective."""
+        """Yield full tensors of the parameters for which `of` returns a local tensor. All ranks must call it."""
         for name, shard in self.shards.items():
             if (local := of(shard.local)) is not None:
                 yield name, shard.gather(local)
@@ -374,7 +374,7 @@ class ShardedParameters:
                 yield name, tensor
 
     def model_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of parameters and buffers. No collective."""
+        """Yield this rank's flat slices of parameters and buffers. Local; no communication."""
         yield from (one for name in self.shards if (one := self.slices.of(name)) is not None)
         for name, tensor in (*self.plain.items(), *self.buffers.items()):
             yield self._axes.slice_of(name, tensor)

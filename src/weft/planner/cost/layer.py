@@ -151,7 +151,7 @@ def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Ar
 
 
 def partly_trained(job: Job, made: Kernels) -> Kernels:
-    """Return the kernels of a mean layer if some weights are frozen.
+    """Return the kernels of a average layer if some weights are frozen.
 
     Frozen weights have no gradients. Before the first trained weight there is no backward.
     """
@@ -227,7 +227,7 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
     h = float(shape.hidden)
     one = np.ones_like(tokens)
     dense_share = shape.dense_share
-    # Rows: m, n, k, batch, how often in a mean layer.
+    # Rows: m, n, k, batch, how often in a average layer.
     parts = [(tokens, h * one, q, one, 1.0), *_inputs(shape, tokens, q, kv)]
     ffn = [(float(shape.ffn), dense_share), (float(shape.shared_ffn), 1 - dense_share)]
     for width, share in ffn:
@@ -326,7 +326,7 @@ def _unfused_attention(
 
 
 def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Return the bytes that the element-wise kernels of a mean layer move (forward, backward)."""
+    """Return the bytes that the element-wise kernels of a average layer move (forward, backward)."""
     shape, stack = job.shape, job.stack
     h, t = float(shape.hidden), columns.tp.astype(np.float64)
     fused_norm = stack.fused_norm | shape.layer_norm | columns.compile
@@ -528,7 +528,7 @@ def _tp(
 
 
 def _ep(job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, experts: Array) -> Array:
-    """Return the exposed seconds to send tokens to their experts and back, in a mean layer. Backward takes as long.
+    """Return the exposed seconds to send tokens to their experts and back, in a average layer. Backward takes as long.
 
     The host reads the counts of tokens, so that no kernel of the layer is queued before: their launches are exposed.
     What the stack overlaps hides under expert matmuls.
@@ -539,7 +539,7 @@ def _ep(job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Arra
         tables: constants of the device.
         fabric: links between devices.
         tokens: tokens of a pass on a rank.
-        experts: seconds of matmuls in a mean layer.
+        experts: seconds of matmuls in a average layer.
     """
     shape, stack, t, e = job.shape, job.stack, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     if not shape.moe_layers:

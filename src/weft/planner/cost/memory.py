@@ -339,7 +339,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Bytes of a mean layer and of the logits in one pass, passes in flight, and computed share of the gradients."""
+    """Bytes of a average layer and of the logits in one pass, passes in flight, and computed share of the gradients."""
 
     layer: LayerBytes
     logits: Array
@@ -420,7 +420,7 @@ def rank_bytes(
         job: model, sequence and batch.
         columns: the plans.
         tables: constants of the device.
-        layer: saved bytes of a mean layer.
+        layer: saved bytes of a average layer.
         place: (layers of the rank, its position in the pipeline, True if it has the embedding, True if it has the
             head).
         device_bytes: memory of a GPU; 0 for a CPU.
@@ -449,7 +449,7 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
     layer, logits, gathered = passing.layer, passing.logits, held.gathered
     saved = _saved_bytes(columns, held, passing)
     recorded = columns.graphs.any()
-    # With graphs, gradients are communicated from memory outside of the graph's pool.
+    # With graphs, gradients are communicated from memory outside the graph's pool.
     leaving = np.where(columns.graphs, held.reduced, 0.0) if recorded else 0.0
     reduced = held.reduced - leaving + layer.beside
     # Two moments: the loss with its logits, and backward of a layer with recomputed activations and gradients in

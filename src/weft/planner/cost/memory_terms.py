@@ -71,7 +71,7 @@ def fused_loss_bytes(
     return made + gathered + tokens * (hidden * width + _LABELS * sums)
 
 
-# Bytes of activations: saved by a mean layer, needed during its backward, and used by ends and logits.
+# Bytes of activations: saved by a average layer, needed during its backward, and used by ends and logits.
 
 #: Peak bytes per logit of a loss that compares a student's logits with a teacher's (train/tasks/distill.py). A test
 #: measures it.
@@ -92,7 +92,7 @@ OF_LAYER = (
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Activation bytes of a mean layer and one pass on a rank.
+    """Activation bytes of a average layer and one pass on a rank.
 
     Attributes:
         whole: all bytes that it saves.
@@ -112,7 +112,7 @@ class LayerBytes:
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
-    """Return the bytes of activations that a mean layer saves, without and with the plan's recompute policy."""
+    """Return the bytes of activations that a average layer saves, without and with the plan's recompute policy."""
     shape, stack = job.shape, job.stack
     fp32 = columns.in_fp32
     width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
@@ -202,7 +202,7 @@ def _score_bytes(job: Job, t: Array) -> Array:
 
 
 def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:
-    """Return the bytes per token of the two norms' saved outputs in a mean layer.
+    """Return the bytes per token of the two norms' saved outputs in a average layer.
 
     They are saved for the matmuls that read them. `gathered` is the number of ranks over which the input of such a
     matmul is divided.
@@ -219,7 +219,7 @@ def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered:
 
 
 def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array]:
-    """Return the bytes per token of the feed-forward part of a mean layer: all, and one up projection."""
+    """Return the bytes per token of the feed-forward part of a average layer: all, and one up projection."""
     shape, stack = job.shape, job.stack
     dense, experts = shape.ffn_widths(t)
     per = np.where(stack.fused | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
@@ -321,7 +321,7 @@ def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held
         job: model, sequence and batch.
         columns: the plans.
         shares: parameters of the rank.
-        kept: activation bytes of one pass in a mean layer.
+        kept: activation bytes of one pass in a average layer.
         held: passes in flight.
     """
     stack, optimizer, params = job.stack, columns.offload_optimizer, columns.offload_params

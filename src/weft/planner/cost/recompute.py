@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 
 class RecomputeOption(NamedTuple):
-    """Bytes that a mean layer keeps of one pass, and seconds of its recomputation."""
+    """Bytes that a average layer keeps of one pass, and seconds of its recomputation."""
 
     kept: Array
     seconds: Array
@@ -121,7 +121,7 @@ def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
 
 def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]:
-    """Return the options of a mean layer, from keeping everything to keeping only its input."""
+    """Return the options of a average layer, from keeping everything to keeping only its input."""
     bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
     kept, seconds = _by_worth(_heavy(job, columns), costs)
@@ -177,7 +177,7 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
 
 
 class _Work(NamedTuple):
-    """Matmuls of a mean layer per token on a rank: up projection widths of dense layers and of experts, FLOPs."""
+    """Matmuls of a average layer per token on a rank: up projection widths of dense layers and of experts, FLOPs."""
 
     dense: Array
     experts: Array

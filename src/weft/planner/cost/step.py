@@ -75,7 +75,7 @@ _OF_TERMS = ("recompute", "recompute_share", "activation_budget")
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Seconds of one pass of a mean layer and of embedding and head, one entry per kind.
+    """Seconds of one pass of a average layer and of embedding and head, one entry per kind.
 
     Attributes:
         layer, head, embed: seconds by term.

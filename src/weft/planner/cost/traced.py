@@ -43,7 +43,7 @@ class PassShare:
 def products_s(
     shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables
 ) -> tuple[Array, Array, Array]:
-    """Return the seconds of matmuls (forward, input gradient, weight gradient) of a layer; None for a mean layer."""
+    """Return the seconds of matmuls (forward, input gradient, weight gradient) of a layer; None for a average layer."""
     forward, dgrad, wgrad = (np.zeros_like(cut.batch) for _ in range(3))
     for one, share in _weighted(shape, layer):
         for each in one.matmuls:
@@ -64,7 +64,7 @@ def attention_s(
 
     Args:
         shape: the traced model.
-        layer: one layer; None for the mean layer.
+        layer: one layer; None for the average layer.
         cut: the rank's share of a pass.
         tables: constants of the device.
         gain: speed relative to the table.
@@ -123,7 +123,7 @@ def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables
 
 
 def saved_bytes(shape: TracedShape, cut: PassShare, policy: str) -> Array:
-    """Return the bytes that a mean layer saves in one pass under a recompute policy."""
+    """Return the bytes that a average layer saves in one pass under a recompute policy."""
     name = {"none": "compiled"}.get(policy, policy)
     alone: Array = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
     together: Array = shape.mean(lambda layer: _at(dict(layer.saved)[name], cut))
@@ -137,7 +137,7 @@ def end_saved_bytes(layer: TracedLayer, cut: PassShare) -> Array:
 
 
 def layer_params(shape: TracedShape, t: Array) -> Array:
-    """Return the parameters of a mean layer on one rank."""
+    """Return the parameters of a average layer on one rank."""
     return shape.mean(lambda layer: layer.params_cut) / t + shape.mean(lambda layer: layer.params_whole)
 
 
@@ -158,7 +158,7 @@ def model_flops(shape: TracedShape, seq_len: int, *, causal: bool) -> float:
 
 
 def _weighted(shape: TracedShape, layer: TracedLayer | None) -> Iterable[tuple[TracedLayer, float]]:
-    """Return one layer, or all layers with their shares of a mean layer."""
+    """Return one layer, or all layers with their shares of a average layer."""
     if layer is not None:
         return [(layer, 1.0)]
     return [(each, each.count / shape.traced.num_layers) for each in shape.traced.layers]

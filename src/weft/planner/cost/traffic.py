@@ -29,7 +29,7 @@ class LayerWork:
         layers: layers of a rank.
         own: parameters that the rank steps.
         every: all parameters of the rank, in the format in which they are gathered.
-        kept: activation bytes of one pass in a mean layer.
+        kept: activation bytes of one pass in a average layer.
     """
 
     forward: Array

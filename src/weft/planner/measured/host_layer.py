@@ -247,7 +247,7 @@ def _products(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q
 
 
 def _adapter_time(job: Job, adapter: AdapterSize, clock: ContendedLaws, tokens: Array, t: Array) -> tuple[Array, Array]:
-    """Return the seconds of an adapter's matmuls in a mean layer, and of unpacking a packed base once.
+    """Return the seconds of an adapter's matmuls in a average layer, and of unpacking a packed base once.
 
     The former (forward, input gradient, weight gradient) include the addition to the layer's outputs. Forward and
     backward each unpack the base.
@@ -388,7 +388,7 @@ def _cp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Arra
 
 
 def _ep(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
-    """Return the seconds to send tokens to their experts and back, in a mean layer."""
+    """Return the seconds to send tokens to their experts and back, in a average layer."""
     shape = job.shape
     if not shape.moe_layers:
         return np.zeros(len(columns))

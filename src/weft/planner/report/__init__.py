@@ -1,1 +1,1 @@
-"""Explanations, comparisons, pictures and configs of plans."""
+"""Explanations, comparisons, charts and configs of plans."""

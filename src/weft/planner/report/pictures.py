@@ -99,7 +99,7 @@ class Drawing:
         return y + 18
 
     def svg(self) -> str:
-        """Return the picture as an SVG document."""
+        """Return the chart as an SVG document."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
             f'viewBox="0 0 {self.width:g} {self.height:g}" font-family="sans-serif">'
@@ -130,7 +130,7 @@ def _titled(tag: str, body: str, title: str) -> str:
     return f"<{tag} {body}><title>{escape(title)}</title></{tag}>" if title else f"<{tag} {body}/>"
 
 
-# Pictures of `weft plan`: memory against speed, a step as a waterfall, memory by rank.
+# Charts of `weft plan`: memory against speed, a step as a waterfall, memory by rank.
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 90.0, 60.0, 820.0, 420.0
 #: Space for a number to the right of a full bar.
@@ -139,7 +139,7 @@ _BESIDE = 110.0
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero")
 #: Characters of a plan in a line of small text, and the height of such a line.
 _LETTERS, _LINE = 150, 15.0
-#: Each term and class has the same colour in every picture.
+#: Each term and class has the same colour in every chart.
 TERM_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(TERM_WORDS)}
 CLASS_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(CLASSES)}
 
@@ -275,7 +275,7 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
     return drawing
 
 
-# Picture of a pipeline: one row for each rank, one bar for each step.
+# Chart of a pipeline: one row for each rank, one bar for each step.
 
 #: Colours of each kind, for a rank's first stage and for its later stages.
 _COLOURS = {"F": ("#7fa9d6", PALETTE[0]), "B": ("#94c4a6", PALETTE[2]), "W": ("#ecc48b", PALETTE[1])}

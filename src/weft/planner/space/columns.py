@@ -75,7 +75,7 @@ class Job:
 
     @property
     def turned(self) -> list[tuple[float, float, float]]:
-        """(rows, columns, count in a mean layer) of the matrices that Muon orthogonalises.
+        """(rows, columns, count in a average layer) of the matrices that Muon orthogonalises.
 
         These are all matrices between embedding and head, except stacked experts. Empty for other optimizers.
         """
@@ -102,7 +102,7 @@ class Job:
 
     @property
     def turning_products(self) -> list[tuple[float, float, float, float]]:
-        """(m, n, k, count in a mean layer) of the matmuls with which Muon orthogonalises its matrices.
+        """(m, n, k, count in a average layer) of the matmuls with which Muon orthogonalises its matrices.
 
         Five iterations (optim/muon.py) of three matmuls each: X X^T, its square, and the square times X.
         """

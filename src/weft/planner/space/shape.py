@@ -35,7 +35,7 @@ class Shape(DecoderWidths):
         return np.ceil(self.heads / t) * self.head_dim, np.ceil(self.kv_heads / t) * self.head_dim
 
     def ffn_widths(self, t: Any) -> tuple[Any, Any]:
-        """Return the widths of one up projection (dense layers, experts) of a mean layer on one of `t` ranks.
+        """Return the widths of one up projection (dense layers, experts) of a average layer on one of `t` ranks.
 
         The second includes the experts that a token is routed to and the shared experts.
         """

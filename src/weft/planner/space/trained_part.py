@@ -39,14 +39,14 @@ UNPACKS = {"int8": 5, "nf4": 11}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSize:
-    """Adapter on a mean layer of a model whose other weights are frozen.
+    """Adapter on a average layer of a model whose other weights are frozen.
 
     Attributes:
         rank: rank of its matrices.
         width: sum of inputs and outputs of the adapted linear layers.
         products: number of adapted linear layers.
         base: storage of frozen linear layers: "stored", "int8" or "nf4".
-        packed: number of packed weights in a mean layer.
+        packed: number of packed weights in a average layer.
         packed_bytes: bytes of the packed weights.
         packed_products: number of linear layers with packed weights.
         largest: weights of the largest packed matrix.
@@ -65,7 +65,7 @@ class AdapterSize:
 
     @property
     def params(self) -> float:
-        """Parameters in a mean layer."""
+        """Parameters in a average layer."""
         return self.rank * self.width
 
     def params_of_rank(self, layers: Any, t: Any) -> Any:
@@ -85,12 +85,12 @@ class AdapterSize:
 
     @property
     def unpacked_bytes(self) -> float:
-        """Bytes moved to unpack the base of a mean layer."""
+        """Bytes moved to unpack the base of a average layer."""
         return self.packed_bytes + 2.0 * self.packed if self.fused else self.packed * UNPACKED.get(self.base, 0.0)
 
     @property
     def unpack_calls(self) -> float:
-        """Kernel calls to unpack the base of a mean layer."""
+        """Kernel calls to unpack the base of a average layer."""
         return self.packed_products * (1 if self.fused else UNPACKS.get(self.base, 0))
 
     @classmethod
@@ -187,7 +187,7 @@ class TrainedPart:
     """Shares, 0 to 1, of parameters with gradients.
 
     Attributes:
-        layers: share in a mean layer, without experts.
+        layers: share in a average layer, without experts.
         most: share in the layer with the largest share.
         experts: share of the experts of all layers.
         embedding, head: shares of embedding and head.

@@ -1,4 +1,4 @@
-"""A fault that `weft drill` requested, injected once into this rank at a step. Inactive outside of drills.
+"""A fault that `weft drill` requested, injected once into this rank at a step. Inactive outside drills.
 
 A marker file is created when the fault happens, so that a restarted rank does not repeat it.
 """
@@ -65,7 +65,7 @@ class Fault:
 
 
 def asked_fault(rank: int, plan: Plan) -> Fault | None:
-    """Return the fault of this rank, or None outside of drills and once it has happened.
+    """Return the fault of this rank, or None outside drills and once it has happened.
 
     A corrupted loss affects whichever stage of the fault's pipeline computes it.
     """

@@ -40,7 +40,7 @@ class _ReportedTimes:
 def report_times(
     folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook, task: Task, start_step: int = 0
 ) -> list[str]:
-    """Write times.svg and trace.json into the run folder and return the report. A collective.
+    """Write times.svg and trace.json into the run folder and return the report. All ranks must call it.
 
     The report is empty on ranks other than 0, and if no step was done.
 

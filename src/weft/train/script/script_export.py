@@ -48,13 +48,13 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the averages after an optimizer step. No collective.
+        """Update the averages after an optimizer step. Local; no communication.
 
         Raises:
-            ModelError: inside of `swapped`.
+            ModelError: inside `swapped`.
         """
         if self._is_swapped:
-            raise ModelError("ema.update(): the averages are in the model now. Call it outside of ema.swapped().")
+            raise ModelError("ema.update(): the averages are in the model now. Call it outside ema.swapped().")
         weights = self._engine.local_weights()
         if self.num_updates == 0:
             self._average = {name: weight.clone() for name, weight in weights.items()}
@@ -71,7 +71,7 @@ class Ema:
         Use it for evaluation and export. Under zero=1 and 2 it gathers the weights.
 
         Raises:
-            ModelError: inside of another `swapped`, or on exit if a step inside trained the averages.
+            ModelError: inside another `swapped`, or on exit if a step inside trained the averages.
         """
         if self._is_swapped:
             raise ModelError("ema.swapped(): the averages are in the model already. Leave the block around it first.")
@@ -86,18 +86,18 @@ class Ema:
             self._swap()
         if trained:
             raise ModelError(
-                "ema.swapped(): the model changed inside of the block, so a step trained the averages and not the "
-                "weights. Load the last checkpoint, and call the step outside of ema.swapped()."
+                "ema.swapped(): the model changed inside the block, so a step trained the averages and not the "
+                "weights. Load the last checkpoint, and call the step outside ema.swapped()."
             )
 
     def flat_slices(self) -> Iterator[FlatSlice]:
-        """Yield the flat slices of the averages that this rank stores, for checkpoints. No collective.
+        """Yield the flat slices of the averages that this rank stores, for checkpoints. Local; no communication.
 
         Raises:
-            ModelError: inside of `swapped`.
+            ModelError: inside `swapped`.
         """
         if self._is_swapped:
-            raise ModelError("ema: the averages are in the model now. Save and load outside of ema.swapped().")
+            raise ModelError("ema: the averages are in the model now. Save and load outside ema.swapped().")
         averages, weights = self._paired(self._engine.local_weights())
         by_memory = {one.data_ptr(): average for average, one in zip(averages, weights, strict=True) if one.numel()}
         for one in self._engine.model_slices():

@@ -338,7 +338,7 @@ class ScriptState:
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
         """Return an exponential moving average of the trained weights. Build it after the optimizer.
 
-        Call `update()` after each step, and evaluate inside of `with ema.swapped():`. Pass it to `save` and `load`.
+        Call `update()` after each step, and evaluate inside `with ema.swapped():`. Pass it to `save` and `load`.
 
         Raises:
             ModelError: with local SGD, because each replica would average different weights, and under gather=diff4.

@@ -57,7 +57,7 @@ def check_first_batch(
     samples: SampleNumbers,
     stage_forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> bool:
-    """Warn once, on one rank, if results depend on how the plan divides a batch. A collective.
+    """Warn once, on one rank, if results depend on how the plan divides a batch. All ranks must call it.
 
     Returns True if the model runs a few samples of the batch on all ranks.
 
@@ -151,7 +151,7 @@ def causes_of(probed: Probed, batch: Any) -> list[str]:
 
 
 def _first_runs(probed: Probed, small: list[Small], state: ForwardState) -> list[Ran] | None:
-    """Run the samples together and in halves; with gradients if the model cannot run without. A collective."""
+    """Run the samples together and in halves; with gradients if the model cannot run without. All ranks must call it."""
     runs = run_each(probed, small, state, (1, 2, 3))
     if runs is None:
         probed.has_gradients = True
@@ -160,7 +160,7 @@ def _first_runs(probed: Probed, small: list[Small], state: ForwardState) -> list
 
 
 def agree(mesh: Mesh, holds: bool, op: str) -> bool:
-    """Return True if a condition holds on all ranks or on any. A collective.
+    """Return True if a condition holds on all ranks or on any. All ranks must call it.
 
     Args:
         mesh: the ranks.
@@ -245,7 +245,7 @@ def _located(one: Ran, other: Ran, limit: float) -> str:
 def find_causes(
     probed: Probed, small: list[Small], state: ForwardState, runs: list[Ran], *, compares: bool
 ) -> list[Cause]:
-    """Return the causes, from more runs of the same samples. A collective.
+    """Return the causes, from more runs of the same samples. All ranks must call it.
 
     Args:
         probed: the model and its loss.
@@ -265,7 +265,7 @@ def find_causes(
 
 
 def _causes_of_results(probed: Probed, small: list[Small], state: ForwardState, runs: list[Ran]) -> list[Cause]:
-    """Return the causes for results that differ. A collective."""
+    """Return the causes for results that differ. All ranks must call it."""
     first = [small[1]] * 3
     again = run_each(probed, first, state, (1, 2, 1), records=True)
     still_first = run_each(probed, first[:2], state, (1, 2), still=True)
@@ -287,7 +287,7 @@ def _hidden(probed: Probed, runs: list[Ran]) -> Cause:
     return Cause(
         "hidden state",
         f"state: {where or 'the model'} returns other values each time for the same samples and seeds, so it keeps "
-        f"state outside of its attributes (a global, a closure, an object of its own), and results depend on how the "
+        f"state outside its attributes (a global, a closure, an object of its own), and results depend on how the "
         f"plan divides a batch into {probed.parts} parts. Keep such state in buffers and change it between steps, or "
         f"use {_one_part(probed)}.",
         bool(where),

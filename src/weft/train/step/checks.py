@@ -139,7 +139,7 @@ class FirstStep:
             yield
 
     def check_batch(self, batch: Any, samples: SampleNumbers) -> None:
-        """Run some samples of the first microbatch several times, and warn of differences. A collective."""
+        """Run some samples of the first microbatch several times, and warn of differences. All ranks must call it."""
         if not self._checks_batch:
             return
         passes, loss = self._passes, self._passes.loss
@@ -153,7 +153,8 @@ class FirstStep:
     def check_gradients(
         self, compute_again: Callable[..., float], split: Callable[[], tuple[list[Any], list[SampleNumbers]]]
     ) -> None:
-        """Warn if functions and hooks that ran in the step's backward make gradients depend on the plan. A collective.
+        """Warn if functions and hooks that ran in the step's backward make gradients depend on the plan. All ranks must
+        call it.
 
         Args:
             split: returns the microbatches of the step and their samples.

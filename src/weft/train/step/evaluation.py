@@ -32,7 +32,7 @@ from weft.train.tasks.description import Which
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Compute loss and metrics of this rank's batches, summed over the data-parallel ranks. A collective.
+    """Compute loss and metrics of this rank's batches, summed over the data-parallel ranks. All ranks must call it.
 
     Args:
         batches: the same number on each rank.
@@ -191,7 +191,7 @@ def counted_ranks(mesh: Mesh) -> Axis:
     return mesh.batch if mesh.plan.pp == 1 else mesh["pp", "dp_replicate", "dp_shard", "cp"]
 
 
-# Forwards that a task runs outside of a step: without gradients, in evaluation mode, under any plan.
+# Forwards that a task runs outside a step: without gradients, in evaluation mode, under any plan.
 
 
 class RankForwards:

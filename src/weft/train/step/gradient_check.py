@@ -108,7 +108,7 @@ class GradientProbe:
         model: in training.
         mesh: the ranks.
         compute: (microbatches, factor of the loss, seed of random numbers in backward) -> loss sum over all ranks and
-            this rank's gradients. A collective.
+            this rank's gradients. All ranks must call it.
         adds_up: False if the loss of a batch is not the sum of the losses of its parts.
         runs_few: False if a few samples may fail on some pipeline stage, for which other stages would wait.
     """
@@ -120,7 +120,9 @@ class GradientProbe:
     runs_few: bool = True
 
     def run(self, small: Small, factor: float, seed: int) -> tuple[float, Tensor]:
-        """Return the loss sum and sums of gradients, divided by `factor`, from the model's state. A collective."""
+        """Return the loss sum and sums of gradients, divided by `factor`, from the model's state. All ranks must call
+        it.
+        """
         count = self.mesh.plan.microbatches_per_step
         batches = Microbatches([small.batch] * count, [small.samples.numbers] * count)
         eager = torch.compiler.set_stance("force_eager") if self.mesh.plan.compile else nullcontext()
@@ -130,7 +132,7 @@ class GradientProbe:
 
 
 def needs_check(mesh: Mesh, code: BackwardCode) -> bool:
-    """Return True if the gradients of the first step must be checked. A collective.
+    """Return True if the gradients of the first step must be checked. All ranks must call it.
 
     Args:
         mesh: the ranks.
@@ -143,7 +145,7 @@ def needs_check(mesh: Mesh, code: BackwardCode) -> bool:
 
 
 def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, samples: SampleNumbers) -> None:
-    """Warn once, on one rank, if custom functions or hooks make gradients depend on the plan. A collective.
+    """Warn once, on one rank, if custom functions or hooks make gradients depend on the plan. All ranks must call it.
 
     Call it if `needs_check` is True.
 
@@ -188,7 +190,7 @@ def _try(probe: GradientProbe, small: Small) -> tuple[float, Tensor] | None:
 
 
 def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tuple[float, Tensor]) -> str:
-    """Return the reason why gradients depend on the plan, or "". A collective.
+    """Return the reason why gradients depend on the plan, or "". All ranks must call it.
 
     Args:
         probe: the model and its gradients.
@@ -225,7 +227,8 @@ def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tupl
 
 
 def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse hooks of parameters that the plan does not run, or that run on a part of the gradient. A collective.
+    """Refuse hooks of parameters that the plan does not run, or that run on a part of the gradient. All ranks must call
+    it.
 
     Raises:
         ModelError: with the parameter, on all pipeline stages.

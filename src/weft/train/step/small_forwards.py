@@ -88,7 +88,7 @@ class Probed:
         return made, None if self.loss_fn is None else self.loss_fn(output, batch)
 
     def agree(self, error: Exception | None) -> None:
-        """Raise on all ranks if a forward failed on one. A collective.
+        """Raise on all ranks if a forward failed on one. All ranks must call it.
 
         Raises:
             RefusedGradient: on all ranks, if one rank has this error.
@@ -175,7 +175,7 @@ def _longer(batch: Any, count: int) -> Any:
 def run_each(
     probed: Probed, small: Sequence[Small], state: ForwardState, seeds: Sequence[int], **how: Any
 ) -> list[Ran] | None:
-    """Run each small batch; None if the model cannot run so few samples on some rank. A collective.
+    """Run each small batch; None if the model cannot run so few samples on some rank. All ranks must call it.
 
     Args:
         probed: the model.

@@ -136,7 +136,7 @@ def _of_module(
     if not found.got_finite:
         parent = found.module.rpartition(".")[0]
         text = f"the input of {found.module} is the first value that is not finite{every}: {parent or 'the model'} "
-        return _to_json("module", rank, parent, text + "computes it outside of its modules")
+        return _to_json("module", rank, parent, text + "computes it outside its modules")
     text = f"the output of {found.module} is the first that is not finite{every}; its input and its weights are finite"
     return _to_json("module", rank, found.module, text)
 

@@ -239,7 +239,7 @@ class StepTracer:
         return next((one for one in self._steps if one.number == number), None)
 
     def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
-        """Return the event of a step, the same on all ranks. A collective.
+        """Return the event of a step, the same on all ranks. All ranks must call it.
 
         If its gradient is not finite, the model must still have its gradients.
 

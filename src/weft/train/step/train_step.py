@@ -224,7 +224,7 @@ class TrainStep:
         self._update.finalize(metrics)
 
     def wait_for_weights(self) -> None:
-        """Wait for the last step's weights. Call it before parameters are read outside of a forward."""
+        """Wait for the last step's weights. Call it before parameters are read outside a forward."""
         self._engine.wait_for_weights()
 
     def arrive(self) -> None:

@@ -228,7 +228,7 @@ class Task:
     def extra_costs(self) -> np.ndarray | None:
         """Return the cost of each training sample in addition to its length, or None if there is no such cost.
 
-        An example is the cost of the encoders of its pictures. float64 (samples,), in tokens, by index.
+        An example is the cost of the encoders of its images. float64 (samples,), in tokens, by index.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Tasks on samples of text, pictures and sound: captioning and contrastive training, with generation in evaluations."""
+"""Tasks on samples of text, images and audio: captioning and contrastive training, with generation in evaluations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def any_goes_on(forwards: Forwards | None, has_ended: Tensor) -> bool:
     return bool(forwards.total((~has_ended).sum(dtype=torch.float64)) > 0)
 
 
-# Text after pictures and sound: `task.name = "caption"`, and `"transcribe"` without a pretrained model.
+# Text after images and audio: `task.name = "caption"`, and `"transcribe"` without a pretrained model.
 
 #: The length of a batch is rounded up to a multiple of this many tokens.
 _MULTIPLE = 8
@@ -53,15 +53,15 @@ _FORWARD_ALONE = 1 / 3
 
 @dataclass(eq=False)
 class CaptionTask(MixedTask):
-    """Trains a small model to generate text after pictures, sound and text.
+    """Trains a small model to generate text after images, audio and text.
 
     data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files; each has a text with any number
-    of pictures and recordings, or a chat with marks for them. eval: other records; by default a share `holdout`.
-    model: vlm-tiny (pictures), omni-tiny (pictures and sound). side, grid: side of a picture in pixels and in patches.
-    augment: crop and mirror pictures at random. colour: change brightness, contrast and saturation by up to this share.
-    rate, mels: sampling rate in Hz and number of mel bands. seconds: longer recordings are left out. gain, noise,
-    masks: change recordings at random, as in classify_audio. text_len: maximum tokens (bytes) of a text. dropout: rate
-    within the encoders. generate: tokens that evaluations generate for each text; 0 disables it. picture, audio, text:
+    of images and audio clips, or a chat with marks for them. eval: other records; by default a share `holdout`.
+    model: vlm-tiny (images), omni-tiny (images and audio). side, grid: side of an image in pixels and in patches.
+    augment: crop and mirror images at random. colour: change brightness, contrast and saturation by up to this share.
+    rate, mels: sampling rate in Hz and number of mel bands. seconds: longer audio clips are left out. gain, noise,
+    masks: change audio clips at random, as in classify_audio. text_len: maximum tokens (bytes) of a text. dropout: rate
+    within the encoders. generate: tokens that evaluations generate for each text; 0 disables it. image, audio, text:
     columns.
     """
 
@@ -104,7 +104,7 @@ class CaptionTask(MixedTask):
     def _laid(
         self, sample: MixedSample, rows: Sequence[int], first: list[int], media: Mapping[str, Tensor]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Return ids, rows of media and labels of a sample. first: rows of the next picture and the next sound."""
+        """Return ids, rows of media and labels of a sample. first: rows of the next image and the next audio."""
         ids: list[int] = []
         index: list[int] = []
         own: list[int] = []
@@ -129,7 +129,7 @@ class CaptionTask(MixedTask):
     # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sample, including the tokens of its pictures and recordings: int64 (samples,)."""
+        """Return the tokens of each sample, including the tokens of its images and audio clips: int64 (samples,)."""
         records: MixedRecords = self.media("train")
         owners, is_sound, frames = self._media_frames()
         each = np.where(is_sound, sound_tokens(frames), (self.grid // 2) ** 2)
@@ -142,7 +142,7 @@ class CaptionTask(MixedTask):
         return costs.work(lengths) / costs.work(1)
 
     def extra_costs(self) -> np.ndarray:
-        """Return the encoders' cost for the pictures and sound of each sample: float64 (samples,)."""
+        """Return the encoders' cost for the images and audio of each sample: float64 (samples,)."""
         model, (owners, is_sound, frames) = self.shapes(), self._media_frames()
         freeze(model, self.config.optimizer)
         kept = frozen_encoders(model, self.config, self) if self.config.data.cache_features else ()
@@ -163,7 +163,7 @@ class CaptionTask(MixedTask):
         return TokenCosts.of(model.text, model.text.spec.num_layers, model.text.spec.dim)
 
     def _media_frames(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, for every medium, its sample, True for a sound, and its frames (1 for a picture)."""
+        """Return, for every medium, its sample, True for an audio clip, and its frames (1 for an image)."""
         owners, sizes = self.media("train").media_sizes()
         is_sound, hop = sizes[:, 0] > 0, round(self.rate / 100)
         seconds = np.where(is_sound, sizes[:, 1] / np.maximum(1, sizes[:, 2]), 0.0)
@@ -243,7 +243,7 @@ class CaptionTask(MixedTask):
         }
 
 
-# Contrastive training of pictures or recordings and their texts: `task.name = "contrast"`.
+# Contrastive training of images or audio clips and their texts: `task.name = "contrast"`.
 
 _NO_PP = Limit((1,), "the loss compares all samples of the batch, which no stage of a pipeline has in time")
 _WITHIN = (1, 5, 10)
@@ -254,9 +254,9 @@ _ALIKE = 1e-6
 
 @dataclass(eq=False)
 class ContrastTask(MixedTask):
-    """Trains two encoders to map a picture, or a recording, and its text to similar vectors.
+    """Trains two encoders to map an image, or an audio clip, and its text to similar vectors.
 
-    data: records of a text and one picture or recording each; eval, holdout, model, side, grid, augment, colour, rate,
+    data: records of a text and one image or audio clip each; eval, holdout, model, side, grid, augment, colour, rate,
     mels, seconds, gain, noise, masks, text_len, dropout and columns as in caption. temperature: divides the cosines.
     """
 
@@ -265,7 +265,7 @@ class ContrastTask(MixedTask):
     unit = "pairs"
     num_media = 1
     metrics = tuple(
-        Metric(f"recall_at_{most}", "", f"share of the pictures or recordings whose text is among the nearest {most}")
+        Metric(f"recall_at_{most}", "", f"share of the images or audio clips whose text is among the nearest {most}")
         for most in _WITHIN
     )
     sum_names = tuple(f"within_{most}" for most in _WITHIN)
@@ -300,7 +300,7 @@ class ContrastTask(MixedTask):
         return build_media_pairs(self.model, self.inputs())
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return the vectors of pictures or recordings, and of texts."""
+        """Return the vectors of images or audio clips, and of texts."""
         return tuple(F.normalize(one if one.itemsize == 8 else one.float(), dim=-1) for one in model(**batch))
 
     @property

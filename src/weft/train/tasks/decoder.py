@@ -113,7 +113,7 @@ class DecoderTask(ModelTask):
 
         Raises:
             CheckpointError: for weights that do not fit the config, or cannot be read.
-            ConfigError: for sequences longer than the model supports, and for token ids outside of its vocabulary.
+            ConfigError: for sequences longer than the model supports, and for token ids outside its vocabulary.
             DataError: if the tokens differ from those that the folder's run was started with.
         """
         self.network.prepare(folder, packs=not self.learns_preferences)

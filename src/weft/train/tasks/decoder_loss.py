@@ -28,7 +28,7 @@ def token_cross_entropy(
     mean.
 
     Raises:
-        ModelError: if the head computed the loss of other labels than the batch's, or a label is outside of the
+        ModelError: if the head computed the loss of other labels than the batch's, or a label is outside the
             vocabulary.
     """
     labels = batch["labels"]

@@ -1,4 +1,4 @@
-"""Services that a task gets for its model outside of the loss: forwards without gradients, and sums over the ranks."""
+"""Services that a task gets for its model outside the loss: forwards without gradients, and sums over the ranks."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ def source_with_head(
 ) -> tuple[WeightsWithHead, list[str]]:
     """Return the source of a model's tensors, and the stored names that the model lacks.
 
-    Tensors outside of the model's body, and its pooler, may be missing from the files, or have another shape there.
+    Tensors outside the model's body, and its pooler, may be missing from the files, or have another shape there.
 
     Args:
         model: a transformers model on the meta device.

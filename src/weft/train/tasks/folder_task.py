@@ -159,7 +159,7 @@ class FolderTask(ModelTask):
 
         Raises:
             CheckpointError: for weights that do not fit the config, or cannot be read.
-            ConfigError: for texts longer than the model supports, and for token ids outside of its vocabulary.
+            ConfigError: for texts longer than the model supports, and for token ids outside its vocabulary.
             DataError: for invalid data, and for other data than the run was started with.
         """
         self.network.check_length(self.config.train.seq_len)

@@ -1,4 +1,4 @@
-"""Tasks on media: shared handling of samples, and classification of pictures and recordings."""
+"""Tasks on media: shared handling of samples, and classification of images and audio clips."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MEAN, _STD = np.array(((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)), np.
 
 
 def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return pictures normalised with ImageNet's mean and standard deviation.
+    """Return images normalised with ImageNet's mean and standard deviation.
 
     It uses numpy: in the thread that builds batches, torch would start threads that take cores from the step.
 
@@ -53,7 +53,7 @@ def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return values
 
 
-# Tasks on pictures and sound: a run's samples are found once, stored in the run, and decoded ahead of use.
+# Tasks on images and audio: a run's samples are found once, stored in the run, and decoded ahead of use.
 
 Source = ClassFolder | MediaRecords
 Progress = Callable[[int, int], None] | None
@@ -285,18 +285,18 @@ def _read(path: Path) -> dict[str, Source]:
     return dict(zip(("train", "eval"), map(parse_source, lines), strict=True))
 
 
-# Classification of pictures: folders of classes, networks by name, crops that depend on the sample.
+# Classification of images: folders of classes, networks by name, crops that depend on the sample.
 
 
 @dataclass(eq=False)
 class ImageClassTask(MediaTask):
-    """Trains a network to predict the class of a picture.
+    """Trains a network to predict the class of an image.
 
-    data: a folder with a folder of pictures for each class; or records: a file, a folder or a glob of .tar shards,
+    data: a folder with a folder of images for each class; or records: a file, a folder or a glob of .tar shards,
     .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for other
-    pictures of these classes; by default a share `holdout` of the pictures. model: resnet18, resnet34, resnet50, vgg11,
-    vgg16 ("vgg16_bn": with batch norm), vit-tiny, vit-base. side: width and height of the resized pictures in pixels.
-    augment: crop and mirror at random, by (seed, epoch, picture). colour: change brightness, contrast and saturation by
+    images of these classes; by default a share `holdout` of the images. model: resnet18, resnet34, resnet50, vgg11,
+    vgg16 ("vgg16_bn": with batch norm), vit-tiny, vit-base. side: width and height of the resized images in pixels.
+    augment: crop and mirror at random, by (seed, epoch, image). colour: change brightness, contrast and saturation by
     up to this share. noise: standard deviation of noise that is added to each value of 0 to 255.
     weights: a safetensors file with torchvision's names, or transformers' names for vit-*, to start from; a head for
     other classes is initialized.
@@ -317,8 +317,8 @@ class ImageClassTask(MediaTask):
     unit = sample_unit = "pictures"
     media_file = "pictures.json"
     metrics = (
-        Metric("accuracy", "", "Share of the pictures whose class the model names."),
-        Metric("top5", "", "Share of the pictures whose class is among the five that the model finds likeliest."),
+        Metric("accuracy", "", "Share of the images whose class the model names."),
+        Metric("top5", "", "Share of the images whose class is among the five that the model finds likeliest."),
     )
     sum_names = ("right", "among_five")
 
@@ -407,17 +407,18 @@ def _head(model: nn.Module) -> str:
     return [path for path, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
 
 
-# Classification of recordings: folders of classes or records, log-mel bands, noise that depends on the sample.
+# Classification of audio clips: folders of classes or records, log-mel bands, noise that depends on the sample.
 
 
 @dataclass(eq=False)
 class AudioClassTask(MediaTask):
-    """Trains a network to predict the class of a recording.
+    """Trains a network to predict the class of an audio clip.
 
-    data: a folder with a folder of recordings for each class; or records: a file, a folder or a glob of .tar shards,
+    data: a folder with a folder of audio clips for each class; or records: a file, a folder or a glob of .tar shards,
     .jsonl or .parquet files, whose columns `audio` and `label` are found by the usual names. eval: the same for other
-    recordings of these classes; by default a share `holdout` of the recordings. model: speech-tiny. rate: sampling rate
-    in Hz that recordings are resampled to. mels: number of mel bands. seconds: maximum length of a recording; of a
+    audio clips of these classes; by default a share `holdout` of the audio clips. model: speech-tiny. rate: sampling
+    rate in Hz that audio clips are resampled to. mels: number of mel bands. seconds: maximum length of an audio clip;
+    of a
     longer one, training with `augment` uses a random part, and evaluation the middle. gain: maximum change of the
     volume in dB.
     noise: white noise up to this share of a recording's level. masks: number of masked time spans, and of masked ranges
@@ -442,7 +443,7 @@ class AudioClassTask(MediaTask):
 
     unit = sample_unit = "recordings"
     media_file = "recordings.json"
-    metrics = (Metric("accuracy", "", "Share of the recordings whose class the model names."),)
+    metrics = (Metric("accuracy", "", "Share of the audio clips whose class the model names."),)
     sum_names = ("right",)
     sections = (*MediaTask.sections, "data.batching", "data.microbatch_cost")
     fills_seq_len = False
@@ -463,7 +464,7 @@ class AudioClassTask(MediaTask):
     # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return the padded frames of each recording in a batch of one, int64 (samples,)."""
+        """Return the padded frames of each audio clip in a batch of one, int64 (samples,)."""
         frames, rates = self.media("train").sizes_of_all()[:, :2].T
         heard = np.minimum(frames / np.maximum(1, rates), self.seconds) * self.rate
         found = np.maximum(1, heard.astype(np.int64) // round(self.rate / 100))

@@ -1,4 +1,4 @@
-"""Cached features of frozen encoders: computed for every picture and recording before the first step, stored on disk.
+"""Cached features of frozen encoders: computed for every image and audio clip before the first step, stored on disk.
 
 The ranks of a machine share the work. Each has the full encoder: it is frozen, so sharding it would not help.
 """
@@ -40,10 +40,10 @@ from weft.train.tasks.base import Report
 from weft.train.tasks.description import Forwards, describe_by_samples
 from weft.train.tasks.media import MediaTask, Progress, normalised, stacked_bands
 
-#: Items per encoder call, and the multiple that the frames of recordings are rounded up to.
+#: Items per encoder call, and the multiple that the frames of audio clips are rounded up to.
 _AT_ONCE, _FRAMES = 16, 16
 _FILE = "encoders.json"
-#: Encoders by name, and True for the encoders of sound.
+#: Encoders by name, and True for the encoders of audio.
 _ENCODERS = {"vision": False, "sound": True}
 
 Splits = Mapping[str, tuple[MixedItems, MixedAhead]]
@@ -126,7 +126,7 @@ class FeatureCache:
 
     @torch.no_grad()
     def _encoded(self, encoder: nn.Module, media: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-        """Return the encoder's output, (R, D) each, for pictures (3, side, side) or mel bands (M, F)."""
+        """Return the encoder's output, (R, D) each, for images (3, side, side) or mel bands (M, F)."""
         if media[0].dtype == np.uint8:
             return list(encoder(torch.from_numpy(normalised(np.stack(media))).to(device, self._compute)))
         features, frames = stacked_bands(media, _FRAMES)
@@ -222,7 +222,7 @@ def _refused(why: str) -> ConfigError:
     return ConfigError([Problem("data.cache_features", f"data.cache_features=true: {why}")])
 
 
-# Base of tasks on samples of pictures, sound and text: records, their processing, and their batches.
+# Base of tasks on samples of images, audio and text: records, their processing, and their batches.
 
 #: Samples from which two typical ones are chosen.
 _TYPICAL = 64
@@ -230,7 +230,7 @@ _TYPICAL = 64
 
 @dataclass(eq=False)
 class MixedTask(MediaTask):
-    """Trains on samples of text with pictures and recordings. A subclass defines the targets."""
+    """Trains on samples of text with images and audio clips. A subclass defines the targets."""
 
     data: str
     eval: str = ""
@@ -326,7 +326,7 @@ class MixedTask(MediaTask):
     # --- for the planner and users ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model by the two samples whose text, pictures and sound together are nearest to the average."""
+        """Describe the model by the two samples whose text, images and audio together are nearest to the average."""
         return describe_by_samples(_Typical(self))
 
     def name(self) -> str:
@@ -335,7 +335,7 @@ class MixedTask(MediaTask):
 
 @dataclass(frozen=True)
 class MixedLimits:
-    """Limits of a sample. num_media: number of pictures and recordings, or None for any number."""
+    """Limits of a sample. num_media: number of images and audio clips, or None for any number."""
 
     model: str
     text_len: int
@@ -345,25 +345,25 @@ class MixedLimits:
     def refuse(self, tokens: np.ndarray, media: Sequence[tuple[bool, tuple[int, ...]]]) -> str:
         """Return the reason to leave a sample out, or "".
 
-        tokens: token ids of its text, with marks for media. media: (True for a sound, size) of each medium.
+        tokens: token ids of its text, with marks for media. media: (True for an audio clip, size) of each medium.
         """
         if self.num_media is not None and len(media) != self.num_media:
-            return f"it has {len(media)} pictures and recordings, and contrast compares one with a text"
+            return f"it has {len(media)} images and audio clips, and contrast compares one with a text"
         if len(tokens) - len(media) > self.text_len:
             return f"its text has {len(tokens) - len(media)} tokens, more than task.options.text_len={self.text_len}"
         for is_sound, size in media:
             if is_sound and not hears(self.model):
-                return f"it has a recording, and {self.model} has no sound input; model=omni-tiny has"
+                return f"it has an audio clip, and {self.model} has no audio input; model=omni-tiny has"
             if is_sound and size[0] > self.seconds * size[1]:
-                return f"a recording lasts {size[0] / size[1]:.1f} s, longer than task.options.seconds={self.seconds:g}"
+                return f"a clip lasts {size[0] / size[1]:.1f} s, longer than task.options.seconds={self.seconds:g}"
         return ""
 
 
 @dataclass(frozen=True)
 class MixedProcessor:
-    """Text with pictures and recordings. look, hearing: their transforms in training. survey: how records are read.
+    """Text with images and audio clips. look, hearing: their transforms in training. survey: how records are read.
 
-    hears: True if the model has a sound input. cache: features of frozen encoders, which replace media.
+    hears: True if the model has an audio clip input. cache: features of frozen encoders, which replace media.
     """
 
     look: Look
@@ -380,7 +380,7 @@ class MixedProcessor:
         if not files:
             raise DataError(
                 f"task.options.{option}={path}: there is no .tar, .jsonl or .parquet file. Give files of records, each "
-                "with a text and its pictures or recordings."
+                "with a text and its images or audio clips."
             )
         return find_mixed(path, files, self.survey, cache_folder(self.data), progress)
 
@@ -391,7 +391,7 @@ class MixedProcessor:
         return MixedItems(source, look, hearing, self.features, self.seed)
 
     def collate(self, samples: Sequence[MixedSample]) -> dict[str, Tensor]:
-        """Return the pictures and recordings of samples in their order, or a blank one if there are none.
+        """Return the images and audio clips of samples in their order, or a blank one if there are none.
 
         With the blank one, every rank calls every encoder in every microbatch, and no rank waits for another.
         """
@@ -437,12 +437,12 @@ class MixedProcessor:
 
 
 def num_pictures(media: Mapping[str, Tensor]) -> int:
-    """Return the number of pictures of a batch of `MixedProcessor`, including a blank one."""
+    """Return the number of images of a batch of `MixedProcessor`, including a blank one."""
     return len(media["pixels"] if "pixels" in media else media["vision_states"])
 
 
 def num_frames(media: Mapping[str, Tensor]) -> int:
-    """Return the padded frames of recordings of a batch, or 0 for a model without a sound encoder."""
+    """Return the padded frames of audio clips of a batch, or 0 for a model without an audio clip encoder."""
     if "sound_states" in media:
         return _frames(media["sound_states"].shape[1])
     return media["features"].shape[-1] if "features" in media else 0

@@ -56,7 +56,7 @@ def find_task(config: RunConfig) -> Task:
         _refuse_unread(task, config)
     _check_batching(task, config)
     if config.data.workers is not None and "data.workers" not in task.sections:
-        rule = f"data.workers={config.data.workers}: only tasks on pictures and sound read it. Leave it out."
+        rule = f"data.workers={config.data.workers}: only tasks on images and audio read it. Leave it out."
         raise ConfigError([Problem("data.workers", rule)])
     if config.data.cache_features and "data.cache_features" not in task.sections:
         rule = f"data.cache_features=true: {_named(config)} has no encoder to keep anything of; caption and contrast do"
@@ -85,7 +85,7 @@ def classified(config: RunConfig) -> str:
     if fields.get("model_type") not in OF_TEXT:
         rule = (
             f"model.path={path}: a {fields.get('model_type')!r} does not classify texts, and networks for classes of "
-            "pictures and sound start from new weights. Leave model.path out, or give another folder."
+            "pictures and audio start from new weights. Leave model.path out, or give another folder."
         )
         raise ConfigError([Problem("model.path", rule)])
     return "classify_text"

@@ -86,10 +86,10 @@ class TranscribeTask(MediaTask, ModelTask):
             pad_multiple=(1, 4096),
         )  # fmt: skip
 
-    # --- the recordings and their texts ---
+    # --- the audio clips and their texts ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Check the model and its weights, and find the recordings.
+        """Check the model and its weights, and find the audio clips.
 
         Raises:
             CheckpointError: for weights that do not fit the config, or cannot be read.
@@ -145,7 +145,7 @@ class TranscribeTask(MediaTask, ModelTask):
         return costs.work(lengths) / costs.work(1)
 
     def extra_costs(self) -> np.ndarray:
-        """Return the encoder's cost for each sample. It is constant: recordings are padded to full length."""
+        """Return the encoder's cost for each sample. It is constant: audio clips are padded to full length."""
         costs, encoder = self._costs
         return np.full(len(self.media("train")), encoder / float(costs.work(1)))
 
@@ -209,11 +209,11 @@ class SpokenTexts(SoundProcessor):
     key: tuple[Any, ...]
 
     def find(self, option: str, path: str, progress: Progress) -> MediaRecords:
-        """Find the recordings of a path and the tokens of their texts."""
+        """Find the audio clips of a path and the tokens of their texts."""
         files = record_files(path, SOUND)
         if not files:
             raise DataError(
-                f"{option}={path}: it names no .tar, .jsonl or .parquet file, which a text for each recording would "
+                f"{option}={path}: it names no .tar, .jsonl or .parquet file, which a text for each audio clip would "
                 "stand in. Give such a file."
             )
         seconds = self.hearing.seconds
@@ -334,7 +334,7 @@ def check_speech_model(network: HeadedModel, target_len: int) -> None:
 
 
 def speech_costs(model: Any) -> tuple[TokenCosts, float]:
-    """Return the costs of text tokens, and the cost of the encoder for a recording, which is padded to full length."""
+    """Return the costs of text tokens, and the cost of the encoder for an audio clip, which is padded to full length."""
     config, encoder = model.config, model.get_encoder()
     heard = int(config.max_source_positions)
     text = TokenCosts.of(model, config.decoder_layers, config.d_model)

@@ -143,10 +143,10 @@ def within(folder: Path, name: Any) -> Path:
     """Return a plain file of a folder.
 
     Raises:
-        NotTaken: if the name leads outside of the folder, is a link, or does not exist.
+        NotTaken: if the name leads outside the folder, is a link, or does not exist.
     """
     if not isinstance(name, str) or not name or name != Path(name).name or name in (".", ".."):
-        raise NotTaken(f"{str(name)[:80]!r} names a file outside of the checkpoint's folder")
+        raise NotTaken(f"{str(name)[:80]!r} names a file outside the checkpoint's folder")
     path = folder / name
     if path.is_symlink() or not path.is_file():
         raise NotTaken(f"{name} is missing or is not a plain file")
