@@ -26,7 +26,7 @@ from weft.train.loop.reporting import with_setting
         ),
     ],
 )
-def test_the_command_is_what_a_person_typed(argv: list[str], parent: list[str], told: str) -> None:
+def test_typed_command_is_reconstructed(argv: list[str], parent: list[str], told: str) -> None:
     assert " ".join(typed_command(argv, parent)) == told
 
 
