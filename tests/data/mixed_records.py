@@ -1,4 +1,4 @@
-"""Samples of images, synthesised audio and text for tests, in every form of records."""
+"""Samples of images, synthesized audio and text for tests, in every record format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sound(word: str, seed: int) -> bytes:
 
 
 def mixed(count: int, kinds: int = 5) -> list[dict[str, Any]]:
-    """Samples with images and audio clips as bytes: one image, one audio, two images, none, a chat with one."""
+    """Return samples with images and audio clips as bytes: one image, one audio, two images, none, a chat with one."""
     colours, found = list(COLOURS), list[dict[str, Any]]()
     for index in range(count):
         colour, word = colours[index % 3], WORDS[index // 3 % 3]
@@ -78,7 +78,7 @@ def as_bytes(folder: Path, samples: list[dict[str, Any]]) -> Path:
 
 
 def as_paths(folder: Path, samples: list[dict[str, Any]]) -> Path:
-    """Media in files of their own; chats have contents of parts."""
+    """Write media to separate files. Chats have contents of parts."""
     records = []
     for index, sample in enumerate(samples):
         record = dict(sample)

@@ -1,4 +1,4 @@
-"""The same coloured images in every form of records, for tests."""
+"""The same colored images in every record format, for tests."""
 
 from __future__ import annotations
 

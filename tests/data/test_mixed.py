@@ -1,4 +1,4 @@
-"""Samples of images, audio and text: the same from every form of records, and what is left out with its reason."""
+"""Samples of images, audio and text: equal in every record format, and left out with a reason if unusable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def by_form(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MixedItems]:
     return made
 
 
-def test_every_form_holds_the_same_samples(by_form: dict[str, MixedItems]) -> None:
+def test_every_format_has_the_same_samples(by_form: dict[str, MixedItems]) -> None:
     wanted = list(MixedAhead(by_form["tar"], 0))
     text = ByteText()
     assert [text.decode_all(one.tokens.tolist()) for one in wanted[:5]] == [
@@ -67,12 +67,12 @@ def test_processes_decode_the_same_bits(by_form: dict[str, MixedItems]) -> None:
                 wanted = ahead.in_epoch(*key)
                 assert all(np.array_equal(a, b) for a, b in zip(one.media, wanted.media, strict=True)), key
         pixels = [ahead.in_epoch(epoch, 0).media[0] for epoch in range(2)]
-        assert not np.array_equal(*pixels)  # seen differently in another epoch
+        assert not np.array_equal(*pixels)  # another augmentation in another epoch
     finally:
         ahead.close()
 
 
-def test_what_cannot_be_used_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_unusable_samples_are_left_out_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture("red", 0))
     (tmp_path / "cut.png").write_bytes(picture("red", 0)[:60])
     held = base64.b64encode(sound("ab", 1)).decode()
@@ -105,7 +105,7 @@ def test_what_cannot_be_used_is_left_out_with_its_reason(tmp_path: Path) -> None
         found(tmp_path / "empty.jsonl", tmp_path / "cache")
 
 
-def test_a_file_that_comes_later_is_found(tmp_path: Path) -> None:
+def test_file_that_is_added_later_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture("red", 0))
     good = [{"image": "a.png", "text": "x"} for _ in range(100)]
     file = write_lines(tmp_path / "x.jsonl", [*good, {"image": "late.png", "text": "y"}])
@@ -114,7 +114,7 @@ def test_a_file_that_comes_later_is_found(tmp_path: Path) -> None:
     assert len(found(file, tmp_path / "cache")) == 101
 
 
-def test_columns_are_named(tmp_path: Path) -> None:
+def test_columns_can_be_named(tmp_path: Path) -> None:
     as_paths(tmp_path, mixed(2))
     lines = [{"seen": "0.0.png", "heard": "1.0.flac", "said": "both"}]
     records = found(write_lines(tmp_path / "y.jsonl", lines), tmp_path / "cache", MixedColumns("said", "seen", "heard"))
