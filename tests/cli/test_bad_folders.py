@@ -69,7 +69,7 @@ def copied(home, tmp_path):
 REMEDY = "Give the config.json that belongs to these weights.\n"
 
 
-def test_config_that_does_not_match_the_weights(copied, error_of, prepares_here):
+def test_config_that_does_not_match_the_weights(copied, error_of, prepares_locally):
     assert error_of(copied(hidden_size=48)) == (
         "error: model.path=FOLDER: tensor 'model.embed_tokens.weight' has shape (90, 32) in the files, and config.json "
         f"makes it (90, 48). {REMEDY}"
@@ -91,7 +91,7 @@ def test_config_that_does_not_match_the_weights(copied, error_of, prepares_here)
     )
 
 
-def test_truncated_or_missing_files(copied, error_of, prepares_here):
+def test_truncated_or_missing_files(copied, error_of, prepares_locally):
     folder = copied("sharded")
     shard = sorted(folder.glob("*.safetensors"))[2]
     os.truncate(shard, shard.stat().st_size - 100)
@@ -115,7 +115,7 @@ def test_truncated_or_missing_files(copied, error_of, prepares_here):
     )
 
 
-def test_preferences_without_rejected_answer(home, error_of, tmp_path, prepares_here):
+def test_preferences_without_rejected_answer(home, error_of, tmp_path, prepares_locally):
     file = tmp_path / "pairs.jsonl"
     pair = {"prompt": "the cat", "chosen": " runs", "rejected": " is"}
     lines = [pair] * 20 + [{"prompt": "the cat", "chosen": " runs"}] * 5

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.watch.made_run import MadeRun
+from tests.watch.synthetic_run import SyntheticRun
 from weft.cli import app as main
 from weft.cli.app import run
 from weft.config.files import format_config, load_config
@@ -83,8 +83,8 @@ def test_errors_are_one_line(tmp_path, capsys):
 
 
 def test_compare_two_runs(tmp_path, capsys):
-    one = MadeRun(steps=60, ranks=2).write(tmp_path / "one")
-    two = MadeRun(steps=60, until=30, ranks=4, lr=1e-4, seed=2).write(tmp_path / "two")
+    one = SyntheticRun(steps=60, ranks=2).write(tmp_path / "one")
+    two = SyntheticRun(steps=60, until=30, ranks=4, lr=1e-4, seed=2).write(tmp_path / "two")
     assert run(["runs", "compare", str(one), str(two), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["runs"] == [str(one), str(two)]
@@ -100,7 +100,7 @@ def test_compare_two_runs(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "loss at step 30" in told
     assert any(line.split()[:3] == ["config.optimizer.lr", "0.0006", "0.0001"] for line in told.splitlines())
-    again = MadeRun(steps=60, ranks=2).write(tmp_path / "again")
+    again = SyntheticRun(steps=60, ranks=2).write(tmp_path / "again")
     assert run(["runs", "compare", str(one), str(again)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all settings are equal"
     assert run(["runs", "compare", str(one), str(two), "optimizer.lr=1"]) == 2
@@ -164,7 +164,7 @@ def test_refused_requests(started, capsys):
     ],
 )
 def test_old_commands_name_their_new_form(tmp_path, monkeypatch, capsys, old, new):
-    MadeRun(steps=3, ranks=1).write(tmp_path / "one")
+    SyntheticRun(steps=3, ranks=1).write(tmp_path / "one")
     monkeypatch.chdir(tmp_path)
     assert main._current_form(old.split()) == new.split()
     assert f"goes in the next release. Use: weft {new}\n" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_old_commands_name_their_new_form(tmp_path, monkeypatch, capsys, old, ne
 
 
 def test_runs_are_listed_and_shown(tmp_path, capsys):
-    MadeRun(steps=20, ranks=2).write(tmp_path / "one")
+    SyntheticRun(steps=20, ranks=2).write(tmp_path / "one")
     assert run(["runs", "list", str(tmp_path)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == ["run", "one"]
     assert run(["runs", "show", str(tmp_path / "one")]) == 0

@@ -25,7 +25,7 @@ def store(
     folder: Path, lengths: Sequence[int], *, masks: Sequence[Sequence[bool]] | None = None, weight: float | None = None,
     shard_bytes: int = 64, name: str = "", first_id: int = 0,
 ) -> Stored:  # fmt: skip
-    """Write documents of the given lengths to tiny shards, so that reads cross them. first_id: id of the first token."""
+    """Write documents of the given lengths to tiny shards, so that reads cross them. first_id: the first token's id."""
     writer = SplitWriter(folder, vocab_size=2**20, with_mask=masks is not None, shard_bytes=shard_bytes)
     start = first_id
     for number, length in enumerate(lengths):

@@ -43,7 +43,7 @@ def encoded_picture(form: str = "PNG", size: tuple[int, int] = (24, 16), **optio
 
 
 def in_memory(data: bytes) -> Encoded:
-    return Encoded("x", in_memory=data)
+    return Encoded("x", held=data)
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n%%EOF\n"

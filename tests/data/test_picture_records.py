@@ -139,7 +139,7 @@ def test_paths_stay_within_the_folder_and_restored_files_are_found(tmp_path: Pat
         Pictures(records, Look(8), 0)[5]
 
 
-def truncated_tar(path: Path) -> None:
+def short_tar(path: Path) -> None:
     data = write_tar(path, labelled(6)).read_bytes()
     path.write_bytes(data[:3300])
 
@@ -168,7 +168,7 @@ def no_label(path: Path) -> None:
     write_lines(path.with_suffix(".jsonl"), [{"image": "x.png", "kind": 1}])
 
 
-def truncated_parquet(path: Path) -> None:
+def short_parquet(path: Path) -> None:
     from tests.data.record_pictures import as_parquet
 
     made = as_parquet(path.parent, labelled(6))
@@ -180,14 +180,14 @@ def packed_tar(path: Path) -> None:
 
 
 REFUSED = {
-    "x.tar: the archive is damaged or truncated (unexpected end of data). Copy it again, or leave it out.": truncated_tar,
+    "x.tar: the archive is damaged or truncated (unexpected end of data). Copy it again, or leave it out.": short_tar,
     "x.tar: the archive is damaged or truncated (its end is missing). Copy it again, or leave it out.": tar_without_end,
     "x.tar: another archive follows its end. Use separate archive files.": two_tars,
     "its records have 1 class. Give records of 2 or more.": one_class,
     "1 of 7 images cannot be used, more than 1%. The first: ": many_bad,
     "x.jsonl: a column with the label was not found; its columns are image, kind. Name it with task.options.label=NAME."
     "": no_label,
-    "x.parquet: it is damaged or truncated (": truncated_parquet,
+    "x.parquet: it is damaged or truncated (": short_parquet,
     "x.tar.gz is compressed, so that no image in it can be read alone. Unpack it to a .tar": packed_tar,
 }
 

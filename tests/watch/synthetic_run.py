@@ -1,4 +1,4 @@
-"""Events of runs that were never trained: long ones on many ranks, for the page and for its charts."""
+"""Event logs of synthetic runs: long ones on many ranks, for the page and its charts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any
 
 
 @dataclass
-class MadeRun:
-    """What happens. slow_rank: from slow_from on it takes a fifth longer. fails_at: a rank dies there, once."""
+class SyntheticRun:
+    """What happens in the run.
+
+    slow_rank: takes a fifth longer from slow_from on. fails_at: step at which a rank fails once.
+    """
 
     steps: int = 2000
     ranks: int = 16
@@ -34,7 +37,7 @@ class MadeRun:
     end: float = field(default_factory=time.time)
 
     def write(self, folder: Path) -> Path:
-        """Write the folder's events.jsonl; returns the folder."""
+        """Write the folder's events.jsonl, and return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "events.jsonl", "w", encoding="utf-8") as file:
             for event in self.events(folder.name):
@@ -42,7 +45,7 @@ class MadeRun:
         return folder
 
     def events(self, name: str) -> Iterator[dict[str, Any]]:
-        """All of them, in their order."""
+        """Yield all events in order."""
         rng = random.Random(self.seed)
         last = self.until or self.steps
         now = self.end - last * self.step_s * 1.12
