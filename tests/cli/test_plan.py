@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.data.record_pictures import add, labelled
+from tests.data.image_records import add, labelled
 from weft.cli.app import run
 from weft.cli.launch.launch import count_ranks
 from weft.cli.plan import NOTHING_FITS

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.data.record_pictures import add, write_lines
-from tests.data.recordings import WORDS, encoded, tones
+from tests.data.audio_clips import WORDS, encoded, tones
+from tests.data.image_records import add, write_lines
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 

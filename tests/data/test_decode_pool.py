@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import class_folder
+from tests.data.image_folders import class_folder
 from weft.data.media import decode_workers as pool_module
 from weft.data.media import images
 from weft.data.media.class_folder import find_pictures

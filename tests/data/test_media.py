@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import COLOURS, class_folder, picture
+from tests.data.image_folders import COLOURS, class_folder, picture
 from weft.data.media import images as pixels_module
 from weft.data.media.class_folder import ClassFolder, find_pictures
 from weft.data.media.images import Look, read_picture

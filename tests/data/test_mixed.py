@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.image_records import write_lines
 from tests.data.mixed_records import FORMS, as_paths, mixed, picture, sound
-from tests.data.record_pictures import write_lines
 from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import LogMel
 from weft.data.media.images import Look

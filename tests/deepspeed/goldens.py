@@ -86,7 +86,7 @@ USED = {
 
 
 def read(name: str) -> Imported:
-    """Read one config of the corpus, assuming that everything is built. Other tests cover the rules about unsupported settings."""
+    """Read one config of the corpus, assuming that everything is built. Other tests cover unsupported settings."""
     return import_deepspeed((FOLDER / f"{name}.json").read_text(), RANKS[name], not_built=())
 
 

@@ -8,7 +8,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from tests.data.pictures import COLOURS, picture
+from tests.data.image_folders import COLOURS, picture
 
 
 def png(colour: str, seed: int) -> bytes:

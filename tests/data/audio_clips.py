@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from tests.data.record_pictures import add, write_lines
+from tests.data.image_records import add, write_lines
 
 #: The pitch of each letter, in Hz.
 PITCHES = {"a": 300.0, "b": 520.0, "c": 900.0, "d": 1500.0}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import COLOURS
-from tests.data.record_pictures import FORMS, add, as_lines_with_paths, as_tars, labelled, write_lines, write_tar
+from tests.data.image_folders import COLOURS
+from tests.data.image_records import FORMS, add, as_lines_with_paths, as_tars, labelled, write_lines, write_tar
 from tests.data.test_media import bomb
 from weft.data.media.files import RecordColumns
 from weft.data.media.image_source import Pictures, parse_source
@@ -169,7 +169,7 @@ def no_label(path: Path) -> None:
 
 
 def short_parquet(path: Path) -> None:
-    from tests.data.record_pictures import as_parquet
+    from tests.data.image_records import as_parquet
 
     made = as_parquet(path.parent, labelled(6))
     made.write_bytes(made.read_bytes()[:900])

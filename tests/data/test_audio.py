@@ -12,8 +12,8 @@ import pytest
 import soundfile
 import torch
 
-from tests.data.record_pictures import add, write_lines
-from tests.data.recordings import FORMS, encoded, sound_folder, spoken, tones
+from tests.data.audio_clips import FORMS, encoded, sound_folder, spoken, tones
+from tests.data.image_records import add, write_lines
 from weft.data.media.audio import AudioTransform, apply_transform, sound_size, vorbis_size
 from weft.data.media.audio_features import LogMel, folder_features, log_mel, mel_energy, mel_filters
 from weft.data.media.audio_source import Sounds
