@@ -34,8 +34,8 @@ def gate_runs(values: Iterable[Any], *places: int) -> list[Any]:
         *places: indices of the cases that the gate runs, from 0: those that no other test of the gate covers.
     """
     cases = list(values)
-    kept = {range(len(cases))[place] for place in places}  # an invalid index is an IndexError
+    chosen = {range(len(cases))[place] for place in places}  # an invalid index is an IndexError
     return [
-        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if place in kept else pytest.mark.full)
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if place in chosen else pytest.mark.full)
         for place, one in enumerate(cases)
     ]

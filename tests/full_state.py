@@ -24,11 +24,11 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = 
         ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
     found: dict[str, dict] = {"model": {}, "optimizer": {}}
-    for path, part, start, data in [piece for pieces_of_rank in ranks for piece in pieces_of_rank if keep]:
+    for path, part, start, data in [state_slice for pieces_of_rank in ranks for state_slice in pieces_of_rank if keep]:
         group, _, name = path.partition("/")
         if group in found:
-            whole = found[group].setdefault(name, torch.full(part.shape, 77, dtype=data.dtype))
-            for place, line in full_views(part, start, data.reshape(-1), whole):
+            full = found[group].setdefault(name, torch.full(part.shape, 77, dtype=data.dtype))
+            for place, line in full_views(part, start, data.reshape(-1), full):
                 place.copy_(line)
     return found
 
@@ -38,11 +38,11 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups) 
     return resume(model, optimizer, InMemory(groups))
 
 
-def full_views(part: Part, start: int, line: torch.Tensor, whole: torch.Tensor):
+def full_views(part: Part, start: int, line: torch.Tensor, full: torch.Tensor):
     """Yield views of the full tensor, each with the elements of a flat slice that belong to it."""
     for view in part.views(start, start + line.numel()):
         sizes = [high - low for low, high in view.box]
-        yield whole[tuple(slice(*one) for one in view.box)], line.as_strided(sizes, view.strides, view.offset)
+        yield full[tuple(slice(*one) for one in view.box)], line.as_strided(sizes, view.strides, view.offset)
 
 
 @dataclass
@@ -69,9 +69,9 @@ class InMemory:
         return self._groups.get(group, {})
 
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
-        whole = self._groups[group][name].detach().cpu()
-        line = torch.frombuffer(out, dtype=whole.dtype)
+        full = self._groups[group][name].detach().cpu()
+        line = torch.frombuffer(out, dtype=full.dtype)
         if part.is_padded:
             line.zero_()
-        for place, target in full_views(part, start, line, whole):
+        for place, target in full_views(part, start, line, full):
             target.copy_(place)

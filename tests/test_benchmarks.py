@@ -75,7 +75,7 @@ def test_benchmark_uses_existing_names(path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("import weft.nothing", "line 1: no module weft.nothing"),
         ("from weft.comm import Nothing", "line 1: weft.comm has no Nothing"),
@@ -86,8 +86,8 @@ def test_benchmark_uses_existing_names(path: Path):
         ),
     ],
 )
-def test_outdated_name_in_a_script_is_found(text: str, told: str):
-    assert [line.startswith(told) for line in out_of_date(text)] == [True]
+def test_outdated_name_in_a_script_is_found(text: str, expected: str):
+    assert [line.startswith(expected) for line in out_of_date(text)] == [True]
 
 
 @pytest.mark.full

@@ -154,8 +154,8 @@ def placed_rank(monkeypatch, tmp_path, numa: bool) -> list[frozenset[int]]:
 @pytest.mark.parametrize("numa", [True, False])
 def test_rank_on_a_gpu_is_bound_unless_disabled(numa, monkeypatch, tmp_path, capfd):
     assert placed_rank(monkeypatch, tmp_path, numa) == [frozenset({*range(4, 8), *range(20, 24)})] * numa
-    told = "rank 1: bound to cores 4-7,20-23 of NUMA node 0, where GPU 0000:5e:00.0 hangs\n"
-    assert capfd.readouterr().err == (told if numa else "")
+    message = "rank 1: bound to cores 4-7,20-23 of NUMA node 0, where GPU 0000:5e:00.0 hangs\n"
+    assert capfd.readouterr().err == (message if numa else "")
 
 
 def test_rank_on_a_cpu_is_not_bound(monkeypatch):

@@ -244,14 +244,14 @@ def group_timeouts() -> tuple[float, float, float]:
     from weft.private_torch import default_timeout
 
     mesh, cpu = build_mesh(Plan.parse("tp=2 dp_shard=2")), torch.device("cpu")
-    told = default_timeout()
+    default = default_timeout()
     with patch.object(module, "default_timeout", lambda: datetime.timedelta(seconds=77)):
         group = module.join_group(mesh.ranks_over(("tp",)), "limit")
-    return timeout_s(backend_of(mesh.world.group, cpu)), told.total_seconds(), timeout_s(backend_of(group, cpu))
+    return timeout_s(backend_of(mesh.world.group, cpu)), default.total_seconds(), timeout_s(backend_of(group, cpu))
 
 
 def test_new_groups_have_the_timeout_of_the_world_group(ranks4):
     """torch gives a new group 30 minutes, for any timeout of the ranks: a hang would outlast launch.timeout."""
-    for everyone, told, some in ranks4.run(group_timeouts):
-        assert everyone == told
+    for everyone, default, some in ranks4.run(group_timeouts):
+        assert everyone == default
         assert some == 77.0

@@ -73,8 +73,8 @@ def test_verify_names_files_tensors_and_newest_intact_step(three, capsys):
     saved(three, 5)
     (root / "step_00000040").mkdir()
     assert run(["ckpt", "verify", str(three)]) == 1
-    told = capsys.readouterr().out
-    assert told.splitlines() == [
+    output = capsys.readouterr().out
+    assert output.splitlines() == [
         "step_00000005  whole",
         "step_00000010  damaged",
         "  optimizer.safetensors is missing",
@@ -97,9 +97,9 @@ def test_verify_names_the_tensors_after_a_truncation(three, capsys):
     file = three / "checkpoints" / "step_00000030" / "model.safetensors"
     os.truncate(file, file.stat().st_size - 1)
     assert run(["ckpt", "verify", str(three / "checkpoints" / "step_00000030")]) == 1
-    told = capsys.readouterr().out
-    assert "    holds model/b\n" in told  # the narrower elements are stored last
-    assert told.endswith("no intact checkpoint\n")
+    output = capsys.readouterr().out
+    assert "    holds model/b\n" in output  # the narrower elements are stored last
+    assert output.endswith("no intact checkpoint\n")
 
 
 def test_verify_fast_skips_digests(three, capsys):
@@ -142,9 +142,9 @@ def test_diff_reports_missing_reshaped_and_changed_tensors(tmp_path, capsys):
         "num_equal": 0,
     }
     assert run(["ckpt", "diff", str(left), str(right)]) == 1
-    told = capsys.readouterr().out
-    assert "different numbers (2):\n  tensor" in told
-    assert "  model/w              0.045     0.5            11\n" in told
+    output = capsys.readouterr().out
+    assert "different numbers (2):\n  tensor" in output
+    assert "  model/w              0.045     0.5            11\n" in output
     assert run(["ckpt", "diff", str(left), str(left)]) == 0
     assert capsys.readouterr().out == "identical: 4 tensors\n"
 
@@ -166,9 +166,9 @@ def test_diff_lists_weights_and_large_relative_differences_first(tmp_path, capsy
 def test_export_writes_full_tensors_readable_by_safetensors(three, capsys, dtype):
     out = three / "out"
     assert run(["export", str(three), str(out), *([] if dtype is None else ["--dtype", dtype])]) == 0
-    found, whole = load_file(out / "model.safetensors"), load_checkpoint(three / "checkpoints/step_00000030")
-    wanted = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    assert torch.equal(found["w"], whole.tensors("model")["w"].to(wanted))
+    found, checkpoint = load_file(out / "model.safetensors"), load_checkpoint(three / "checkpoints/step_00000030")
+    expected = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert torch.equal(found["w"], checkpoint.tensors("model")["w"].to(expected))
     assert json.loads((out / "shared_names.json").read_text()) == {"head": "w"}
     assert run(["export", str(three), str(out)]) == 2
     assert "the folder exists, and Weft does not overwrite it" in capsys.readouterr().err
@@ -224,7 +224,7 @@ def test_adapter_is_exported_separately_or_merged(norm, tmp_path, capsys):
     save_checkpoint(tmp_path / "checkpoints", 1, groups, {"adapter": adapter_state(model)})
     ids, like = torch.arange(6)[None], ["--like", str(tmp_path / "like")]
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         if norm:
             assert run(["export", str(tmp_path), str(tmp_path / "alone")]) == 2
             assert "'model.norm.weight': it was trained in addition to the adapter" in capsys.readouterr().err
@@ -233,10 +233,10 @@ def test_adapter_is_exported_separately_or_merged(norm, tmp_path, capsys):
             written = {path.name for path in (tmp_path / "alone").iterdir()}
             assert written == {"adapter_config.json", "adapter_model.safetensors"}
             again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "like")
-            torch.testing.assert_close(load_adapter(again, tmp_path / "alone")(ids).logits, wanted)
+            torch.testing.assert_close(load_adapter(again, tmp_path / "alone")(ids).logits, expected)
         assert run(["export", str(tmp_path), str(tmp_path / "merged"), *like]) == 0
         merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
-        torch.testing.assert_close(merged(ids).logits, wanted)
+        torch.testing.assert_close(merged(ids).logits, expected)
     torch.manual_seed(1)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "like")
     assert run(["export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
@@ -261,8 +261,8 @@ def test_prune_is_a_dry_run_without_yes(three, capsys):
     root = three / "checkpoints"
     before = sorted(os.listdir(root))
     assert run(["ckpt", "prune", str(three), "--keep-last", "1"]) == 0
-    told = capsys.readouterr()
-    assert told.out.split() == [
+    output = capsys.readouterr()
+    assert output.out.split() == [
         "would",
         "delete",
         str(root / "step_00000020"),
@@ -270,7 +270,7 @@ def test_prune_is_a_dry_run_without_yes(three, capsys):
         "delete",
         str(root / "step_00000030"),
     ]
-    assert "dry run: add --yes to delete 2 checkpoints, " in told.err
+    assert "dry run: add --yes to delete 2 checkpoints, " in output.err
     assert sorted(os.listdir(root)) == before
     assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--every", "15", "--yes"]) == 0
     assert sorted(path.name for path in root.glob("step_*")) == [

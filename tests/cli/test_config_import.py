@@ -69,12 +69,12 @@ def test_out_writes_the_printed_text(file, tmp_path, capsys):
 
 def test_json(file, capsys):
     assert main.run(["config", "import", str(file), "--world-size", "4", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["plan"] == "dp_replicate=4 accumulation=2 precision=bf16"
-    assert told["settings"]["optimizer.lr"] == 2e-5
-    assert told["open"] == ["optimizer.weight_decay"]
-    assert told["refused"] == []
-    (clipping,) = [line for line in told["keys"] if line["key"] == "gradient_clipping"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["plan"] == "dp_replicate=4 accumulation=2 precision=bf16"
+    assert report["settings"]["optimizer.lr"] == 2e-5
+    assert report["open"] == ["optimizer.weight_decay"]
+    assert report["refused"] == []
+    (clipping,) = [line for line in report["keys"] if line["key"] == "gradient_clipping"]
     assert clipping == {
         "key": "gradient_clipping",
         "value": "0.5",
@@ -82,7 +82,7 @@ def test_json(file, capsys):
         "text": "optimizer.max_grad_norm=0.5",
         "sets": ["optimizer.max_grad_norm"],
     }
-    assert tomllib.loads(told["toml"])["plan"] == told["plan"]
+    assert tomllib.loads(report["toml"])["plan"] == report["plan"]
 
 
 def test_values_refused_by_a_rule_are_reported(tmp_path, capsys):

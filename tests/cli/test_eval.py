@@ -76,8 +76,8 @@ def test_results_equal_those_of_the_exported_model(home, capsys):
         right += sums.index(max(sums)) == one["gold"]
     assert found["step"] == 20
     assert found["tasks"]["next_word"]["acc"] == pytest.approx(right / 24)
-    kept = json.loads((home / "run" / "evals" / "step_00000020.json").read_text())
-    assert kept == found["tasks"]
+    saved = json.loads((home / "run" / "evals" / "step_00000020.json").read_text())
+    assert saved == found["tasks"]
     (home / "questions.jsonl").unlink()
     assert main.run(words) == 2
     assert "their data cannot be read" in capsys.readouterr().err

@@ -43,11 +43,11 @@ def test_exit_codes(error, code):
 def test_first_failure_is_the_earliest_original_one():
     lost = Failure.from_exception(0, RuntimeError("Connection reset by peer"))
     comm = Failure.from_exception(3, CommError("rank 2 is gone"))
-    told = Failure.from_exception(1, DataError("data.train=x: no file."))
+    original = Failure.from_exception(1, DataError("data.train=x: no file."))
     ended = Failure(2, -signal.SIGTERM, when=1.0)
     aborted = Failure(4, -signal.SIGABRT, when=1.0)
-    killed = Failure(5, -signal.SIGKILL, when=told.when + 1)
-    assert first_failure([lost, comm, ended, aborted, told, killed]) is told
+    killed = Failure(5, -signal.SIGKILL, when=original.when + 1)
+    assert first_failure([lost, comm, ended, aborted, original, killed]) is original
     assert first_failure([lost, killed]) is killed
     assert first_failure([lost, comm]) is lost
 

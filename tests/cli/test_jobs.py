@@ -46,8 +46,8 @@ def test_job_text_equals_the_golden_file(text, kind):
 @pytest.mark.parametrize("options", [[], ["--array", "5"], ["--container", "weft:1"]])
 def test_slurm_job_has_valid_options_and_bash_syntax(text, options):
     job = text("slurm", *options)
-    said = [line.removeprefix("#SBATCH --") for line in job.splitlines() if line.startswith("#SBATCH")]
-    assert {one.partition("=")[0] for one in said} <= SBATCH
+    options_used = [line.removeprefix("#SBATCH --") for line in job.splitlines() if line.startswith("#SBATCH")]
+    assert {one.partition("=")[0] for one in options_used} <= SBATCH
     assert not any(line.startswith("#SBATCH") for line in job.partition("\n\n")[2].splitlines())
     assert subprocess.run(["bash", "-n"], input=job.encode(), capture_output=True).stderr == b""
 
@@ -58,15 +58,15 @@ def test_slurm_job_is_requeued_until_the_run_is_finished(text, tmp_path, last, c
     events = tmp_path / "runs" / "big" / "events.jsonl"
     events.parent.mkdir(parents=True)
     events.write_text('{"event":"start"}\n' + json.dumps({"event": "end", "reason": last}) + "\n")
-    told = tmp_path / "told"
-    for name, body in (("srun", f'echo "$@" > {told}.srun; exit {code}'), ("scontrol", f'echo "$@" > {told}')):
+    mark = tmp_path / "told"
+    for name, body in (("srun", f'echo "$@" > {mark}.srun; exit {code}'), ("scontrol", f'echo "$@" > {mark}')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     assert subprocess.run(["bash"], input=job.encode(), env=environment).returncode == code
-    assert told.exists() == queued
-    assert not queued or told.read_text() == "requeue 77\n"
-    assert Path(f"{told}.srun").read_text() == "--kill-on-bad-exit=1 weft train big.toml optimizer.lr=1e-4\n"
+    assert mark.exists() == queued
+    assert not queued or mark.read_text() == "requeue 77\n"
+    assert Path(f"{mark}.srun").read_text() == "--kill-on-bad-exit=1 weft train big.toml optimizer.lr=1e-4\n"
 
 
 def check_torchrun(words: list[str], endpoint: str) -> None:
@@ -186,7 +186,7 @@ def test_jobs_without_gpus_request_none(text):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["slrm", "big.toml"], "KIND=slrm: unknown launcher. Did you mean 'slurm'?"),
         (["slurm", "train.steps=5"], "CONFIG: a job needs a config file."),
@@ -196,6 +196,6 @@ def test_jobs_without_gpus_request_none(text):
         (["slurm", "big.toml", "--time", "soon"], "--time soon: "),
     ],
 )  # fmt: skip
-def test_errors_are_one_line(text, capsys, words, said):
+def test_errors_are_one_line(text, capsys, words, message):
     assert run(["launch", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -450,8 +450,8 @@ def test_lock_remains_until_launcher_and_ranks_have_exited(launch, tmp_path):
     launched = launch("ready()\ntime.sleep(60)")
     pids = launched.wait_ready()
     os.kill(pids[0], signal.SIGSTOP)  # a stopped process can be killed by SIGKILL
-    told = rf"run.name=held: process {launched.process.pid} is training in"
-    with pytest.raises(LaunchError, match=told), run_lock(tmp_path / "held"):
+    mark = rf"run.name=held: process {launched.process.pid} is training in"
+    with pytest.raises(LaunchError, match=mark), run_lock(tmp_path / "held"):
         pass
     launched.process.kill()
     launched.process.join(10)
@@ -561,7 +561,7 @@ def test_killed_fork_server_fails_its_ranks(launch):
     assert not any(map(is_running, pids))
 
 
-def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, told: Path) -> None:
+def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, mark: Path) -> None:
     """In a separate process: start ranks twice with the same server, and log the names of their parent processes."""
     fork_client._PROGRAM = tuple(command[:-1])
     if unfit:
@@ -571,7 +571,7 @@ def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, told: P
             if attempt and kill:
                 server._process.kill()
             launch_ranks(server, 2, logs)
-    told.touch()
+    mark.touch()
 
 
 #: A server that has a file open that the test uses as the CUDA device.
@@ -593,8 +593,8 @@ def test_server_forks_again_or_programs_are_started_instead(tmp_path, kill, unfi
     process.start()
     process.join(LIMIT_S)
     assert (tmp_path / "told").exists()
-    said = "".join((logs / f"rank_{rank}.log").read_text() for rank in (0, 1))
-    assert (said.count("a fork: True"), said.count("a fork:")) == (forks, 4)
+    logged = "".join((logs / f"rank_{rank}.log").read_text() for rank in (0, 1))
+    assert (logged.count("a fork: True"), logged.count("a fork:")) == (forks, 4)
 
 
 def test_terminal_is_passed_to_rank_0(launch):

@@ -40,23 +40,25 @@ def test_rank_without_rank_0_reports_and_exits(port, monkeypatch, capsys):
     assert caught.value.exit_code == 2
     assert str(caught.value).startswith(f"rank 3 of 8 could not connect to rank 0 at 127.0.0.1:{port} within 1.00 s. ")
     assert UNSET in str(caught.value)
-    said = capsys.readouterr().err
-    assert said.startswith(f"weft: rank 3 of 8 waits for rank 0 at 127.0.0.1:{port}. Start all ranks, or type {UNSET}")
-    assert said.count("\n") == 1  # and no stacks of torch
+    message = capsys.readouterr().err
+    assert message.startswith(
+        f"weft: rank 3 of 8 waits for rank 0 at 127.0.0.1:{port}. Start all ranks, or type {UNSET}"
+    )
+    assert message.count("\n") == 1  # and no stacks of torch
 
 
 def test_rank_0_names_the_missing_ranks(port, monkeypatch):
     monkeypatch.setattr(missing_ranks, "NOTICE_S", 0.2)
-    told = []
+    messages = []
     store = open_store(rank_env(0, port), 2.0)
     for rank in (2, 5):
         missing_ranks.note_arrival(store, rank)
     with pytest.raises(LaunchError) as caught:
-        mesh.join_ranks(rank_env(0, port), __import__("torch").device("cpu"), 2.0, store, told.append)
+        mesh.join_ranks(rank_env(0, port), __import__("torch").device("cpu"), 2.0, store, messages.append)
     assert f"rank 0 of 8 could not connect to ranks 1, 3 to 4, 6 to 7 at 127.0.0.1:{port} within 2.00 s" in str(
         caught.value
     )
-    assert [line.partition(" at ")[0] for line in told] == ["rank 0 of 8 waits for ranks 1, 3 to 4, 6 to 7"]
+    assert [line.partition(" at ")[0] for line in messages] == ["rank 0 of 8 waits for ranks 1, 3 to 4, 6 to 7"]
 
 
 def test_port_in_use_and_unknown_host_are_one_line(port):

@@ -242,7 +242,7 @@ def test_written_config_suits_the_model_and_lists_missing_values(capsys, tmp_pat
     """The learning rate decreases with the model size. Values to fill in are listed in the file and on the terminal."""
     path = tmp_path / "plan.toml"
     assert run(["plan", "llama3-8b", "8xh100", "--fix", "zero=3 precision=bf16 compile=on", "--out", str(path)]) == 0
-    config, said = load_config(path).config, capsys.readouterr().err
+    config, warnings = load_config(path).config, capsys.readouterr().err
     assert (config.optimizer.lr, config.tokenizer.vocab_size) == (pytest.approx(3e-4, rel=0.05), 128_256)
     notes = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# fill in: ")]
     assert [note.split()[2].partition("=")[0] for note in notes] == [
@@ -251,7 +251,7 @@ def test_written_config_suits_the_model_and_lists_missing_values(capsys, tmp_pat
         "train.steps",
         "tokenizer:",
     ]
-    assert all(note in said for note in notes)
+    assert all(note in warnings for note in notes)
 
 
 @pytest.mark.parametrize(("billions", "published"), [(8.03, 3e-4), (70.6, 1.5e-4), (405.9, 8e-5)])

@@ -30,17 +30,17 @@ class Run:
         self, folder: Path, *ends: Failure | int | None, on_bad: str = "stop", step: int | None = None, **launch: object
     ):
         config = RunConfig.model_validate({"launch": launch, "train": {"on_bad": on_bad}, "resume": {"step": step}})
-        self.folder, self.ends, self.starts, self.said = RunFolder(folder), [*ends], [], []
+        self.folder, self.ends, self.starts, self.messages = RunFolder(folder), [*ends], [], []
         self.slept: list[float] = []
         self.plans: list[str] = []
         self.words: list[str] = []
         self.configs: list[RunConfig] = []
         self.steps: list[int | None] = []
-        self.restarts = Restarts(config, self.folder, 4, self.said.append, self.sleep)
+        self.restarts = Restarts(config, self.folder, 4, self.messages.append, self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        if "weft runs resume" in self.said[-1]:
+        if "weft runs resume" in self.messages[-1]:
             (self.folder.path / GO_ON).write_text(self.words.pop(0) if self.words else "")
 
     def attempt(self, config: RunConfig, ranks: int) -> None:
@@ -82,8 +82,8 @@ def test_run_restarts_after_failures_with_growing_pauses(tmp_path):
     run = Run(tmp_path, DIED, Failure(0, 1, kind="ValueError"), None, restarts=2, restart_pause="3s")
     assert run.keep() == [4, 4, 4]
     assert run.slept == [3.0, 6.0]
-    assert "rank 1 was killed by signal 9" in run.said[0]
-    assert run.said[0].endswith("restart 1 of 2 in 3.00 s, from the start"), run.said[0]
+    assert "rank 1 was killed by signal 9" in run.messages[0]
+    assert run.messages[0].endswith("restart 1 of 2 in 3.00 s, from the start"), run.messages[0]
     assert [event["cause"] for event in read_events(run.folder.events)] == ["died", "failed"]
 
 
@@ -91,7 +91,7 @@ def test_new_checkpoint_resets_the_restart_count(tmp_path):
     run = Run(tmp_path, DIED, 10, DIED, 20, DIED, None, restarts=1, restart_pause="1s")
     assert len(run.keep()) == 4
     assert run.slept == [1.0, 1.0, 1.0]
-    assert "from step 20" in run.said[-1]
+    assert "from step 20" in run.messages[-1]
     assert len(list_checkpoints(run.folder.checkpoints)) == 2
 
 
@@ -100,8 +100,8 @@ def test_memory_copies_count_as_checkpoints(tmp_path):
     run = Run(tmp_path, DIED, 10, DIED, None, restarts=1, restart_pause="1s", min_ranks=1)
     run.restarts.copied = lambda: next(steps, 14)
     assert run.keep() == [4, 4, 4]
-    assert run.said[0].endswith("from step 12")
-    assert run.said[-1].endswith("from step 14")
+    assert run.messages[0].endswith("from step 12")
+    assert run.messages[-1].endswith("from step 14")
 
 
 def test_torchrun_ranks_get_a_new_plan_when_a_machine_is_lost():
@@ -132,7 +132,7 @@ def test_number_of_restarts_is_limited(tmp_path):
 def test_paused_run_continues_on_request(tmp_path):
     run = Run(tmp_path, DIED, DIED, None, restarts=1, on_failure="hold")
     assert len(run.keep()) == 3
-    assert any("To continue: weft runs resume" in line for line in run.said)
+    assert any("To continue: weft runs resume" in line for line in run.messages)
     assert not (tmp_path / GO_ON).exists()
 
 
@@ -140,7 +140,7 @@ def test_rank_that_fails_twice_in_a_row_is_excluded(tmp_path):
     run = Run(tmp_path, DIED, DIED, DIED, DIED, None, restarts=9, min_ranks=2)
     assert run.keep() == [4, 4, 3, 3, 2]
     assert run.plans == ["dp_replicate=*"] * 2 + ["auto"] * 3
-    assert "rank 1 failed twice in a row: going on with 3 of 4 ranks" in run.said
+    assert "rank 1 failed twice in a row: going on with 3 of 4 ranks" in run.messages
     run = Run(tmp_path / "least", DIED, DIED, None, restarts=9, min_ranks=4)
     with pytest.raises(RankFailed):
         run.keep()
@@ -155,7 +155,7 @@ def test_data_of_bad_steps_is_left_out(tmp_path):
     run = Run(tmp_path, BAD, Failure(0, 1, kind="E", step=12, in_data=True), None, restarts=2, on_bad="leave_out")
     run.keep()
     assert steps_left_out(run.folder) == {7, 8, 9, 12}
-    assert "the data of steps 7 to 9 is left out (train.on_bad=leave_out)" in run.said
+    assert "the data of steps 7 to 9 is left out (train.on_bad=leave_out)" in run.messages
 
 
 def test_bad_steps_are_repeated_if_configured(tmp_path):
@@ -204,7 +204,7 @@ def test_requested_pause_waits_and_takes_new_settings(tmp_path):
     run.words = ["optimizer.lr=-3\n", "optimizer.lr=0.5\ntrain.steps=900\n"]
     assert run.keep() == [4, 4]
     assert (run.configs[1].optimizer.lr, run.configs[1].train.steps) == (0.5, 900)
-    assert "a number above 0 is needed" in run.said[1]
+    assert "a number above 0 is needed" in run.messages[1]
     assert not (tmp_path / HELD).exists()
     assert not (tmp_path / GO_ON).exists()
     events = [event for event in read_events(run.folder.events) if event["event"] != "failure"]
@@ -218,5 +218,5 @@ def test_requested_pause_waits_and_takes_new_settings(tmp_path):
 def test_requested_rollback_is_no_failure(tmp_path):
     run = Run(tmp_path, 3, BACK, BACK, None)
     assert run.keep() == [4, 4, 4]
-    assert run.said == ["step 9: going back."] * 2
+    assert run.messages == ["step 9: going back."] * 2
     assert run.slept == []

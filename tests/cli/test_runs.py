@@ -68,11 +68,11 @@ def test_run_of_an_older_version_compares_versions_and_plan(started, capsys):
     event = {"time": 1.7e9, "event": "start", "step": 0, "plan": PLAN, "world_size": 2, "weft": "0.0.1"}
     (started / "events.jsonl").write_text(json.dumps(event) + "\n")
     assert run(["runs", "compare", str(started)]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].endswith(
+    output = capsys.readouterr().out.splitlines()
+    assert output[0].endswith(
         "by a version of Weft that did not record config and machine; comparing versions and plan only:"
     )
-    assert [line.split()[0] for line in told[2:]] == ["weft"]
+    assert [line.split()[0] for line in output[2:]] == ["weft"]
 
 
 def test_errors_are_one_line(tmp_path, capsys):
@@ -97,9 +97,9 @@ def test_compare_two_runs(tmp_path, capsys):
     ]  # fmt: skip
     assert found["figures"]["loss at step 30"] == pytest.approx(at_30, rel=1e-5)
     assert run(["runs", "compare", str(one), str(two)]) == 1
-    told = capsys.readouterr().out
-    assert "loss at step 30" in told
-    assert any(line.split()[:3] == ["config.optimizer.lr", "0.0006", "0.0001"] for line in told.splitlines())
+    output = capsys.readouterr().out
+    assert "loss at step 30" in output
+    assert any(line.split()[:3] == ["config.optimizer.lr", "0.0006", "0.0001"] for line in output.splitlines())
     again = SyntheticRun(steps=60, ranks=2).write(tmp_path / "again")
     assert run(["runs", "compare", str(one), str(again)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all settings are equal"

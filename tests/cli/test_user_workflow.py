@@ -54,8 +54,8 @@ def tuned(tmp_path_factory) -> Path:
     (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with (here / "chats.jsonl").open("w") as file:
         for one in range(40):
-            said = [("system", "Count."), ("user", f"{WORDS[one % 5]} {one}?"), ("assistant", f"weft {one * one}")]
-            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}) + "\n")
+            turns = [("system", "Count."), ("user", f"{WORDS[one % 5]} {one}?"), ("assistant", f"weft {one * one}")]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
     places = [f"run.dir={here}", f"data.cache_dir={here / 'cache'}", *SMALL]
     model = ["model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=64",
              "model.max_seq_len=96", "tokenizer.kind=bpe", "tokenizer.vocab_size=300"]  # fmt: skip
@@ -72,17 +72,17 @@ def tuned(tmp_path_factory) -> Path:
 
 
 def test_resume_with_another_number_of_ranks_matches_one_run(tuned):
-    parts, whole = losses(tuned / "tuned"), losses(tuned / "whole")
-    assert parts.keys() == whole.keys() == set(range(1, 7))
-    for step, loss in whole.items():
+    parts, full = losses(tuned / "tuned"), losses(tuned / "whole")
+    assert parts.keys() == full.keys() == set(range(1, 7))
+    for step, loss in full.items():
         assert parts[step] == pytest.approx(loss, rel=1e-4), step
-    assert whole[6] < whole[1]
+    assert full[6] < full[1]
 
 
 def test_merged_folder_generates_the_same_in_transformers(tuned):
     weft("export", tuned / "tuned", tuned / "merged", "--merge")
-    _, told = transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged", output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    _, loading = transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     base, merged = (load_file(tuned / name / "model.safetensors") for name in ("exported", "merged"))
     changed = {name for name, tensor in merged.items() if not tensor.equal(base[name])}
     assert changed
@@ -103,8 +103,8 @@ def test_quantized_base_resumes_under_another_plan_and_generates(tuned, base):
     shown = weft("train", *words, name, "train.steps=4", "launch.ranks=1", "plan=dp_replicate=1")
     assert "resumed from step 2 (dp_shard=2 zero=3)" in shown
     weft("train", *words, f"run.name={base}_whole", "train.steps=4", "launch.ranks=1", "plan=dp_replicate=1")
-    parts, whole = losses(tuned / base), losses(tuned / f"{base}_whole")
-    assert parts == pytest.approx(whole, rel=1e-4)
+    parts, full = losses(tuned / base), losses(tuned / f"{base}_whole")
+    assert parts == pytest.approx(full, rel=1e-4)
     weft("export", tuned / base, tuned / f"{base}_merged", "--merge")
     options = ["--temperature", "0", "--max-tokens", NUM_TOKENS]
     theirs = generated(tuned / f"{base}_merged", PROMPTS[0])

@@ -44,9 +44,9 @@ def test_every_format_has_the_same_clips(tmp_path: Path, form: str) -> None:
     assert MediaRecords.parse(records.format()) == records
     survey = Survey(("letters",), None, lambda text: [ord(letter) for letter in text])
     (tmp_path / "said").mkdir()
-    said = found(FORMS[form](tmp_path / "said", samples, "text"), tmp_path / "cache", text=True, survey=survey)
-    assert [said.text(i) for i in range(12)] == [word for _, word in samples]
-    assert said.tokens(1).tolist() == [ord("c"), ord("d")]
+    texts = found(FORMS[form](tmp_path / "said", samples, "text"), tmp_path / "cache", text=True, survey=survey)
+    assert [texts.text(i) for i in range(12)] == [word for _, word in samples]
+    assert texts.tokens(1).tolist() == [ord("c"), ord("d")]
 
 
 def test_class_folder_is_indexed_and_again_when_it_changes(tmp_path: Path) -> None:
@@ -235,14 +235,14 @@ def test_ogg_is_measured_without_its_codec(tmp_path: Path) -> None:
         soundfile.write(file, np.stack([wave] * channels, 1), rate, format="OGG", subtype="VORBIS")
         known = soundfile.info(file)
         assert vorbis_size(Encoded.of_file(file)) == (known.frames, rate, channels) == sound_size(file)
-    whole = (tmp_path / "8000.ogg").read_bytes()
+    complete = (tmp_path / "8000.ogg").read_bytes()
     opus, silent = encoded(tones("ab", 1, 48_000), 48_000, "OGG", "OPUS"), encoded(np.zeros(24_000), 24_000, "OGG")
     odd = {
-        "cut": whole[:-40],
-        "two": (tmp_path / "24000.ogg").read_bytes() + whole,
+        "cut": complete[:-40],
+        "two": (tmp_path / "24000.ogg").read_bytes() + complete,
         "opus": opus,
         "silent": silent,
-        "head": whole[:100],
+        "head": complete[:100],
         "none": b"",
     }
     for name, data in odd.items():

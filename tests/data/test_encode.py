@@ -21,8 +21,8 @@ def show(ids: np.ndarray, trained: np.ndarray | None, tokenizer: Tokenizer, whic
 
 
 def test_only_assistant_text_and_its_end_are_trained(tokenizer: Tokenizer) -> None:
-    said = (("system", "s"), ("user", "ask é"), ("assistant", "one 漢"), ("user", "more"), ("assistant", "two"))
-    turns = tuple(Turn(*one) for one in said)
+    pairs = (("system", "s"), ("user", "ask é"), ("assistant", "one 漢"), ("user", "more"), ("assistant", "two"))
+    turns = tuple(Turn(*one) for one in pairs)
     [(ids, trained)] = encode_documents([Document("f", 0, turns=turns)], tokenizer)
     assert tokenizer.decode(ids, specials=True) == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nask é<|im_end|>\n<|im_start|>assistant\none 漢<|im_end|>\n"

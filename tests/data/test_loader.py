@@ -63,11 +63,11 @@ def test_microbatches_have_the_documented_samples(stream: SampleStream) -> None:
 
 
 def test_document_ids_require_borders_within_a_sequence(tmp_path: Path) -> None:
-    whole = SampleStream([store(tmp_path / "a", [64])], seed=0, seq_len=8, packing="fit", borders=True)
+    full = SampleStream([store(tmp_path / "a", [64])], seed=0, seq_len=8, packing="fit", borders=True)
     cut = SampleStream([store(tmp_path / "b", [4] * 16)], seed=0, seq_len=8, packing="fit", borders=True)
     free = SampleStream([store(tmp_path / "c", [4] * 16)], seed=0, seq_len=8, packing="fit", borders=False)
     keys = [
-        set(Loader(s, global_batch=4, accumulation=1, dp_rank=0, dp_size=1).batches(0)[0]) for s in (whole, cut, free)
+        set(Loader(s, global_batch=4, accumulation=1, dp_rank=0, dp_size=1).batches(0)[0]) for s in (full, cut, free)
     ]
     plain = {"input_ids", "labels", "positions"}
     assert keys == [plain, plain | {"document_ids", "document_starts"}, plain]
@@ -77,8 +77,8 @@ def test_resume_at_any_step_gives_the_same_batches(stream: SampleStream) -> None
     def loader() -> Loader:
         return Loader(stream, global_batch=8, accumulation=2, dp_rank=0, dp_size=2)
 
-    with loader().iterate(0, 12) as whole:
-        steps = list(whole)
+    with loader().iterate(0, 12) as full:
+        steps = list(full)
     for start in (0, 1, 5, 11):
         with loader().iterate(start, 12) as rest:
             for before, after in zip(steps[start:], rest, strict=True):

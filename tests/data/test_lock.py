@@ -25,15 +25,15 @@ def start_lock_holder(path: Path) -> subprocess.Popen[str]:
 
 def test_killed_holder_releases_the_lock_and_waiter_is_notified(tmp_path: Path) -> None:
     holder = start_lock_holder(tmp_path / "a.lock")
-    told: list[float] = []
+    notified: list[float] = []
 
     def waiting() -> None:
-        told.append(time.monotonic())
+        notified.append(time.monotonic())
         os.kill(holder.pid, signal.SIGKILL)
 
     try:
         with locked(tmp_path / "a.lock", waiting):
-            assert len(told) == 1
+            assert len(notified) == 1
     finally:
         holder.kill()
         holder.communicate()

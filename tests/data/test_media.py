@@ -132,8 +132,8 @@ def test_animation_gives_its_first_frame_and_the_suffix_is_ignored(tmp_path: Pat
 def test_truncated_image_is_named(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "x.png")
-    whole = (tmp_path / "x.png").read_bytes()
-    (tmp_path / "x.png").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "x.png").read_bytes()
+    (tmp_path / "x.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"x\.png: its pixels cannot be decoded \(.*\)\. Repair it, or delete it\."):
         read_picture(tmp_path / "x.png", Look(8))
 

@@ -38,20 +38,20 @@ def by_form(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MixedItems]:
 
 
 def test_every_format_has_the_same_samples(by_form: dict[str, MixedItems]) -> None:
-    wanted = list(MixedAhead(by_form["tar"], 0))
+    expected = list(MixedAhead(by_form["tar"], 0))
     text = ByteText()
-    assert [text.decode_all(one.tokens.tolist()) for one in wanted[:5]] == [
+    assert [text.decode_all(one.tokens.tolist()) for one in expected[:5]] == [
         "<image>red<|end|>",
         "<audio>ab<|end|>",
         "<image><image>blue red<|end|>",
         "only text<|end|>",
         "<|turn|>user\nWhich is <image>?<|end of turn|>\n<|turn|>assistant\ngreen<|end of turn|>\n",
     ]
-    chat = wanted[4]
+    chat = expected[4]
     assert text.decode_all(chat.tokens[chat.learnt == 1].tolist()) == "green<|end of turn|>"
-    assert [len(one.media) for one in wanted[:5]] == [1, 1, 2, 0, 1]
+    assert [len(one.media) for one in expected[:5]] == [1, 1, 2, 0, 1]
     for name, made in by_form.items():
-        for one, other in zip(MixedAhead(made, 0), wanted, strict=True):
+        for one, other in zip(MixedAhead(made, 0), expected, strict=True):
             assert np.array_equal(one.tokens, other.tokens), name
             assert np.array_equal(one.learnt, other.learnt), name
             for mine, theirs in zip(one.media, other.media, strict=True):
@@ -64,8 +64,8 @@ def test_processes_decode_the_same_bits(by_form: dict[str, MixedItems]) -> None:
         for epoch in range(2):
             keys = [(epoch, index) for index in range(10)]
             for one, key in zip(ahead.many(keys, [(epoch + 1, 0)]), keys, strict=True):
-                wanted = ahead.in_epoch(*key)
-                assert all(np.array_equal(a, b) for a, b in zip(one.media, wanted.media, strict=True)), key
+                expected = ahead.in_epoch(*key)
+                assert all(np.array_equal(a, b) for a, b in zip(one.media, expected.media, strict=True)), key
         pixels = [ahead.in_epoch(epoch, 0).media[0] for epoch in range(2)]
         assert not np.array_equal(*pixels)  # another augmentation in another epoch
     finally:
@@ -96,8 +96,8 @@ def test_unusable_samples_are_left_out_with_a_reason(tmp_path: Path) -> None:
     good = [{"image": "a.png", "text": f"x{number}"} for number in range(100 * len(bad))]
     records = found(write_lines(tmp_path / "x.jsonl", [*bad.values(), *good]), tmp_path / "cache")
     assert len(records) == len(good)
-    for reason, said in zip(bad, records.unreadable, strict=True):
-        assert reason in said, said
+    for reason, message in zip(bad, records.unreadable, strict=True):
+        assert reason in message, message
     with pytest.raises(DataError, match=r"10 of 11 samples cannot be used, more than 1%\. The first: "):
         found(write_lines(tmp_path / "y.jsonl", [*bad.values(), good[0]]), tmp_path / "cache")
     (tmp_path / "empty.jsonl").write_text("")

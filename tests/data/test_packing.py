@@ -91,9 +91,9 @@ def test_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     for packing in ("concat", "fit", "pad"):
         write_plan(tmp_path, packing, 8, offsets)
     assert [path.name for path in sorted(tmp_path.glob("*.npy"))] == ["fit-8-v1.npy", "pad-8-v1.npy"]
-    kept = open_spans(tmp_path, "fit", 8, offsets, 17)
+    loaded = open_spans(tmp_path, "fit", 8, offsets, 17)
     plan_path(tmp_path, "fit", 8).unlink()
     computed = open_spans(tmp_path, "fit", 8, offsets, 17)
-    assert isinstance(kept, TableSpans)
+    assert isinstance(loaded, TableSpans)
     assert isinstance(computed, TableSpans)
-    assert kept.starts.tolist() == computed.starts.tolist() == [0, 9, 17]
+    assert loaded.starts.tolist() == computed.starts.tolist() == [0, 9, 17]

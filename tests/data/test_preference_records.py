@@ -138,8 +138,8 @@ def test_weights_of_turns_are_passed_to_the_batch(tmp_path):
     assert not batch["weights"][~trained].any()
     logits = torch.randn(1, 96, 260, dtype=torch.float64)
     loss, number = token_cross_entropy(logits, batch)
-    whole, _ = token_cross_entropy(logits, {"labels": batch["labels"]})
-    assert (loss.item(), number.item()) == (pytest.approx(0.5 * whole.item()), 1.5)
+    total, _ = token_cross_entropy(logits, {"labels": batch["labels"]})
+    assert (loss.item(), number.item()) == (pytest.approx(0.5 * total.item()), 1.5)
     view = view_sample(stream.sample(0), prepared.tokenizer)
     assert "0.5{cd<|im_end|>}" in marked(view)
 

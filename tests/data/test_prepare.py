@@ -116,8 +116,8 @@ def test_damaged_shards_are_made_again(tmp_path: Path, text: str) -> None:
         shard.write_bytes(damaged)
         again = prepare_data(config(tmp_path, text))
         assert again.digest == prepared.digest
-        told = f"{text}: its stored tokens were damaged ({reason}), and Weft has written them again"
-        assert again.summary[-1] == told
+        message = f"{text}: its stored tokens were damaged ({reason}), and Weft has written them again"
+        assert again.summary[-1] == message
         assert shard.read_bytes() == content
     shard.write_bytes(content[:-2] + b"\1\1")
     assert verify_data(prepared) == [f"{shard.parent}: tokens-00000.bin does not match its digest"]
@@ -150,7 +150,7 @@ def test_holdout_of_all_documents_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "kept", "told"),
+    ("texts", "held_out", "message"),
     [
         (
             [f"document {n}" for n in range(20)], 1,
@@ -165,13 +165,13 @@ def test_holdout_of_all_documents_is_refused(tmp_path: Path) -> None:
         (["only"], 0, "none; {} is 1 document, too few to hold one out (data.eval=FILE gives others)"),
     ],
 )  # fmt: skip
-def test_few_documents_can_be_prepared(tmp_path: Path, texts: list[str], kept: int, told: str) -> None:
+def test_few_documents_can_be_prepared(tmp_path: Path, texts: list[str], held_out: int, message: str) -> None:
     path = tmp_path / "b.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepared = prepare_data(config(tmp_path, str(path), holdout=1e-6))
-    assert sum(source.num_documents for source in prepared.eval) == kept
-    assert prepared.train[0].num_documents == len(texts) - kept
-    assert prepared.summary[-1] == f"evaluation: {told.format(path)}"
+    assert sum(source.num_documents for source in prepared.eval) == held_out
+    assert prepared.train[0].num_documents == len(texts) - held_out
+    assert prepared.summary[-1] == f"evaluation: {message.format(path)}"
 
 
 @pytest.mark.parametrize("size", [40, 700, 6600, 20_000])
@@ -250,15 +250,15 @@ def test_tokenizer_is_not_trained_on_evaluation_documents(tmp_path: Path) -> Non
     letters = "abcdefghijklmnopqrstuvwxyz"
     path.write_text("".join(json.dumps({"text": letter * 40}) + "\n" for letter in letters))
     prepared = prepare_data(config(tmp_path, str(path), kind="bpe", holdout=0.4))
-    kept = {
+    held_out = {
         prepared.tokenizer.decode(SampleStream(
             prepared.eval, seed=0, seq_len=64, packing="pad", borders=True, shuffle=False
         ).sample(n).input_ids)[0]
         for n in range(prepared.eval[0].num_documents)
     }  # fmt: skip
-    assert 0 < len(kept) < 26
-    assert {letter for letter in letters if len(prepared.tokenizer.encode(letter * 2)) == 2} >= kept
-    assert any(len(prepared.tokenizer.encode(letter * 2)) == 1 for letter in set(letters) - kept)
+    assert 0 < len(held_out) < 26
+    assert {letter for letter in letters if len(prepared.tokenizer.encode(letter * 2)) == 2} >= held_out
+    assert any(len(prepared.tokenizer.encode(letter * 2)) == 1 for letter in set(letters) - held_out)
 
 
 WORKER = """

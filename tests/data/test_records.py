@@ -196,13 +196,13 @@ def test_text_that_is_not_utf8_is_broken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_truncated_file_is_an_error(tmp_path: Path, suffix: str) -> None:
-    whole = COMPRESS[suffix]("\n".join(json.dumps({"text": f"line {n * 7919}"}) for n in range(2000)).encode())
+    complete = COMPRESS[suffix]("\n".join(json.dumps({"text": f"line {n * 7919}"}) for n in range(2000)).encode())
     path = tmp_path / f"a.jsonl{suffix}"
-    for content in (whole[: len(whole) // 2], whole[:-1], b"not compressed at all, but long enough"):
+    for content in (complete[: len(complete) // 2], complete[:-1], b"not compressed at all, but long enough"):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"a\.jsonl\.\w+: .*Repair it or leave it out\."):
             read(path)
-    path.write_bytes(whole + whole)
+    path.write_bytes(complete + complete)
     assert len(read(path)) == 3999
 
 

@@ -52,10 +52,10 @@ def test_ranks_read_the_batches_of_one_rank(dp_size, num_samples, shuffle, seed,
     alone = ShardedLoader(loader_of(num_samples, 4, **options), 0, 1, seed)
     ranks = [ShardedLoader(loader_of(num_samples, 4, **options), rank, dp_size, seed) for rank in range(dp_size)]
     for _ in range(num_epochs):
-        whole = epoch(alone)
+        full = epoch(alone)
         parts = [epoch(rank) for rank in ranks]
-        assert [list(chain(*slices)) for slices in zip(*parts, strict=True)] == whole
-        assert len(whole) == len(alone) == num_samples // 4
+        assert [list(chain(*slices)) for slices in zip(*parts, strict=True)] == full
+        assert len(full) == len(alone) == num_samples // 4
 
 
 def test_epochs_differ_when_shuffled_and_have_all_samples():
@@ -155,19 +155,19 @@ SAMPLERS = {
 def test_user_sampler_gives_the_same_indices_on_all_ranks(name):
     torch.manual_seed(1)
     alone = ShardedLoader(SAMPLERS[name](), 0, 1)
-    whole = [epoch(alone), epoch(alone)]
+    full = [epoch(alone), epoch(alone)]
     parts = []
     for rank in range(2):
         torch.manual_seed(100 + rank)  # earlier draws of the ranks must not matter
         sharded = ShardedLoader(SAMPLERS[name](), rank, 2)
-        assert len(sharded) == len(whole[0])
+        assert len(sharded) == len(full[0])
         epoch(sharded)
         resumed = ShardedLoader(SAMPLERS[name](), rank, 2)
         resumed.load_state_dict(sharded.state_dict() | {"next_batch": 1})
         parts.append([epoch(ShardedLoader(SAMPLERS[name](), rank, 2)), epoch(resumed)])
-    assert [list(chain(*both)) for both in zip(parts[0][0], parts[1][0], strict=True)] == whole[0]
-    assert [list(chain(*both)) for both in zip(parts[0][1], parts[1][1], strict=True)] == whole[1][1:]
-    assert whole[0] != whole[1]
+    assert [list(chain(*both)) for both in zip(parts[0][0], parts[1][0], strict=True)] == full[0]
+    assert [list(chain(*both)) for both in zip(parts[0][1], parts[1][1], strict=True)] == full[1][1:]
+    assert full[0] != full[1]
 
 
 class Lookup:

@@ -112,20 +112,22 @@ def test_mask_is_the_text_that_each_answer_adds(save_tokenizer, name):
         if name == "brackets" and conversation[0].role == "system":
             continue
         ids, weights = ours.encode_turns(conversation)
-        wanted_ids, wanted = by_rendering(theirs, conversation)
-        assert ids.tolist() == wanted_ids
+        expected_ids, expected = by_rendering(theirs, conversation)
+        assert ids.tolist() == expected_ids
         if name == "brackets":  # its space before an answer is in no prompt
-            wanted = [is_in and theirs.decode([token]) != " " for token, is_in in zip(wanted_ids, wanted, strict=True)]
-            weights = [w and theirs.decode([token]) != " " for token, w in zip(wanted_ids, weights, strict=True)]
-        assert [bool(weight) for weight in weights] == wanted
+            expected = [
+                is_in and theirs.decode([token]) != " " for token, is_in in zip(expected_ids, expected, strict=True)
+            ]
+            weights = [w and theirs.decode([token]) != " " for token, w in zip(expected_ids, weights, strict=True)]
+        assert [bool(weight) for weight in weights] == expected
 
 
 def test_tool_call_turns_are_trained_completely(save_tokenizer):
     ours, theirs = save_tokenizer(CHATML)
     ids, weights = ours.encode_turns(CALLS, TOOLS)
-    wanted_ids, wanted = by_rendering(theirs, CALLS, TOOLS)
-    assert ids.tolist() == wanted_ids
-    assert weights.astype(bool).tolist() == wanted
+    expected_ids, expected = by_rendering(theirs, CALLS, TOOLS)
+    assert ids.tolist() == expected_ids
+    assert weights.astype(bool).tolist() == expected
     shown = ours.decode(ids[weights > 0], specials=True)
     assert shown.startswith(('<call>{"name": "add"', '<call>{"arguments"'))
     assert shown.count("<call>") == 2
@@ -136,10 +138,10 @@ def test_generation_marks_match_the_mask_of_transformers(save_tokenizer):
     ours, theirs = save_tokenizer(GENERATION)
     for conversation in (*CONVERSATIONS.values(), CALLS):
         messages = [turn.message for turn in conversation]
-        wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, weights = ours.encode_turns(conversation)
-        assert ids.tolist() == wanted["input_ids"]
-        assert weights.tolist() == wanted["assistant_masks"]
+        assert ids.tolist() == expected["input_ids"]
+        assert weights.tolist() == expected["assistant_masks"]
 
 
 @pytest.mark.parametrize("template", [CHATML, GENERATION])

@@ -86,14 +86,14 @@ def test_chunks_of_a_single_file_are_used_for_evaluation(tmp_path: Path, tokeniz
     text = "".join(f"line {n}\n" for n in range(20_000))
     (tmp_path / "a.txt").write_text(text)
     folder, manifest = tokenise(tmp_path, tokenizer, tmp_path / "a.txt", holdout=0.05)
-    train, kept = (documents(folder, manifest, tokenizer, split) for split in ("train", "eval"))
-    assert len(kept) >= 1
-    lines = "".join(part.removesuffix("<|endoftext|>") for part in train + kept).splitlines()
+    train, held_out = (documents(folder, manifest, tokenizer, split) for split in ("train", "eval"))
+    assert len(held_out) >= 1
+    lines = "".join(part.removesuffix("<|endoftext|>") for part in train + held_out).splitlines()
     assert sorted(lines) == sorted(text.splitlines())
     share = manifest.splits["eval"].num_tokens / len(text)
     assert 0.01 < share < 0.12
     # Adjacent training chunks are one document: at most one more than there are gaps.
-    assert len(train) <= len(kept) + 1
+    assert len(train) <= len(held_out) + 1
 
 
 def test_chunk_size_depends_on_holdout_and_total_size(tmp_path: Path) -> None:
@@ -107,15 +107,15 @@ def test_chunk_size_depends_on_holdout_and_total_size(tmp_path: Path) -> None:
 
 def test_split_does_not_depend_on_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
     records = [{"text": f"document {n}"} for n in range(400)]
-    kept = []
+    held_out = []
     for number, order in enumerate((records, records[::-1])):
         (tmp_path / str(number)).mkdir()
         path = write_jsonl(tmp_path / str(number) / "a.jsonl", order)
         folder, manifest = tokenise(tmp_path / str(number), tokenizer, path, holdout=0.1)
-        kept.append(sorted(documents(folder, manifest, tokenizer, "eval")))
-        assert manifest.splits["train"].num_documents + len(kept[-1]) == 400
-    assert kept[0] == kept[1]
-    assert 20 <= len(kept[0]) <= 60
+        held_out.append(sorted(documents(folder, manifest, tokenizer, "eval")))
+        assert manifest.splits["train"].num_documents + len(held_out[-1]) == 400
+    assert held_out[0] == held_out[1]
+    assert 20 <= len(held_out[0]) <= 60
 
 
 def test_broken_records_are_counted_and_quarantined(tmp_path: Path, tokenizer: Tokenizer) -> None:

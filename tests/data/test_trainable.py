@@ -48,8 +48,8 @@ def test_masks_without_a_stop_token_are_refused(tmp_path):
         "learn to stop. Use the model's own chat template, or end completions and masks with the stop token. "
         "Or set data.check=warn to train all the same."
     )
-    (told,) = checked(tmp_path, rows, check="warn")
-    assert told.startswith("warning: data.train: no answer ends")
+    (message,) = checked(tmp_path, rows, check="warn")
+    assert message.startswith("warning: data.train: no answer ends")
     assert checked(tmp_path, rows, check="off") == []
 
 

@@ -22,10 +22,10 @@ def test_table_is_current():
 
 def test_example_equals_the_importers_output():
     (config,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.M | re.S)
-    (told,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
+    (report,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
     imported = import_deepspeed(config, 4)
     assert f"the plan `{imported.plan}`" in PAGE
-    assert told.splitlines() == [str(line) for line in imported.lines]
+    assert report.splitlines() == [str(line) for line in imported.lines]
 
 
 def test_documented_defaults_are_filled_in():

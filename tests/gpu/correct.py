@@ -64,8 +64,8 @@ def train_and_resume(setting: Setting) -> Figures:
         place = setting.folder / device
         place.mkdir()
         for end in (steps, steps + 2):
-            told = [f"train.steps={end}", f"launch.device={device}", f"run.dir={place}"]
-            _run([sys.executable, "-m", "weft", "train", *words, *told], setting.folder)
+            output = [f"train.steps={end}", f"launch.device={device}", f"run.dir={place}"]
+            _run([sys.executable, "-m", "weft", "train", *words, *output], setting.folder)
         events = [json.loads(line) for line in (place / "first" / "events.jsonl").read_text().splitlines()]
         losses[device] = {one["step"]: one["loss"] for one in events if one.get("event") == "step"}
     _run([sys.executable, "-m", "weft", "doctor"], setting.folder)
@@ -332,7 +332,7 @@ def honest_meter(setting: Setting) -> Figures:
     weights = [param.detach().clone() for param in step.model.parameters()]
     with torch.no_grad():
         first = next(step.model.parameters())
-        kept = first.detach().clone()
+        saved = first.detach().clone()
         first.fill_(math.nan)
     before = [param.detach().clone() for param in step.model.parameters()]
     skipped = step(batches[0]).skipped
@@ -340,7 +340,7 @@ def honest_meter(setting: Setting) -> Figures:
         not torch.equal(a, b.detach()) for a, b in zip(before[1:], list(step.model.parameters())[1:], strict=True)
     ]
     with torch.no_grad():
-        first.copy_(kept)
+        first.copy_(saved)
     if skipped is None or any(changed):
         raise AssertionError(f"a step whose loss is NaN: skipped={skipped}, tensors changed: {sum(changed)}")
     return {"step ms": seconds * 1e3, "tokens/s": rows * seq_len / seconds, "tensors": len(weights)}

@@ -117,8 +117,8 @@ class SyntheticRun:
 class Score:
     """Result of evaluating a set of alerts.
 
-    right, wrong: number of alarms. found, late: faults found within their window or not. lags: delays in steps. said:
-    messages about wrong alarms and late faults.
+    right, wrong: number of alarms. found, late: faults found within their window or not. lags: delays in steps.
+    messages: descriptions of wrong alarms and late faults.
     """
 
     right: int = 0
@@ -127,7 +127,7 @@ class Score:
     late: int = 0
     num_clean: int = 0
     lags: dict[str, list[int]] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     @property
     def precision(self) -> float:
@@ -139,28 +139,28 @@ class Score:
         """Share of faults that were found within their window."""
         return self.found / max(1, self.found + self.late)
 
-    def add(self, paper: SyntheticRun) -> None:
+    def add(self, run: SyntheticRun) -> None:
         """Evaluate the standard set on one run."""
         desk = AlertDesk(rules_of(RunConfig(alerts="standard")))
-        fired = [(notice.rule.name, notice.step or 0) for event in paper.events() for notice in desk.see(event)
+        fired = [(notice.rule.name, notice.step or 0) for event in run.events() for notice in desk.see(event)
                  if notice.state == "fired"]  # fmt: skip
-        fault = paper.fault
+        fault = run.fault
         rightly = (FAULTS[fault], *ALSO.get(fault, ())) if fault else ()
         for name, at in fired:
-            is_right = name in rightly and at >= paper.begin
+            is_right = name in rightly and at >= run.begin
             self.right, self.wrong = self.right + is_right, self.wrong + (not is_right)
             if not is_right:
-                self.said.append(f"seed {paper.seed}, {fault or 'healthy'} from step {paper.begin}: {name} at {at}")
+                self.messages.append(f"seed {run.seed}, {fault or 'healthy'} from step {run.begin}: {name} at {at}")
         if not fault:
             self.num_clean += 1
             return
-        lag = next((at - paper.begin for name, at in fired if name == FAULTS[fault] and at >= paper.begin), None)
+        lag = next((at - run.begin for name, at in fired if name == FAULTS[fault] and at >= run.begin), None)
         is_found = lag is not None and lag <= FOUND_WITHIN[fault] + 1
         self.found, self.late = self.found + is_found, self.late + (not is_found)
         if lag is not None:
             self.lags.setdefault(fault, []).append(lag)
         if not is_found:
-            self.said.append(f"seed {paper.seed}, {fault} from step {paper.begin}: found after {lag} steps")
+            self.messages.append(f"seed {run.seed}, {fault} from step {run.begin}: found after {lag} steps")
 
 
 def scored() -> Score:

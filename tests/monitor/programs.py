@@ -81,8 +81,8 @@ class FaultyProxy:
                 self.wfile.write(text)
 
             def _pass(self, body: bytes) -> tuple[int, bytes]:
-                kept = {key: self.headers[key] for key in ("Content-Type", "Authorization") if key in self.headers}
-                request = urllib.request.Request(front.behind + self.path, body or None, kept, method=self.command)
+                headers = {key: self.headers[key] for key in ("Content-Type", "Authorization") if key in self.headers}
+                request = urllib.request.Request(front.behind + self.path, body or None, headers, method=self.command)
                 try:
                     with urllib.request.urlopen(request, timeout=60) as answer:
                         return answer.status, answer.read()

@@ -159,7 +159,7 @@ def test_own_alert_replaces_standard_one_and_channels_get_the_set():
 def check_fault(fault, seed):
     score = Score()
     score.add(SyntheticRun(seed, fault))
-    assert (score.found, score.wrong) == (1, 0), score.said
+    assert (score.found, score.wrong) == (1, 0), score.messages
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_fault_is_found(fault):
 def test_healthy_run_raises_no_alarm():
     score = Score()
     score.add(SyntheticRun(1))
-    assert (score.right, score.wrong, score.num_clean) == (0, 0, 1), score.said
+    assert (score.right, score.wrong, score.num_clean) == (0, 0, 1), score.messages
 
 
 @pytest.mark.full
@@ -180,7 +180,7 @@ def test_200_faults_are_found_and_50_healthy_runs_raise_no_alarm():
     score = scored()
     assert score.found + score.late == 200
     assert score.num_clean == 50
-    assert (score.recall, score.precision) == (1.0, 1.0), score.said
+    assert (score.recall, score.precision) == (1.0, 1.0), score.messages
 
 
 def test_backtest_reports_time_and_reason():

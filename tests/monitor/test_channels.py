@@ -68,12 +68,12 @@ def test_mail_to_server_without_encryption_sends_no_password(smtp, monkeypatch):
 
 
 def test_mail_is_retried_while_server_is_down(smtp):
-    port, told = free_port(), []
-    room = NotificationSender(channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}"), told.append, pause_s=0.05)
+    port, messages = free_port(), []
+    room = NotificationSender(channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}"), messages.append, pause_s=0.05)
     room.start()
     room.put(MESSAGE)
-    until(lambda: told)
-    assert f"mail through 127.0.0.1:{port} failed" in told[0]
+    until(lambda: messages)
+    assert f"mail through 127.0.0.1:{port} failed" in messages[0]
     from aiosmtpd.controller import Controller
 
     mails = Mails()
@@ -84,7 +84,7 @@ def test_mail_is_retried_while_server_is_down(smtp):
     room.join(5)
     later.stop()
     assert not room.is_alive()
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_webhook_gets_json(monkeypatch):
@@ -180,12 +180,12 @@ def test_alert_is_logged_sent_and_requests_its_action(tmp_path, smtp, monkeypatc
     (mail,) = smtp.mails
     assert mail["Subject"] == "[weft] critical: big: high"
     text = mail.get_payload(decode=True).decode()
-    for said in ("Run big at step 5: loss is 5.", "Since step 4.", "Last good figures: step 3, loss 2",
+    for expected in ("Run big at step 5: loss is 5.", "Since step 4.", "Last good figures: step 3, loss 2",
                  "The run does: lower_lr, hold", f"See {tmp_path}.",
                  f"To continue: weft runs resume {tmp_path}"):  # fmt: skip
-        assert said in text
-    (kept,) = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines() if '"fired"' in line]
-    assert (kept["name"], kept["step"], kept["since"], kept["severity"]) == ("high", 5, 4, "critical")
+        assert expected in text
+    (logged,) = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines() if '"fired"' in line]
+    assert (logged["name"], logged["step"], logged["since"], logged["severity"]) == ("high", 5, 4, "critical")
     wishes = [wish for wish in RequestQueue(tmp_path).new() if wish.action != "tell"]
     assert wishes == [
         RunRequest("lower_lr", "loss is 5", "alert high", 4, 0.1),

@@ -197,8 +197,8 @@ class FakeNvml:
         assert (kind, counter) == (1, 0)
         return 3
 
-    def nvmlDeviceGetPcieThroughput(self, handle, way):
-        return 500 if way == 0 else 250  # KB/s
+    def nvmlDeviceGetPcieThroughput(self, handle, direction):
+        return 500 if direction == 0 else 250  # KB/s
 
     def nvmlDeviceGetFieldValues(self, handle, fields):
         self.kilobytes += 1000

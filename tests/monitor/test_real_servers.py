@@ -128,7 +128,7 @@ def test_push_gateway_gets_all_steps_through_faults(tmp_path, started, monkeypat
     number = write_through_all_faults(one, front, server)
     front.stop()
     assert f'weft_step_total{{instance="run-1",job="my lab",run="run-1"}} {number}\n' in fetch(f"{address}/metrics")
-    assert "push_failure_time_seconds" not in "".join(one.said)
+    assert "push_failure_time_seconds" not in "".join(one.messages)
 
 
 def test_mlflow_gets_all_steps_through_faults(tmp_path, started):
@@ -145,11 +145,11 @@ def test_mlflow_gets_all_steps_through_faults(tmp_path, started):
     one = SinkFixture(tmp_path, "mlflow", url=front.url)
     number = write_through_all_faults(one, front, server)
     front.stop()
-    kept = json.loads((tmp_path / ".sinks" / "mlflow.json").read_text())["kept"]["run_id"]
+    run_id = json.loads((tmp_path / ".sinks" / "mlflow.json").read_text())["kept"]["run_id"]
     api = f"{address}/api/2.0/mlflow"
-    history = json.loads(fetch(f"{api}/metrics/get-history?run_id={kept}&metric_key=loss"))["metrics"]
+    history = json.loads(fetch(f"{api}/metrics/get-history?run_id={run_id}&metric_key=loss"))["metrics"]
     assert {one["step"]: one["value"] for one in history} == {at: 2.0 / at for at in range(1, number + 1)}
-    run = json.loads(fetch(f"{api}/runs/get?run_id={kept}"))["run"]
+    run = json.loads(fetch(f"{api}/runs/get?run_id={run_id}"))["run"]
     assert {one["key"]: one["value"] for one in run["data"]["params"]} == {"optimizer.lr": "0.1", "plan": "tp=2"}
     body = json.dumps({"experiment_ids": [run["info"]["experiment_id"]]}).encode()
     assert len(json.loads(fetch(f"{api}/runs/search", body))["runs"]) == 1
@@ -200,11 +200,11 @@ def test_mails_survive_refusal_delay_and_kill_of_the_server():
             got.append(envelope.content.decode().split("Subject: ")[1].splitlines()[0])
             return "250 OK"
 
-    post, port, told = Post(), free_port(), []
+    post, port, messages = Post(), free_port(), []
     server = controller.Controller(post, hostname="127.0.0.1", port=port)
     server.start()
     room = NotificationSender(
-        channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}", timeout="1s"), told.append, pause_s=0.1
+        channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}", timeout="1s"), messages.append, pause_s=0.1
     )
     room.start()
     for mode in ("pass", "refuse", "slow"):

@@ -84,9 +84,9 @@ def test_server_answers_put_no_secret_into_errors(answer, monkeypatch):
         monkeypatch.setenv("HOOK", f"http://me:P4ssw0rd@127.0.0.1:{server.port}/services/{SECRET}?key=K3YPLANTED")
         with pytest.raises(SinkTrouble) as caught:
             send_message(channel("webhook", url="env:HOOK"), MESSAGE)
-    said = str(caught.value)
+    message = str(caught.value)
     for part in ("PLANTED", "SECRET", "4711", "P4ssw0rd", "services", "127.0.0.1"):
-        assert part not in said, said
+        assert part not in message, message
     assert caught.value.__cause__ is None
 
 

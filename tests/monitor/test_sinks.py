@@ -38,14 +38,14 @@ class SinkFixture:
     """A run folder with a pump for one sink."""
 
     def __init__(self, folder: Path, kind: str, **settings: object):
-        self.folder, self.said = folder, []
+        self.folder, self.messages = folder, []
         self.log = EventLog(folder / "events.jsonl")
         self.settings = SinkSection.model_validate({"kind": kind, "timeout": "1s", **settings})
         self.pump: Pump | None = None
 
     def start(self) -> None:
         job = SinkJob(self.settings, self.folder, "run-1", {"optimizer": {"lr": 0.1}, "plan": "tp=2"})
-        self.pump = Pump(self.settings.kind, make_sink, job, self.said.append, pause_s=0.05)
+        self.pump = Pump(self.settings.kind, make_sink, job, self.messages.append, pause_s=0.05)
         self.pump.start()
 
     def write(self, *events: dict[str, object]) -> None:
@@ -72,14 +72,14 @@ def test_events_are_delivered_after_server_was_down_refusing_or_slow(tmp_path):
     one = SinkFixture(tmp_path, "http", url=server.url)
     one.write(*map(step, range(1, 4)))
     one.start()
-    until(lambda: one.said)
-    assert "cannot be reached" in one.said[0]
+    until(lambda: one.messages)
+    assert "cannot be reached" in one.messages[0]
     with server:
         until(lambda: len(got_steps(server)) == 3)
         server.status = 503
         one.write(*map(step, range(4, 7)))
-        until(lambda: len(one.said) == 3)
-        assert "answered 503" in one.said[2]
+        until(lambda: len(one.messages) == 3)
+        assert "answered 503" in one.messages[2]
         server.status, server.slow_s = 200, 30.0
         asked = server.num_asked
         until(lambda: server.num_asked > asked)  # it is asked, and the request times out after 1 s
@@ -88,7 +88,7 @@ def test_events_are_delivered_after_server_was_down_refusing_or_slow(tmp_path):
         until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size)
         assert one.end()
     assert sorted(set(got_steps(server))) == [*range(1, 10)]
-    assert one.said[1] == "sink http is back; nothing was lost"
+    assert one.messages[1] == "sink http is back; nothing was lost"
 
 
 def test_unsent_events_are_sent_at_next_start_without_duplicates(tmp_path):
@@ -101,7 +101,7 @@ def test_unsent_events_are_sent_at_next_start_without_duplicates(tmp_path):
         assert one.end()
     one.write(step(2))
     one.start()
-    until(lambda: one.said)
+    until(lambda: one.messages)
     assert one.pump is not None
     one.pump.finish()
     one.pump.join(0.3)
@@ -174,8 +174,8 @@ def test_port_in_use_is_retried(tmp_path):
         one = SinkFixture(tmp_path, "prometheus", port=other.port)
         one.write(step(1))
         one.start()
-        until(lambda: one.said)
-        assert "cannot be used for listening" in one.said[0]
+        until(lambda: one.messages)
+        assert "cannot be used for listening" in one.messages[0]
     until(lambda: one.offset() > 0)
     assert one.end()
 
@@ -269,15 +269,15 @@ def test_secrets_are_used_and_never_written(tmp_path, monkeypatch, capfd):
         one.write(step(1))
         server.status = 401  # a server that echoes the request
         one.start()
-        until(lambda: one.said)
-        assert "answered 401" in one.said[0]
+        until(lambda: one.messages)
+        assert "answered 401" in one.messages[0]
         server.status = 302  # a token must not be sent to another server
         until(lambda: server.num_asked > 3)
         server.status = 200
         until(lambda: server.got)
         assert one.end()
     assert server.got[0][3]["Authorization"] == f"Bearer {SECRET}"
-    assert SECRET not in " ".join(one.said)
+    assert SECRET not in " ".join(one.messages)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert SECRET not in "".join(capfd.readouterr())
 
@@ -288,14 +288,14 @@ def test_secrets_from_files_and_missing_secrets(tmp_path, monkeypatch):
     assert secret_of(f"file:{file}", "sink http: token") == SECRET
     assert secret_of(None, "x") is None
     monkeypatch.delenv("NO_SUCH", raising=False)
-    for reference, said in (
+    for reference, messages in (
         ("env:NO_SUCH", "sink http: token=env:NO_SUCH: this variable is not set. Set it where `weft train` starts."),
         ("file:/no/such", "sink http: token=file:/no/such: this file cannot be read (No such file or directory). "
                           "Check its path."),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             secret_of(reference, "sink http: token")
-        assert str(caught.value) == said
+        assert str(caught.value) == messages
 
 
 def test_error_omits_address_with_a_secret(monkeypatch):
@@ -325,11 +325,11 @@ def test_trackers_record_a_run(kind, tmp_path, monkeypatch):
     one = SinkFixture(tmp_path, kind)
     one.write(step(1), step(2), FIGURES)
     one.start()
-    until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size or one.said, 120)
+    until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size or one.messages, 120)
     one.pump.finish()
     one.pump.join(180)
     assert not one.pump.is_alive()
-    assert one.said == []
+    assert one.messages == []
     found = [*tmp_path.rglob("*.wandb"), *tmp_path.rglob("*.db")]
     assert found
     assert b"loss" in b"".join(path.read_bytes() for path in [*found, *tmp_path.rglob("*.db-wal")])

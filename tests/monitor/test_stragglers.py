@@ -119,10 +119,10 @@ def test_damaged_and_missing_reports_are_ignored():
 
 
 def test_collector_reports_pace_between_figures_and_names_slow_rank():
-    board, slow, told = FakeStore(2), [], []
+    board, slow, events = FakeStore(2), [], []
     ranks = [
         Collector("host", board.of(rank), 60.0, clock=lambda: 0.0, on_slow=slow.append if rank == 0 else None,
-                  publish=told.append if rank == 0 else None)
+                  publish=events.append if rank == 0 else None)
         for rank in range(2)
     ]  # fmt: skip
     for turn in range(6):
@@ -131,6 +131,6 @@ def test_collector_reports_pace_between_figures_and_names_slow_rank():
                 own = {"compute": 0.5 if rank else 0.4, "data": 0.01}
                 ranks[rank].put(StepFigures(step, {"total": 0.6}, busy_s=0.5, own=own))
             ranks[rank].send_report(pace_only=True)
-    assert told == []  # figures are sent every minute
+    assert events == []  # figures are sent every minute
     (event,) = slow
     assert (event["rank"], event["part"], event["state"]) == (1, "compute", "fired")

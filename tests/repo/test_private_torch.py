@@ -234,22 +234,22 @@ def resolve(name: str) -> Any:
 
 def moved() -> Iterator[str]:
     """Yield the names that this torch does not have in the form that Weft uses."""
-    for name, wanted in NAMES.items():
+    for name, expected in NAMES.items():
         try:
             found = resolve(name)
         except AttributeError as error:
             yield f"{name}: {error}"
             continue
-        if wanted is None:
+        if expected is None:
             continue
-        has = tuple(inspect.signature(found).parameters)[: len(wanted)]
-        if has != wanted:
-            yield f"{name}: takes {has}, and Weft passes {wanted}"
-    for name, wanted in OPERATORS.items():
+        has = tuple(inspect.signature(found).parameters)[: len(expected)]
+        if has != expected:
+            yield f"{name}: takes {has}, and Weft passes {expected}"
+    for name, expected in OPERATORS.items():
         operator = getattr(torch.ops.aten, name, None)
         has = () if operator is None else tuple(one.name for one in operator.default._schema.arguments)
-        if has[: len(wanted)] != wanted:
-            yield f"aten::{name}: takes {has}, and Weft passes {wanted}"
+        if has[: len(expected)] != expected:
+            yield f"aten::{name}: takes {has}, and Weft passes {expected}"
     for module, names in SET_IN.items():
         source = inspect.getsource(importlib.import_module(module))
         yield from (f"{module}: it does not mention {name}" for name in names if name not in source)

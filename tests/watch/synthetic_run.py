@@ -147,30 +147,30 @@ class SyntheticRun:
         }
 
     def _plan(self, now: float) -> dict[str, Any]:
-        whole = self.step_s * 0.98
+        total = self.step_s * 0.98
         return {
             "time": now,
             "event": "plan",
             "basis": "tables of H100",
-            "step_s": whole,
+            "step_s": total,
             "memory_bytes": 46 * 2**30,
             "parts": {
-                "compute": whole * 0.76,
-                "over tp": whole * 0.12,
-                "over dp": whole * 0.06,
-                "optimizer": whole * 0.05,
+                "compute": total * 0.76,
+                "over tp": total * 0.12,
+                "over dp": total * 0.06,
+                "optimizer": total * 0.05,
             },
-            "figures": {"step_s": whole, "tokens_per_s": 2**20 / whole, "memory.bytes": 46 * 2**30},
+            "figures": {"step_s": total, "tokens_per_s": 2**20 / total, "memory.bytes": 46 * 2**30},
         }
 
     def _actual(self, step: int, now: float) -> dict[str, Any]:
-        whole, slow = self.step_s * 1.01, self._is_slow(step)
+        total, slow = self.step_s * 1.01, self._is_slow(step)
         parts = {
-            "compute": whole * 0.75,
-            "over tp": whole * 0.12,
-            "over dp": whole * (0.13 if slow else 0.062),
-            "optimizer": whole * 0.05,
-            "data": whole * 0.003,
+            "compute": total * 0.75,
+            "over tp": total * 0.12,
+            "over dp": total * (0.13 if slow else 0.062),
+            "optimizer": total * 0.05,
+            "data": total * 0.003,
         }
         return {
             "time": now,

@@ -31,8 +31,8 @@ def all_views(run: RunIndex):
 
 def test_growing_log_gives_the_same_index_as_a_complete_one(tmp_path):
     text = (MADE.write(tmp_path / "whole") / "events.jsonl").read_bytes()
-    whole = RunIndex(tmp_path / "whole", "run")
-    while whole.refresh():
+    complete = RunIndex(tmp_path / "whole", "run")
+    while complete.refresh():
         pass
     grown = tmp_path / "grown"
     grown.mkdir()
@@ -44,11 +44,11 @@ def test_growing_log_gives_the_same_index_as_a_complete_one(tmp_path):
         at += more
         assert part.refresh()
     assert not part.refresh()
-    assert all_views(part) == all_views(whole)
+    assert all_views(part) == all_views(complete)
     assert part.state()[0] == "finished"
-    assert whole.steps.steps.tolist() == list(range(1, 401))  # repeated steps are listed once
-    assert (whole.ledger.failures, whole.ledger.starts) == (1, 2)
-    slowest = whole.heat.slowest()
+    assert complete.steps.steps.tolist() == list(range(1, 401))  # repeated steps are listed once
+    assert (complete.ledger.failures, complete.ledger.starts) == (1, 2)
+    slowest = complete.heat.slowest()
     assert slowest is not None
     assert slowest[0] == 4
     assert slowest[1] == pytest.approx(1.2, abs=0.05)
@@ -182,13 +182,13 @@ def test_thinned_curve_keeps_its_extremes(values, points):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), max_size=12))
 def test_columns_have_the_last_value_of_each_step(batches):
-    columns, kept = StepColumns(), {}
+    columns, expected = StepColumns(), {}
     for number, batch in enumerate(batches):
         for step in batch:
-            kept = {known: value for known, value in kept.items() if known < step} | {step: number}
+            expected = {known: value for known, value in expected.items() if known < step} | {step: number}
         columns.append(batch, [float(number)] * len(batch), {"loss": [number] * len(batch)})
-    assert columns.steps.tolist() == sorted(kept)
-    assert columns.values("loss").tolist() == [kept[step] for step in sorted(kept)]
+    assert columns.steps.tolist() == sorted(expected)
+    assert columns.values("loss").tolist() == [expected[step] for step in sorted(expected)]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -219,9 +219,9 @@ def test_rank_heat_map_is_bounded_and_shows_slow_and_silent_ranks():
 
 
 def test_folder_without_runs_is_reported(tmp_path):
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         RunCatalog(tmp_path)
-    assert str(told.value) == (
+    assert str(caught.value) == (
         f"{str(tmp_path)!r}: there is no run in it (no events.jsonl). Give a run folder, such as runs/quickstart, or "
         "the folder of your runs; `weft train` writes both."
     )

@@ -80,16 +80,16 @@ def test_runs_are_listed(served):
 
 def test_curves_are_thinned_and_can_be_zoomed(served):
     client, _ = served
-    whole = client.get("/api/curves", params={"id": "one", "points": 20}).json()
-    assert len(whole["x"]) == 20
-    assert whole["x"][-1] == 200
-    loss = whole["series"]["loss"]
+    full = client.get("/api/curves", params={"id": "one", "points": 20}).json()
+    assert len(full["x"]) == 20
+    assert full["x"][-1] == 200
+    loss = full["series"]["loss"]
     assert all(low <= mean <= high for low, mean, high in zip(loss["low"], loss["mean"], loss["high"], strict=True))
     part = client.get("/api/curves", params={"id": "one", "from": 50, "to": 59, "points": 500}).json()
     assert part["x"] == list(range(50, 60))
     assert "low" not in part["series"]["loss"]
     assert part["planned"]["tokens_per_s"] > 0
-    assert whole["evals"]["step"] == [100, 200]
+    assert full["evals"]["step"] == [100, 200]
 
 
 def test_ranks_events_config_and_plan(served):
@@ -192,11 +192,11 @@ def test_paused_run_is_resumed(tmp_path):
             '{"event": "action", "action": "hold", "time": 1.0}\n'
             '{"event": "held", "time": 2.0, "why": "paused at step 40"}\n'
         )
-    told = []
-    client, access = client_of(folder, go_on=told.append)
+    resumed = []
+    client, access = client_of(folder, go_on=resumed.append)
     assert post_request(client, access, {"id": "run", "action": "hold"}).status_code == 409
     assert post_request(client, access, {"id": "run", "action": "resume"}).json() == {"asked": "resume"}
-    assert told == [folder]
+    assert resumed == [folder]
 
     def no_command(_):
         raise LaunchError("No command waits there any more.")

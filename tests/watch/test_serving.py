@@ -73,7 +73,7 @@ def test_token_file_is_readable_only_by_its_owner(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["watch", "{0}/none"], "there is no run in it (no events.jsonl)"),
         (["watch", "{0}/none", "--terminal"], "there is no run in it (no events.jsonl)"),
@@ -88,12 +88,12 @@ def test_token_file_is_readable_only_by_its_owner(tmp_path):
         ),
     ],
 )
-def test_invalid_arguments_are_reported_in_one_line(words, said, tmp_path, capsys):
+def test_invalid_arguments_are_reported_in_one_line(words, message, tmp_path, capsys):
     SyntheticRun(steps=3, ranks=1).write(tmp_path / "run")
     assert run([word.format(tmp_path) for word in words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
 
 
 def test_port_in_use_is_reported_and_browser_gets_each_step(tmp_path, capsys):

@@ -15,13 +15,13 @@ def test_show_one_run(tmp_path):
     folder = SyntheticRun(steps=300, until=200, ranks=8, slow_rank=5, slow_from=60).write(tmp_path / "one")
     out = io.StringIO()
     show_top(folder, out, once=True)
-    told = out.getvalue()
-    assert "one  running  dp_shard=4 tp=2" in told
-    assert "step 200 of 300" in told
-    assert "against the plan" in told
-    assert "slowest: rank 5, 1.2" in told
-    assert "alert: slow rank rank 5 is busy" in told
-    assert "productive" in told
+    text = out.getvalue()
+    assert "one  running  dp_shard=4 tp=2" in text
+    assert "step 200 of 300" in text
+    assert "against the plan" in text
+    assert "slowest: rank 5, 1.2" in text
+    assert "alert: slow rank rank 5 is busy" in text
+    assert "productive" in text
 
 
 def test_show_a_folder_as_a_table(tmp_path):
