@@ -245,7 +245,7 @@ def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
                 "apply it."
             )
     if mesh.plan.pp > 1 and agree(mesh, bool(found), "max"):  # stages have different parameters
-        found = next(filter(None, gather_json(found, mesh["pp"], mesh.device)), found)
+        found = next(filter(None, gather_json(found, mesh.world, mesh.device)), found)
     if found:
         raise ModelError(found)
 
