@@ -207,7 +207,10 @@ def test_no_fit_is_reported_with_the_nearest_changes(capsys):
         (["tiny", "2xh100", "--pareto", "p.gif"], "p.gif: pictures are .svg or .png files. Use p.svg."),
         (["tiny", "2xh100", "--fix", "dp_replicate=2", "--draw", "s.svg"], "pp=1: the plan has no pipeline to draw."),
         (["tiny", "2xh100", "--waterfall", "no/such/folder.svg"], "it cannot be written (No such file or directory)."),
-        (["tiny", "2xh100", "3xh100"], "3xh100: there are MODEL and CLUSTER alone, and several clusters have commas"),
+        (
+            ["tiny", "2xh100", "3xh100"],
+            "3xh100: weft plan takes MODEL and CLUSTER; separate several clusters by commas",
+        ),
         (["tiny", "2xh100", "--budget", "50"], "unknown option '--budget'. Write --run budget=5000usd."),
         (["tiny", "2xh100", "--tops", "3"], "unknown option '--tops'. Did you mean '--top'?"),
     ],

@@ -45,7 +45,10 @@ def same_with_graphs(setting: Setting) -> Figures:
     figures: dict[str, float | int | str] = {}
     for plan in PLANS[:2] if setting.small else (*PLANS, COMPILED):
         eager, graphs = (train(plan, graphs=on, steps=8, device=setting.device) for on in (False, True))
-        numbers = [Numbers([one[0] for one in found.said], [one[1] for one in found.said]) for found in (eager, graphs)]
+        numbers = [
+            Numbers([one[0] for one in found.step_metrics], [one[1] for one in found.step_metrics])
+            for found in (eager, graphs)
+        ]
         figures[plan] = apart = numbers[1].distance(numbers[0])
         require(apart, TOLERANCES[Plan.parse(plan).precision], f"graphs=on {plan} is apart from graphs=off")
         if graphs.passes < 6:
