@@ -40,6 +40,10 @@ def named_object(source: str) -> Any:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     module = _module_in(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    if not hasattr(module, name):
+        from weft.errors import did_you_mean
+
+        raise AttributeError(f"{module_name} has no {name!r}.{did_you_mean(name, dir(module))}")
     return getattr(module, name)
 
 

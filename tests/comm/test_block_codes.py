@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from weft.comm.wire.coder import chance_key
 from weft.comm.wire.codes import scales_of
 from weft.comm.wire.wire_format import find_wire
+from weft.config import wire_formats
+from weft.config.wire_formats import COMPRESSES, WireSpec
+from weft.errors import PlanError
 
 INT8 = find_wire("int8")
 
@@ -88,3 +92,22 @@ def test_non_finite_value_affects_only_its_block(value):
 
 def test_zeros_decode_to_zeros():
     assert not rounded(torch.zeros(1, 513), 1).any()
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSES if name != "none"])
+def test_registered_formats_declare_their_bytes_and_error_feedback(name):
+    """Rules and planner read the WireSpec, collectives the class: both must agree for every registered format."""
+    wire = find_wire(name)
+    assert not wire.feeds_back or wire.spec.state_bytes > 0
+    x_RN = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0))
+    with contextlib.suppress(NotImplementedError):  # low rank sums matrices
+        codes, _ = wire.encode(x_RN, None)
+        assert codes.numel() == 3 * wire.spec.num_bytes(4096)
+        assert wire.decode(codes, 4096, x_RN.dtype).shape == x_RN.shape
+
+
+def test_feedback_without_state_bytes_is_rejected(monkeypatch):
+    spec = WireSpec("forgot", "weft.comm.wire.codes:Int4", element_bytes=0.5, block=64, block_bytes=2.0)
+    monkeypatch.setitem(wire_formats._KNOWN, spec.name, spec)
+    with pytest.raises(PlanError, match="state_bytes is 0"):
+        find_wire("forgot")

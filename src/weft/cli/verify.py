@@ -212,7 +212,16 @@ def describe(verdict: Verdict) -> list[str]:
         lines.append(f"parts    first in {verdict.parts}")
     lines += [f"cause    {cause}" for cause in verdict.causes]
     word = "equal" if verdict.passed else "DIFFERS"
+    if not verdict.passed and (rounding := _rounding(verdict.plan)):
+        lines.append(f"note     {rounding} changes what ranks send, so differences from one process are expected")
     return [*lines, f"{word}: the largest relative difference is {verdict.max_rel_diff:.1e} ({verdict.seconds:.1f} s)"]
+
+
+def _rounding(plan_text: str) -> str:
+    """Return the settings of a plan that round or delay communication."""
+    plan, usual = Plan.parse(plan_text), Plan()
+    names = [name for name in ("reduce", "compress", "gather", "sync") if getattr(plan, name) != getattr(usual, name)]
+    return " ".join(f"{name}={getattr(plan, name)}" for name in names)
 
 
 def _line(one: Verdict) -> str:

@@ -428,7 +428,7 @@ class StandardAlert:
 
     Attributes:
         says: advice that follows the alert's message.
-        after_step: steps up to this one never trigger it.
+        after_step: first step of a run at which it is evaluated.
     """
 
     name: str

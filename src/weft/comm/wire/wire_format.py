@@ -21,6 +21,7 @@ from collections.abc import Mapping
 import torch
 
 from weft.config.wire_formats import WireSpec, wire_spec
+from weft.errors import PlanError
 
 #: Tensors by name that one `encode` passes to the `encode` of the next step.
 State = Mapping[str, torch.Tensor]
@@ -72,7 +73,13 @@ class Wire:
 
 
 def find_wire(name: str) -> Wire:
-    """Return the wire with that name, as in the plan's `reduce`."""
+    """Return the wire with that name, as in the plan's `reduce`.
+
+    Raises PlanError if its class feeds rounding errors back and its spec has no `state_bytes`, which the rules read.
+    """
     spec = wire_spec(name)
     module, _, cls = spec.codec.partition(":")
-    return getattr(importlib.import_module(module), cls)(spec)
+    wire: Wire = getattr(importlib.import_module(module), cls)(spec)
+    if wire.feeds_back and not spec.state_bytes:
+        raise PlanError(f"wire format {name}: {cls}.feeds_back is set, but state_bytes is 0. Set it in the WireSpec.")
+    return wire
