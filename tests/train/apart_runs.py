@@ -1,4 +1,4 @@
-"""Runs of replicas that are worlds of their own: a process for each, which waits where a test wants it to."""
+"""Runs of independent replicas, one process each, that can be paused at a step."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from weft.train.torch_engine import TorchEngine
 
 LIMIT_S, KEY = 60.0, "the key of these replicas"
 
-# Forked from a server that has imported torch once: a second saved for each process.
+# Forked from a server that imported torch once, which saves a second per process.
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["tests.train.apart_runs", "weft.train.rank_run", "weft.parallel.zero_flat"])
 
 
-class HeldEngine(TorchEngine):
-    """Waits before step N (from 0) while the run's folder has a file hold_N; at_N says that it is there."""
+class PausedEngine(TorchEngine):
+    """Engine that waits before step N (from 0) while the run folder has a file hold_N. It writes at_N when it waits."""
 
     def step(self, batches, number, lr_factor):
         folder = self._job.folder.path
@@ -44,21 +44,21 @@ class HeldEngine(TorchEngine):
         return super().step(batches, number, lr_factor)
 
 
-def alone(path: str, replica: int, address: str) -> None:
-    """One replica in a process of its own, which says nothing."""
+def run_quietly(path: str, replica: int, address: str) -> None:
+    """Run one replica in its own process without output."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    recorder.plot_loss = lambda *words, **more: None  # a second of a core, which others want
+    recorder.plot_loss = lambda *words, **more: None  # saves a second of CPU time for the other processes
     train_replica(path, replica, address)
 
 
 def train_replica(path: str, replica: int, address: str) -> None:
-    """One replica of one rank, to its end."""
+    """Train one replica of one rank to its end."""
     world = ReplicaWorld(replica, address, KEY)
-    run_rank(Path(path), None, io.StringIO(), Start(engine="tests.train.apart_runs:HeldEngine", world=world))
+    run_rank(Path(path), None, io.StringIO(), Start(engine="tests.train.apart_runs:PausedEngine", world=world))
 
 
-class ApartRun:
-    """The replicas of one run, and the place where they meet."""
+class ReplicaRun:
+    """The replicas of one run and their rendezvous server."""
 
     def __init__(self, root: Path, text: Path, name: str, *settings: str, replicas: int = 2, timeout_s: float = 1.0):
         places = [f"data.train={text}", f"run.dir={root}", f"data.cache_dir={root / 'cache'}", f"run.name={name}"]
@@ -71,12 +71,12 @@ class ApartRun:
         self.processes: dict[int, Any] = {}
 
     def start(self, *replicas: int, at_once: bool = True, kind: Any = FORKSERVER.Process) -> None:
-        """Start replicas. at_once: no step is done before all of them are there. kind: process or thread."""
+        """Start replicas. at_once: no replica steps before all have joined. kind: process or thread."""
         for number in replicas:
             if at_once:
-                self.hold(number, self.first_step(number))
+                self.pause(number, self.first_step(number))
             arguments = (str(self.folders[number].path), number, self.place.address)
-            target = alone if kind is FORKSERVER.Process else train_replica
+            target = run_quietly if kind is FORKSERVER.Process else train_replica
             self.processes[number] = kind(target=target, args=arguments, daemon=True)
             self.processes[number].start()
         if at_once:
@@ -89,7 +89,7 @@ class ApartRun:
         found = newest_checkpoint(self.folders[number].checkpoints, verify=False)
         return 0 if found is None else found.step
 
-    def hold(self, number: int, step: int) -> None:
+    def pause(self, number: int, step: int) -> None:
         folder = self.folders[number].path
         (folder / f"at_{step}").unlink(missing_ok=True)
         (folder / f"hold_{step}").touch()
@@ -101,7 +101,7 @@ class ApartRun:
         self.wait(lambda: (self.folders[number].path / f"at_{step}").exists(), f"replica {number} at step {step}")
 
     def wait_arrived(self, number: int) -> None:
-        """Until a replica waits for a meeting."""
+        """Wait until a replica waits for a rendezvous."""
         replicas = self.place._rounds._replicas
         self.wait(lambda: replicas[number].arrived is not None, f"replica {number} at a meeting")
 
@@ -112,7 +112,7 @@ class ApartRun:
             time.sleep(0.01)
 
     def waits(self, seconds: float) -> None:
-        """How long a meeting waits for who is late, from now on: less than `timeout_s` where one is held."""
+        """Set how long a rendezvous waits for late replicas. Use less than `timeout_s` if a replica is paused."""
         self.place._rounds._timeout_s = seconds
 
     def signal(self, number: int, signum: int) -> None:
@@ -121,7 +121,7 @@ class ApartRun:
         os.kill(pid, signum)
 
     def end(self) -> list[int | None]:
-        """Exit codes, once all have ended."""
+        """Return the exit codes of all replicas once they have ended."""
         for process in self.processes.values():
             process.join(LIMIT_S)
         return [getattr(process, "exitcode", None) for _, process in sorted(self.processes.items())]
@@ -134,8 +134,8 @@ class ApartRun:
         self.place.close()
 
 
-def saved(folder: RunFolder, groups: tuple[str, ...] = ("model", "outer")) -> dict[str, object]:
-    """The newest checkpoint's tensors by group and name."""
+def saved_tensors(folder: RunFolder, groups: tuple[str, ...] = ("model", "outer")) -> dict[str, object]:
+    """Return the newest checkpoint's tensors by group and name."""
     found = newest_checkpoint(folder.checkpoints)
     assert found is not None
     checkpoint = load_checkpoint(found.path)
@@ -143,10 +143,10 @@ def saved(folder: RunFolder, groups: tuple[str, ...] = ("model", "outer")) -> di
 
 
 def steps_of(folder: RunFolder) -> list[int]:
-    """Steps as the log has them, done again or not."""
+    """Return the logged steps, with repeated steps."""
     return [event["step"] for event in read_events(folder.events) if event["event"] == "step"]
 
 
 def evaluations(folder: RunFolder) -> dict[int, float]:
-    """Losses of evaluations by step."""
+    """Return evaluation losses by step."""
     return {event["step"]: event["loss"] for event in read_events(folder.events) if event["event"] == "eval"}

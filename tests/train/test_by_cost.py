@@ -1,4 +1,4 @@
-"""Batches by cost: how samples are divided, and that losses and weights are those of fixed batches."""
+"""Batching by cost: how samples are divided, and equality with fixed batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weft.train.tasks.registry import find_task
 from weft.verify.verifier import Float64Throughout
 
 BATCH = 12
-#: Not all of them in the gate; all with `full`.
+#: The gate runs some of them; `full` runs all.
 PLANS = [f"dp_shard={ranks} zero={zero} accumulation={passes}" for ranks, zero, passes in
          [(4, 3, 1), (4, 0, 3), (2, 3, 4), (2, 1, 2), (3, 3, 2), (3, 2, 4), (1, 0, 2), (1, 0, 4)]]  # fmt: skip
 
@@ -54,7 +54,7 @@ def cost_of_run(lengths: np.ndarray, run: tuple[int, ...]) -> float:
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 @pytest.mark.parametrize(("columns", "pictures"), [(1, False), (2, False), (1, True)])
-def test_each_sample_lies_in_one_microbatch_that_is_not_too_costly(num_ranks, columns, pictures):
+def test_each_sample_is_in_one_microbatch_within_the_cost_bound(num_ranks, columns, pictures):
     lengths, rng = np.stack([lengths_like_text(900)] * columns, axis=1), np.random.default_rng(1)
     beside = rng.integers(0, 4, 900) * 150.0 * pictures
     costs = Costs(lengths, cost_of, 3000.0, most_tokens=1500, room=6, beside=beside if pictures else None)
@@ -74,7 +74,7 @@ def test_each_sample_lies_in_one_microbatch_that_is_not_too_costly(num_ranks, co
                 assert own[list(run)].max(0).sum() * len(run) <= 1500
 
 
-def test_ranks_are_level_and_little_is_filled_up():
+def test_rank_costs_are_balanced_with_little_padding():
     lengths, rng = lengths_like_text(4000), np.random.default_rng(2)
     costs = Costs(lengths, cost_of, 4 * float(cost_of(np.array(256))), most_tokens=4 * 256, room=16)
     for _ in range(5):
@@ -88,7 +88,7 @@ def test_ranks_are_level_and_little_is_filled_up():
         assert padded / sum(ranks) > 2, "fixed batches of 16 are hardly worse"
 
 
-def test_a_sample_larger_than_a_microbatch_is_told_of():
+def test_sample_larger_than_a_microbatch_is_rejected():
     with pytest.raises(DataError, match=r"data.microbatch_cost=300: sample \d+ .* Use data.microbatch_cost=\d+"):
         Costs(lengths_like_text(900), cost_of, 300.0).check()
 
@@ -115,7 +115,7 @@ def prepared(root: Path, case: str, *more: str) -> RunFolder:
 def trained(
     plan_text: str, folder: Path, steps: int
 ) -> tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]:
-    """Losses, norms and counts of all steps, weights after them, and the number of microbatches of each step."""
+    """Return losses, norms and counts of all steps, final weights, and the number of microbatches per step."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
     with Float64Throughout():
@@ -139,7 +139,7 @@ def trained(
         return found, {name: tensor.clone() for name, tensor in capture_model(model).items()}, numbers
 
 
-def assert_alike(got, wanted) -> None:
+def assert_equal(got, wanted) -> None:
     for one, other in zip(got[0], wanted[0], strict=True):
         assert one == pytest.approx(other, rel=1e-10, abs=1e-12)
     for name, tensor in got[1].items():
@@ -156,18 +156,18 @@ def check(root: Path, case: str, plans, pools, steps: int = 20, costs: tuple[str
             ranks = int(plan.split()[0].partition("=")[2])
             results = pools[ranks].run(trained, plan, by_cost, steps) if ranks > 1 else [trained(plan, by_cost, steps)]
             for result in results:
-                assert_alike(result, wanted)
+                assert_equal(result, wanted)
                 assert result[2] == results[0][2]
             if cost == "160":
                 assert len(set(results[0][2])) > 1 or ranks > 1, "steps have all as many microbatches"
 
 
-def test_losses_and_weights_are_those_of_fixed_batches(root, ranks2):
+def test_losses_and_weights_match_fixed_batches(root, ranks2):
     check(root, "classify", ["dp_shard=2 zero=3 accumulation=3"], {2: ranks2}, steps=4, costs=("160",))
 
 
 @pytest.mark.full
-def test_every_plan_and_task_gives_the_same_numbers(root, ranks2, ranks4):
+def test_every_plan_and_task_matches_fixed_batches(root, ranks2, ranks4):
     from weft.verify.rank_pool import RankPool
 
     with RankPool(3) as ranks3:
@@ -175,19 +175,19 @@ def test_every_plan_and_task_gives_the_same_numbers(root, ranks2, ranks4):
             check(root, case, PLANS, {2: ranks2, 3: ranks3, 4: ranks4})
 
 
-def test_steps_by_cost_are_the_same_under_every_plan(root, ranks2):
-    """Steps that differ in samples; some are one sample that alone costs too much."""
+def test_steps_by_cost_are_equal_under_every_plan(root, ranks2):
+    """Steps differ in their number of samples; some have a single sample beyond the bound."""
     most = "train.global_cost=90"
     one = prepared(root, "classify", "data.batching=cost", most, "run.name=steps-by-cost").path
     wanted = trained("accumulation=1", one, 6)
     two = prepared(root, "classify", "data.batching=cost", "data.microbatch_cost=160", most, "run.name=steps-cut").path
     for result in ranks2.run(trained, "dp_shard=2 zero=3 accumulation=2", two, 6):
-        assert_alike(result, wanted)
+        assert_equal(result, wanted)
     assert len({count for _, _, count in wanted[0]}) > 1
 
 
-def test_a_run_of_steps_by_cost_ends_with_its_epochs_and_goes_on(root):
-    """The checkpoint keeps the place in the data: steps before and after a stop are those of a run without one."""
+def test_run_by_cost_ends_with_its_epochs_and_resumes(root):
+    """The checkpoint stores the data position: steps before and after a stop match an uninterrupted run."""
     words = ["data.batching=cost", "train.global_cost=90", "optimizer.lr=1e-3", "schedule.warmup_steps=0"]
     words += ["schedule.kind=constant", "eval.every=0"]
     whole = prepared(root, "classify", *words, "train.epochs=1.5", "run.name=cost-whole")
@@ -212,7 +212,7 @@ def test_a_run_of_steps_by_cost_ends_with_its_epochs_and_goes_on(root):
     st.integers(0, 12),
     st.integers(0, 40),
 )
-def test_steps_take_samples_while_their_cost_lasts(costs, most, step, place):
+def test_steps_take_samples_up_to_their_cost(costs, most, step, place):
     def in_order(epoch):
         return np.roll(np.array(costs, float), epoch)
 
@@ -239,7 +239,7 @@ def test_steps_take_samples_while_their_cost_lasts(costs, most, step, place):
         ("classify", "train.global_cost=300", "train.global_cost=300: only data.batching=cost uses costs"),
     ],
 )
-def test_what_cannot_be_is_refused(case, more, sentence, root):
+def test_invalid_settings_are_rejected(case, more, sentence, root):
     with pytest.raises(ConfigError, match=sentence):
         prepared(root, case, more, "run.name=refused")
 
@@ -249,8 +249,8 @@ def test_what_cannot_be_is_refused(case, more, sentence, root):
     st.floats(0, 9000),
     st.one_of(st.none(), st.integers(1, 3000)),
 )
-def test_runs_are_as_long_as_the_bound_lets_them(lengths, bound, most_tokens):
-    """Each is filled sample by sample, until one more would cost too much."""
+def test_runs_are_filled_up_to_the_bound(lengths, bound, most_tokens):
+    """Each run takes samples until one more would exceed the bound."""
     longest_first = np.array(sorted(lengths, key=sum, reverse=True))
 
     def cost_of(tokens):
@@ -267,7 +267,7 @@ def test_runs_are_as_long_as_the_bound_lets_them(lengths, bound, most_tokens):
     assert _Runs(longest_first, cost_of, most_tokens).split_at_cost(bound) == found
 
 
-def test_a_pipeline_and_a_small_bound_are_refused(root):
+def test_pipeline_and_small_bound_are_rejected(root):
     words = [*settings("classify", root), "data.batching=cost", "plan=pp=2 microbatches=2", "run.name=refused"]
     with pytest.raises(PlanError, match=r"pp=2.*data.batching=cost"):
         prepare_run(load_config(None, words).config, world_size=2)
@@ -275,7 +275,7 @@ def test_a_pipeline_and_a_small_bound_are_refused(root):
         prepared(root, "classify", "data.batching=cost", "data.microbatch_cost=4", "run.name=refused")
 
 
-def test_old_public_names_work_and_warn():
+def test_old_public_names_work_with_a_warning():
     with pytest.warns(WeftWarning, match=r"Old\.costs_beside is now extra_costs"):
 
         class Old(Task):

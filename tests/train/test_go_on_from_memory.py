@@ -1,4 +1,4 @@
-"""A run that failed goes on from the copy in memory, with the weights that it would have had; never from a bad copy."""
+"""A failed run resumes from its in-memory copy with equal weights, and never from a damaged copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server():
 
 @pytest.fixture
 def fails_once(monkeypatch: pytest.MonkeyPatch):
-    """Step 9 of the next run raises an exception once."""
+    """Raise an exception once, in step 9 of the next run."""
     observe, left = rank_run.RunRecorder.on_step, [1]
 
     def on_step(self, record):
@@ -50,20 +50,20 @@ def copied_steps(folder: RunFolder) -> list[int]:
     return [event["step"] for event in read_events(folder.events) if event["event"] == "copy"]
 
 
-def test_a_run_goes_on_from_memory_with_equal_weights(start, server, fails_once):
+def test_run_resumes_from_memory_with_equal_weights(start, server, fails_once):
     with pytest.raises(ValueError, match="torn"):
         start(*COPIED, copies=server.home)
     assert server.newest_step() == 8
     folder, result, shown = start(*COPIED, copies=server.home)
     assert "resumed from step 8 from memory" in shown
     assert result.step == 12
-    # Step 10 is saved to disk, the last step is not copied; that of step 8 was not told any more.
+    # Step 10 is saved to disk and the last step is not copied. The run failed before it reported the copy of step 8.
     assert copied_steps(folder) == [2, 4, 6]
     plain, _, _ = start("checkpoint.every=5", "eval.every=0", "run.name=plain")
     assert all(torch.equal(one, weights(plain)[name]) for name, one in weights(folder).items())
 
 
-def test_a_copy_that_is_due_during_a_save_is_made_at_the_first_step_after_it(start, server, monkeypatch):
+def test_copy_due_during_a_save_is_made_at_the_first_step_after_it(start, server, monkeypatch):
     release, observe = threading.Event(), rank_run.RunRecorder.on_step
 
     def save(root, step, *args, **options):
@@ -84,7 +84,7 @@ def test_a_copy_that_is_due_during_a_save_is_made_at_the_first_step_after_it(sta
     assert copied_steps(folder) == [5, 8]
 
 
-def test_a_damaged_copy_and_resume_step_go_back_to_the_disk(start, server, fails_once):
+def test_damaged_copy_and_resume_step_fall_back_to_disk(start, server, fails_once):
     with pytest.raises(ValueError, match="torn"):
         start(*COPIED, copies=server.home)
     server._files["run/step_00000008/optimizer.safetensors"][-1] ^= 1
@@ -98,7 +98,7 @@ def test_a_damaged_copy_and_resume_step_go_back_to_the_disk(start, server, fails
     assert "resumed from step 6 (" in shown
 
 
-def test_a_copy_that_fails_is_a_warning_and_training_goes_on(start, server, monkeypatch):
+def test_failed_copy_is_a_warning_and_training_continues(start, server, monkeypatch):
     def away(*args, **kwargs):
         raise CheckpointError("the server is gone")
 
@@ -109,7 +109,7 @@ def test_a_copy_that_fails_is_a_warning_and_training_goes_on(start, server, monk
     assert texts == [f"step {step} is not copied to memory: the server is gone" for step in (2, 4)]
 
 
-def test_copies_without_room_are_refused_and_without_a_restart_told(start, server, monkeypatch):
+def test_copies_without_memory_are_rejected_and_without_restart_reported(start, server, monkeypatch):
     _, _, shown = start(*COPIED, "train.steps=2")
     assert "checkpoint.peer_every=2 has no effect: nothing starts these ranks again. Set launch.restarts" in shown
     monkeypatch.setattr(copies_module, "free_host_bytes", lambda: 1000)

@@ -1,4 +1,4 @@
-"""What a run saves, keeps and goes back to when steps go wrong; nothing good is ever lost, nothing spoilt resumed."""
+"""Which checkpoints a run saves, retains and resumes from when steps have no finite loss."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from weft.train.loop.checkpointer import steps_in
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.decoder_loss import token_cross_entropy
 
-#: Saves at every step, evaluates at the end only, and keeps the newest checkpoint alone.
+#: Save at every step, evaluate at the end only, and retain the newest checkpoint only.
 EACH = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=false", "eval.every=0")
 
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch):
-    """Steps of this process (from 1) whose loss is nan."""
+    """Make the loss of these steps (from 1) nan."""
     bad: set[int] = set()
     seen = [0]
 
@@ -49,11 +49,11 @@ def weights(folder: RunFolder, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder.checkpoint(step) / "model.safetensors")
 
 
-def asides(folder: RunFolder) -> list[str]:
+def set_aside(folder: RunFolder) -> list[str]:
     return sorted(path.name for path in folder.checkpoints.glob("*.aside*"))
 
 
-def test_a_halt_saves_nothing_and_names_the_last_good_step(start, poison):
+def test_halt_saves_nothing_and_names_last_good_step(start, poison):
     folder, _, _ = start("train.steps=3")
     good = weights(folder, 3)
     poison(*range(1, 20))
@@ -61,7 +61,7 @@ def test_a_halt_saves_nothing_and_names_the_last_good_step(start, poison):
         start("train.steps=12", "train.max_bad_steps=2", "checkpoint.every=1", "eval.every=0")
     assert str(caught.value).endswith("and run the command again: it resumes from step 3, the last good checkpoint.")
     assert steps_in(folder.checkpoints) == [3]
-    assert asides(folder) == []  # an evaluation had shown that step 3 is good
+    assert set_aside(folder) == []  # an evaluation had shown that step 3 is good
     assert all(torch.equal(tensor, good[name]) for name, tensor in weights(folder, 3).items())
     poison()
     _, result, shown = start("train.steps=12")
@@ -82,7 +82,7 @@ def test_weights_beyond_fp32_are_never_saved(start):
     assert result.step == 6
 
 
-def test_the_step_before_the_first_bad_one_is_set_aside_and_the_one_before_is_kept(start, poison):
+def test_step_before_first_bad_one_is_set_aside_and_its_predecessor_retained(start, poison):
     poison(*range(6, 20))
     with pytest.raises(TrainingHalted) as caught:
         start("train.max_bad_steps=1", *EACH)
@@ -93,10 +93,10 @@ def test_the_step_before_the_first_bad_one_is_set_aside_and_the_one_before_is_ke
     folder, result, shown = start(*EACH)
     assert "resumed from step 4" in shown
     assert result.step == 12
-    assert asides(folder) == ["step_00000005.aside"]
+    assert set_aside(folder) == ["step_00000005.aside"]
 
 
-def test_bad_steps_below_the_limit_are_not_saved_until_one_is_good(start, poison):
+def test_bad_steps_below_the_limit_are_saved_after_the_next_good_one(start, poison):
     poison(5, 6)
     folder, result, shown = start(*EACH[:1], "checkpoint.keep=20", "eval.every=0")
     assert result.step == 12
@@ -104,13 +104,13 @@ def test_bad_steps_below_the_limit_are_not_saved_until_one_is_good(start, poison
     assert "step 5 is not saved: no step since 5 had a finite loss and gradient" in shown
 
 
-def test_a_run_that_ends_on_a_bad_step_is_saved_when_its_evaluation_is_finite(start, poison):
+def test_run_ending_on_a_bad_step_is_saved_if_its_evaluation_is_finite(start, poison):
     poison(12)
     folder, result, _ = start(*EACH)
     assert (result.reason, steps_in(folder.checkpoints)[-1]) == ("finished", 12)
 
 
-def test_a_run_that_ends_on_a_bad_step_without_evaluation_says_so(start, poison):
+def test_run_ending_on_a_bad_step_without_evaluation_reports_it(start, poison):
     poison(4)
     with pytest.raises(
         TrainingHalted, match=r"the run ended at step 4, which is not saved: .*: it resumes from step 2"
@@ -118,12 +118,12 @@ def test_a_run_that_ends_on_a_bad_step_without_evaluation_says_so(start, poison)
         start("data.holdout=0", "train.steps=4", "checkpoint.every=2")
 
 
-def test_a_stop_in_a_streak_of_bad_steps_does_not_promise_that_all_is_saved(start, poison, monkeypatch):
+def test_stop_within_bad_steps_does_not_report_a_complete_save(start, poison, monkeypatch):
     poison(*range(3, 20))
     steps = iter(range(1, 100))
     recorder = run_module.RunRecorder
     observe = recorder.on_step
-    # The recorder asks to stop at its fifth step, as a signal would.
+    # Request a stop at the recorder's fifth step, as a signal would.
     monkeypatch.setattr(
         run_module.RunRecorder, "on_step", lambda self, record: observe(self, record) or next(steps) == 5
     )
@@ -134,7 +134,7 @@ def test_a_stop_in_a_streak_of_bad_steps_does_not_promise_that_all_is_saved(star
     assert "resumes from step" in str(caught.value)
 
 
-def test_resume_step_goes_back_and_sets_newer_ones_aside(start):
+def test_resume_step_rolls_back_and_sets_newer_checkpoints_aside(start):
     folder, _, _ = start("checkpoint.keep=9", "train.steps=9")
     before = weights(folder, 6)
     with pytest.raises(CheckpointError, match=r"resume.step=5: there is no checkpoint of that step. Use one of: 3, "):
@@ -143,15 +143,15 @@ def test_resume_step_goes_back_and_sets_newer_ones_aside(start):
     assert "resume.step=6: newer checkpoints are set aside as step_00000008.aside, step_00000009.aside" in shown
     assert "resumed from step 6" in shown
     assert result.step == 10
-    assert asides(folder) == ["step_00000008.aside", "step_00000009.aside"]
+    assert set_aside(folder) == ["step_00000008.aside", "step_00000009.aside"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(folder, 6).items())
     (folder.checkpoint(6) / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(CheckpointError, match=r"resume.step=6: model.safetensors has 3 bytes .* Use another one: 3, "):
         start("checkpoint.keep=9", "resume.step=6", "train.steps=12")
-    assert asides(folder) == ["step_00000008.aside", "step_00000009.aside"]
+    assert set_aside(folder) == ["step_00000008.aside", "step_00000009.aside"]
 
 
-def test_checkpoints_without_commit_are_named_and_kept(start):
+def test_uncommitted_checkpoints_are_named_and_retained(start):
     folder, _, _ = start("train.steps=6", "checkpoint.keep=9")
     steps = steps_in(folder.checkpoints)
     for step in steps:
@@ -160,10 +160,10 @@ def test_checkpoints_without_commit_are_named_and_kept(start):
     named = ", ".join(map(str, steps))
     assert f"{len(steps)} unfinished checkpoints ignored: step {named}; COMMIT is missing" in shown
     assert result.step == 6
-    assert asides(folder) == [f"step_{step:08d}.aside" for step in steps]
+    assert set_aside(folder) == [f"step_{step:08d}.aside" for step in steps]
 
 
-def test_more_steps_stretch_the_schedule_and_say_so(start):
+def test_more_steps_extend_the_schedule_with_a_message(start):
     start("train.steps=6")
     _, _, shown = start("train.steps=12")
     assert "train.steps=12 (before: 6): the cosine schedule then ends at step 12: lr goes from 1.0e-04 up to " in shown
@@ -181,7 +181,7 @@ def test_more_steps_stretch_the_schedule_and_say_so(start):
         ("optimizer", 2e30, ""),
     ],
 )
-def test_what_makes_tensors_useless_is_found_while_it_is_written(group, value, told, tmp_path):
+def test_values_that_spoil_tensors_are_detected_during_the_write(group, value, told, tmp_path):
     groups = {"model": {"w": torch.zeros(4)}, "optimizer": {"w/m": torch.zeros(4), "w/step": torch.tensor(3)}}
     groups[group]["x"] = torch.tensor([0.0, value])
     pieces = [SavedSlice.full(f"{group}/{name}", t) for group, found in groups.items() for name, t in found.items()]
@@ -190,7 +190,7 @@ def test_what_makes_tensors_useless_is_found_while_it_is_written(group, value, t
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *([] if told else ["step_00000001"])]
 
 
-def test_a_damaged_checkpoint_is_set_aside_when_it_is_skipped(start):
+def test_damaged_checkpoint_is_set_aside_when_skipped(start):
     keep = ("checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_best=false", "eval.every=0")
     folder, _, _ = start("train.steps=4", *keep)
     file = folder.checkpoint(4) / "model.safetensors"
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_set_aside_when_it_is_skipped(start):
     left = folder.checkpoints / ".tmp-step_00000009-1-abcd"
     left.mkdir()
     start("train.steps=3", *keep)
-    assert asides(folder) == ["step_00000004.aside"]
+    assert set_aside(folder) == ["step_00000004.aside"]
     assert not left.exists()
     start("train.steps=4", *keep)
     assert steps_in(folder.checkpoints) == [3, 4]

@@ -1,4 +1,4 @@
-"""Batches by cost of images and audio: what samples cost, and the numbers of fixed batches."""
+"""Batching by cost for images and audio: sample costs, and equality with fixed batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FROZEN = [{"match": "vision.*", "lr": 0.0}]
 
 
 def by_cost(made: RunConfig, **train: Any) -> RunConfig:
-    """The same with batches by cost; of those that cost little, so that steps have several microbatches."""
+    """Return the config with batching by cost, with a low bound so that steps have several microbatches."""
     values = made.model_dump(by_alias=True)
     values["data"] |= {"batching": "cost", "microbatch_cost": train.pop("microbatch_cost", "auto")}
     values["train"] |= train
@@ -61,7 +61,7 @@ def opened(made: RunConfig) -> Any:
 
 
 def trained(plan_text: str, made: RunConfig) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], list[int]]:
-    """Losses and norms of some steps, weights after them, and the number of microbatches of each."""
+    """Return losses and norms of some steps, final weights, and the number of microbatches per step."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh = build_mesh(plan)
@@ -81,7 +81,7 @@ def trained(plan_text: str, made: RunConfig) -> tuple[list[tuple[float, float]],
     return [(one.loss, one.grad_norm) for one in done], whole, [len(own) for own in cut]
 
 
-def assert_alike(got: Any, wanted: Any) -> None:
+def assert_equal(got: Any, wanted: Any) -> None:
     for one, other in zip(got[0], wanted[0], strict=True):
         assert one == pytest.approx(other, rel=1e-10)
     for name, tensor in got[1].items():
@@ -89,53 +89,53 @@ def assert_alike(got: Any, wanted: Any) -> None:
 
 
 def bound_of(task: Any, samples: float) -> float:
-    """What so many of the most costly samples cost."""
+    """Return the cost of that many of the most expensive samples."""
     lengths = np.asarray(task.lengths())
     beside = task.extra_costs()
     return float((task.length_costs(lengths) + (0.0 if beside is None else beside)).max()) * samples
 
 
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", pytest.param("dp_replicate=2", marks=pytest.mark.full)])
-def test_pictures_and_sound_by_cost_give_the_numbers_of_fixed_batches(plan: str, root: Path, ranks2: Any) -> None:
+def test_images_and_audio_by_cost_match_fixed_batches(plan: str, root: Path, ranks2: Any) -> None:
     made = test_mixed_tasks.config(root)
     wanted = trained("dp_replicate=1", made)
     cut = by_cost(made, microbatch_cost=bound_of(opened(made), 2.5))
     for found in ranks2.run(trained, plan, cut):
-        assert_alike(found, wanted)
+        assert_equal(found, wanted)
         assert max(found[2]) > 1
 
 
-@pytest.mark.full  # of texts the gate has it: tests/train/test_by_cost.py
-def test_steps_of_pictures_by_cost_are_the_same_under_every_plan(root: Path, ranks2: Any) -> None:
+@pytest.mark.full  # the gate runs it for texts: tests/train/test_by_cost.py
+def test_image_steps_by_cost_are_equal_under_every_plan(root: Path, ranks2: Any) -> None:
     most = bound_of(opened(test_mixed_tasks.config(root)), 3)
     made = by_cost(test_mixed_tasks.config(root), global_cost=most)
     wanted = trained("dp_replicate=1", made)
     for found in ranks2.run(trained, "dp_shard=2 zero=3", by_cost(made, microbatch_cost=most / 2)):
-        assert_alike(found, wanted)
+        assert_equal(found, wanted)
     places = opened(made).step_borders()
     assert len({places.first(step + 1) - places.first(step) for step in range(6)}) > 1
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["speech-tiny", "whisper"])
-def test_recordings_by_cost(case: str, root: Path, ranks2: Any) -> None:
+def test_audio_clips_by_cost_match_fixed_batches(case: str, root: Path, ranks2: Any) -> None:
     made = test_speech_parity.config(case, root)
     wanted = trained("dp_replicate=1", made)
     cut = by_cost(made, microbatch_cost=bound_of(opened(made), 2.5))
     for found in ranks2.run(trained, "dp_shard=2 zero=3", cut):
-        assert_alike(found, wanted)
+        assert_equal(found, wanted)
 
 
-def test_lengths_are_those_that_samples_are_filled_up_to(root: Path) -> None:
+def test_lengths_match_padded_sample_lengths(root: Path) -> None:
     task = opened(test_mixed_tasks.config(root))
     samples = task.samples("train")
     own = [task.collate([samples[index]])["input_ids"].shape[1] for index in range(len(samples))]
-    # An audio clip may have a frame more or less than its header lets one think: a token, rounded to eight.
+    # An audio clip may differ from its header by one frame, that is one token, rounded to eight.
     assert np.abs(np.asarray(own) - task.lengths()).max() <= 8
     assert np.mean(np.asarray(own) == task.lengths()) > 0.8
 
 
-def test_what_is_not_trained_costs_a_third_and_what_is_kept_nothing(root: Path) -> None:
+def test_frozen_costs_a_third_and_cached_costs_nothing(root: Path) -> None:
     made = test_mixed_tasks.config(root, augment=False)
     values = made.model_dump(by_alias=True)
     values["optimizer"]["groups"] = FROZEN
@@ -155,6 +155,6 @@ def test_what_is_not_trained_costs_a_third_and_what_is_kept_nothing(root: Path) 
     assert 8 < each[0] < 32
 
 
-def test_a_task_that_compares_samples_has_no_batches_by_cost(root: Path) -> None:
+def test_task_that_compares_samples_rejects_batching_by_cost(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.name=contrast does not report the length"):
         find_task(by_cost(test_mixed_tasks.config(root, "contrast")))

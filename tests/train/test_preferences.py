@@ -1,4 +1,4 @@
-"""Preference training: the papers' formulas in plain lines, and the same losses under every plan."""
+"""Preference training: the papers' formulas as a reference, and equal losses under every plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.train.folder import RunFolder
 from weft.train.step.evaluation import RankForwards, evaluate
 from weft.train.tasks.registry import find_task
 
-#: What the gate tries of the plans of two ranks, with which cases.
+#: Plans of two ranks that the gate runs, with their cases.
 GATE = {
     "dp_shard=2 zero=3 accumulation=2": ("dpo", "kto", "simpo"),
     "tp=2": ("dpo", "kto-off", "orpo"),
@@ -40,7 +40,7 @@ def one_process(place):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_the_formula(name, place, one_process):
+def test_losses_and_gradients_match_the_formula(name, place, one_process):
     wanted = plain_losses(name, *place)
     for (loss, norm, count), (plain, plain_norm) in zip(one_process[name], wanted, strict=True):
         assert loss == pytest.approx(plain, rel=1e-9)
@@ -60,24 +60,24 @@ def compared(ranks, plan, names, place, one_process):
 
 
 @pytest.mark.parametrize("plan", GATE)
-def test_two_ranks_lose_what_one_does(plan, place, one_process, ranks2):
+def test_two_ranks_match_one_process(plan, place, one_process, ranks2):
     compared(ranks2, plan, GATE[plan], place, one_process)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", [*PLANS, *GATE])
-def test_two_ranks_lose_what_one_does_under_every_plan(plan, place, one_process, ranks2):
+def test_two_ranks_match_one_process_under_every_plan(plan, place, one_process, ranks2):
     compared(ranks2, plan, tuple(CASES), place, one_process)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3 tp=2", "tp=2 pp=2 microbatches=2", "dp_shard=2 zero=2 cp=2"])
-def test_four_ranks_lose_what_one_does(plan, place, one_process, ranks4):
+def test_four_ranks_match_one_process(plan, place, one_process, ranks4):
     compared(ranks4, plan, OBJECTIVES, place, one_process)
 
 
 def begun(place, folder, *more, forget: bool = False):
-    """A task whose reference is ready, with the model that it is of."""
+    """Return a task whose reference is computed, with its model."""
     path, cache, _ = place
     task = find_task(load_config(None, words(path, cache, 0, *more)).config)
     task.prepare(RunFolder(folder), None)
@@ -94,10 +94,10 @@ def begun(place, folder, *more, forget: bool = False):
     return task, model, mesh, batches, task.eval_batches(share)
 
 
-def test_the_cached_reference_is_of_the_first_weights_and_is_missed_later(place, tmp_path):
+def test_cached_reference_uses_the_initial_weights_and_is_required_later(place, tmp_path):
     *_, batches, _ = begun(place, tmp_path)
     first = batches.batches(0)[0]["reference"]
-    *_, batches, _ = begun(place, tmp_path, forget=True)  # a run that goes on, with other weights
+    *_, batches, _ = begun(place, tmp_path, forget=True)  # a resumed run, with other weights
     assert torch.equal(batches.batches(0)[0]["reference"], first)
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000002" / "COMMIT").write_text("{}")
@@ -109,7 +109,7 @@ def test_the_cached_reference_is_of_the_first_weights_and_is_missed_later(place,
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_an_untrained_model_has_no_margin(place, tmp_path, objective):
+def test_untrained_model_has_no_margin(place, tmp_path, objective):
     task, model, mesh, _, batches = begun(
         place, tmp_path, f"task.options.objective={objective}", f"data.eval={place[0]}", "eval.batches=2"
     )
@@ -140,7 +140,7 @@ def test_an_untrained_model_has_no_margin(place, tmp_path, objective):
          "each counts once. Leave it out."),
     ],
 )  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(place, tmp_path, more, said):
+def test_settings_without_effect_are_rejected(place, tmp_path, more, said):
     def prepare():
         find_task(load_config(None, words(place[0], place[1], 0, *more)).config).prepare(RunFolder(tmp_path), None)
 
@@ -149,7 +149,7 @@ def test_settings_that_mean_nothing_are_refused(place, tmp_path, more, said):
     assert [problem.message for problem in caught.value.problems] == [said]
 
 
-def test_verdicts_are_for_kto(place, tmp_path):
+def test_labels_without_pairs_require_kto(place, tmp_path):
     path = tmp_path / "kto.jsonl"
     path.write_text(json.dumps({"prompt": "q", "completion": " a", "label": True}))
     task = find_task(load_config(None, words(path, place[1], 0)).config)

@@ -1,4 +1,4 @@
-"""Whole runs whose sinks' servers are away and whose disk is full: they go on, and everything comes there later."""
+"""Runs whose metric servers are down or whose disk is full continue, and deliver everything later."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
 
 
-def test_a_run_goes_on_while_its_servers_die_and_they_get_all(tmp_path, text):
+def test_run_continues_while_metric_servers_fail_and_delivers_all(tmp_path, text):
     plain = tmp_path / "plain"
     subprocess.run(command_of(plain, text, "checkpoint.every=0"), check=True, capture_output=True)
     servers = {kind: Recorder(answer={}) for kind in ("http", "otlp")}
@@ -35,7 +35,7 @@ def test_a_run_goes_on_while_its_servers_die_and_they_get_all(tmp_path, text):
     config = tmp_path / "sinks.toml"
     config.write_text(lines)
     servers["http"].start()
-    servers["http"].slow_s = 30.0  # otlp is not even there
+    servers["http"].slow_s = 30.0  # the otlp server does not exist
     watched = tmp_path / "watched"
     command = command_of(watched, text, "checkpoint.every=0")
     command.insert(command.index("train") + 1, str(config))
@@ -57,7 +57,7 @@ def test_a_run_goes_on_while_its_servers_die_and_they_get_all(tmp_path, text):
         one.stop()
 
 
-def test_a_run_goes_on_while_its_disk_is_full(tmp_path, text):
+def test_run_continues_while_its_disk_is_full(tmp_path, text):
     place = tmp_path / "small"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], capture_output=True).returncode:

@@ -1,4 +1,4 @@
-"""Folders whose weights contradict their config, or are not finite."""
+"""Folders whose weights contradict their config or are not finite."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def model_of(folder: Path):
         ("t5", "shared.weight", "decoder__embed_tokens__weight"),
     ],
 )
-def test_tied_tensors_are_stored_with_one_value(tmp_path, kind, own, other):
+def test_tied_tensors_must_be_stored_with_one_value(tmp_path, kind, own, other):
     folder = folder_of(tmp_path, kind)
     table = load_file(folder / "model.safetensors")[own]
     change(folder, **{other: table.clone()})
@@ -73,7 +73,7 @@ def test_tied_tensors_are_stored_with_one_value(tmp_path, kind, own, other):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_named(tmp_path, dtype, value):
+def test_nonfinite_weights_are_named(tmp_path, dtype, value):
     folder = folder_of(tmp_path, "plain", dtype)
     name = "model.layers.0.mlp.up_proj.weight"
     weights = load_file(folder / "model.safetensors")

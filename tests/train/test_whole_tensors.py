@@ -1,4 +1,4 @@
-"""A model that cannot compute on its rank's part of the tensors: the first step names the module and a plan."""
+"""A model that cannot compute on its rank's shards: the first step names the module and a plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outer(nn.Module):
 
 
 class Bypassed(nn.Module):
-    """Calls its layers by `forward`, so no hook of theirs runs."""
+    """Call its layers by `forward`, which skips their hooks."""
 
     def __init__(self):
         super().__init__()
@@ -65,14 +65,14 @@ FAILS = "(RuntimeError: shape '[4, 16]' is invalid for input of size 32). If one
         ),
     ],
 )
-def test_the_innermost_module_is_named(plan, said):
+def test_innermost_module_is_named(plan, said):
     model = Outer()
     with pytest.raises(RuntimeError) as caught:
         model(torch.zeros(2, 2))
     assert explain_failure(caught.value, model, Plan.parse(plan)) == said
 
 
-def test_errors_outside_of_the_model_stay_as_they_are():
+def test_errors_outside_the_model_are_unchanged():
     assert explain_failure(ValueError("the loss"), Outer(), Plan.parse("tp=2")) is None
 
 
@@ -90,13 +90,13 @@ def train(plan: str, model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_a_block_that_is_not_called_trains_as_one_process(zero, ranks2):
+def test_uncalled_block_trains_like_one_process(zero, ranks2):
     want = train("dp_replicate=1", seeded())
     for found in ranks2.run(train, f"dp_shard=2 zero={zero}", seeded()):
         assert found == pytest.approx(want, rel=1e-5)
 
 
-def test_a_parameter_without_elements_under_zero_3(ranks2):
+def test_parameter_without_elements_under_zero3(ranks2):
     model = Bypassed()
     model.head.extra = nn.Parameter(torch.zeros(4, 0))
     with pytest.raises(RankError) as caught:
@@ -105,7 +105,7 @@ def test_a_parameter_without_elements_under_zero_3(ranks2):
     assert caught.value.refusal == said
 
 
-def test_the_first_step_gives_the_models_error_as_the_cause():
+def test_first_step_chains_the_models_error_as_the_cause():
     model = Outer()
     step = TrainStep.__new__(TrainStep)
     step.model, step.has_trained = model, False

@@ -1,4 +1,4 @@
-"""What a run is asked for while it trains, with an engine that is not torch's; in `full`, holds under three plans."""
+"""Requests to a run while it trains, with an engine without torch. `full` also holds runs under three plans."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ENGINE = "tests.train.fake_engine:FakeEngine"
 
 @pytest.fixture
 def fit(tmp_path, monkeypatch):
-    """Train a line for 12 steps; wishes: by the step during which each is asked. Gives (folder, result or error)."""
+    """Train a line for 12 steps. requests: by the step during which each is made. Return (folder, result or error)."""
 
-    def run(name: str, wishes: dict[int, RunRequest], *settings: str):
+    def run(name: str, requests: dict[int, RunRequest], *settings: str):
         words = ["task=tests.train.fake_engine:LineTask", f"run.dir={tmp_path}", f"run.name={name}", "eval.every=4",
                  "train.steps=12", "train.global_batch=8", "checkpoint.every=3", "schedule.kind=constant",
                  "schedule.warmup_steps=0", "optimizer.lr=0.05", "checkpoint.keep=9",
@@ -43,10 +43,10 @@ def fit(tmp_path, monkeypatch):
 
         def asked_step(engine, batches, number, lr_factor):
             rates.append(lr_factor)
-            if number + 1 in wishes:
-                ask(folder.path, wishes.pop(number + 1))
+            if number + 1 in requests:
+                ask(folder.path, requests.pop(number + 1))
                 end = time.monotonic() + 10
-                while not engine.asks and time.monotonic() < end:  # until the thread has heard it
+                while not engine.asks and time.monotonic() < end:  # until the request thread has received it
                     time.sleep(0.01)
             return step(engine, batches, number, lr_factor)
 
@@ -69,7 +69,7 @@ def actions(folder) -> list[tuple[str, int]]:
     return [(event["action"], event["step"]) for event in read_events(folder.events) if event["event"] == "action"]
 
 
-def test_a_checkpoint_that_was_asked_for_changes_nothing_else(fit):
+def test_requested_checkpoint_changes_nothing_else(fit):
     plain, *_ = fit("plain", {})
     folder, result, _ = fit("asked", {5: RunRequest("checkpoint", "to look at it")})
     assert (result.step, result.reason) == (12, "finished")
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_was_asked_for_changes_nothing_else(fit):
         assert filecmp.cmp(path, folder.path / "checkpoints" / "step_00000012" / path.name, shallow=False)
 
 
-def test_a_held_run_has_saved_and_goes_on_as_if_nothing_had_been(fit):
+def test_held_run_saves_and_resumes_unchanged(fit):
     plain, *_ = fit("plain", {})
     folder, asked, _ = fit("held", {5: RunRequest("hold", "the loss is odd", "alert odd")})
     assert isinstance(asked, ActionAsked)
@@ -92,13 +92,13 @@ def test_a_held_run_has_saved_and_goes_on_as_if_nothing_had_been(fit):
         assert filecmp.cmp(path, folder.path / "checkpoints" / "step_00000012" / path.name, shallow=False)
 
 
-def test_a_stop_that_was_asked_for_says_by_whom(fit):
+def test_requested_stop_reports_the_requester(fit):
     folder, result, _ = fit("stop", {4: RunRequest("stop")})
     assert (result.step, result.reason) == (4, "asked to stop by a person")
     assert saved(folder) == [3, 4]
 
 
-def test_a_lowered_rate_stays_lowered_over_starts(fit):
+def test_lowered_learning_rate_persists_over_restarts(fit):
     folder, _, rates = fit("low", {3: RunRequest("lower_lr", factor=0.5), 6: RunRequest("stop")})
     assert rates == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
     _, _, rates = fit("low", {})
@@ -107,7 +107,7 @@ def test_a_lowered_rate_stays_lowered_over_starts(fit):
     assert np.allclose(lrs, [0.05] * 3 + [0.025] * 9)
 
 
-def test_going_back_sets_checkpoints_aside_and_may_leave_data_out(fit):
+def test_rollback_sets_checkpoints_aside_and_may_skip_data(fit):
     folder, asked, _ = fit("back", {8: RunRequest("skip_data", "a spike", since=6)})
     assert (asked.action, asked.exit_code) == ("roll_back", 75)
     assert saved(folder) == [3]
@@ -118,22 +118,22 @@ def test_going_back_sets_checkpoints_aside_and_may_leave_data_out(fit):
     assert steps == [*range(1, 9), 4, 5, 9, 10, 11, 12]
 
 
-def test_going_back_to_the_same_step_again_is_held_instead(fit):
-    wish = RunRequest("roll_back", "a spike", since=5)
-    _, first, _ = fit("again", {6: wish})
-    folder, second, _ = fit("again", {6: wish})
+def test_second_rollback_to_the_same_step_becomes_a_hold(fit):
+    request = RunRequest("roll_back", "a spike", since=5)
+    _, first, _ = fit("again", {6: request})
+    folder, second, _ = fit("again", {6: request})
     assert (first.action, second.action) == ("roll_back", "hold")
     assert "there is no older checkpoint to try" in str(second)
     assert saved(folder)[0] == 3
 
 
-def test_going_back_without_an_older_checkpoint_is_held(fit):
+def test_rollback_without_older_checkpoint_becomes_a_hold(fit):
     folder, asked, _ = fit("early", {2: RunRequest("roll_back", "nan", since=1)})
     assert asked.action == "hold"
     assert not (folder.path / "rolled_back.json").exists()
 
 
-def test_figures_are_there_and_can_be_turned_off(fit):
+def test_figures_are_logged_and_can_be_disabled(fit):
     folder, *_ = fit("on", {})
     (event, *_), kinds = ([e for e in read_events(folder.events) if e["event"] == "figures"],
                           [e["event"] for e in read_events(folder.events)])  # fmt: skip
@@ -145,8 +145,8 @@ def test_figures_are_there_and_can_be_turned_off(fit):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "tp=2", "pp=2 microbatches=2"])
-def test_a_hold_by_an_alert_changes_no_byte(plan, tmp_path, text):
-    """The whole of it: an alert asks, the ranks are gone while the run is held, `weft runs resume` lets it go on."""
+def test_hold_by_an_alert_is_bitwise_neutral(plan, tmp_path, text):
+    """An alert requests a hold, the ranks end while the run is held, and `weft runs resume` restarts it."""
     config = tmp_path / "run.toml"
     config.write_text('[[alert]]\nname = "now"\nwhen = "step >= 4"\nactions = ["hold"]\nquiet = "1h"\n')
     words = [f"plan={plan}", f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}",
