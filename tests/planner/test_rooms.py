@@ -1,4 +1,4 @@
-"""The planner's rooms take nothing private of each other."""
+"""The planner's packages import nothing private of each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are alike: each row finds its kind, and what tells kinds apart is all that they have."""
+"""Deduplication of equal rows: each row maps to its representative."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def many(num_rows: int) -> Columns:
 
 
 @pytest.mark.parametrize("num_rows", [1, 10, 5000])
-def test_every_row_is_of_the_kind_that_has_its_values(num_rows):
+def test_each_row_maps_to_a_row_with_its_values(num_rows):
     columns, names = many(num_rows), ("tp", "sp", "microbatch", "offload_params", "zero")
     beside = np.arange(num_rows) % 2
     found = RowDeduplicator.of(columns, names, [beside])
@@ -31,14 +31,14 @@ def test_every_row_is_of_the_kind_that_has_its_values(num_rows):
     assert len(found.rows) <= 4 * 2 * 3 * 3 * 2 or num_rows < 144
 
 
-def test_a_part_of_the_rows_has_the_same_kinds():
+def test_slice_of_rows_has_the_same_representatives():
     columns = many(5000)
     found = RowDeduplicator.of(columns, ("tp", "sp"))
     part = found[slice(1000, 1100)]
     np.testing.assert_array_equal(part.rows.tp[part.index], columns.tp[1000:1100])
 
 
-def test_changes_stand_in_for_columns_and_what_is_not_named_is_not_there():
+def test_changes_replace_columns_and_unnamed_columns_are_missing():
     columns = many(5000)
     found = RowDeduplicator.of(columns, ("tp", "microbatch"), microbatch=np.minimum(2, columns.microbatch))
     assert set(found.rows.microbatch.tolist()) == {1, 2}

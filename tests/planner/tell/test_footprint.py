@@ -1,4 +1,4 @@
-"""Remedies: only legal ones, only such as help, the least disturbing first; activations against what is alive."""
+"""Remedies: only legal and helpful ones, in order of disturbance; and predicted activations against live tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GPT2 = DecoderSpec(
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_activations_are_what_is_alive_within_a_fifth(shape, recompute):
+def test_predicted_activations_are_within_a_fifth_of_live_bytes(shape, recompute):
     model = build_decoder(shape, dtype=torch.float32, seed=0)
     apply_recompute(model, Plan(recompute=recompute))
     ids = torch.zeros(4, 128, dtype=torch.int64)
@@ -46,31 +46,31 @@ def texts(plan, usage, missing, world_size=None, shape=None):
     return [remedy.change for remedy in remedies(plan, usage, missing, Facts(world_size=world_size), shape)]
 
 
-def test_more_passes_come_first_then_recompute_then_precision():
+def test_remedies_are_ordered_passes_recompute_precision():
     assert texts(Plan(), STATES, 1 * GIB) == ["accumulation=2", "recompute=selective", "recompute=full"]
 
 
-def test_passes_are_no_more_than_are_needed_or_possible():
+def test_number_of_passes_is_minimal_and_possible():
     assert texts(Plan(accumulation=3), STATES, 5 * GIB)[0] == "accumulation=12"
     assert "accumulation" not in texts(Plan(), Usage(activations=GIB, num_rows=1), 1)[0]
     odd = Usage(activations=9 * GIB, num_rows=9)
     assert texts(Plan(), odd, 1)[0] == "accumulation=3"
 
 
-def test_a_remedy_that_is_not_enough_comes_last_and_says_so():
+def test_insufficient_remedy_comes_last_and_is_marked():
     found = remedies(Plan(), STATES, 7 * GIB)
     assert [remedy.enough for remedy in found] == [False] * 3 or found[0].enough
     order = [(not remedy.enough, -remedy.saved_bytes if not remedy.enough else 0) for remedy in found]
     assert order == sorted(order)
 
 
-def test_rules_leave_out_what_is_not_built_or_not_legal():
+def test_unimplemented_and_illegal_remedies_are_omitted():
     for plan in (Plan(), Plan(dp_replicate=4), Plan(precision="bf16", recompute="full")):
         for remedy in remedies(plan, STATES, 0, Facts(world_size=plan.world_size)):
             assert check(remedy.plan, Facts(world_size=remedy.plan.world_size)) == []
 
 
-def test_sharding_is_offered_with_what_it_saves_once_it_is_built(monkeypatch):
+def test_sharding_is_offered_with_its_saving_once_implemented(monkeypatch):
     monkeypatch.setattr("weft.planner.report.verdict.check", lambda plan, facts: [])
     no_rows = Usage(parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB)
     one, two, three = remedies(Plan(dp_replicate=4), no_rows, 0)
@@ -85,7 +85,7 @@ def test_sharding_is_offered_with_what_it_saves_once_it_is_built(monkeypatch):
     assert "dp_shard=2 zero=1" in offload
 
 
-def test_half_precision_pays_for_its_master_weights():
+def test_half_precision_includes_its_master_weights():
     weights_only = Usage(parameters=4 * GIB)
     assert "precision=bf16" not in texts(Plan(), weights_only, 0)
     found = remedies(Plan(recompute="full"), Usage(parameters=4 * GIB, activations=8 * GIB, num_rows=1), 0)

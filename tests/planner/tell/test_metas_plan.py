@@ -1,4 +1,4 @@
-"""Llama 3 405B as Meta trained it on 16,384 H100s (arXiv 2407.21783, table 4): what the planner says of it."""
+"""Llama 3 405B as Meta trained it on 16,384 H100s (arXiv 2407.21783, table 4), compared with the planner."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def judged(plan: str = PLAN) -> Candidate:
     return estimated([Plan.parse(plan)], asked)[0]
 
 
-def lies_in_the_band(one: Candidate, causal: bool) -> bool:
-    """Whether the 80% band of its time holds what Meta measured."""
+def is_in_band(one: Candidate, causal: bool) -> bool:
+    """Return whether the 80% band of the plan's time contains Meta's measurement."""
     job, band = one.question.job, band_of(one)
     measured = flops_per_token(job.shape, 8192, causal=causal) * 2048 * 8192 / (16_384 * FLOPS)
     return band is not None and band.low * one.step_s <= measured <= band.high * one.step_s
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_its_time_lies_in_the_band(causal: bool) -> None:
-    """However attention was counted in the FLOP/s that they tell of."""
-    assert lies_in_the_band(judged(), causal)
+def test_time_band_contains_the_measurement(causal: bool) -> None:
+    """Holds for both conventions of counting attention FLOP/s."""
+    assert is_in_band(judged(), causal)
 
 
-def test_it_fits_and_a_hand_count_of_its_activations_agrees() -> None:
+def test_plan_fits_and_activations_match_a_hand_count() -> None:
     """All 16 passes wait on the first ranks, of 8 layers each, before the first chunk of layers makes gradients.
 
     What a compiled layer keeps of a token under sp and tp=8, in bytes: what comes into the two norms (4 h / 8); q, k,
@@ -54,5 +54,5 @@ def test_it_fits_and_a_hand_count_of_its_activations_agrees() -> None:
 
 
 def test_without_compile_layers_are_recomputed() -> None:
-    """Meta recomputed none: compiled blocks are what lets it fit here."""
+    """Meta did not recompute; here compiled blocks are required to fit."""
     assert judged(PLAN.replace("compile=on", "compile=off")).fits < 0.9

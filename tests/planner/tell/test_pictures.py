@@ -1,4 +1,4 @@
-"""Pictures: well-formed, within their sheet, and with what they are to show."""
+"""Charts: valid SVG, inside the canvas, and complete."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def words(drawing: Drawing) -> str:
     return "\n".join(shape.text for shape in drawing.shapes if isinstance(shape, Text))
 
 
-def test_the_border_of_memory_and_speed():
+def test_pareto_chart_of_memory_and_speed():
     found = answer(QUESTION)
     drawing = pareto(found)
     assert inside(drawing)
@@ -60,12 +60,12 @@ def test_the_border_of_memory_and_speed():
     assert [y for _, y in border.points] == sorted((y for _, y in border.points), reverse=True)
 
 
-def test_a_border_without_plans_says_so():
+def test_pareto_chart_without_plans_has_a_message():
     nothing = answer(Question.of("llama3-70b", "rtx4090", built_only=False))
     assert "no plan fits" in words(pareto(nothing))
 
 
-def test_the_waterfall_ends_where_the_step_does(piped):
+def test_waterfall_ends_at_the_step_time(piped):
     drawing = draw_waterfall(piped)
     bars = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
     assert inside(drawing)
@@ -74,7 +74,7 @@ def test_the_waterfall_ends_where_the_step_does(piped):
     assert bars[-1].x <= bars[0].x + 581
 
 
-def test_bars_of_every_rank(piped):
+def test_memory_chart_has_bars_of_every_rank(piped):
     every = ranks.memory_by_rank(piped)
     drawing = memory_by_rank(piped, every)
     assert inside(drawing)
@@ -85,7 +85,7 @@ def test_bars_of_every_rank(piped):
     assert "every rank" in words(memory_by_rank(alone, ranks.memory_by_rank(alone)))
 
 
-def test_text_of_a_plan(piped):
+def test_text_report_of_a_plan(piped):
     text = explain(piped)
     for part in ("plan ", "job ", "speed ", "MFU ", "cost ", "step ", "memory ", "pipeline bubble"):
         assert part in text
@@ -98,7 +98,7 @@ def test_text_of_a_plan(piped):
     ("probability", "text"),
     [(0.9999, "fits (> 99%)"), (0.97, "fits (97%)"), (0.6, "may not fit (60%)"), (0.01, "does not fit")],
 )
-def test_words_of_probability(probability, text):
+def test_probability_text(probability, text):
     assert fit_words(probability) == text
 
 
@@ -108,8 +108,8 @@ def test_text_is_escaped():
     ElementTree.fromstring(drawing.svg())
 
 
-def test_a_colour_means_one_thing_in_every_picture():
-    """Whatever classes and terms a plan has: those of another plan do not move."""
+def test_colors_are_equal_in_every_chart():
+    """Colors do not depend on a plan's classes and terms."""
     assert len(set(CLASS_COLOURS.values())) == len(CLASS_COLOURS)
     assert len(set(TERM_COLOURS.values())) == len(TERM_COLOURS)
     asked = Question.of("llama3-8b", "8xh100", most_plans=2000)
@@ -124,8 +124,8 @@ def test_a_colour_means_one_thing_in_every_picture():
                 assert shape.fill == CLASS_COLOURS[shape.title.partition(":")[0]]
 
 
-def test_nothing_lies_outside_of_the_frame_of_memory():
-    """Bars that are full, and plans that take several lines."""
+def test_memory_chart_stays_inside_its_frame():
+    """Covers full bars and plans of several lines."""
     asked = Question.of("llama3-70b", "8xh100", most_plans=2000)
     text = (
         "pp=8 schedule=interleaved microbatches=64 virtual_stages=10 precision=bf16 recompute=full:4 offload=optimizer"

@@ -1,4 +1,4 @@
-"""The chart shows every step where the clock puts it."""
+"""The chart shows every action at its simulated time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_action_has_a_bar(schedule):
     assert len(list(picture.iter(f"{SVG}title"))) == sum(len(parts(step)) for steps in schedule.ranks for step in steps)
 
 
-def test_bars_lie_to_scale():
+def test_bars_are_to_scale():
     picture = ElementTree.fromstring(draw_schedule(build_schedule("1f1b", 2, 2), Durations(1.0, 1.0, 1.0)).svg())
     bars = {group.find(f"{SVG}title").text: group.find(f"{SVG}rect").attrib for group in picture.findall(f"{SVG}g")}
     first = bars["forward of microbatch 0 on stage 0"]
@@ -34,6 +34,6 @@ def test_bars_lie_to_scale():
     assert {"rank 0", "rank 1", "forward", "backward"} <= set(texts)
 
 
-def test_words_cannot_break_the_picture():
+def test_text_is_escaped_in_the_chart():
     picture = draw_bars([("<a>", [Bar(0, 1, "#fff", "&", '"<')])], "<&>", [("x<y", "#000")]).svg()
     assert "<&>" in [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]

@@ -1,4 +1,4 @@
-"""Other conditions: what each lever sets, and what cannot be read."""
+"""What-if conditions: the value that each one sets, and errors for invalid text."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ BASE = Question.of("llama3-8b", "2x8xh100", seq_len=4096, global_batch=64, built
         ("gpus=8, hbm=2x", lambda q: (q.cluster.num_devices, q.cluster.device.name), (8, "h100*")),
     ],
 )
-def test_every_lever_sets_its_number(text, read, value):
+def test_every_lever_sets_its_value(text, read, value):
     found = read(change(BASE, text))
     assert found == (pytest.approx(value) if isinstance(value, float) else value)
 
 
-def test_all_levers_leave_the_rest_alone():
+def test_levers_change_nothing_else():
     for name, lever in LEVERS.items():
         same = change(BASE, f"{name}=1x")
         for other, each in LEVERS.items():
@@ -80,13 +80,13 @@ def test_all_levers_leave_the_rest_alone():
         ("device=h1000", "device=h1000: unknown device."),
     ],
 )
-def test_changes_that_cannot_be_read(text, message):
+def test_invalid_changes_are_rejected(text, message):
     with pytest.raises(ConfigError) as caught:
         change(BASE, text)
     assert message in str(caught.value)
 
 
-def test_more_of_everything_helps():
+def test_more_of_every_resource_helps():
     now = what_if("gpus=1x", BASE).answer.best
     for text in ("gpus=2x", "nic=4x", "tflops=2x", "hbm=2x"):
         found = what_if(text, BASE)
@@ -94,7 +94,7 @@ def test_more_of_everything_helps():
         assert scenario_table(found)["best"]["step_s"] == found.answer.best.step_s
 
 
-def test_where_nothing_fits_the_nearest_yes_fits():
+def test_nearest_fitting_change_fits():
     question = Question.of("llama3-70b", "rtx4090", built_only=False)
     found = nearest_yes(question)
     assert found
@@ -103,10 +103,10 @@ def test_where_nothing_fits_the_nearest_yes_fits():
     assert found[0].text.startswith("cluster=")
 
 
-def test_products_in_fp8_are_priced_where_a_device_has_them():
+def test_fp8_products_are_priced_if_the_device_supports_them():
     plain, narrow = what_if("nic=1x", BASE).answer.best, what_if("precision=fp8", BASE).answer.best
-    assert 0.5 * plain.step_s < narrow.step_s < 0.98 * plain.step_s  # two of three products, with a scale a row
-    assert narrow.plan.precision == "bf16"  # what the runtime would be given, once it multiplies in fp8
+    assert 0.5 * plain.step_s < narrow.step_s < 0.98 * plain.step_s  # two of three products, with one scale per row
+    assert narrow.plan.precision == "bf16"  # the plan of the runtime, once it multiplies in fp8
     for text, message in [
         ("device=a100,precision=fp8", "precision=fp8: a100 multiplies in no format of that name. Leave it out; only"),
         ("precision=fp4", "precision=fp4: h100 multiplies in no format of that name. Use precision=fp8."),
@@ -116,7 +116,7 @@ def test_products_in_fp8_are_priced_where_a_device_has_them():
         assert message in str(caught.value)
 
 
-def test_an_optimizer_of_one_mean_needs_less_memory_and_muon_turns_its_matrices():
+def test_optimizers_differ_in_memory_and_time():
     plan = [Plan.parse("dp_shard=16 zero=1 precision=bf16 compile=on recompute=full")]
     adamw, sgd, muon, small = (
         estimated(plan, change(BASE, text) if text else BASE)[0]
@@ -128,14 +128,14 @@ def test_an_optimizer_of_one_mean_needs_less_memory_and_muon_turns_its_matrices(
     matrices = shape.num_params - 2 * shape.table_params
     assert muon.memory["optimizer"] == pytest.approx(adamw.memory["optimizer"] - 4 * matrices / 16, rel=1e-3)
     assert sgd.terms["optimizer"] < adamw.terms["optimizer"]
-    # By hand: 5 iterations of 4 m^2 k + 2 m^3 FLOPs for each m x k matrix, 1/16 of them on a rank, at most at the peak.
+    # By hand: 5 iterations of 4 m^2 k + 2 m^3 FLOPs for each m x k matrix, 1/16 of them per rank, at most at the peak.
     h, kv, ffn = 4096, 1024, 14336
     flops = sum(5 * (4 * m * m * k + 2 * m**3) for m, k in 2 * [(h, h)] + 2 * [(kv, h)] + 3 * [(h, ffn)]) * 32 / 16
     turning = muon.terms["optimizer"] - sgd.terms["optimizer"]
     assert flops / 989e12 < turning < 2 * flops / 989e12
 
 
-def test_words_that_are_no_optimizer():
+def test_invalid_optimizers_are_rejected():
     for text in ("optimizer=lion", "states=int8", "optimizer=muon,states=bf16"):
         with pytest.raises(ConfigError, match=r"Write e\.g\.|Use it with"):
             change(BASE, text)

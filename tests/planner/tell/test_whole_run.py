@@ -1,4 +1,4 @@
-"""A whole run: goodput against drawn failures, days and dollars that add up, and words that are refused."""
+"""Full runs: goodput against simulated failures, consistent days and cost, and invalid text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FIXED = "dp_shard=8 zero=3 precision=bf16 compile=on recompute=full"
 
 
 @pytest.mark.parametrize(("failure_s", "save_s", "stall_s", "restart_s"), [(9000, 600, 20, 600), (2000, 900, 60, 300)])
-def test_goodput_is_that_of_drawn_failures(failure_s: float, save_s: float, stall_s: float, restart_s: float) -> None:
-    """A run is played through, failures drawn at random, also during saves and restarts."""
+def test_goodput_matches_simulated_failures(failure_s: float, save_s: float, stall_s: float, restart_s: float) -> None:
+    """Simulate a run with random failures, also during saves and restarts."""
     draw, clock, segments = random.Random(0), 0.0, 4000
 
     def until_failure() -> float:
@@ -31,8 +31,8 @@ def test_goodput_is_that_of_drawn_failures(failure_s: float, save_s: float, stal
     assert goodput(failure_s, save_s, stall_s, restart_s) == pytest.approx(segments * save_s / clock, rel=0.03)
 
 
-def test_a_budget_buys_what_its_tokens_cost() -> None:
-    """Tokens of a budget cost the budget; the loss of these tokens asks for the same tokens."""
+def test_budget_pays_for_its_tokens() -> None:
+    """The tokens of a budget cost the budget; the loss of these tokens requires the same tokens."""
     ((_, bought),) = full_runs("llama3-8b", "8xh100", "budget=5000usd,grid=400", fixed=FIXED)
     assert bought is not None
     ((_, paid),) = full_runs("llama3-8b", "8xh100", f"tokens={round(bought.tokens)}", fixed=FIXED)
@@ -46,14 +46,14 @@ def test_a_budget_buys_what_its_tokens_cost() -> None:
     assert bought.co2_kg == pytest.approx(0.4 * (bought.kwh or 0.0))
 
 
-def test_a_region_has_its_grid() -> None:
+def test_region_defines_its_grid() -> None:
     assert read_run("tokens=1T,grid=France").grid == 56
     with pytest.raises(ConfigError, match="grid=mars: a number above 0 or one of world, australia"):
         read_run("tokens=1T,grid=mars")
 
 
-def test_a_slow_store_sets_the_interval_of_checkpoints() -> None:
-    """8.03 B weights and their means are 96 GB in fp32: at 10 MB/s 160 minutes, more than the best interval."""
+def test_slow_store_limits_the_checkpoint_interval() -> None:
+    """8.03 B weights and their moments are 96 GB in fp32: at 10 MB/s 160 minutes, more than the best interval."""
     ((_, free),) = full_runs("llama3-8b", "8xh100", "tokens=1T", fixed=FIXED)
     ((_, fast),) = full_runs("llama3-8b", "8xh100", "tokens=1T,store=10GB/s", fixed=FIXED)
     ((_, slow),) = full_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s", fixed=FIXED)
@@ -70,8 +70,8 @@ def test_a_slow_store_sets_the_interval_of_checkpoints() -> None:
         full_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s,save=5m", fixed=FIXED)
 
 
-def test_clusters_are_listed_by_what_a_token_costs() -> None:
-    """What holds the model comes first, the cheapest before the others."""
+def test_clusters_are_sorted_by_cost_per_token() -> None:
+    """Clusters that fit the model come first, cheapest first."""
     fixed = "zero=3 precision=bf16 recompute=full"
     found = full_runs("llama3-8b", "1xrtx4090,8xa100,8xh100", "budget=1000usd", fixed=fixed)
     assert [str(reply.question.cluster) for reply, _ in found] == ["8xh100", "8xa100", "1xrtx4090"]
@@ -89,15 +89,15 @@ def test_clusters_are_listed_by_what_a_token_costs() -> None:
                              "e.g. --run tokens=1T."),
     ],
 )  # fmt: skip
-def test_words_that_say_nothing(text: str, message: str) -> None:
-    """One sentence with the value, the rule and the remedy."""
+def test_invalid_text_is_rejected(text: str, message: str) -> None:
+    """The message has the value, the rule and the remedy."""
     with pytest.raises(ConfigError) as caught:
         read_run(text)
     assert str(caught.value) == message
 
 
-def test_the_command_tells_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """As text and as JSON; a loss out of reach is refused."""
+def test_command_reports_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints text and JSON, and rejects an unreachable loss."""
     words = ["plan", "llama3-8b", "8xh100", "--fix", FIXED, "--run"]
     assert run([*words, "tokens=1T"]) == 0
     text = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Verdicts on plans, to the letter."""
+"""Verdicts on plans, compared literally."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def question(monkeypatch) -> Question:
     )
 
 
-def told(question: Question, plan: str) -> str:
+def verdict_text(question: Question, plan: str) -> str:
     return "\n".join(why_not(plan, question, answer(question)).lines())
 
 
 def test_out_of_memory_in_numbers_with_the_smallest_changes(question):
-    assert told(question, "dp_replicate=8 precision=bf16") == (
+    assert verdict_text(question, "dp_replicate=8 precision=bf16") == (
         "plan    dp_replicate=8 precision=bf16\n"
         "why not out of memory on the fullest rank: 131 GiB of 80.0 GiB, 51.0 GiB too much (does not fit).\n"
         "        optimizer 60.0 GiB, activations 60.0 GiB, parameters 10.0 GiB.\n"
@@ -52,15 +52,15 @@ def test_out_of_memory_in_numbers_with_the_smallest_changes(question):
     )
 
 
-def test_a_plan_that_nearly_fits_is_told_how_few_blocks_must_be_recomputed():
+def test_almost_fitting_plan_gets_the_least_recompute():
     asked = Question.of("llama3-405b", "16384xh100", seq_len=8192, global_batch=4096)
     plan = "tp=8 sp=on pp=16 dp_shard=128 zero=2 precision=bf16 compile=on microbatches=32 schedule=interleaved"
     found = why_not(f"{plan} virtual_stages=4", asked, answer(asked))
     assert "recompute=full:2" in {remedy.words for remedy in found.remedies}
 
 
-def test_a_broken_rule_is_told_first_with_the_plan_that_mends_it(question):
-    text = told(question, "dp_replicate=4 tp=2 zero=3 precision=bf16 accumulation=16")
+def test_broken_rule_comes_first_with_a_plan_that_fixes_it(question):
+    text = verdict_text(question, "dp_replicate=4 tp=2 zero=3 precision=bf16 accumulation=16")
     assert text.splitlines()[:4] == [
         "plan    dp_replicate=4 tp=2 zero=3 accumulation=16 precision=bf16",
         "why not zero=3: ZeRO shards over dp_shard and cp, and both are 1. "
@@ -70,21 +70,21 @@ def test_a_broken_rule_is_told_first_with_the_plan_that_mends_it(question):
     ]
 
 
-def test_a_plan_that_is_only_slower_shows_where(question):
-    lines = told(question, "dp_shard=8 zero=1 accumulation=8 precision=bf16 recompute=full").splitlines()
+def test_slower_plan_shows_the_terms_that_differ(question):
+    lines = verdict_text(question, "dp_shard=8 zero=1 accumulation=8 precision=bf16 recompute=full").splitlines()
     assert lines[1].startswith("why not it runs and fits (99%), and takes 14.0 s a step, ")
     assert "        recompute: +3.00 s" in lines
     assert any(line.startswith("  recompute=none ") for line in lines)
 
 
-def test_the_best_plan_is_called_so(question):
+def test_best_plan_is_identified(question):
     found = answer(question)
     verdict = why_not(str(found.best.plan), question, found)
     assert verdict.kind == "best"
     assert verdict.lines()[1] == "why not this is the best plan: no other plan that was tried is faster."
 
 
-def test_changes_that_fit_do_fit_and_keep_the_rules():
+def test_suggested_changes_fit_and_satisfy_the_rules():
     question = Question.of("llama3-70b", "2x8xh100", built_only=False)
     verdict = why_not("dp_replicate=16 precision=bf16 accumulation=2", question, answer(question))
     assert verdict.kind == "memory"
@@ -106,13 +106,13 @@ def test_changes_that_fit_do_fit_and_keep_the_rules():
         ("dp_replicate=* tp=3", "dp_replicate=*: the other axes need 3 ranks, and 8 is not a multiple of 3."),
     ],
 )
-def test_text_that_is_no_plan(question, plan, message):
+def test_invalid_plan_text_is_rejected(question, plan, message):
     with pytest.raises(PlanError) as caught:
         why_not(plan, question, answer(question))
     assert message in str(caught.value)
 
 
-def test_two_plans_beside_each_other(question):
+def test_two_plans_are_compared(question):
     found = compare(
         "dp_shard=8 zero=1 accumulation=8 precision=bf16", "dp_shard=4 tp=2 zero=1 precision=bf16", question
     )
@@ -138,17 +138,17 @@ def test_plans_that_break_rules_are_not_compared(question):
         compare("dp_replicate=8", "tp=3", question)
 
 
-def test_a_plan_without_a_precision_is_one_in_fp32_and_says_so(question):
+def test_plan_without_precision_is_fp32_with_a_note(question):
     assert (
         "        the plan names no precision, so it is one in fp32. Add precision=bf16 for one in half precision."
-        in told(question, "dp_replicate=8").splitlines()
+        in verdict_text(question, "dp_replicate=8").splitlines()
     )
-    assert "names no precision" not in told(question, "dp_replicate=8 precision=bf16")
+    assert "names no precision" not in verdict_text(question, "dp_replicate=8 precision=bf16")
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=4 tp=2 zero=3 precision=bf16", "dp_replicate=8 zero=2 precision=bf16"])
-def test_changes_that_mend_a_rule_mend_the_plan(question, plan):
-    """What keeps the rules and does not fit is no remedy: each one that is listed fits."""
+def test_changes_that_fix_a_rule_also_fit(question, plan):
+    """A legal plan that does not fit is not a remedy: each listed one fits."""
     found = why_not(plan, question, answer(question))
     assert found.kind == "rule"
     assert found.remedies
@@ -157,7 +157,7 @@ def test_changes_that_mend_a_rule_mend_the_plan(question, plan):
         assert not check(each.after.plan, question.facts, question.rules)
 
 
-def test_what_does_not_divide_the_devices_is_refused_at_once():
+def test_fixed_axis_that_does_not_divide_the_devices_is_rejected_early():
     with pytest.raises(ConfigError, match=r"fix=tp=3: 8 devices are no multiple of 3. Use a divisor: 1, 2, 4, 8."):
         Question.of("llama3-8b", "8xh100", fixed="tp=3")
 
@@ -180,14 +180,14 @@ def test_what_does_not_divide_the_devices_is_refused_at_once():
         (lambda: Question.of("llama3-8b", "8xh100", global_batch=0), "Use e.g. --global-batch 128."),
     ],
 )
-def test_words_of_other_tools(call, text):
+def test_terms_of_other_tools_get_a_hint(call, text):
     with pytest.raises(WeftError) as caught:
         call()
     assert text in str(caught.value)
 
 
-def test_an_owner_of_small_devices_is_offered_an_adapter_and_no_other_makers():
-    """A 7B model on one card of 24 GB: fine-tuning an adapter; larger devices are of the same maker."""
+def test_small_device_is_offered_an_adapter_and_the_same_vendor():
+    """A 7B model on one card of 24 GB: an adapter; larger devices are of the same vendor."""
     asked = Question.of("llama2-7b", "1xrtx4090", seq_len=1024, global_batch=4, most_plans=4000)
     found = nearest_yes(asked)
     assert found[0].text.startswith("adapter=16")
@@ -196,21 +196,21 @@ def test_an_owner_of_small_devices_is_offered_an_adapter_and_no_other_makers():
     assert all(one.question.cluster.device.peak_flops("bf16") for one in found)
 
 
-def test_one_card_of_24_gb_holds_an_adapter_of_8b_with_a_large_vocabulary():
-    """The head is frozen, so its loss makes no gradient of 128 thousand rows."""
+def test_24_gb_card_fits_an_8b_adapter_with_large_vocabulary():
+    """The head is frozen, so its loss computes no gradient of 128 thousand rows."""
     asked = Question.of("llama3-8b", "1xrtx4090", most_plans=4000)
     (text, *_) = [one.text for one in nearest_yes(asked)]
     assert text == "adapter=16"
 
 
-def test_a_plan_that_names_no_precision_is_mended_in_half_precision():
+def test_remedies_without_precision_use_half_precision():
     asked = Question.of("llama3-8b", "8xh100", most_plans=20_000)
     remedies = why_not("dp_shard=8 zero=3 accumulation=16", asked, answer(asked)).remedies
     assert remedies
     assert all("precision=bf16" in each.words.split() for each in remedies)
 
 
-def test_a_plan_that_no_rule_can_mend_is_shown_what_comes_closest():
+def test_unfixable_plan_shows_the_closest_ones():
     asked = Question.of("llama3-8b", "6xh100", most_plans=4000)
     found = why_not("dp_shard=2 tp=3 zero=1 precision=bf16", asked, answer(asked))
     assert found.sentence == "tp=3: the model has 32 heads, and 32 is not a multiple of 3. Use tp=1 or 2."
@@ -220,14 +220,14 @@ def test_a_plan_that_no_rule_can_mend_is_shown_what_comes_closest():
         assert each.after.fits >= asked.fits
 
 
-def test_decided_fields_that_no_plan_can_keep_are_left_out_again():
+def test_unsatisfiable_fixed_fields_are_dropped():
     asked = Question.of("llama3-8b", "6xh100", fixed="tp=3 precision=bf16", most_plans=4000)
     (only,) = nearest_yes(asked)
     assert only.text == "without tp=3"
     assert only.answer.best.plan.tp < 3
 
 
-def test_devices_with_numbers_of_their_own_are_counted_up_too():
+def test_custom_devices_are_scaled_up_too():
     known = device("rtx4090")
     own = ClusterSpec(nodes=1, devices_per_node=1, device=replace(known, name="rtx4090*", watts=300.0))
     asked = Question.of("llama2-7b", own, seq_len=1024, global_batch=4, most_plans=4000)
