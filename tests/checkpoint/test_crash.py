@@ -19,7 +19,7 @@ from weft.checkpoint.prune import prune_checkpoints
 from weft.checkpoint.save import save_checkpoint
 from weft.errors import CheckpointError
 
-from .faults import DONE, FAILED, fault_at_call, content, die, disk_full, in_fork, names, save
+from .faults import DONE, FAILED, content, die, disk_full, fault_at_call, in_fork, names, save
 
 
 def assert_complete(path: Path) -> str:
@@ -37,16 +37,16 @@ def assert_complete(path: Path) -> str:
 
 def at_every_call(tmp_path: Path, before: list[int], action: Callable[[Path], object], fault: Callable[[], None]):
     """Yield (root, exit status) for a fault at the 1st, 2nd, ... call, until the action completes without one."""
-    for contact in range(1, 500):
-        root = tmp_path / f"at_{contact}"
+    for call in range(1, 500):
+        root = tmp_path / f"at_{call}"
         root.mkdir()
         for step in before:
             save(root, step)
-        status = in_fork(lambda root=root: action(root), fault_at_call(root, contact, fault))
+        status = in_fork(lambda root=root: action(root), fault_at_call(root, call, fault))
         yield root, status
         shutil.rmtree(root)
         if status == DONE:
-            assert contact > 10, "the faults did not reach the writer"
+            assert call > 10, "the faults did not reach the writer"
             return
     raise AssertionError("the action never ran through")
 
@@ -114,11 +114,11 @@ def test_full_disk_anywhere_keeps_older_checkpoints_and_leaves_no_debris(tmp_pat
 
     # A fault may also hit the deletion of debris, which is harmless; then the save succeeds with status 1.
     statuses = []
-    for contact in range(1, 500):
-        root = tmp_path / f"at_{contact}"
+    for call in range(1, 500):
+        root = tmp_path / f"at_{call}"
         for step in (1, 2):
             save(root, step)
-        status = in_fork(lambda root=root: action(root), fault_at_call(root, contact, disk_full))
+        status = in_fork(lambda root=root: action(root), fault_at_call(root, call, disk_full))
         statuses.append(status)
         assert status in (1, FAILED)
         found = newest_checkpoint(root)
