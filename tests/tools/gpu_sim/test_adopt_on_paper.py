@@ -1,4 +1,4 @@
-"""The README's block of adoption on a machine with a GPU: nobody but Weft moves the model and the reader's batches."""
+"""The README's adoption example on a machine with a GPU: only Weft moves the model and the batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.gpu_sim.plans import script_on_paper
 pytestmark = pytest.mark.paper
 
 README = Path(__file__).parents[3] / "README.md"
-#: What a reader has: a model and a loader on the host, with torch's default collate.
+#: A reader's model and loader on the host, with torch's default collate.
 READERS_OWN = """
 import json
 import torch
@@ -36,7 +36,7 @@ print(json.dumps({
     "states": sorted({state["exp_avg"].device.type for state in step.optimizer.state.values()}),
 }))
 """
-#: Every module that took `move_batch` by name gets one that leaves batches where they are.
+#: Replaces `move_batch` in every module that imported it by one that moves nothing.
 BATCHES_STAY = """
 import sys
 import weft.train.script.script_run
@@ -47,17 +47,17 @@ for module in list(sys.modules.values()):
 
 
 def adoption() -> str:
-    """The README's first block that calls weft.init."""
+    """Return the README's first code block that calls weft.init."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
     return next(block for block in blocks if "weft.init(" in block)
 
 
-def test_model_and_batches_come_to_the_gpu(tmp_path):
+def test_model_and_batches_are_moved_to_the_gpu(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(READERS_OWN + adoption() + REPORT)
     done = script_on_paper(script)
     assert done.returncode == 0, done.stderr
-    # The sum of losses is unknown, and read as 1; the number of samples is known.
+    # The loss sum is unknown and read as 1; the number of samples is known.
     assert json.loads(done.stdout) == {"model": ["cuda"], "step": ["cuda"], "loss": 1 / 16, "states": ["cuda"]}
     (report,) = done.reports
     assert not report.mismatch
@@ -70,7 +70,7 @@ def test_model_and_batches_come_to_the_gpu(tmp_path):
 
 
 @pytest.mark.full
-def test_a_rank_of_a_cut_model_runs_too(tmp_path):
+def test_rank_of_a_sharded_model_runs(tmp_path):
     block = adoption().replace('"dp_replicate=*"', '"dp_shard=* zero=3 precision=bf16"')
     assert "zero=3" in block
     script = tmp_path / "script.py"
@@ -83,7 +83,7 @@ def test_a_rank_of_a_cut_model_runs_too(tmp_path):
     assert report.collectives["alltoall_base_"] == 4 * 2  # four steps, two layers, gradients in bf16
 
 
-def test_batches_that_nobody_moves_are_found(tmp_path):
+def test_unmoved_batches_are_detected(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BATCHES_STAY + READERS_OWN + adoption() + REPORT)
     done = script_on_paper(script)
@@ -92,7 +92,7 @@ def test_batches_that_nobody_moves_are_found(tmp_path):
     assert "cpu and cuda:0" in report.mismatch
 
 
-#: A script of its own loop that packs documents into rows. What transformers asks of positions, Weft does not.
+#: A script with a custom loop that packs documents into rows. transformers' requirement on positions is not Weft's.
 PACKED = """
 import sys
 import torch
@@ -123,7 +123,7 @@ for _ in range(2):
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.full)])
 @pytest.mark.parametrize("whose", ["moved by Weft", pytest.param("its own", marks=pytest.mark.full)])
-def test_the_host_does_not_wait_to_hear_where_documents_begin(family, whose, tmp_path):
+def test_document_starts_cause_no_host_wait(family, whose, tmp_path):
     pytest.importorskip("transformers")
     script = tmp_path / "script.py"
     script.write_text(PACKED)
@@ -132,5 +132,5 @@ def test_the_host_does_not_wait_to_hear_where_documents_begin(family, whose, tmp
     (report,) = done.reports
     assert (report.mismatch, report.races, report.syncs) == ("", {}, {}), report.lines()
     assert report.kernels > 100
-    # What the host knows travels: places where documents begin, or ids; the device works out the rest.
+    # The host sends what it has, document starts or ids; the device computes the rest.
     assert sum("layers/documents.py" in what for what in report.copies) == (whose == "moved by Weft"), report.lines()

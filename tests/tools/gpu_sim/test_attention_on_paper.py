@@ -1,4 +1,4 @@
-"""`kernels.attention` on a machine with a GPU: blocks that are compiled or computed again take the kernel asked for."""
+"""`kernels.attention` on a machine with a GPU: compiled and recomputed blocks use the requested kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.gpu_sim.plans import script_on_paper
 
 pytestmark = pytest.mark.paper
 
-#: Two blocks that attend, under plans; a count of operators of attention, by the name of the kernel.
+#: Two attention blocks under several plans; counts attention operators by kernel name.
 SCRIPT = """
 import json
 import re
@@ -62,7 +62,7 @@ def calls(kernel, plan_text):
     ids = torch.arange(64).reshape(2, 32)
     batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(32).expand(2, 32).contiguous()}
     SEEN.clear()
-    if plan.compile:  # which a dispatch mode would keep from compiling
+    if plan.compile:  # a dispatch mode would prevent compilation
         step(batch)
     else:
         with Calls():
@@ -78,7 +78,7 @@ print(json.dumps([
 """
 
 
-def test_blocks_attend_as_asked_compiled_and_computed_again(tmp_path):
+def test_compiled_and_recomputed_blocks_use_the_requested_kernel(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = script_on_paper(script)

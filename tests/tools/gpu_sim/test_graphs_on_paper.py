@@ -1,4 +1,4 @@
-"""Graphs on a simulated GPU: nothing that a capture forbids, one launch for many kernels, no memory kept by mistake."""
+"""Graphs on a simulated GPU: valid captures, one launch for many kernels, no leaked memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.gpu_sim.plans import plans_on_paper, script_on_paper
 
 pytestmark = pytest.mark.paper
 
-#: Plans with how many passes are recorded in a step of each.
+#: Plan -> number of passes recorded per step.
 PLANS = {"dp_shard=4 zero=2 accumulation=2 precision=bf16": 2}
 MORE = {
     "precision=bf16": 1,
@@ -36,15 +36,15 @@ NUM_PARAMS = 21
         pytest.param({"precision=bf16": 1}, ("--documents",), id="documents", marks=pytest.mark.full),
     ],
 )
-def test_a_step_keeps_the_rules_of_captures_and_is_launched_as_few(known, options):
-    """A wait, a copy of the host or a collective in a capture ends the run; a step does without any after it, too."""
+def test_step_obeys_capture_rules_with_few_launches(known, options):
+    """A host wait, a host copy or a collective in a capture ends the run. Steps after it have none either."""
     done = plans_on_paper([f"{plan} graphs=on" for plan in known], "--layers=2", *options)
     assert len(done.reports) == len(known), done.stderr
     for report, passes in zip(done.reports, known.values(), strict=True):
         assert (report.error, report.mismatch, report.races) == ("", "", {}), report.lines()
         assert (report.num_syncs, report.num_blocking) == (0, 0), report.lines()
         assert report.kernels < 110 < 250 * passes < report.recorded, report.lines()
-        # What captures made and is still there: gradients, and of each pass its loss with its number.
+        # Remaining allocations of captures: gradients, and the loss and count of each pass.
         assert sum(report.outlived.values()) <= NUM_PARAMS + passes, report.lines()
 
 
@@ -64,7 +64,7 @@ for act, plan in CASES:
     subject = plans.PaperModel(layers=1, seq_len=128, batch=2)
     print(json.dumps(plans.plan_report(plan, current_device(), subject).as_dict()))
 """
-#: What a loss does that it must not, and what a capture says of it.
+#: Operations that a loss must not do, with the capture's error.
 FAULTS = {
     "float(output.detach().sum())": "item",
     "torch.tensor([1.0], device=output.device)": "a copy from or to the host",
@@ -74,7 +74,7 @@ KEEPS = "held.append(output.sum())"
 
 
 def reports(tmp_path, cases):
-    """Of (what the loss does besides, plan)."""
+    """Return the reports of (extra code of the loss, plan) cases."""
     script = tmp_path / "count.py"
     script.write_text(COUNT.replace("CASES", repr(cases)))
     done = script_on_paper(script)
@@ -82,18 +82,18 @@ def reports(tmp_path, cases):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_the_same_kernels_run_with_fewer_launches(tmp_path):
+def test_same_kernels_run_with_fewer_launches(tmp_path):
     eager, graphs = reports(tmp_path, [("", "precision=bf16"), ("", "precision=bf16 graphs=on")])
     assert graphs["kernels"] < eager["kernels"] / 3
-    # Besides, the batch is copied, and what a replay found.
+    # The batch and the replay's findings are copied in addition.
     assert 0 <= graphs["kernels"] + graphs["recorded"] - eager["kernels"] < 15
     assert graphs["step_s"] < eager["step_s"]
     assert not any("waits for the host" in why for why in graphs["idle_s"])
 
 
 @pytest.mark.full
-def test_what_is_no_part_of_a_graph_is_told_with_its_line(tmp_path):
-    """And memory of a graph that somebody keeps, which each replay would write over."""
+def test_operations_unsupported_in_graphs_are_reported_with_their_line(tmp_path):
+    """Includes references to graph memory, which each replay would overwrite."""
     found = reports(tmp_path, [(act, "precision=bf16 graphs=on") for act in (*FAULTS, KEEPS)])
     for report, what in zip(found, FAULTS.values(), strict=False):
         start = "ModelError: graphs=on: forward and backward cannot be recorded as a CUDA graph"

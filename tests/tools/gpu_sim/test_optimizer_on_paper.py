@@ -1,4 +1,4 @@
-"""What gradients and the optimizer's step read and write on a GPU, in bytes for each parameter."""
+"""Bytes per parameter that gradients and the optimizer step read and write on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.gpu_sim.cuda import current_device
 
 STEP = ("train/step/train_step.py", "train/step/update.py")
 PARTS = ("parallel/zero", "parallel/state/gradients.py", "optim/", "comm/transports/", *STEP)
-# Layers of torch are counted at Weft's line that calls them: this one waits for weights and calls the module's forward.
+# Layers of torch are counted at Weft's line that calls them: it waits for weights and calls the module's forward.
 text, first = inspect.getsourcelines(AwaitsWeights)
 CALLS = {f"parallel/zero_flat/prefetch.py:{first + place}" for place in range(len(text))}
 device, subject, found = current_device(), PaperModel(layers=2), {}
@@ -35,9 +35,9 @@ print(json.dumps(found))
 """
 
 
-def test_a_step_of_adamw_goes_over_memory_once(tmp_path):
-    """Of bf16: the norm reads 2 bytes; the step reads 2 + 12 and writes 12 + 2. Over ranks, gradients come together in
-    fp32 first, and each rank steps an eighth."""
+def test_adamw_step_reads_and_writes_memory_once(tmp_path):
+    """With bf16, the norm reads 2 bytes; the step reads 2 + 12 and writes 12 + 2. Over ranks, gradients are gathered in
+    fp32 first, and each rank updates an eighth."""
     script = tmp_path / "count.py"
     script.write_text(COUNT)
     done = script_on_paper(script)
@@ -46,4 +46,4 @@ def test_a_step_of_adamw_goes_over_memory_once(tmp_path):
     assert found["precision=bf16"][0] == pytest.approx(2 + 28, rel=0.01)
     assert found["precision=fp32"][0] == pytest.approx(4 + 28, rel=0.01)
     assert found["dp_shard=8 zero=1 precision=bf16"][0] == pytest.approx(6 + (4 + 30) / 8, rel=0.02)
-    assert found["dp_shard=8 zero=1 precision=bf16"][2] <= 6  # stretches, not one for each of 20 parameters
+    assert found["dp_shard=8 zero=1 precision=bf16"][2] <= 6  # flat slices instead of one for each of 20 parameters

@@ -1,4 +1,4 @@
-"""A step of every technique on a simulated GPU: nothing on the wrong device, no race, no more waits than are known."""
+"""A step of every technique on a simulated GPU: no tensor on the wrong device, no race, no extra waits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weft.planner.space.shape import Shape
 
 pytestmark = pytest.mark.paper
 
-#: Of one step under each plan: how often the host waits for the device, and blocking copies, which are among them. The
-#: step itself needs none: the device decides whether it is taken, and the host reads its numbers in the next one.
+#: Number of host waits for the device in one step of each plan, and of blocking copies among them. The
+#: step itself needs none: the device decides whether to apply it, and the host reads its numbers in the next one.
 DENSE = {
     "precision=fp32": (0, 0),
     "precision=bf16": (0, 0),
@@ -40,7 +40,7 @@ DENSE = {
     "offload=params dp_shard=2 zero=3 precision=bf16": (3, 1),
     "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (0, 0),
 }
-#: Each technique of these is part of a plan above; together they are the table that is quoted.
+#: Each technique in these is part of a plan above. Together they form the published table.
 MORE = {
     "recompute=selective dp_shard=2 zero=3 precision=fp8": (0, 0),
     "recompute=selective precision=bf16": (0, 0),
@@ -63,8 +63,8 @@ MORE = {
     "offload=activations precision=bf16": (0, 0),
     "dp_replicate=2 dp_shard=2 zero=2 accumulation=2 precision=bf16": (0, 0),
 }
-#: Layers of experts; over ep the host must know how many rows go where: once in each of the two layers. Without a
-#: grouped kernel, as in fp32 and fp16, it cuts rows by expert: once in each.
+#: Expert layers. Over ep the host must know the number of rows per destination: once in each of two layers. Without
+#: a grouped kernel, as in fp32 and fp16, it splits rows by expert: once in each.
 EXPERTS = {
     "precision=bf16": (0, 0),
     "precision=fp32": (2, 2),
@@ -72,7 +72,7 @@ EXPERTS = {
     "dp_shard=2 ep=2 zero=1 precision=bf16": (2, 2),
     "dp_shard=2 ep=2 zero=1 precision=fp32": (4, 4),
 }
-#: Compiled blocks, by torch's inductor up to its kernels: with collectives, and code that graphs hold as one operator.
+#: Blocks compiled by torch's inductor up to its kernels, with collectives and with code that is one custom operator.
 COMPILED = {
     "precision=bf16 compile=on": (0, 0),
     "tp=2 sp=on dp_shard=2 zero=1 precision=bf16 compile=on": (0, 0),
@@ -82,14 +82,14 @@ COMPILED = {
     "recompute=attention precision=bf16 compile=on": (0, 0),
     "recompute=full dp_shard=2 zero=3 precision=bf16 compile=on": (0, 0),
 }
-#: The same with experts. What is recomputed asks once more how many rows go where.
+#: The same with experts. Recompute asks for the row counts once more.
 COMPILED_EXPERTS = {
     "precision=bf16 compile=on": (0, 0),
     "dp_shard=2 ep=2 zero=1 precision=bf16 compile=on": (2, 2),
     "dp_shard=2 ep=2 zero=3 precision=bf16 compile=on": (2, 2),
     "recompute=full dp_shard=2 ep=2 zero=1 precision=bf16 compile=on": (4, 4),
 }
-#: Optimizers that step in kernels of their own: plan, optimizer, its states. None waits.
+#: Optimizers with their own kernels: plan, optimizer, states. None waits.
 OPTIMIZERS = (
     ("precision=bf16", "muon", "fp32"),
     ("tp=2 dp_shard=2 zero=1 precision=bf16", "muon", "fp32"),
@@ -97,19 +97,19 @@ OPTIMIZERS = (
     ("dp_shard=2 zero=1 precision=bf16", "adamw", "bf16"),
     ("dp_shard=2 zero=3 precision=bf16", "adamw", "fp8"),
 )
-#: Steps that take the device longer than the host.
+#: Steps in which the device is slower than the host.
 LARGE = ("precision=bf16", "dp_shard=2 zero=3 precision=fp16")
-#: Sequences of several documents, whose borders come with the batch.
+#: Sequences of several documents, whose boundaries are part of the batch.
 DOCUMENTS = {"precision=bf16": (0, 0), "cp=2 cp_mode=ring precision=bf16": (0, 0)}
 
 
 def refused_by_nccl(report):
-    """Number formats of a step's collectives that the table lacks; each plan of several ranks has some collective."""
+    """Return dtypes of a step's collectives that NCCL does not support. Each plan of several ranks has a collective."""
     assert bool(report.formats) == (Plan.parse(report.name).world_size > 1), report.formats
     return {text for text in report.formats if getattr(torch, text.rpartition(" ")[2]) not in NCCL_FORMATS}
 
 
-#: What the gate tries, in one process: each start of one takes as long as three plans.
+#: Plans of the gate, in one process: starting a process takes as long as three plans.
 TRIED = {"dense": (DENSE, {}), "experts": (EXPERTS, {"experts": 4}), "documents": (DOCUMENTS, {"documents": True})}
 TRY = """
 import gc, json
@@ -126,7 +126,7 @@ for options, plans in json.loads(TRIED):
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory) -> list[PaperReport]:
-    """Reports of all plans of `TRIED`, in their order."""
+    """Return reports of all plans of `TRIED`, in order."""
     script = tmp_path_factory.mktemp("plans") / "plans.py"
     words = json.dumps([(options, list(known)) for known, options in TRIED.values()])
     script.write_text(TRY.replace("TRIED", repr(words)))
@@ -135,12 +135,12 @@ def tried(tmp_path_factory) -> list[PaperReport]:
     return [PaperReport(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_the_gate_tries_twenty_five_plans_at_least(tried):
+def test_gate_covers_at_least_twenty_five_plans(tried):
     assert len(tried) == sum(len(known) for known, _ in TRIED.values()) >= 25
 
 
 @pytest.mark.parametrize("kind", TRIED)
-def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(kind, tried):
+def test_each_plan_uses_its_device_without_extra_waits(kind, tried):
     first = sum(len(TRIED[one][0]) for one in list(TRIED)[: list(TRIED).index(kind)])
     known, options = TRIED[kind]
     check(known, tried[first : first + len(known)], experts=options.get("experts", 0))
@@ -152,14 +152,14 @@ def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(kind, tried)
     [(MORE, 200, 0), (COMPILED, 100, 0), (COMPILED_EXPERTS, 100, 4)],
     ids=["more", "compiled", "compiled experts"],
 )
-def test_so_do_more_plans(known, least, experts):
+def test_more_plans_use_their_device_without_extra_waits(known, least, experts):
     done = plans_on_paper(list(known), "--layers=2", f"--experts={experts}")
     assert done.reports, done.stderr
     check(known, done.reports, least, experts)
 
 
 def communicators(text: str, experts: int) -> int:
-    """How many the planner counts on the first rank."""
+    """Return the planner's number of communicators on rank 0."""
     spec = PaperModel(layers=2, experts=experts).spec
     job = Job(shape=Shape.of_decoder(spec), seq_len=512, global_batch=64)
     columns = Columns.of([Plan.parse(text)], job)
@@ -167,7 +167,7 @@ def communicators(text: str, experts: int) -> int:
 
 
 def check(known, reports, least=200, experts=0):
-    """least: kernels of a step; compiled plans have fewer."""
+    """least: minimum number of kernels per step; compiled plans have fewer."""
     assert [report.name for report in reports] == list(known)
     for report in reports:
         assert (report.error, report.mismatch, report.races) == ("", "", {}), report.lines()
@@ -178,8 +178,8 @@ def check(known, reports, least=200, experts=0):
         assert report.communicators == communicators(report.name, experts), report.name
         assert not refused_by_nccl(report), report.formats
         if "offload" not in report.name:
-            # What a run says of communication is what the compute stream waits for other streams; at zero=3 torch ends
-            # each backward with a wait of its own.
+            # A run's communication time is the compute stream's wait for other streams. At zero=3 torch adds one wait
+            # at the end of each backward.
             waits_s = sum(seconds for why, seconds in report.idle_s.items() if "another stream" in why)
             assert 0.9 * waits_s <= sum(report.over_s.values()) <= 1.001 * waits_s, report.lines()
 
@@ -196,8 +196,8 @@ for plan, optimizer, states in json.loads(OPTIMIZERS):
 """
 
 
-@pytest.mark.full  # each of these optimizers has a test of its own; here it is the host that must not wait
-def test_no_optimizer_of_wefts_own_lets_the_host_wait(tmp_path):
+@pytest.mark.full  # each of these optimizers has its own test; this one checks only host waits
+def test_optimizers_of_weft_cause_no_host_wait(tmp_path):
     script = tmp_path / "optimizers.py"
     script.write_text(STEPPED.replace("OPTIMIZERS", repr(json.dumps(OPTIMIZERS))))
     done = script_on_paper(script)
@@ -210,8 +210,8 @@ def test_no_optimizer_of_wefts_own_lets_the_host_wait(tmp_path):
 
 
 @pytest.mark.full
-def test_the_host_is_one_step_ahead_of_a_slow_device():
-    """It waits once, for the numbers of the step before, and the device goes on with this one meanwhile."""
+def test_host_is_one_step_ahead_of_a_slow_device():
+    """The host waits once, for the numbers of the previous step, while the device executes this one."""
     done = plans_on_paper(LARGE, "--layers=2", "--dim=2048", "--seq-len=4096")
     assert len(done.reports) == len(LARGE), done.stderr
     for report in done.reports:
@@ -222,7 +222,7 @@ def test_the_host_is_one_step_ahead_of_a_slow_device():
         assert report.step_s <= 1.1 * report.busy_s, report.lines()
 
 
-#: Each fault is planted in Weft's own code, for one step on the paper device.
+#: Each fault is injected into Weft's code for one step on the simulated GPU.
 FAULTS = """
 import contextlib, gc, json, sys
 from unittest.mock import patch
@@ -299,7 +299,7 @@ print(json.dumps(found))
 """
 
 
-def test_planted_faults_are_found(tmp_path):
+def test_injected_faults_are_detected(tmp_path):
     script = tmp_path / "faults.py"
     script.write_text(FAULTS)
     done = script_on_paper(script)
@@ -315,7 +315,7 @@ def test_planted_faults_are_found(tmp_path):
     assert any(what.startswith("item @") for what in found["host"]["syncs"])
     assert "cpu" in found["device"]["mismatch"]
     assert found["device"]["error"]
-    # In compiled blocks, attention that backward does again takes its products again.
+    # In compiled blocks, attention that is recomputed in backward repeats its products.
     for name in ("compiled none", "compiled attention"):
         assert (found[name]["error"], found[name]["races"], found[name]["syncs"]) == ("", {}, {})
     again_s = found["compiled attention"]["products_s"] - found["compiled none"]["products_s"]
@@ -330,7 +330,7 @@ def test_planted_faults_are_found(tmp_path):
     assert any("no record_stream" in race for race in found["freed"]["races"])
 
 
-#: Instead of lanes, one communicator for both ways; receives stay early.
+#: One communicator for both directions instead of lanes; receives stay early.
 ONE_COMMUNICATOR = """
 from dataclasses import replace
 
@@ -349,15 +349,15 @@ runtime.join_lanes = joined
 """
 
 
-def test_stages_wait_for_each_other_and_messages_for_no_other_kind(tmp_path):
-    """The ranks of a pipeline by one clock, where NCCL carries out what a communicator is given one after another."""
+def test_stages_wait_for_each_other_but_messages_of_one_kind_do_not_block_others(tmp_path):
+    """Simulate the ranks of a pipeline with one clock; NCCL executes the operations of a communicator in order."""
     plan = "pp=2 microbatches=4 precision=bf16"
     options = ("--stages", "--layers=2", "--seq-len=64", "--batch=1")
     done = plans_on_paper([plan], *options)
     assert [report.name for report in done.reports] == [f"{plan}, rank {rank}" for rank in (0, 1)], done.stderr
     for report in done.reports:
         assert (report.error, report.mismatch, report.races, report.num_syncs) == ("", "", {}, 0), report.lines()
-        # The step ends for both with the norm over both, and each waits for the other: for a forward, for a backward.
+        # The step ends on both ranks with the norm; each waits for the other once in forward and once in backward.
         assert report.step_s == pytest.approx(done.reports[0].step_s, rel=0.05)
         assert any("comm/peer.py" in why for why in report.idle_s), report.lines()
     first = tmp_path / "first.py"

@@ -1,4 +1,4 @@
-"""`weft train` on a machine with a GPU: the loop, evaluation, checkpoints and the sample at the end."""
+"""`weft train` on a machine with a GPU: the loop, evaluation, checkpoints and the final sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.gpu_sim.plans import script_on_paper
 pytestmark = pytest.mark.paper
 
 STEPS = 8
-#: All that the host waits for in such a run: two evaluations and two checkpoints of eleven parameters among it.
+#: Number of host waits in such a run, including two evaluations and two checkpoints of eleven parameters.
 MOST_WAITS = 157
 RUN = f"""
 import sys
@@ -29,7 +29,7 @@ run_rank(prepare_run(load_config(None, settings).config, world_size=1).path, Non
 """
 
 
-def test_a_run_ends_well_and_waits_no_more_than_known(tmp_path):
+def test_run_succeeds_without_extra_waits(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(RUN)
     done = script_on_paper(script, str(tmp_path))
