@@ -1,4 +1,4 @@
-"""Models for `weft verify`, as users have them: named by package.module:function."""
+"""Models for `weft verify`, named by package.module:function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 
 class Mixes(Net):
-    """Its second block sees the other samples of its batch, so no plan that cuts the batch can equal one process."""
+    """Mix samples of a batch in the second block, so no plan that splits the batch can match one process."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[1](self.blocks[0](x) * (1 + x.mean()))
@@ -30,7 +30,7 @@ class Mixes(Net):
 
 
 class Rounds(Net):
-    """Its gradients depend on the size of the batch, its outputs do not."""
+    """Gradients depend on the batch size; outputs do not."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = len(x)
@@ -41,7 +41,7 @@ class Rounds(Net):
 
 
 class LeavesOut(Net):
-    """It has a layer that it does not call."""
+    """Has a layer that is not called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Inside the mode nothing is rounded to float32, in forward or in a replay."""
+"""In this mode nothing is rounded to float32, in forward or in recompute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.softmax(y, -1, dtype=torch.float32).to(x.dtype) * weight
 
 
-def test_casts_of_float64_are_nothing_and_others_stay():
+def test_casts_of_float64_are_no_ops_and_others_are_unchanged():
     x, weight = torch.randn(3, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
     with Float64Throughout():
         assert x.float().dtype == x.to(torch.float32).dtype == x.to(dtype=torch.float32).dtype == torch.float64
@@ -24,7 +24,7 @@ def test_casts_of_float64_are_nothing_and_others_stay():
     assert 0 < float((exact - rounded).abs().max()) < 1e-6
 
 
-def test_a_replay_in_backward_is_as_the_forward_was():
+def test_recompute_in_backward_matches_the_forward():
     grads = []
     for replays in (False, True):
         x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -1,4 +1,4 @@
-"""Graphs, breaks and recompiles are counted."""
+"""Graphs, graph breaks and recompiles are counted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def breaks_once(x: torch.Tensor, factor: int) -> torch.Tensor:
     return y + 1
 
 
-def test_what_is_compiled_inside_is_counted():
+def test_graphs_compiled_in_the_context_are_counted():
     with counted_graphs() as found:
         call = torch.compile(breaks_once, backend="eager", dynamic=False)
         call(torch.ones(3), 2)
@@ -28,7 +28,7 @@ def test_what_is_compiled_inside_is_counted():
     assert len(found.recompiles) == 1
 
 
-def test_too_many_recompiles_are_no_silence():
+def test_too_many_recompiles_raise():
     call = torch.compile(lambda x, factor: x * factor, backend="eager", dynamic=False)
 
     def many():

@@ -1,4 +1,4 @@
-"""The choice of plans: complete where it says so, small, and the same everywhere."""
+"""Selection of plans: complete within its fields, small, and deterministic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.rules.plan_rules import LASTING
 from weft.verify.matrix import LAYOUT_FIELDS, covering, layout_of, legal, pairs, row_of, sample, values_tried
 
-#: Of what a rank may do with its part: all of it takes seconds to list.
+#: Subset of the options of a rank; listing all takes seconds.
 FEW = {"recompute": ("none", "full"), "offload": ((), ("optimizer",))}
 
 
-def test_the_values_that_are_tried_are_values_of_the_fields():
+def test_tried_values_are_values_of_the_fields():
     for name, values in values_tried(4).items():
         assert values
         assert all(getattr(Plan(**{name: value}), name) is not None for value in values)
@@ -24,7 +24,7 @@ def test_the_values_that_are_tried_are_values_of_the_fields():
     assert set(LAYOUT_FIELDS) < set(PLAN_FIELDS)
 
 
-def test_a_plan_that_becomes_legal_is_listed_without_being_asked_for():
+def test_newly_legal_plans_are_listed_automatically():
     only = {"order": ((),), "reshard": ("after_forward",)}
     today, some_day = legal(4, **only), legal(4, rules=LASTING, **only)
     assert set(today) < set(some_day)
@@ -38,7 +38,7 @@ rows = st.lists(st.fixed_dictionaries({name: st.integers(0, 3) for name in "abcd
 
 @settings(max_examples=40, deadline=None)
 @given(rows=rows, seed=st.integers(0, 9))
-def test_a_choice_covers_every_pair(rows, seed):
+def test_selection_covers_every_pair(rows, seed):
     groups = [*pairs("abcd"), ("a", "b", "c")]
     chosen = covering(rows, groups, seed)
     assert chosen == covering(rows, groups, seed) == sorted(set(chosen))
@@ -47,21 +47,21 @@ def test_a_choice_covers_every_pair(rows, seed):
         assert seen == {tuple(row[column] for column in group) for row in rows}
 
 
-def test_a_choice_is_small_and_has_every_layout():
+def test_selection_is_small_and_has_every_layout():
     plans = legal(4, **FEW)
     chosen = [plans[index] for index in covering([row_of(plan) for plan in plans])]
     assert {layout_of(plan) for plan in chosen} == {layout_of(plan) for plan in plans}
     assert len(chosen) < len(plans) / 4
 
 
-def test_a_sample_is_drawn_by_its_seed_and_keeps_the_order():
+def test_sample_depends_on_its_seed_and_keeps_the_order():
     plans = legal(2)
     assert sample(plans, 5, 1) == sample(plans, 5, 1) != sample(plans, 5, 2)
     assert [plan for plan in plans if plan in sample(plans, 5, 1)] == sample(plans, 5, 1)
     assert sample(plans, 10**6) == plans
 
 
-def test_listing_plans_needs_no_torch():
+def test_listing_plans_does_not_import_torch():
     code = "import sys; from weft.verify import legal; legal(2); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr

@@ -1,4 +1,4 @@
-"""What two trainings differ by is seen wherever it is, and however small it is in float64."""
+"""Differences between two trainings are detected in any value, and down to float64 resolution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def result() -> ParityResult:
 
 @pytest.mark.parametrize("what", ["losses", "grad_norms"])
 @pytest.mark.parametrize("step", [0, 1])
-def test_numbers_of_steps_are_compared_in_float64(what, step):
+def test_step_metrics_are_compared_in_float64(what, step):
     other = result()
     getattr(other, what)[step] *= 1 + 1e-9
     scale = abs(getattr(other, what)[step] / max(getattr(other, what)))
@@ -26,7 +26,7 @@ def test_numbers_of_steps_are_compared_in_float64(what, step):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_value_that_is_no_number_is_never_equal(bad):
+def test_nonfinite_value_is_never_equal(bad):
     for what in ("losses", "grad_norms"):
         other = result()
         getattr(other, what)[1] = bad
@@ -39,5 +39,5 @@ def test_a_value_that_is_no_number_is_never_equal(bad):
             assert not result().largest_difference(other) < 1e300, (what, name)
 
 
-def test_equal_results_differ_by_nothing():
+def test_equal_results_have_zero_difference():
     assert result().largest_difference(result()) == 0.0

@@ -1,4 +1,4 @@
-"""The pool of ranks: results in order, the failing rank named, and a pool that goes on after a failure."""
+"""Rank pool: results in order, the failing rank named, and usable after a failure."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def test_ranks_have_the_environment_of_the_moment_and_not_of_the_first_pool(monkeypatch):
+def test_ranks_get_the_current_environment(monkeypatch):
     for word in ("warp", "weft"):
         monkeypatch.setenv("WEFT_TEST_WORD", word)
         with RankPool(1) as pool:
             assert pool.run(variable, "WEFT_TEST_WORD") == [word]
 
 
-def test_results_come_in_order_of_rank_from_processes_that_stay(ranks2):
+def test_results_are_in_rank_order_from_persistent_processes(ranks2):
     first, second = ranks2.run(who), ranks2.run(who)
     assert [row[:2] for row in first] == [(0, 2), (1, 2)]
     assert first == second
     assert len({row[2] for row in first} | {os.getpid()}) == 3
 
 
-def test_a_failure_names_its_rank_and_leaves_the_pool_usable(ranks2):
+def test_failure_names_its_rank_and_pool_stays_usable(ranks2):
     with pytest.raises(
         CommError, match=r"rank 1 of 2 failed in fail_on:(.|\n)*ValueError: this rank was asked to fail"
     ):
@@ -60,7 +60,7 @@ def test_a_failure_names_its_rank_and_leaves_the_pool_usable(ranks2):
 
 
 @pytest.mark.full
-def test_a_dead_rank_and_a_late_one_are_told_apart():
+def test_dead_and_late_ranks_are_distinguished():
     late = pytest.raises(CommError, match=r"rank 0 of 2 failed in sleep_on:\nno answer within 3 s")
     with RankPool(2, timeout_s=3) as pool, late:
         pool.run(sleep_on, 0)
@@ -70,18 +70,18 @@ def test_a_dead_rank_and_a_late_one_are_told_apart():
         pytest.raises(CommError, match=r"rank 1 of 2 .*\n.*ended without an answer"),
     ):
         pool.run(die_on, 1)
-    # Rank 0 waits: it is not waited for as long as it may take.
+    # Rank 0 is not waited for until its own timeout.
     assert time.monotonic() - start < 45
 
 
 def refuse_on(rank):
-    """One rank refuses in a step, while the other waits for it."""
+    """Raise a refusal on one rank while the other waits in the step."""
     if dist.get_rank() == rank:
         raise ModelError("lm_head: not here. Use pp=1.")
     time.sleep(60)
 
 
-def test_a_refusal_of_one_rank_is_told_while_others_wait():
+def test_refusal_of_one_rank_is_raised_while_others_wait():
     start = time.monotonic()
     with RankPool(2, timeout_s=60) as pool:
         with pytest.raises(RankError, match="ModelError: lm_head: not here") as caught:

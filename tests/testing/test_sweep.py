@@ -1,4 +1,4 @@
-"""The choice of plans follows what a model refuses."""
+"""Selection of plans adapts to what a model rejects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.verify.subject import Sweep, techniques_of
 
 
 def run(sweep: Sweep, refuses: set[str]) -> tuple[list[Plan], list[Plan]]:
-    """What was tried and refused, where a model refuses every plan that asks for one of these words."""
+    """Return (passed, rejected) plans for a model that rejects every plan with one of these techniques."""
     passed, refused = [], []
     for plan in sweep.plans():
         if techniques_of(plan) & refuses:
@@ -19,13 +19,13 @@ def run(sweep: Sweep, refuses: set[str]) -> tuple[list[Plan], list[Plan]]:
     return passed, refused
 
 
-def test_what_a_plan_asks_of_a_model():
+def test_techniques_of_a_plan():
     plan = Plan.parse("dp_replicate=2 tp=2 sp=on cp=2 cp_mode=ring zero=0 accumulation=4 precision=bf16 recompute=full")
     assert techniques_of(plan) == {"tp", "sp", "cp", "cp_mode=ring", "accumulation=4", "recompute=full"}
     assert techniques_of(Plan.parse("dp_replicate=2")) == frozenset()
 
 
-def test_few_plans_are_spent_on_what_is_refused_and_all_layouts_that_are_left_are_tried():
+def test_few_plans_are_spent_on_rejections_and_all_other_layouts_are_tried():
     every = legal(4, passes=(1, 2), precision=("fp32",))
     passed, refused = run(Sweep(every), {"tp", "cp", "pp"})
     assert {"tp"} in [techniques_of(plan) for plan in refused]
@@ -35,7 +35,7 @@ def test_few_plans_are_spent_on_what_is_refused_and_all_layouts_that_are_left_ar
     assert len(set(passed)) == len(passed)
 
 
-def test_without_refusals_every_layout_is_tried_once_at_least():
+def test_without_rejections_every_layout_is_tried_at_least_once():
     every = legal(2, passes=(1, 2), precision=("fp32",))
     passed, refused = run(Sweep(every), set())
     assert not refused
@@ -43,7 +43,7 @@ def test_without_refusals_every_layout_is_tried_once_at_least():
     assert len(passed) < len(every) / 3
 
 
-def test_a_sample_is_drawn_again_for_what_was_refused():
+def test_rejected_samples_are_replaced():
     every = legal(2, passes=(1, 2), precision=("fp32",))
     for seed in range(3):
         refuses = {"tp", "cp", "pp", "recompute=full"}
@@ -52,7 +52,7 @@ def test_a_sample_is_drawn_again_for_what_was_refused():
         assert 6 <= len(passed) <= 6 + len(refused) + 5
 
 
-def test_nothing_is_left_of_a_model_that_refuses_everything():
+def test_sweep_ends_if_the_model_rejects_everything():
     every = [plan for plan in legal(2, passes=(1,), precision=("fp32",)) if techniques_of(plan)]
     sweep = Sweep(every)
     for tried, plan in enumerate(sweep.plans(), start=1):
@@ -61,7 +61,7 @@ def test_nothing_is_left_of_a_model_that_refuses_everything():
     assert not sweep.allowed()
 
 
-def test_parts_are_the_whole_choice_together():
+def test_parts_add_up_to_the_full_selection():
     every = legal(2, passes=(1, 2), precision=("fp32",))
     seen: list[set[Plan]] = []
     for number in (1, 2, 3):
@@ -77,8 +77,8 @@ def test_parts_are_the_whole_choice_together():
     assert {layout_of(plan) for plan in set.union(*seen) if "cp" not in techniques_of(plan)} == whole
 
 
-def test_a_model_without_room_for_microbatches_keeps_all_other_techniques():
-    """As one whose batch norms span all samples of a step: what else such a plan asks for is not at fault."""
+def test_model_without_microbatches_keeps_all_other_techniques():
+    """Like a model whose batch norms span all samples of a step: other techniques of such a plan are not at fault."""
     every = legal(2, passes=(1, 2), precision=("fp32",))
     sweep = Sweep(every)
     passed, refused = [], 0

@@ -1,4 +1,4 @@
-"""`weft verify`: right plans pass, a wrong one is found and named, and nothing is lost on the way."""
+"""`weft verify`: correct plans pass, a wrong one is detected and named, and every plan is reported."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ CONFIG = {
 
 @pytest.fixture
 def shared_ranks(ranks2, monkeypatch):
-    """Verify on the ranks that are there already."""
+    """Verify on the existing ranks."""
 
-    class There:
+    class ExistingRanks:
         def __init__(self, num_ranks, timeout_s):
             assert num_ranks == 2
 
@@ -44,7 +44,7 @@ def shared_ranks(ranks2, monkeypatch):
         def __exit__(self, *error):
             pass
 
-    monkeypatch.setattr(verify, "RankPool", There)
+    monkeypatch.setattr(verify, "RankPool", ExistingRanks)
 
 
 def verdict_of(source: str, plan: str, settings: Settings | None = None):
@@ -53,7 +53,7 @@ def verdict_of(source: str, plan: str, settings: Settings | None = None):
         return verifier.verify(Plan.parse(plan))
 
 
-def test_the_layout_of_a_config_is_the_subjects(tmp_path):
+def test_layout_of_a_config_is_used(tmp_path):
     toml = tmp_path / "run.toml"
     toml.write_text("layout = 'embed=vocab head=vocab'\n[model]\nname = 'tiny'\n")
     built = find_subject(str(toml), SMALL).build()
@@ -62,7 +62,7 @@ def test_the_layout_of_a_config_is_the_subjects(tmp_path):
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3 recompute=full"])
-def test_right_plans_of_every_kind_of_model_pass(plan, shared_ranks, tmp_path):
+def test_correct_plans_of_every_kind_of_model_pass(plan, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     toml = tmp_path / "run.toml"
     toml.write_text("[model]\nname = 'tiny'\n[optimizer]\nname = 'sgd'\nlr = 0.1\n")
@@ -75,13 +75,13 @@ def test_right_plans_of_every_kind_of_model_pass(plan, shared_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_other_formats_pass_within_their_bounds(dtype, shared_ranks):
+def test_other_dtypes_pass_within_their_bounds(dtype, shared_ranks):
     verdict = verdict_of("tiny", "dp_shard=2 zero=2", Settings(2, dtype, 8, 8, 0, 2, 16, 61))
     assert verdict.passed, verdict
     assert verdict.max_rel_diff > 0
 
 
-def test_a_plan_that_differs_is_named_with_the_module_where_it_parts(shared_ranks):
+def test_differing_plan_is_reported_with_the_first_differing_module(shared_ranks):
     verdict = verdict_of(f"{HERE}:mixes", "dp_shard=2 zero=1")
     assert not verdict.passed
     assert verdict.max_rel_diff > 1e-3
@@ -90,13 +90,13 @@ def test_a_plan_that_differs_is_named_with_the_module_where_it_parts(shared_rank
     assert ["depends on the other samples" in cause for cause in verdict.causes] == [True]
 
 
-def test_noise_and_samples_that_meet_are_named_as_causes(shared_ranks):
+def test_random_numbers_are_named_as_the_cause(shared_ranks):
     [cause] = verdict_of(f"{HERE}:noisy", "dp_shard=2 zero=1").causes
     assert cause.startswith("random numbers: ")
     assert "torch.randn_like" in cause
 
 
-def test_gradients_that_part_are_told_from_outputs(shared_ranks):
+def test_differing_gradients_are_distinguished_from_outputs(shared_ranks):
     verdict = verdict_of(f"{HERE}:rounds", "dp_shard=2 zero=3")
     assert not verdict.passed
     assert verdict.parts.startswith("gradient of head.bias in step 1")
@@ -106,14 +106,14 @@ def test_gradients_that_part_are_told_from_outputs(shared_ranks):
 MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
 
 
-def test_what_the_loss_does_not_reach_is_said(shared_ranks):
+def test_parameters_without_gradient_are_reported(shared_ranks):
     with Verifier(find_subject(f"{HERE}:leaves_out", Settings(num_steps=1)), 2) as verifier:
         assert verifier.verify(Plan.parse("dp_shard=2 zero=2")).passed
     assert "2 of 8 parameters have no gradient in the last step; the first is unused.weight" in verifier.notes
 
 
 @pytest.mark.parametrize("balance", ["aux_loss", "bias"])
-def test_wefts_own_experts_pass(balance, shared_ranks, tmp_path):
+def test_experts_of_weft_pass(balance, shared_ranks, tmp_path):
     (tmp_path / "run.toml").write_text(f"[model]\nname = 'moe-tiny'\nbalance = '{balance}'\nbalance_rate = 0.1\n")
     verdict = verdict_of(
         str(tmp_path / "run.toml"), "dp_shard=2 ep=2 zero=1 recompute=selective", replace(SMALL, seq_len=16)
@@ -187,13 +187,13 @@ LATENT_ATTENTION = {
     pytest.param(SMALL_QWEN2_VL, "tp=2", marks=pytest.mark.full),
     (LATENT_ATTENTION, "cp=2 cp_mode=ring"), (LATENT_ATTENTION, "cp=2 ep=2 cp_mode=ulysses zero=3"),
 ])  # fmt: skip
-def test_models_with_inputs_and_widths_of_their_own_pass(config, plan, shared_ranks, tmp_path):
+def test_models_with_special_inputs_and_widths_pass(config, plan, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     verdict = verdict_of(str(tmp_path), plan, Settings(num_steps=2, seq_len=8))
     assert verdict.passed, verdict
 
 
-def test_a_gradient_that_is_rounding_moves_no_weight_measurably(shared_ranks, tmp_path):
+def test_rounding_gradient_changes_no_weight_measurably(shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL_SIGLIP))
     settings = Settings(num_steps=3, seq_len=16)
     with Float64Throughout():
@@ -203,10 +203,10 @@ def test_a_gradient_that_is_rounding_moves_no_weight_measurably(shared_ranks, tm
     assert all(gradients[name].abs().max() < 1e-16 for name in biases)
     verdict = verdict_of(str(tmp_path), "dp_shard=2 zero=2", settings)
     assert verdict.passed
-    assert max(verdict.parameters[name] for name in biases) < 1e-11  # 4e-10 with eps=1e-8, 1e-10 by their own scale
+    assert max(verdict.parameters[name] for name in biases) < 1e-11  # 4e-10 with eps=1e-8, 1e-10 with own scales
 
 
-def test_samples_with_images_hold_one_or_two_and_their_tokens(tmp_path):
+def test_samples_contain_one_or_two_images_and_their_tokens(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAVA))
     case = find_subject(str(tmp_path), Settings(num_steps=1, seq_len=8, global_batch=4)).build()
     own, other = (case.microbatches(0, Plan.parse("dp_replicate=2 accumulation=2"), rank) for rank in (0, 1))
@@ -216,13 +216,13 @@ def test_samples_with_images_hold_one_or_two_and_their_tokens(tmp_path):
     assert marks == [[4, 4], [8, 4]]
 
 
-def test_a_model_without_one_width_says_so(tmp_path):
+def test_model_without_single_width_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL_CLIP))
     with pytest.raises(WeftError, match="width=32: a model of type clip has no one width"):
         find_subject(str(tmp_path), Settings(dim=32))
 
 
-def test_experts_of_hugging_face_models_are_seen_by_the_rules(tmp_path):
+def test_rules_use_the_experts_of_hugging_face_models(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     shape = find_subject(str(tmp_path), SMALL).shape
     assert shape is not None
@@ -230,7 +230,7 @@ def test_experts_of_hugging_face_models_are_seen_by_the_rules(tmp_path):
     assert {plan.ep for plan in legal(2, model=shape)} == {1, 2}
 
 
-def test_the_model_is_reduced_as_asked():
+def test_model_is_reduced_as_requested():
     small = reduced(decoder_spec("llama3-8b"), Settings(num_layers=3, dim=64, vocab_size=100))
     assert (small.num_layers, small.dim, small.vocab_size) == (3, 64, 100)
     assert (small.num_heads, small.num_kv_heads, small.ffn_dim) == (32, 8, 224)
@@ -257,19 +257,19 @@ def test_the_model_is_reduced_as_asked():
         ("tests", "model=tests: the folder has no config.json. Give the folder of a Hugging Face model."),
     ],
 )
-def test_models_that_cannot_be_had(source, text):
+def test_unavailable_models_are_rejected(source, text):
     with pytest.raises(WeftError) as caught:
         find_subject(source, Settings(num_steps=2)).build()
     assert text in str(caught.value)
     assert caught.value.exit_code == 2
 
 
-def test_what_pytorch_alone_cannot_train_is_said_in_a_sentence():
+def test_model_that_pytorch_cannot_train_is_rejected():
     with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Fix"):
         Verifier(find_subject(f"{HERE}:with_a_wrong_loss", Settings(num_steps=1)), 2)
 
 
-def test_a_function_is_not_reduced_in_silence():
+def test_reducing_a_function_model_is_rejected():
     with pytest.raises(WeftError, match=r"layers=2: the function .* builds the model itself"):
         find_subject(f"{HERE}:net", SMALL)
 
@@ -294,7 +294,7 @@ def test_a_function_is_not_reduced_in_silence():
         ([], "plan=: give --plan, or --all with a number of ranks."),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(args, text, capsys):
+def test_invalid_input_is_one_message_and_exit_code_2(args, text, capsys):
     assert run(["verify", "--model", "tiny", *args]) == 2
     told = capsys.readouterr().err
     assert text in told
@@ -313,20 +313,20 @@ def test_exit_codes_and_json_of_one_plan(shared_ranks, capsys):
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
 
-def test_all_plans_with_one_start_of_the_ranks(shared_ranks, capsys):
+def test_all_plans_share_one_start_of_the_ranks(shared_ranks, capsys):
     words = ["--all", "2", "--sample", "4", "--steps", "1", "--json"]
     assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["verified"], told["passed"]) == (told["num_passed"] + told["num_refused"], True)
-    # Two linear layers have no heads: plans that need them are refused by the model, said to be, and others drawn.
+    # Two linear layers have no heads: the model rejects plans that need them, and others are sampled.
     assert 4 <= told["num_passed"] <= 12
     assert told["num_refused"] <= 8
     assert told["legal"] > 50
     assert len({plan["plan"] for plan in told["plans"]}) == told["verified"]
 
 
-def test_a_run_that_proves_nothing_says_so(shared_ranks, capsys, monkeypatch):
-    """Of a model that refuses all plans."""
+def test_inconclusive_run_is_reported(shared_ranks, capsys, monkeypatch):
+    """The model rejects all plans."""
     monkeypatch.setattr(Verifier, "verify", lambda self, plan: Verdict(plan.format(), "float64", refused="no place"))
     assert run(["verify", "--model", f"{HERE}:net", "--all", "2", "--steps", "1"]) == 3
     told = capsys.readouterr().out
@@ -334,7 +334,7 @@ def test_a_run_that_proves_nothing_says_so(shared_ranks, capsys, monkeypatch):
     assert "refused  tp: no place" in told
 
 
-def test_the_command_itself_starts_its_ranks():
+def test_command_starts_its_own_ranks():
     command = [sys.executable, "-m", "weft", "verify", "--model", f"{HERE}:net", "--plan", "dp_shard=2 zero=1"]
     root = Path(__file__).parents[2]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200, cwd=root)
@@ -342,7 +342,7 @@ def test_the_command_itself_starts_its_ranks():
     assert json.loads(done.stdout)["passed"] is True
 
 
-def test_a_folder_does_not_hide_the_size_of_its_name(tmp_path, monkeypatch, capsys):
+def test_folder_does_not_hide_a_size_of_the_same_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
