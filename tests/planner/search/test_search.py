@@ -88,7 +88,7 @@ def test_fixed_fields_are_kept(fixed, built_only):
     assert all(getattr(one.plan, name) == getattr(wanted, name) for one in found for name in names)
 
 
-@pytest.mark.full  # with any change: tests/planner/tell/test_what_if.py
+@pytest.mark.full  # with any change: tests/planner/report/test_what_if.py
 def test_more_memory_never_makes_the_best_plan_slower():
     question = Question.of("llama3-8b", "8xa100-40", seq_len=4096, global_batch=32, built_only=False, most_plans=30_000)
     before = np.inf

@@ -21,7 +21,7 @@ from weft.verify.parity import train_plain
 from weft.verify.subject import Settings, find_subject, reduced
 from weft.verify.verifier import Float64Throughout, Verdict, Verifier
 
-HERE = "tests.testing.subjects"
+HERE = "tests.verify.subjects"
 SMALL = Settings(num_steps=2, num_layers=2, dim=16, vocab_size=61, seq_len=8)
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 61, "hidden_size": 16,
@@ -253,7 +253,7 @@ def test_model_is_reduced_as_requested():
         (f"{HERE}:lazy", "parameter 'weight' has no shape yet. Run one batch through the model before you return it."),
         (f"{HERE}:complex_weight", "parameter 'weight' is complex. Keep it as torch.view_as_real of it."),
         (f"{HERE}:stream", "its loader's dataset has no samples that can be read by their number. Return a DataLoader"),
-        (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
+        (f"{HERE}:absent", "it cannot be imported (module 'tests.verify.subjects' has no attribute 'absent')."),
         ("tests", "model=tests: the folder has no config.json. Give the folder of a Hugging Face model."),
     ],
 )

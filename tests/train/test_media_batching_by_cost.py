@@ -105,7 +105,7 @@ def test_images_and_audio_by_cost_match_fixed_batches(plan: str, root: Path, ran
         assert max(found[2]) > 1
 
 
-@pytest.mark.full  # the gate runs it for texts: tests/train/test_by_cost.py
+@pytest.mark.full  # the gate runs it for texts: tests/train/test_batching_by_cost.py
 def test_image_steps_by_cost_are_equal_under_every_plan(root: Path, ranks2: Any) -> None:
     most = bound_of(opened(test_mixed_tasks.config(root)), 3)
     made = by_cost(test_mixed_tasks.config(root), global_cost=most)

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from tests.train.apart_runs import ReplicaRun, evaluations, saved_tensors, steps_of
+from tests.train.replica_runs import ReplicaRun, evaluations, saved_tensors, steps_of
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.monitor.events import read_events
 from weft.train import rank_run

@@ -28,7 +28,7 @@ LIMIT_S, KEY = 60.0, "the key of these replicas"
 
 # Forked from a server that imported torch once, which saves a second per process.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["tests.train.apart_runs", "weft.train.rank_run", "weft.parallel.zero_flat"])
+FORKSERVER.set_forkserver_preload(["tests.train.replica_runs", "weft.train.rank_run", "weft.parallel.zero_flat"])
 
 
 class PausedEngine(TorchEngine):
@@ -54,7 +54,7 @@ def run_quietly(path: str, replica: int, address: str) -> None:
 def train_replica(path: str, replica: int, address: str) -> None:
     """Train one replica of one rank to its end."""
     world = ReplicaWorld(replica, address, KEY)
-    run_rank(Path(path), None, io.StringIO(), Start(engine="tests.train.apart_runs:PausedEngine", world=world))
+    run_rank(Path(path), None, io.StringIO(), Start(engine="tests.train.replica_runs:PausedEngine", world=world))
 
 
 class ReplicaRun:
