@@ -56,27 +56,27 @@ def test_planner_uses_the_profile(path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_unmeasurable_requests_are_rejected() -> None:
-    for words, told in (
+    for words, message in (
         ({"budget_s": 0.1}, "from 1 s to 10 min"),
         ({"ranks": (3,)}, "powers of two"),
         ({"dtypes": ("fp7",)}, "dtypes=fp7: not one of fp32, bf16"),
         ({"ranks": (1 << 12,)}, "powers of two"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             calibrate(device="cpu", **words)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--budget", "soon"], "budget=soon: a time is needed"),
         (["--ranks", "two"], "ranks=two: numbers with commas"),
         (["--device", "tpu"], "device=tpu: not one of auto, cpu, cuda"),
     ],
 )
-def test_invalid_arguments_are_reported(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_reported(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["calibrate", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_error_for_missing_profile_names_the_command(

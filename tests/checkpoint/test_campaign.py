@@ -93,7 +93,7 @@ def undamaged(request, tmp_path_factory) -> Path:
     return place
 
 
-# --- what is done to step 2; each returns whether COMMIT still fits the manifest ---
+# --- faults of step 2; each returns whether COMMIT still matches the manifest ---
 
 
 def truncate(folder: Path, chance: random.Random) -> bool:
@@ -198,15 +198,15 @@ def check_reading(root: Location, forged: bool) -> None:
     found = newest_checkpoint(root)
     assert found is not None
     assert forged or found.step == 1 or not verify_checkpoint(found.path)
-    said = ""
+    message = ""
     numbers: dict[str, torch.Tensor] = {}
     try:
         opened = load_checkpoint(root / "step_00000002", verify=True)
         assert forged or opened.state == STATE
         numbers = {f"{group}/{name}": one for group in opened.groups for name, one in opened.tensors(group).items()}
     except CheckpointError as error:
-        said = str(error)
-    assert "\n" not in said
+        message = str(error)
+    assert "\n" not in message
     bait = full_tensors(9)
     for name, tensor in numbers.items():
         assert forged or torch.equal(tensor, full_tensors(2)[name])

@@ -23,7 +23,7 @@ from .faults import DONE, FAILED, content, die, disk_full, fault_at_call, in_for
 
 
 def assert_complete(path: Path) -> str:
-    """Check that the checkpoint has exactly what was saved for its step; return its tag."""
+    """Check that the checkpoint has exactly the saved content of its step; return its tag."""
     checkpoint = load_checkpoint(path, verify=True)
     tensors, state = content(checkpoint.step, checkpoint.state["tag"])
     assert checkpoint.state == state
@@ -201,7 +201,7 @@ def test_two_concurrent_writers_exclude_each_other(tmp_path):
     save(tmp_path, 1)
     ready, go = os.pipe(), os.pipe()
 
-    def hold() -> int:
+    def take_lock() -> int:
         from weft.checkpoint import folders
 
         with folders.writer_lock(tmp_path):
@@ -212,7 +212,7 @@ def test_two_concurrent_writers_exclude_each_other(tmp_path):
     child = os.fork()
     if child == 0:
         try:
-            hold()
+            take_lock()
         finally:
             os._exit(0)
     os.read(ready[0], 1)

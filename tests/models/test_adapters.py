@@ -207,7 +207,7 @@ def test_deepcopy_keeps_the_adapter():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"rank": 0}, "rank=0: an adapter has a rank of at least 1. Use rank=16."),
         ({"rank": 2, "kind": "lra"}, "kind='lra': an adapter is one of lora, rslora, dora. Use kind='lora'."),
@@ -221,10 +221,10 @@ def test_deepcopy_keeps_the_adapter():
         ({"rank": 2, "targets": ["head"]}, "targets=head: head makes the logits, which Weft computes inside the"),
     ],
 )
-def test_invalid_settings_are_rejected_with_one_message(settings, said):
+def test_invalid_settings_are_rejected_with_one_message(settings, message):
     with pytest.raises(ModelError) as error:
         add_adapter(build_decoder(TINY), **settings)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 def test_second_adapter_is_rejected():
@@ -267,14 +267,14 @@ def test_files_of_another_model_or_kind_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"up.lora_B.weight' has shape \(7, 2\), not \(8, 2\)"):
         load_adapter(wider, tmp_path)
     config = tmp_path / "adapter_config.json"
-    for change, said in (
+    for change, message in (
         ({"peft_type": "IA3"}, "an adapter of type IA3"),
         ({"rank_pattern": {"up": 4}}, "rank_pattern is set"),
         ({"bias": "all"}, "it trains biases"),
     ):
         before = config.read_text()
         config.write_text(json.dumps({**json.loads(before), **change}))
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             load_adapter(net(), tmp_path)
         config.write_text(before)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 40)

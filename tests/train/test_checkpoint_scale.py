@@ -38,7 +38,7 @@ from weft.train.step.train_step import TrainStep
 
 
 def saved(plan: str, world: int, rank: int) -> list:
-    """Return what one rank of many would write after a step."""
+    """Return the records that one rank of many writes after a step."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         mesh = build_mesh(Plan.parse(plan.format(world=world, replicas=world // 8)))
@@ -176,7 +176,7 @@ def first_rank_saves(root: Path, world: int) -> int:
 
 
 def one_rank_loads(root: Path, world: int, rank: int) -> int:
-    """Return the calls of a rank that loads its share of what it and `first_rank_saves` saved."""
+    """Return the calls of a rank that loads its share of the files that it and `first_rank_saves` saved."""
     path, pieces_ = root / "step_00000001", slices_of_rank(world, rank)
 
     def act(_: FileSystemCalls) -> None:

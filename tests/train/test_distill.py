@@ -144,14 +144,14 @@ def test_top_k_bounds_the_divergence():
 
 
 def test_invalid_teachers_and_options_are_rejected(root, tmp_path):
-    for options, said in (
+    for options, message in (
         ({"temperature": 0.0}, "task.options.temperature=0.0: it must be above 0. Use 1, or 2 for softer targets."),
         ({"mix": 1.5}, "task.options.mix=1.5: it is a share from 0 to 1. Use 0.5."),
         ({"top_k": -1}, "task.options.top_k=-1: it is a number of entries, or 0 for all. Use 0."),
     ):
         with pytest.raises(ConfigError) as caught:
             DistillTask("t", **options)
-        assert [problem.message for problem in caught.value.problems] == [said]
+        assert [problem.message for problem in caught.value.problems] == [message]
     with pytest.raises(ConfigError, match=r"task\.options\.teacher: distill needs this option"):
         find_task(load_config(None, ["task=distill"]).config)
     task = task_of(root)

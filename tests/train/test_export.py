@@ -285,7 +285,7 @@ def pickled(home, tmp_path) -> Path:
     return source
 
 
-def read_here(kind: str, source: Path, work: Path, limit_s: float, remedy: str) -> None:
+def read_without_sandbox(kind: str, source: Path, work: Path, limit_s: float, remedy: str) -> None:
     """Read in this process. A process that loads torch takes seconds, and only the sandbox tests need it."""
     assert kind == "pickled"
     taken = Taken(work, 2**30)
@@ -301,7 +301,7 @@ def test_pickles_become_safetensors_and_nothing_else_is_loaded(
     is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_here
 ):
     if is_here:
-        monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read_here)
+        monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read_without_sandbox)
     run = ["train", *TUNED, f"run.dir={tmp_path}", f"data.train={home / 'chats.jsonl'}", f"model.path={pickled}"]
     capsys.readouterr()
     assert weft_run(run) == 2

@@ -49,7 +49,7 @@ FAILS = "(RuntimeError: shape '[4, 16]' is invalid for input of size 32). If one
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
         ("dp_shard=2 zero=2", None),
         (
@@ -65,11 +65,11 @@ FAILS = "(RuntimeError: shape '[4, 16]' is invalid for input of size 32). If one
         ),
     ],
 )
-def test_innermost_module_is_named(plan, said):
+def test_innermost_module_is_named(plan, message):
     model = Outer()
     with pytest.raises(RuntimeError) as caught:
         model(torch.zeros(2, 2))
-    assert explain_failure(caught.value, model, Plan.parse(plan)) == said
+    assert explain_failure(caught.value, model, Plan.parse(plan)) == message
 
 
 def test_errors_outside_the_model_are_unchanged():
@@ -101,8 +101,8 @@ def test_parameter_without_elements_under_zero3(ranks2):
     model.head.extra = nn.Parameter(torch.zeros(4, 0))
     with pytest.raises(RankError) as caught:
         ranks2.run(train, "dp_shard=2 zero=3", model)
-    said = "zero=3: parameter head.extra has no elements, and fully_shard cannot reduce such a gradient. Use zero=2."
-    assert caught.value.refusal == said
+    message = "zero=3: parameter head.extra has no elements, and fully_shard cannot reduce such a gradient. Use zero=2."
+    assert caught.value.refusal == message
 
 
 def test_first_step_chains_the_models_error_as_the_cause():

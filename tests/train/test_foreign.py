@@ -24,7 +24,7 @@ from weft.train.weights.foreign_files import NotTaken, Taken, most_bytes, read_d
 
 
 @pytest.fixture
-def here(monkeypatch) -> None:
+def no_sandbox(monkeypatch) -> None:
     """Read in this process. A process that loads torch takes seconds, and only the sandbox tests need it."""
 
     def read(kind: str, source: Path, work: Path, limit_s: float) -> None:
@@ -39,7 +39,7 @@ def here(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_fsdp2_checkpoint_resumes_in_weft(tmp_path, ranks2, here, flatten):
+def test_fsdp2_checkpoint_resumes_in_weft(tmp_path, ranks2, no_sandbox, flatten):
     wanted = ranks2.run(train_fsdp2, str(tmp_path / "dcp"), flatten)[0]
     found = bring_in(tmp_path / "dcp", tmp_path / "run")
     assert (found.step, found.num_weights, found.num_states) == (STEPS, 4, 9)
@@ -56,7 +56,7 @@ def test_fsdp2_checkpoint_resumes_in_weft(tmp_path, ranks2, here, flatten):
             torch.testing.assert_close(after[name], wanted[f"after/{name}"], rtol=1e-6, atol=1e-7)
 
 
-def test_imported_torch_checkpoint_resumes_bitwise(tmp_path, start, here):
+def test_imported_torch_checkpoint_resumes_bitwise(tmp_path, start, no_sandbox):
     """Step 6 of a run, saved by torch and imported into another run, gives equal final weights and moments."""
     first, _, _ = start("run.name=first", "checkpoint.keep=9")
     opened = load_checkpoint(first.checkpoint(6))
@@ -78,7 +78,7 @@ def test_imported_torch_checkpoint_resumes_bitwise(tmp_path, start, here):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_deepspeed_layout(tmp_path, here, stage, world_size):
+def test_deepspeed_layout(tmp_path, no_sandbox, stage, world_size):
     wanted = write_zero(tmp_path / "ds", stage, world_size, gaps=stage == 2)
     found = bring_in(tmp_path / "ds", tmp_path / "run")
     assert (found.step, found.num_weights, found.num_states) == (STEPS, 4, 9)
@@ -164,10 +164,10 @@ def test_hostile_metadata_is_rejected_with_one_message(tmp_path, dcp_folder, cap
     source = Path(shutil.copytree(dcp_folder, tmp_path / "source"))
     (source / ".metadata").write_bytes(pickle.dumps(kind(tmp_path / "touched")))
     assert run(["ckpt", "import", str(source), str(tmp_path / "run")]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     name = "posix.system" if kind is Evil else "io.open"
-    assert f".metadata: it holds {name}, which is not a weight; Weft ran and loaded nothing from it. Import" in told
-    assert told.count("\n") == 1
+    assert f".metadata: it holds {name}, which is not a weight; Weft ran and loaded nothing from it. Import" in message
+    assert message.count("\n") == 1
     assert not (tmp_path / "touched").exists()
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == []
 
@@ -224,7 +224,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_sources_are_rejected_with_the_reason(tmp_path, dcp_folder, here, name):
+def test_damaged_sources_are_rejected_with_the_reason(tmp_path, dcp_folder, no_sandbox, name):
     source = Path(shutil.copytree(dcp_folder, tmp_path / "source"))
     damage, reason = DAMAGES[name]
     damage(source)
@@ -236,9 +236,9 @@ def test_damaged_sources_are_rejected_with_the_reason(tmp_path, dcp_folder, here
 
 def test_confined_process_imports(tmp_path, dcp_folder, capsys):
     assert run(["ckpt", "import", str(dcp_folder), str(tmp_path / "run")]) == 0
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     path = tmp_path / "run" / "checkpoints" / "step_00000005"
-    assert told == (
+    assert message == (
         f"weft: imported 1 weight and 0 optimizer states of torch.distributed.checkpoint, step 5, into {path}.\n"
     )
     assert torch.equal(load_checkpoint(path).tensors("model")["w"], torch.arange(12.0).reshape(3, 4))
@@ -258,7 +258,7 @@ def test_folder_without_checkpoint_is_rejected(tmp_path, capsys):
     assert "not a checkpoint that Weft imports." in capsys.readouterr().err
 
 
-def test_existing_step_is_not_overwritten(tmp_path, dcp_folder, here):
+def test_existing_step_is_not_overwritten(tmp_path, dcp_folder, no_sandbox):
     assert bring_in(dcp_folder, tmp_path).step == 5
     with pytest.raises(CheckpointError, match="already has a checkpoint of step 5"):
         bring_in(dcp_folder, tmp_path)

@@ -119,27 +119,27 @@ def final_bytes(folder: RunFolder) -> list[bytes]:
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_killed_run_ends_with_equal_bits(undisturbed, times):
-    """Kill one run at random steps in random ways and restart it each time."""
+    """Kill all processes, one rank or the launcher at random steps, and restart the run each time."""
     tmp_path, name = undisturbed.path.parent, f"killed_{times}"
     folder = RunFolder(tmp_path / name)
     steps = sorted(random.sample(range(2, STEPS - 4), times))
     kills = random.sample([kill_all, kill_one_rank, kill_the_launcher], times)
-    told = f"killed at steps {steps} by {[kill.__name__ for kill in kills]}"
+    message = f"killed at steps {steps} by {[kill.__name__ for kill in kills]}"
     for place, (step, kill) in enumerate(zip(steps, kills, strict=True), start=1):
         process = start(tmp_path, name)
         wait_for_step(folder, place, step, process)
         members = family(process)
         kill(process)
         process.communicate(timeout=60)
-        assert process.returncode != 0, told
+        assert process.returncode != 0, message
         # No rank survives to write into the folder of the next start.
         _, alive = psutil.wait_procs(members, timeout=20)
-        assert not alive, told
+        assert not alive, message
     assert finish(tmp_path, name).path == folder.path
-    assert final_bytes(folder) == final_bytes(undisturbed), told
+    assert final_bytes(folder) == final_bytes(undisturbed), message
     events = read_events(folder.events)
     assert sum(event["event"] == "step" for event in events) >= STEPS  # some steps were repeated
-    assert sum(event["event"] == "start" for event in events) == len(kills) + 1, told
+    assert sum(event["event"] == "start" for event in events) == len(kills) + 1, message
 
 
 @pytest.mark.full

@@ -86,8 +86,8 @@ def test_concurrent_starts_never_both_get_the_lock(tmp_path):
 
 def test_uncreatable_folder_is_one_message(tmp_path):
     (tmp_path / "file").touch()
-    told = r"run.dir=.*/file: cannot write '.*/file/a' \(Not a directory\). Use another run.dir."
-    with pytest.raises(ConfigError, match=told), run_lock(tmp_path / "file" / "a"):
+    message = r"run.dir=.*/file: cannot write '.*/file/a' \(Not a directory\). Use another run.dir."
+    with pytest.raises(ConfigError, match=message), run_lock(tmp_path / "file" / "a"):
         pass
 
 

@@ -193,7 +193,7 @@ def test_invalid_folders_are_rejected_with_the_reason(folders, tmp_path):
             (folder / file.name).write_bytes(file.read_bytes())
         return folder
 
-    def said(folder: Path) -> str:
+    def error_of(folder: Path) -> str:
         with as_shapes(vectors=True):
             model = hugging_face.causal_model(hugging_face.load_model_config(folder))
         with pytest.raises(CheckpointError) as caught:
@@ -203,22 +203,22 @@ def test_invalid_folders_are_rejected_with_the_reason(folders, tmp_path):
     cut = copied("cut")
     shard = sorted(cut.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-64])
-    assert f"Download {shard.name} again" in said(cut)
+    assert f"Download {shard.name} again" in error_of(cut)
     gone = copied("gone")
     (gone / shard.name).unlink()
-    assert f"names {shard.name}, which is missing" in said(gone)
+    assert f"names {shard.name}, which is missing" in error_of(gone)
     lies = copied("lies")
     config = json.loads((lies / "config.json").read_text())
     (lies / "config.json").write_text(json.dumps({**config, "intermediate_size": 56}))
-    assert "config.json makes it (56, 32)" in said(lies)
+    assert "config.json makes it (56, 32)" in error_of(lies)
     deeper = copied("deeper")
     (deeper / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    assert "the files lack 'model.layers.2" in said(deeper)
+    assert "the files lack 'model.layers.2" in error_of(deeper)
     index = copied("index")
     table = json.loads((index / "model.safetensors.index.json").read_text())
     table["weight_map"]["model.norm.extra"] = shard.name
     (index / "model.safetensors.index.json").write_text(json.dumps(table))
-    assert "has tensor 'model.norm.extra', and it does not" in said(index)
+    assert "has tensor 'model.norm.extra', and it does not" in error_of(index)
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "pytorch_model.bin").write_bytes(b"")

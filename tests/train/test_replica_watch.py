@@ -47,15 +47,15 @@ TEXT = (
 @pytest.mark.parametrize("plan", ["dp_replicate=4", "dp_shard=4"])
 def test_one_differing_replica_of_four_is_named(plan, ranks4):
     axis = plan.partition("=")[0]
-    told = f"replicas over {axis}: the weights of rank 2 differ from the others, {TEXT}"
-    assert ranks4.run(drift, plan, 2, 1e-3) == [(3, told)] * 4
+    message = f"replicas over {axis}: the weights of rank 2 differ from the others, {TEXT}"
+    assert ranks4.run(drift, plan, 2, 1e-3) == [(3, message)] * 4
     assert ranks4.run(drift, plan, 2, 0.0) == [(4, "")] * 4
 
 
 def test_both_of_two_differing_sharded_replicas_are_named(ranks4):
-    told = f"replicas over dp_replicate: the weights of rank 1, 3 differ, and should be equal, {TEXT}"
+    message = f"replicas over dp_replicate: the weights of rank 1, 3 differ, and should be equal, {TEXT}"
     for zero in (1, 3):
-        assert ranks4.run(drift, f"dp_replicate=2 dp_shard=2 zero={zero}", 1, 1e-3) == [(3, told)] * 4
+        assert ranks4.run(drift, f"dp_replicate=2 dp_shard=2 zero={zero}", 1, 1e-3) == [(3, message)] * 4
 
 
 def test_checksum_detects_one_bit_and_its_tensor():

@@ -172,7 +172,7 @@ def test_more_steps_extend_the_schedule_with_a_message(start):
 
 
 @pytest.mark.parametrize(
-    ("group", "value", "told"),
+    ("group", "value", "message"),
     [
         ("model", 1.0, ""),
         ("model", float("nan"), "a weight is not finite"),
@@ -181,13 +181,13 @@ def test_more_steps_extend_the_schedule_with_a_message(start):
         ("optimizer", 2e30, ""),
     ],
 )
-def test_values_that_spoil_tensors_are_detected_during_the_write(group, value, told, tmp_path):
+def test_values_that_spoil_tensors_are_detected_during_the_write(group, value, message, tmp_path):
     groups = {"model": {"w": torch.zeros(4)}, "optimizer": {"w/m": torch.zeros(4), "w/step": torch.tensor(3)}}
     groups[group]["x"] = torch.tensor([0.0, value])
     pieces = [SavedSlice.full(f"{group}/{name}", t) for group, found in groups.items() for name, t in found.items()]
-    with nullcontext() if not told else pytest.raises(UnfitError, match=re.escape(told)):
+    with nullcontext() if not message else pytest.raises(UnfitError, match=re.escape(message)):
         save_slices(tmp_path, 1, pieces, {}, RankGroup(), look=keeping.refuse_unfit)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *([] if told else ["step_00000001"])]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *([] if message else ["step_00000001"])]
 
 
 def test_damaged_checkpoint_is_set_aside_when_skipped(start):

@@ -222,9 +222,9 @@ def trained_decoder(plan: str, reads_late: bool, **options) -> tuple[list[str], 
         with patch.object(step._loss, "loss_fn", infinite) if spoiled else contextlib.nullcontext():
             found.append(step(batch))
     assert any(isinstance(one, LateMetrics) for one in found) == reads_late
-    said = [str(one)[str(one).index("(") :] for one in found]
+    message = [str(one)[str(one).index("(") :] for one in found]
     engine = data_parallel(model)
-    return said, {**dict(engine.weights()), **engine.coders.states(), **dict(model.named_buffers())}
+    return message, {**dict(engine.weights()), **engine.coders.states(), **dict(model.named_buffers())}
 
 
 def infinite(output, batch):

@@ -118,7 +118,7 @@ def test_planner_uses_the_tasks_name_for_samples(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("def build(self): raise ValueError('odd')", "build raised ValueError at own.py:3 (odd). Correct it;"),
         ("def build(self): return __import__('torch').nn.Linear(-1)", "build raised TypeError at own.py:3 ("),
@@ -126,14 +126,14 @@ def test_planner_uses_the_tasks_name_for_samples(tmp_path, capsys):
         ("def samples(self, split): return [0]", "it has 1 training samples, and tracing takes 2. Add some."),
     ],
 )  # fmt: skip
-def test_task_error_during_planning_is_one_message(tmp_path, capsys, body, told):
+def test_task_error_during_planning_is_one_message(tmp_path, capsys, body, message):
     code = tmp_path / "own.py"
     code.write_text(f"from tests.train.image_task import ImageTask\nclass Own(ImageTask):\n    {body}\n")
     file = tmp_path / "own.toml"
     file.write_text(f'task = "{code}:Own"\n')
     assert run(["plan", str(file), "2xh100"]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(f"error: task.name={code}:Own: {told}")
+    assert shown.startswith(f"error: task.name={code}:Own: {message}")
     assert "Traceback" not in shown
 
 
@@ -147,7 +147,7 @@ def test_two_ranks_train_like_one_process(tmp_path, ranks2, plan):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (["task.options.sise=8"], r"task\.options\.sise: .*has no such option\. Did you mean 'side'\?"),
         (["task.options.side=big"], r"task\.options\.side=big: .* takes a undisturbed number"),
@@ -165,8 +165,8 @@ def test_two_ranks_train_like_one_process(tmp_path, ranks2, plan):
         (["model.dim=64", "sample.prompt=a"], r"model\.dim: only the text decoder reads it, .*\n.*sample\.prompt: "),
     ],
 )
-def test_invalid_task_settings_are_rejected(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_task_settings_are_rejected(settings, message):
+    with pytest.raises(ConfigError, match=message):
         find_task(load_config(None, [*IMAGES, *settings]).config)
 
 

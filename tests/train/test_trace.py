@@ -113,7 +113,7 @@ def test_other_plans_name_the_same_cause(ranks2, plan):
     assert (event["cause"], event["module"], event["rank"]) == ("weights", "blocks.1.mlp.down", 1)
 
 
-# --- what the ranks found, as an event ---
+# --- events from the findings of ranks ---
 
 SAMPLES = TracedSamples(0, 1, [3], math.nan, [2.0, 2.1, 9.0], False)
 
@@ -166,7 +166,7 @@ def test_nonfinite_evaluation_is_reported_at_the_end():
     assert evaluation_text({"step": 14, "loss": "nan"}, []) == "step 14: loss nan"
 
 
-# --- a run, and what is shown of it ---
+# --- a run and its report ---
 
 TASK = """
 import torch
@@ -202,18 +202,18 @@ def test_explain_shows_traces_and_invalid_requests(tmp_path, spoilt_run, capsys)
     step = bad[0]
     assert f"weft runs explain {folder.path} --step {step} shows the samples." in shown
     assert run(["runs", "explain", str(folder.path), "--step", str(step)]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"step {step}: all modules have finite outputs, but the loss")
-    assert f"--- sample {traces[0]['samples'][0]}\n" in told
-    assert "ZOOM" in told.replace("[[", "").replace("]]", "")
-    assert "tokens trained" in told
+    message = capsys.readouterr().out
+    assert message.startswith(f"step {step}: all modules have finite outputs, but the loss")
+    assert f"--- sample {traces[0]['samples'][0]}\n" in message
+    assert "ZOOM" in message.replace("[[", "").replace("]]", "")
+    assert "tokens trained" in message
     assert run(["runs", "explain", str(folder.path)]) == 0
     assert capsys.readouterr().out.startswith(f"step {bad[-1]}: ")
 
     sound = next(number for number in range(1, 14) if number not in bad)
     assert run(["runs", "explain", str(folder.path), "--step", str(sound)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {folder.path}, --step {sound}: this step has no trace. Use ")
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {folder.path}, --step {sound}: this step has no trace. Use ")
     assert run(["runs", "explain", str(tmp_path / "none")]) == 2
     assert "it has no config.toml, so it is not a run folder of Weft." in capsys.readouterr().err
 
@@ -227,9 +227,9 @@ def test_explain_shows_traces_and_invalid_requests(tmp_path, spoilt_run, capsys)
     )
     shutil.rmtree(tmp_path / "cache")
     assert run(["runs", "explain", str(folder.path), "--step", str(step)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
     folder.events.write_text("\n".join(json.dumps({"event": "step", "step": one}) for one in (1, 2)) + "\n")
     assert run(["runs", "explain", str(folder.path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {folder.path}: none of its steps went wrong")

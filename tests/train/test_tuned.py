@@ -60,7 +60,7 @@ def refused(kind: type[WeftError], config) -> str:
     return str(caught.value)
 
 
-# --- whole runs ---
+# --- full runs ---
 
 
 def finished(config):
@@ -85,9 +85,9 @@ def test_classifier_is_trained_reported_and_exported(config, tmp_path, capsys):
     shutil.rmtree(tmp_path / "cache")  # an export needs no data
     assert weft_run(["export", str(folder.path), str(out)]) == 0
     capsys.readouterr()
-    said = json.loads((out / "config.json").read_text())
-    assert said["id2label"] == {"0": "bad", "1": "good"}
-    assert said["architectures"] == ["BertForSequenceClassification"]
+    error_of = json.loads((out / "config.json").read_text())
+    assert error_of["id2label"] == {"0": "bad", "1": "good"}
+    assert error_of["architectures"] == ["BertForSequenceClassification"]
     assert "train: " in (out / "README.md").read_text()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
     right, losses = 0, 0.0
@@ -112,9 +112,9 @@ def test_every_export_loads_with_the_weights_of_the_run(case, config, root, tmp_
     task = find_task(folder.config())
     task.open(folder)
     kind = getattr(transformers, f"AutoModelFor{task.head}" if task.head else "AutoModel")
-    model, told = kind.from_pretrained(out, output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    model, message = kind.from_pretrained(out, output_loading_info=True)
+    assert not message["missing_keys"]
+    assert not message["unexpected_keys"]
     last = [event for event in read_events(folder.events) if event["event"] == "eval"][-1]
     total = count = 0.0
     with torch.no_grad():
@@ -264,10 +264,10 @@ def test_targets_are_shifted_and_padding_is_not_counted(config):
 )
 @settings(max_examples=60, deadline=None)
 def test_scores_are_additive_over_parts(pairs, cut):
-    said, true = (torch.tensor(each) for each in zip(*pairs, strict=True))
+    error_of, true = (torch.tensor(each) for each in zip(*pairs, strict=True))
     sums = dict.fromkeys(classification.class_sum_names(4), 0.0)
     for part in (slice(None, cut), slice(cut, None)):
-        for name, value in classification.class_sums(said[part], true[part], 4).items():
+        for name, value in classification.class_sums(error_of[part], true[part], 4).items():
             sums[name] += float(value)
     counted = [(one, other) for one, other in pairs if other >= 0]
     if not counted:
@@ -300,7 +300,7 @@ def test_labels_are_sorted_numerically_or_alphabetically():
     assert perplexity({"loss": 0.0, "count": 0.0}) is None
 
 
-# --- what goes wrong ---
+# --- errors ---
 
 
 def table(tmp_path: Path, *rows: dict) -> str:
@@ -313,42 +313,42 @@ GOOD, BAD = {"text": "good film", "label": "good"}, {"text": "bad film", "label"
 
 
 def test_each_data_error_is_one_message_with_its_record(config, tmp_path):
-    def said(case, *rows, more=()):
+    def error_of(case, *rows, more=()):
         return refused(WeftError, config(case, table(tmp_path, *rows), "data.eval=[]", *more))
 
     file = tmp_path / "own.jsonl"
-    assert said("classify", GOOD, {"text": "a", "lable": "b"}) == (
+    assert error_of("classify", GOOD, {"text": "a", "lable": "b"}) == (
         f"{file}, record 2: it has no column 'label'; it has 'lable', 'text'. Did you mean 'lable'? Give the column's "
         "name with task.options.label=NAME."
     )
-    assert said("classify", GOOD, BAD, {"text": "  ", "label": "bad"}) == (
+    assert error_of("classify", GOOD, BAD, {"text": "  ", "label": "bad"}) == (
         f"{file}, record 3: column 'text' is empty. Leave the record out, or add a text."
     )
-    assert said("classify", GOOD, BAD, {"text": 3, "label": "bad"}) == (
+    assert error_of("classify", GOOD, BAD, {"text": 3, "label": "bad"}) == (
         f"{file}, record 3: column 'text' holds 3, and a text is needed."
     )
-    assert said("classify", GOOD, BAD, more=["task.options.labels=good,fine"]) == (
+    assert error_of("classify", GOOD, BAD, more=["task.options.labels=good,fine"]) == (
         f"{file}, record 2: label 'bad' is not one of the known labels (good, fine). Correct it, or name all labels "
         "with task.options.labels=FIRST,SECOND."
     )
-    assert said("classify", GOOD, {**BAD, "label": 0.37}) == (
+    assert error_of("classify", GOOD, {**BAD, "label": 0.37}) == (
         f"{file}, record 2: column 'label' holds the number 0.37, and a class is a name or a whole number. To train "
         "on numbers, use task.name=classify_text with task.options.regression=true."
     )
-    assert said("classify", GOOD, GOOD) == (
+    assert error_of("classify", GOOD, GOOD) == (
         "task.options.labels=: there are 1 classes (good), and a classifier needs 2 to 10000 that differ. Name all "
         "of them."
     )
-    assert said("classify", GOOD, BAD, more=["task.options.regression=true"]) == (
+    assert error_of("classify", GOOD, BAD, more=["task.options.regression=true"]) == (
         f"{file}, record 1: column 'label' holds 'good', and a number is needed. Leave the record out."
     )
-    assert said("tokens", {"tokens": ["a", "b"], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
+    assert error_of("tokens", {"tokens": ["a", "b"], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
         f"{file}, record 1: it has 2 words in 'tokens' and 1 labels in 'tags'. Give each word a label."
     )
-    assert said("tokens", {"tokens": [], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
+    assert error_of("tokens", {"tokens": [], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
         f"{file}, record 1: column 'tokens' has no list of words or labels, or an empty one. Leave the record out."
     )
-    assert said("classify", GOOD, BAD, more=["data.train.0.weight=2"]).startswith(
+    assert error_of("classify", GOOD, BAD, more=["data.train.0.weight=2"]).startswith(
         "data.train.0.weight=2.0: this task reads columns that task.options name, of all records once an epoch. Leave"
     )
 
@@ -368,8 +368,8 @@ def test_class_names_in_parquet_metadata_are_used(config, tmp_path):
 def test_label_only_in_evaluation_data_is_rejected(config, tmp_path):
     own = tmp_path / "eval.jsonl"
     own.write_text(json.dumps({"text": "a", "label": "unheard"}) + "\n")
-    said = refused(DataError, config("classify", f"data.eval={own}"))
-    assert said.startswith(f"{own}, record 1: label 'unheard' is not one of the known labels (bad, good). ")
+    error_of = refused(DataError, config("classify", f"data.eval={own}"))
+    assert error_of.startswith(f"{own}, record 1: label 'unheard' is not one of the known labels (bad, good). ")
 
 
 def test_unsupported_folders_and_plans_are_rejected(config, root, tmp_path):
@@ -402,14 +402,14 @@ def test_unsupported_folders_and_plans_are_rejected(config, root, tmp_path):
     small = tmp_path / "small"
     save_model(small, "bert")
     assert save_tokenizer(small, "bert") > 0
-    said = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps({**said, "num_hidden_layers": 3}))
+    error_of = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**error_of, "num_hidden_layers": 3}))
     assert "the files lack 'bert.encoder.layer.2" in refused(WeftError, config("classify", f"model.path={small}"))
 
 
 def test_run_does_not_resume_with_other_rows(config, tmp_path):
     rows = [GOOD, BAD] * 8
     prepare_run(config("classify", table(tmp_path, *rows)), world_size=1)
-    said = refused(DataError, config("classify", table(tmp_path, *rows[:-1])))
-    assert said.startswith("data: the rows are not those that the run in ")
-    assert "run.name=classify-2 for a new run" in said
+    error_of = refused(DataError, config("classify", table(tmp_path, *rows[:-1])))
+    assert error_of.startswith("data: the rows are not those that the run in ")
+    assert "run.name=classify-2 for a new run" in error_of

@@ -172,21 +172,21 @@ def measured(task, model) -> tuple[float, int, dict[str, float]]:
         rank = (products > products.diagonal()[:, None]).sum(1)
         scores = {f"recall_at_{most}": (rank < most).double().mean().item() for most in (1, 10)}
         return sum(losses).item() / len(queries), len(queries), scores
-    said, true = torch.cat(outputs), torch.cat(rows)
+    message, true = torch.cat(outputs), torch.cat(rows)
     mean = sum(losses).item() / len(true)
     if true.is_floating_point():
-        scores = {"pearson": torch.corrcoef(torch.stack([said, true.double()]))[0, 1].item()}
+        scores = {"pearson": torch.corrcoef(torch.stack([message, true.double()]))[0, 1].item()}
     elif "perplexity" in {metric.name for metric in task.metrics}:
         scores = {
             "perplexity": math.exp(mean),
-            "token_accuracy": (said == true).double().mean().item(),
+            "token_accuracy": (message == true).double().mean().item(),
         }
     else:
         each = []
-        for one in torch.cat([said, true]).unique():
-            hit = ((said == one) & (true == one)).sum().item()
-            each.append(2 * hit / ((said == one).sum().item() + (true == one).sum().item()))
-        scores = {"accuracy": (said == true).double().mean().item(), "macro_f1": sum(each) / len(each)}
+        for one in torch.cat([message, true]).unique():
+            hit = ((message == one) & (true == one)).sum().item()
+            each.append(2 * hit / ((message == one).sum().item() + (true == one).sum().item()))
+        scores = {"accuracy": (message == true).double().mean().item(), "macro_f1": sum(each) / len(each)}
     return mean, len(true), scores
 
 

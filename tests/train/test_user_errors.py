@@ -54,9 +54,9 @@ def test_error_prints_its_message_and_sets_the_exit_code(capsys):
     with pytest.raises(SystemExit) as ended:
         sys.excepthook(*raised(DataError("data.train=x: no such file. Name one.")))
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("weft: error: data.train=x: no such file. Name one.\n  (DataError at ")
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert message.startswith("weft: error: data.train=x: no such file. Name one.\n  (DataError at ")
+    assert "Traceback" not in message
 
 
 @pytest.mark.usefixtures("plain_hook")

@@ -77,7 +77,7 @@ class SpoiltTask(Task):
     loss.takes_head_loss = True
 
 
-def place_of_bad(task: Task) -> int:
+def position_of_bad(task: Task) -> int:
     """Return the position of the bad sample in the training order of the first epoch."""
     samples: Any = task.samples("train")
     found = (sample_in_order(samples, task.config.seed, place)[0] for place in range(NUM))
@@ -106,7 +106,7 @@ def traced(
     task = SpoiltTask(how, SPEC if "ep=" not in plan else EXPERTS)
     task.config = RunConfig.model_validate({"train": {"global_batch": BATCH}, "optimizer": {"name": "adamw"}})
     mesh = build_mesh(Plan.parse(plan))
-    place = place_of_bad(task)
+    place = position_of_bad(task)
     number = place // BATCH if how else 0
     batches = task.batches(Share(BATCH, mesh.plan.microbatches_per_step, mesh.data.rank, mesh.data.size))
     model = task.initial_model(mesh.plan)

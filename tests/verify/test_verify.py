@@ -296,19 +296,19 @@ def test_reducing_a_function_model_is_rejected():
 )
 def test_invalid_input_is_one_message_and_exit_code_2(args, text, capsys):
     assert run(["verify", "--model", "tiny", *args]) == 2
-    told = capsys.readouterr().err
-    assert text in told
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    assert text in message
+    assert "Traceback" not in message
 
 
 def test_exit_codes_and_json_of_one_plan(shared_ranks, capsys):
     words = ["--plan", "dp_shard=2 zero=2", "--steps", "1", "--json"]
     assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["plan"] == "dp_shard=2 zero=2"
-    assert told["passed"] is True
-    assert told["max_rel_diff"] < 1e-10
-    assert len(told["loss"]) == len(told["reference_loss"]) == 1
+    message = json.loads(capsys.readouterr().out)
+    assert message["plan"] == "dp_shard=2 zero=2"
+    assert message["passed"] is True
+    assert message["max_rel_diff"] < 1e-10
+    assert len(message["loss"]) == len(message["reference_loss"]) == 1
     assert run(["verify", "--model", f"{HERE}:mixes", *words]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
@@ -316,22 +316,22 @@ def test_exit_codes_and_json_of_one_plan(shared_ranks, capsys):
 def test_all_plans_share_one_start_of_the_ranks(shared_ranks, capsys):
     words = ["--all", "2", "--sample", "4", "--steps", "1", "--json"]
     assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["verified"], told["passed"]) == (told["num_passed"] + told["num_refused"], True)
+    message = json.loads(capsys.readouterr().out)
+    assert (message["verified"], message["passed"]) == (message["num_passed"] + message["num_refused"], True)
     # Two linear layers have no heads: the model rejects plans that need them, and others are sampled.
-    assert 4 <= told["num_passed"] <= 12
-    assert told["num_refused"] <= 8
-    assert told["legal"] > 50
-    assert len({plan["plan"] for plan in told["plans"]}) == told["verified"]
+    assert 4 <= message["num_passed"] <= 12
+    assert message["num_refused"] <= 8
+    assert message["legal"] > 50
+    assert len({plan["plan"] for plan in message["plans"]}) == message["verified"]
 
 
 def test_inconclusive_run_is_reported(shared_ranks, capsys, monkeypatch):
     """The model rejects all plans."""
     monkeypatch.setattr(Verifier, "verify", lambda self, plan: Verdict(plan.format(), "float64", refused="no place"))
     assert run(["verify", "--model", f"{HERE}:net", "--all", "2", "--steps", "1"]) == 3
-    told = capsys.readouterr().out
-    assert told.splitlines()[-1] == "nothing was verified: the model refused every plan that was tried"
-    assert "refused  tp: no place" in told
+    message = capsys.readouterr().out
+    assert message.splitlines()[-1] == "nothing was verified: the model refused every plan that was tried"
+    assert "refused  tp: no place" in message
 
 
 def test_command_starts_its_own_ranks():

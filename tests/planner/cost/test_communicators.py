@@ -1,6 +1,6 @@
-"""Communicators of a rank: lanes as schedules ask for them, sets of ranks that axes share, other software as it was.
+"""Communicators of a rank: lanes that schedules require, rank sets that axes share, and those of other software.
 
-tests/tools/gpu_sim compares the counts with what ranks on the simulated GPU make and use.
+tests/tools/gpu_sim compares the counts with what ranks on the simulated GPU create and use.
 """
 
 from __future__ import annotations

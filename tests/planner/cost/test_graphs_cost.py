@@ -58,7 +58,7 @@ def test_graphs_over_ranks_expose_all_communication(text):
     eager, recorded = estimates(f"{text} precision=bf16", f"{text} precision=bf16 graphs=on")
     assert recorded.terms["contention"][0] == 0.0 < eager.terms["contention"][0]
     bus = ClusterSpec.parse("8xh100").device.scale_up_bytes_per_s
-    # Gradients of blocks are sent in bf16 within a node, those of embedding and head in fp32; then weights in bf16.
+    # Gradients of blocks are sent in bf16 within a node, embedding and head gradients in fp32; then weights in bf16.
     ends = 2 * SPEC.vocab_size * SPEC.dim
     to_ranks = 4 * SHAPE.num_params if text == "dp_replicate=8" else 2 * (SHAPE.num_params - ends) + 4 * ends
     bytes_sent = (to_ranks + (4 if text == "dp_replicate=8" else 2) * SHAPE.num_params) * 7 / 8
@@ -100,7 +100,7 @@ def test_passes_in_memory_under_graphs(text, times):
 
 def test_eager_and_recorded_passes_coexist_if_warm_up_is_complete():
     for count in range(1, 12):
-        # In step WARM_UPS + 1 the last pass is recorded. Passes between were seen often enough before.
+        # In step WARM_UPS + 1 the last pass is recorded. Earlier steps warmed up the passes between.
         beside = (count - 2) * WARM_UPS >= WARM_UPS + 1
         assert passes_in_flight(Columns.make(1, num_micro=count, graphs=True))[0] == (2 if beside else 1)
 

@@ -134,13 +134,13 @@ def test_gpt_saves_34_bytes_and_its_scores():
     gpt = Shape.of_decoder(decoder_spec("gpt3-175b"))
     task = Job(shape=gpt, seq_len=2048, global_batch=8, stack=replace(FUSED, attention="unfused"))
 
-    def kept(policy: str) -> float:
+    def saved_bytes(policy: str) -> float:
         columns = Columns.make(1, recompute=RECOMPUTES.index(policy))
         return float(layer_bytes(task, columns).kept[0]) / (2048 * gpt.hidden)
 
-    assert kept("none") == pytest.approx(34 + 5 * 96 * 2048 / 12_288)
-    assert kept("attention") == pytest.approx(34)
-    assert kept("full") == pytest.approx(2)
+    assert saved_bytes("none") == pytest.approx(34 + 5 * 96 * 2048 / 12_288)
+    assert saved_bytes("attention") == pytest.approx(34)
+    assert saved_bytes("full") == pytest.approx(2)
 
 
 def test_loss_is_chunked_as_in_the_runtime():

@@ -46,10 +46,10 @@ COMPUTE: tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], Callable[...,
 def profile(
     counts: tuple[int, ...] = (1, 2, 4), learned: tuple[Lesson, ...] = (), waiting: float | None = None
 ) -> Profile:
-    """Compute slows down where ranks are more than cores; collectives take as long in any crowd.
+    """Compute slows down with more ranks than cores; collectives do not depend on contention.
 
-    waiting: seconds that ranks wait for each other after a second of compute, less after less as its root; None where
-    nobody measured it.
+    waiting: seconds that ranks wait for each other after a second of compute. It scales with the root of the compute
+    time. None: not measured.
     """
     samples = [
         Measurement(op=op, size=size, seconds=max(1.0, ranks / CORES) * (CALL + work(*size)), ranks=ranks)

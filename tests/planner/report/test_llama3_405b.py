@@ -34,11 +34,11 @@ def test_time_band_contains_the_measurement(causal: bool) -> None:
 
 
 def test_plan_fits_and_activations_match_a_hand_count() -> None:
-    """All 16 passes wait on the first ranks, of 8 layers each, before the first chunk of layers makes gradients.
+    """The first ranks keep all 16 passes of 8 layers before their first chunk of layers computes gradients.
 
-    What a compiled layer keeps of a token under sp and tp=8, in bytes: what comes into the two norms (4 h / 8); q, k,
-    v, the output of attention and its log-sum-exp; gate and up. What norms give, and the product of gate and up, are
-    made again (tests/parallel/test_saved_bytes.py compares this count with real blocks).
+    Bytes that a compiled layer saves per token with sp and tp=8: inputs of the two norms (4 h / 8); q, k, v, the
+    attention output and its log-sum-exp; gate and up. Outputs of norms, and the product of gate and up, are recomputed
+    (tests/parallel/test_saved_bytes.py compares this count with real blocks).
     """
     one = judged()
     h, ffn, kv, heads, tp = 16_384, 53_248, 1024, 128, 8

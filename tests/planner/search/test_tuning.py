@@ -81,7 +81,7 @@ def test_larger_rank_trains_more_parameters(folder):
 
 
 @pytest.mark.parametrize(
-    "tune, said",
+    "tune, message",
     [
         ("lroa", "it is full, lora, lora=RANK, qlora, qlora=RANK or all. Did you mean 'lora'? Use --tune lora."),
         ("full=3", "it is full, lora, lora=RANK, qlora, qlora=RANK or all. Did you mean 'full'? Use --tune lora."),
@@ -89,9 +89,9 @@ def test_larger_rank_trains_more_parameters(folder):
         ("qlora=x", "an adapter's rank is a whole number from 1 to 65536. Use --tune lora=64."),
     ],
 )
-def test_invalid_tune_value_is_rejected(folder, capsys, tune, said):
+def test_invalid_tune_value_is_rejected(folder, capsys, tune, message):
     assert run(["plan", folder, "1xh100", "--tune", tune]) == 2
-    assert capsys.readouterr().err == f"error: tune={tune}: {said}\n"
+    assert capsys.readouterr().err == f"error: tune={tune}: {message}\n"
 
 
 def test_table_of_fitting_methods(folder, capsys):

@@ -27,7 +27,7 @@ def table_of(some: list[Plan]) -> PartialPlans:
     return PartialPlans(codes, levels)
 
 
-def alone(rule: Rule, plan: Plan, facts: Facts) -> bool:
+def is_broken(rule: Rule, plan: Plan, facts: Facts) -> bool:
     try:
         return rule.predicate(plan, facts)
     except UnknownFact:
@@ -47,7 +47,7 @@ def test_every_rule_on_a_table_matches_each_plan(some, facts):
     table = table_of(some)
     for rule in RULES:
         found = verdicts(rule, table, RuleReader(facts))
-        assert [code == BROKEN for code in found] == [alone(rule, plan, facts) for plan in some], rule.name
+        assert [code == BROKEN for code in found] == [is_broken(rule, plan, facts) for plan in some], rule.name
         assert OPEN not in found
 
 
@@ -64,7 +64,7 @@ def test_every_rule_on_crossed_tables_matches_each_pair(some, others):
         for row, one in enumerate(some):
             for column, other in enumerate(others):
                 plan = one.replace(**{name: getattr(other, name) for name in rest})
-                assert found[row, column] == alone(rule, plan, FACTS), rule.name
+                assert found[row, column] == is_broken(rule, plan, FACTS), rule.name
 
 
 def test_rule_stays_open_until_all_its_fields_are_set():

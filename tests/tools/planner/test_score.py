@@ -235,5 +235,5 @@ def test_missing_file_is_one_message(capsys):
 
 def test_weft_plan_names_the_program(capsys):
     assert run(["plan", "--score", str(SAMPLE)]) == 2
-    said = capsys.readouterr().err
-    assert "Run this in a checkout of Weft: python tools/planner/score.py FILES [--json]." in said
+    message = capsys.readouterr().err
+    assert "Run this in a checkout of Weft: python tools/planner/score.py FILES [--json]." in message
