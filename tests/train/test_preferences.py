@@ -124,7 +124,7 @@ def test_untrained_model_has_no_margin(pairs, tmp_path, objective):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["task.options.objective=dpp"], "task.options.objective=dpp: it is one of dpo, ipo, kto, orpo, simpo. Did you "
          "mean 'dpo'? Use objective=dpo."),

@@ -155,8 +155,8 @@ def error_rate(task: Any, model: Any) -> float:
         while len(ids) < 6 and ids[-1] != 3:
             logits = model(torch.from_numpy(made).double()[None], decoder_input_ids=torch.tensor([ids])).logits
             ids.append(int(logits[0, -1].argmax()))
-        message, true = (tokenizer.decode(each, skip_special_tokens=True).strip() for each in (ids, learnt.tolist()))
-        edits, letters = edits + distance(message, true), letters + len(true)
+        written, true = (tokenizer.decode(each, skip_special_tokens=True).strip() for each in (ids, learnt.tolist()))
+        edits, letters = edits + distance(written, true), letters + len(true)
     return edits / letters
 
 

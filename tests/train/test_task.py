@@ -150,7 +150,7 @@ def test_two_ranks_train_like_one_process(tmp_path, ranks2, plan):
     ("settings", "message"),
     [
         (["task.options.sise=8"], r"task\.options\.sise: .*has no such option\. Did you mean 'side'\?"),
-        (["task.options.side=big"], r"task\.options\.side=big: .* takes a undisturbed number"),
+        (["task.options.side=big"], r"task\.options\.side=big: .* takes a whole number"),
         (["task=tests.train.image_task:Nothing"], r"task\.name=.*Nothing: it cannot be imported"),
         (
             ["task=tests.train.image_task:TensorDataset"],

@@ -85,9 +85,9 @@ def test_classifier_is_trained_reported_and_exported(config, tmp_path, capsys):
     shutil.rmtree(tmp_path / "cache")  # an export needs no data
     assert weft_run(["export", str(folder.path), str(out)]) == 0
     capsys.readouterr()
-    error_of = json.loads((out / "config.json").read_text())
-    assert error_of["id2label"] == {"0": "bad", "1": "good"}
-    assert error_of["architectures"] == ["BertForSequenceClassification"]
+    saved_config = json.loads((out / "config.json").read_text())
+    assert saved_config["id2label"] == {"0": "bad", "1": "good"}
+    assert saved_config["architectures"] == ["BertForSequenceClassification"]
     assert "train: " in (out / "README.md").read_text()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
     right, losses = 0, 0.0
@@ -264,10 +264,10 @@ def test_targets_are_shifted_and_padding_is_not_counted(config):
 )
 @settings(max_examples=60, deadline=None)
 def test_scores_are_additive_over_parts(pairs, cut):
-    error_of, true = (torch.tensor(each) for each in zip(*pairs, strict=True))
+    predicted, true = (torch.tensor(each) for each in zip(*pairs, strict=True))
     sums = dict.fromkeys(classification.class_sum_names(4), 0.0)
     for part in (slice(None, cut), slice(cut, None)):
-        for name, value in classification.class_sums(error_of[part], true[part], 4).items():
+        for name, value in classification.class_sums(predicted[part], true[part], 4).items():
             sums[name] += float(value)
     counted = [(one, other) for one, other in pairs if other >= 0]
     if not counted:
@@ -368,8 +368,8 @@ def test_class_names_in_parquet_metadata_are_used(config, tmp_path):
 def test_label_only_in_evaluation_data_is_rejected(config, tmp_path):
     own = tmp_path / "eval.jsonl"
     own.write_text(json.dumps({"text": "a", "label": "unheard"}) + "\n")
-    error_of = refused(DataError, config("classify", f"data.eval={own}"))
-    assert error_of.startswith(f"{own}, record 1: label 'unheard' is not one of the known labels (bad, good). ")
+    message = refused(DataError, config("classify", f"data.eval={own}"))
+    assert message.startswith(f"{own}, record 1: label 'unheard' is not one of the known labels (bad, good). ")
 
 
 def test_unsupported_folders_and_plans_are_rejected(config, root, tmp_path):
@@ -402,14 +402,14 @@ def test_unsupported_folders_and_plans_are_rejected(config, root, tmp_path):
     small = tmp_path / "small"
     save_model(small, "bert")
     assert save_tokenizer(small, "bert") > 0
-    error_of = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps({**error_of, "num_hidden_layers": 3}))
+    original = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**original, "num_hidden_layers": 3}))
     assert "the files lack 'bert.encoder.layer.2" in refused(WeftError, config("classify", f"model.path={small}"))
 
 
 def test_run_does_not_resume_with_other_rows(config, tmp_path):
     rows = [GOOD, BAD] * 8
     prepare_run(config("classify", table(tmp_path, *rows)), world_size=1)
-    error_of = refused(DataError, config("classify", table(tmp_path, *rows[:-1])))
-    assert error_of.startswith("data: the rows are not those that the run in ")
-    assert "run.name=classify-2 for a new run" in error_of
+    message = refused(DataError, config("classify", table(tmp_path, *rows[:-1])))
+    assert message.startswith("data: the rows are not those that the run in ")
+    assert "run.name=classify-2 for a new run" in message
