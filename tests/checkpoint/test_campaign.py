@@ -79,7 +79,7 @@ def save_unsharded(root: Path, step: int) -> None:
     save_checkpoint(root, step, groups, STATE)
 
 
-@pytest.fixture(scope="module", params=["full_tensors", "sharded"])
+@pytest.fixture(scope="module", params=["unsharded", "sharded"])
 def undamaged(request, tmp_path_factory) -> Path:
     """Save steps 1 and 2, and next to their folder decoy files with the right names and other numbers."""
     place = tmp_path_factory.mktemp(request.param)

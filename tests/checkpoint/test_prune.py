@@ -71,7 +71,7 @@ def test_later_steps_are_checked_by_bytes_and_older_by_sizes(tmp_path):
     assert steps(tmp_path) == [3, 4, 9]
 
 
-def test_checkpoint_in_use_is_kept_until_released(tmp_path):
+def test_checkpoint_in_use_is_not_pruned_until_released(tmp_path):
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, step, {"model": {"w": torch.ones(3)}}, {})
     opened = load_checkpoint(tmp_path / "step_00000001")

@@ -79,7 +79,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("case", [*BOTH_REFUSE, *ONLY_WEFT_REFUSES, *FINE])
-def test_headers_follow_the_rules_of_the_package(tmp_path: Path, case: str) -> None:
+def test_headers_are_checked_by_the_rules_of_the_package(tmp_path: Path, case: str) -> None:
     header, size = {**BOTH_REFUSE, **ONLY_WEFT_REFUSES, **FINE}[case]
     file = write(tmp_path / "model.safetensors", header, size)
     assert is_refused(file) == (case not in FINE)

@@ -94,7 +94,7 @@ def test_one_process_without_split_reports_nothing():
     assert not any(found.values()), found
 
 
-def test_tensor_parallelism_alone_reports_nothing(ranks2):
+def test_pure_tensor_parallelism_reports_nothing(ranks2):
     names = ["centred", "contrastive", "mean and 1", "ordinary mlp", "ordinary dropout"]
     for answer in ranks2.run(messages_of_tp, names):
         assert not any(answer.values()), answer

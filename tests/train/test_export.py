@@ -297,7 +297,7 @@ def read_without_sandbox(kind: str, source: Path, work: Path, limit_s: float, re
 
 
 @pytest.mark.parametrize("is_here", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_pickles_become_safetensors_and_nothing_else_is_loaded(
+def test_pickles_are_converted_and_nothing_else_is_loaded(
     is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_here
 ):
     if is_here:

@@ -95,7 +95,7 @@ def test_steps_of_a_waiting_engine_are_reported_immediately():
     ]  # fmt: skip
 
 
-def test_evaluation_and_save_follow_the_report_of_their_step():
+def test_step_is_reported_before_its_evaluation_and_save():
     acts = trained("train.steps=6", "eval.every=2", "checkpoint.every=3", "checkpoint.keep_best=false")
     assert acts == [
         "launch 1", "launch 2", "see 1", "see 2", "evaluate", "launch 3", "see 3", "save 3", "launch 4", "see 4",

@@ -212,7 +212,7 @@ def test_custom_loop_is_warned_of_padding_microbatches():
         batch["x"]
 
 
-def test_rows_follow_their_samples_for_any_split():
+def test_rows_stay_with_their_samples_for_any_split():
     device = torch.device("cpu")
     whole = SampleNumbers(range(3), rows=((2, 0, 4),))
     rest = SampleNumbers(range(2, 3), rows=((4,),))

@@ -115,7 +115,7 @@ def test_tensor_parallel_is_rejected_with_one_message(root: Path, ranks2: Any) -
         ranks2.run(trained, "tp=2", root)
 
 
-def test_sample_has_equal_loss_alone_and_in_a_batch(root: Path) -> None:
+def test_sample_loss_does_not_depend_on_its_batch(root: Path) -> None:
     """Padding, blank media and the position of media rows change nothing; the reference runs one forward per sample."""
     task: Any = find_task(config(root))
     samples = [task.samples("train")[index] for index in range(6)]

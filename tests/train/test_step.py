@@ -153,7 +153,7 @@ class Noise(nn.Module):
 
 
 @pytest.mark.parametrize(("layer", "name"), [(Noise, "seeds"), (lambda: nn.Dropout(0.5), "dropout_key")])
-def test_random_numbers_depend_only_on_the_given_seeds(layer, name):
+def test_random_numbers_depend_only_on_the_step_seeds(layer, name):
     def loss(number):
         step = make_step("dp_replicate=1", nn.Sequential(mlp(), layer()))
         return step(batch_of(8, 0, torch.float32), **{name: [number] if name == "seeds" else number}).loss

@@ -67,7 +67,7 @@ def test_other_errors_keep_their_traceback(capsys):
 
 
 @pytest.mark.usefixtures("plain_hook")
-def test_excepthooks_of_others_are_kept(monkeypatch):
+def test_excepthooks_of_others_are_not_replaced(monkeypatch):
     def own(*args):
         pass
 

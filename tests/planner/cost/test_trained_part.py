@@ -49,7 +49,7 @@ def test_names_and_sizes_match_the_model(name: str) -> None:
     assert {name: size for _, name, size in parameters_of(SPECS[name])} == wanted
 
 
-def test_shares_of_common_ways_to_freeze() -> None:
+def test_shares_of_common_freezing_patterns() -> None:
     spec = SPECS["llama"]
     assert TrainedPart.of(spec, [OptimizerGroup(match="*", lr=1e-3)]) is None
     assert TrainedPart.of(spec, frozen("embed.*")) == TrainedPart(embedding=0.0)

@@ -80,7 +80,7 @@ def test_only_implemented_plans_are_listed_by_default():
     gate_runs(["precision=fp32", "zero=2", "zero=1 dp_shard=2", "recompute=full offload=optimizer"], 2, 3),
 )
 @pytest.mark.parametrize("built_only", [True, False])
-def test_fixed_fields_are_kept(fixed, built_only):
+def test_fixed_fields_are_unchanged(fixed, built_only):
     found = search("small", "4xa100", fixed=fixed, built_only=built_only, **SMALL)
     wanted = Plan.parse(fixed)
     names = [word.partition("=")[0] for word in fixed.split()]

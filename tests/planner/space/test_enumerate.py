@@ -124,7 +124,7 @@ def test_every_reason_has_an_example_that_breaks_the_rule(world):
         assert refused.message == violation.message
 
 
-def test_fixed_fields_are_kept():
+def test_fixed_fields_are_unchanged():
     _, _, columns, _ = enumerated(12, fixed="tp=2 zero=3 recompute=50% offload=optimizer:0.5 precision=fp32")
     assert set(columns.tp) == {2}
     assert set(columns.zero) == {3}
