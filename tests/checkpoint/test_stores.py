@@ -334,7 +334,7 @@ def test_writer_killed_during_upload_leaves_no_valid_checkpoint(s3, tmp_path):
         f"save_checkpoint(located('{root}'), 2, {{'model': {{'w': torch.zeros(30_000_000)}}}}, {{}}, look=look)"
     )
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    for _ in range(12):  # 48 MiB: the first part is on its way
+    for _ in range(12):  # 48 MiB: the first part is being uploaded
         child.stdout.readline()
     child.send_signal(signal.SIGKILL)
     child.wait()

@@ -42,7 +42,7 @@ def test_kernel_and_loop_agree(dtype):
     ends = torch.tensor(counts).cumsum(0).int()
     assert grouped_kernel(dtype, CPU, 16, 24) == "kernel"
     results = []
-    for shape in (slice(None), slice(0, 23)):  # 23 columns are not aligned, so they go the other way
+    for shape in (slice(None), slice(0, 23)):  # 23 columns are not aligned, so they use the loop
         leaves = [x.clone().requires_grad_(), w[:, shape].clone().requires_grad_()]
         out = grouped_linear(*leaves, ends)
         out.backward(torch.ones_like(out))

@@ -108,7 +108,7 @@ class ReplicaRun:
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < end, f"never came: {what}"
+            assert time.monotonic() < end, f"timed out waiting for: {what}"
             time.sleep(0.01)
 
     def waits(self, seconds: float) -> None:

@@ -66,7 +66,7 @@ def test_each_sample_is_in_one_microbatch_within_the_cost_bound(num_ranks, colum
         assert len({len(rank) for rank in ranks}) == 1
         for rank in ranks:
             empty = [not run for run in rank]
-            assert empty == sorted(empty), "an empty microbatch stands before one with samples"
+            assert empty == sorted(empty), "an empty microbatch precedes one with samples"
             for run in filter(None, rank):
                 own = lengths[indices]
                 besides = beside[indices][list(run)].sum()
@@ -85,7 +85,7 @@ def test_rank_costs_are_balanced_with_little_padding():
         useful = cost_of(own).sum()
         assert useful / sum(ranks) > 0.8
         padded = sum(cost_of(own[first : first + 16].max()) * 16 for first in range(0, 64, 16))
-        assert padded / sum(ranks) > 2, "fixed batches of 16 are hardly worse"
+        assert padded / sum(ranks) > 2, "fixed batches of 16 cost less than twice as much"
 
 
 def test_sample_larger_than_a_microbatch_is_rejected():
@@ -159,7 +159,7 @@ def check(root: Path, case: str, plans, pools, steps: int = 20, costs: tuple[str
                 assert_equal(result, wanted)
                 assert result[2] == results[0][2]
             if cost == "160":
-                assert len(set(results[0][2])) > 1 or ranks > 1, "steps have all as many microbatches"
+                assert len(set(results[0][2])) > 1 or ranks > 1, "all steps have the same number of microbatches"
 
 
 def test_losses_and_weights_match_fixed_batches(root, ranks2):

@@ -124,7 +124,7 @@ def test_run_resumes_and_recomputes_changed_features(tmp_path: Path) -> None:
     assert run_rank(prepare_run(at(2), 1)).reason == "finished"
     first = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert run_rank(prepare_run(at(4), 1)).reason == "finished"
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == first, "what was kept was computed again"
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == first, "cached features were recomputed"
     assert losses(at(4)) == pytest.approx(losses(at(4, keeps=False)), rel=1e-5)
 
     # Other images in the same file, an hour newer: none of the old features are read.

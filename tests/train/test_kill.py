@@ -76,7 +76,7 @@ def wait_for_step(folder: RunFolder, start: int, step: int, process: subprocess.
             if starts == start and event["event"] == "step" and event["step"] >= step:
                 return
         time.sleep(0.002)
-    pytest.fail(f"the run never came to step {step}: {process.communicate()[0]}")
+    pytest.fail(f"the run never reached step {step}: {process.communicate()[0]}")
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:

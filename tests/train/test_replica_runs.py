@@ -88,7 +88,7 @@ def test_killed_replica_rejoins_and_all_end_with_equal_weights(run):
     assert both.end() == [0, 0]
     first, second = both.folders
     assert steps_of(first) == list(range(1, 13))
-    assert steps_of(second) == [1, 2, 3, 4, 5, 10, 11, 12], "from step 3 it waited for the meeting after step 9"
+    assert steps_of(second) == [1, 2, 3, 4, 5, 10, 11, 12], "from step 3 it waited for the rendezvous after step 9"
     assert_same(saved_tensors(first), saved_tensors(second))
     assert evaluations(first)[12] == evaluations(second)[12]
     assert evaluations(first).keys() == {4, 8, 12}
@@ -108,7 +108,7 @@ def test_run_stopped_while_one_replica_waited_resumes_with_equal_bits(run):
     stopped.signal(1, signal.SIGTERM)
     assert stopped.end() == [0, 0]
     newest = [newest_checkpoint(folder.checkpoints) for folder in stopped.folders]
-    assert [one.step for one in newest] == [6, 5], "between meetings, each where it stood"
+    assert [one.step for one in newest] == [6, 5], "between rendezvous, each at its own step"
     assert load_checkpoint(newest[0].path).state["replica"]["owes_meeting"]
     stopped.release(1, 4)
     stopped.start(0, 1, at_once=False)
@@ -154,7 +154,7 @@ def test_replica_that_joins_after_the_end_takes_over_the_model(run):
     assert newest_checkpoint(second.checkpoints).step == 12
     both.start(0, 1, at_once=False)
     assert both.end() == [0, 0]
-    assert steps_of(first) == list(range(1, 13)), "all is done, and nothing is done again"
+    assert steps_of(first) == list(range(1, 13)), "all steps are done and none is repeated"
 
 
 @pytest.mark.full
@@ -170,7 +170,7 @@ def test_another_number_of_replicas_resumes_from_the_anchor(run, tmp_path):
     three.pause(2, 6)
     three.start(0, 1, 2, at_once=False)
     three.wait_at(2, 6)
-    assert not list((three.folders[2].path / "checkpoints").glob("step_*")), "it has read another one's"
+    assert not list((three.folders[2].path / "checkpoints").glob("step_*")), "it loaded another replica's checkpoint"
     three.release(2, 6)
     assert three.end() == [0, 0, 0]
     ends = [saved_tensors(folder) for folder in three.folders]

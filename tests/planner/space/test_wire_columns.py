@@ -28,7 +28,7 @@ def test_bytes_of_each_row_match_its_wire_format():
     assert wire_bytes(columns, numel, 4.0).tolist() == [4000.0, 2000.0, 1064.0, 1064.0]
     assert wire_bytes(columns, numel, 2.0).tolist() == [2000.0, 2000.0, 1064.0, 1064.0]
     assert copy_bytes(columns, 4.0).tolist() == [0.0, 2.0, 1.0625, 1.0625]
-    assert state_bytes(columns).tolist() == [0.0, 0.0, 8.0, 0.0], "one rank sends nothing, and keeps nothing"
+    assert state_bytes(columns).tolist() == [0.0, 0.0, 8.0, 0.0], "one rank sends nothing and stores nothing"
     assert wire_spec("block8").num_bytes(1000) == 1064
 
 
@@ -38,10 +38,10 @@ def test_compress_counts_only_on_the_outermost_data_axis():
     numel = np.array([1024.0] * 3)
     assert wire_bytes(columns, numel, 4.0, "shard").tolist() == [1032.0, 4096.0, 4096.0]
     assert wire_bytes(columns, numel, 4.0, "replicas").tolist() == [4096.0, 1032.0, 4096.0]
-    assert state_bytes(columns).tolist() == [0.0] * 3, "int8 keeps nothing"
+    assert state_bytes(columns).tolist() == [0.0] * 3, "int8 has no residual"
     kept_code = np.full(3, tuple(COMPRESSES).index("block8"), np.uint8)
     kept = state_bytes(columns.with_arrays(compress=kept_code))
-    assert kept.tolist() == [8.0, 2.0, 2.0], "of its own part alone, over replicas"
+    assert kept.tolist() == [8.0, 2.0, 2.0], "only of its own shard, over replicas"
 
 
 def test_gathered_weights_are_counted_under_zero3():
@@ -50,14 +50,14 @@ def test_gathered_weights_are_counted_under_zero3():
     float8 = columns.with_arrays(gather=np.full(2, GATHERS.index("fp8"), np.uint8))
     numel = np.array([8192.0] * 2)
     assert weight_bytes(float8, numel, 2.0).tolist() == [8192.0 + 2 * 2] * 2
-    assert weight_bytes(float8, numel, 2.0, in_layers=False).tolist() == [16384.0] * 2, "embedding and experts as ever"
+    assert weight_bytes(float8, numel, 2.0, in_layers=False).tolist() == [16384.0] * 2, "embedding, experts"
     plan = Columns.make(1, dp_shard=16, zero=3)
     coded = plan.with_arrays(gather=np.full(1, GATHERS.index("int8"), np.uint8))
     tables = Tables.of(ClusterSpec.parse("2x8xh100").device)
     one, two = (estimate(JOB, ClusterSpec.parse("2x8xh100"), each, tables) for each in (plan, coded))
     assert two.terms["dp_exposed"] < one.terms["dp_exposed"]
     assert two.step_s < one.step_s
-    assert one.memory["buffers"] < two.memory["buffers"] < 1.5 * one.memory["buffers"], "codes lie beside the weights"
+    assert one.memory["buffers"] < two.memory["buffers"] < 1.5 * one.memory["buffers"], "codes add to weights"
 
 
 def test_slow_link_between_replicas_is_priced():
