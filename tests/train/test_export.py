@@ -181,7 +181,7 @@ def test_invalid_exports_are_rejected_with_a_message(home, capsys, words, wanted
     assert not (home / "out").exists()
 
 
-def test_adapter_of_another_base_and_missing_base_are_rejected(home, tmp_path, capsys, prepares_here):
+def test_adapter_of_another_base_and_missing_base_are_rejected(home, tmp_path, capsys, prepares_locally):
     base, aside = home / "exported", tmp_path / "aside"
     run, out = str(home / "adapter"), str(tmp_path / "out")
     settings = [*TUNED, f"run.dir={home}", f"data.cache_dir={home / 'cache'}", f"data.train={home / 'chats.jsonl'}"]
@@ -220,7 +220,7 @@ def test_adapter_of_another_base_and_missing_base_are_rejected(home, tmp_path, c
         aside.rename(base)
 
 
-def test_inconsistent_folder_is_rejected_before_the_run(home, tmp_path, capsys, prepares_here):
+def test_inconsistent_folder_is_rejected_before_the_run(home, tmp_path, capsys, prepares_locally):
     settings = ["train", *TUNED, f"run.dir={tmp_path}", f"data.train={home / 'chats.jsonl'}"]
 
     def error_of(path: Path | str) -> str:
@@ -298,7 +298,7 @@ def read_without_sandbox(kind: str, source: Path, work: Path, limit_s: float, re
 
 @pytest.mark.parametrize("is_here", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_pickles_are_converted_and_nothing_else_is_loaded(
-    is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_here
+    is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_locally
 ):
     if is_here:
         monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read_without_sandbox)

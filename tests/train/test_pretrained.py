@@ -226,12 +226,12 @@ def test_invalid_folders_are_rejected_with_the_reason(folders, tmp_path):
         stored_weights(pickled)
 
 
-def test_model_settings_that_the_folder_defines_are_rejected(folders, capsys, prepares_here):
+def test_model_settings_that_the_folder_defines_are_rejected(folders, capsys, prepares_locally):
     assert weft_run(["train", f"model.path={folders['llama']}", "model.dim=64", "tokenizer.kind=bytes"]) == 2
     assert "the folder sets model.dim, tokenizer.kind. Leave them out" in capsys.readouterr().err
 
 
-def test_models_that_mix_packed_documents_are_rejected_before_training(tmp_path, capsys, prepares_here):
+def test_models_that_mix_packed_documents_are_rejected_before_training(tmp_path, capsys, prepares_locally):
     folder, words = tmp_path / "mamba", ["data.holdout=0", "launch.ranks=1", "train.steps=1", f"run.dir={tmp_path}"]
     config = transformers.MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2, state_size=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -151,7 +151,7 @@ def causes_of(probed: Probed, batch: Any) -> list[str]:
 
 
 def _first_runs(probed: Probed, small: list[Small], state: ForwardState) -> list[Ran] | None:
-    """Run the samples together and in halves; with gradients if the model cannot run without. All ranks must call it."""
+    """Run the samples together and in halves, with gradients if the model needs them. All ranks must call it."""
     runs = run_each(probed, small, state, (1, 2, 3))
     if runs is None:
         probed.has_gradients = True

@@ -334,7 +334,7 @@ def check_speech_model(network: HeadedModel, target_len: int) -> None:
 
 
 def speech_costs(model: Any) -> tuple[TokenCosts, float]:
-    """Return the costs of text tokens, and the cost of the encoder for an audio clip, which is padded to full length."""
+    """Return the costs of text tokens, and the encoder's cost of an audio clip, padded to full length."""
     config, encoder = model.config, model.get_encoder()
     heard = int(config.max_source_positions)
     text = TokenCosts.of(model, config.decoder_layers, config.d_model)
