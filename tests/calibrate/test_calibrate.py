@@ -1,4 +1,4 @@
-"""`weft calibrate` for real, in a few seconds, and what `weft plan` then says of this machine."""
+"""`weft calibrate` on this machine, in a few seconds, and the resulting estimate of `weft plan`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.planner.search.question import Question
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of this machine, made by the command."""
+    """Measure a profile of this machine with the command."""
     file = tmp_path_factory.mktemp("profile") / "here.json"
     assert (
         run(
@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_everything_is_measured(path: Path) -> None:
+def test_all_operations_are_measured(path: Path) -> None:
     found = load_profile(path)
     assert found.machine == this_host()
     assert found.ranks == (1, 2)
@@ -44,7 +44,7 @@ def test_everything_is_measured(path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_planner_uses_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_uses_the_profile(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "tiny", "2xhere", "--profile", str(path), "--seq-len", "128", "--global-batch", "8", "--top", "1"]
     assert run(words) == 0
     text = capsys.readouterr().out
@@ -55,31 +55,31 @@ def test_the_planner_uses_it(path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert asked.cluster.device.memory_bytes == this_host().memory_bytes // asked.cluster.num_devices
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
-    for words, told in (
+def test_unmeasurable_requests_are_rejected() -> None:
+    for words, message in (
         ({"budget_s": 0.1}, "from 1 s to 10 min"),
         ({"ranks": (3,)}, "powers of two"),
         ({"dtypes": ("fp7",)}, "dtypes=fp7: not one of fp32, bf16"),
         ({"ranks": (1 << 12,)}, "powers of two"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             calibrate(device="cpu", **words)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--budget", "soon"], "budget=soon: a time is needed"),
         (["--ranks", "two"], "ranks=two: numbers with commas"),
         (["--device", "tpu"], "device=tpu: not one of auto, cpu, cuda"),
     ],
 )
-def test_mistakes_are_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_reported(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["calibrate", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_here_without_a_profile_names_the_command(
+def test_error_for_missing_profile_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
@@ -87,7 +87,7 @@ def test_here_without_a_profile_names_the_command(
     assert "Measure it first: weft calibrate" in capsys.readouterr().err
 
 
-def test_of_what_is_measured_again_the_median_counts() -> None:
+def test_repeated_measurements_use_the_median() -> None:
     one, two, three = (Measurement(op="add", size=(1, 2), seconds=seconds) for seconds in (3.0, 2.0, 9.0))
     other = Measurement(op="add", size=(4, 4), seconds=9.0)
     assert [each.seconds for each in typical([one, other, two, three])] == [3.0, 9.0]

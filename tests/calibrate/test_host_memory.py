@@ -1,4 +1,4 @@
-"""Peak bytes that the planner expects of a host's rank, beside live tensors of a real step in one process."""
+"""Peak memory of a host's rank in the planner, compared with live tensors of a real step in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEQ_LEN, ROWS = 128, 4
 
 
 PIPED = DecoderSpec(vocab_size=64, dim=128, num_layers=8, num_heads=4, num_kv_heads=4, ffn_dim=512, max_seq_len=16)
-#: Gradients and activations are never there whole at once where a schedule runs most forwards first.
+#: Gradients and activations never have their full size at the same time if a schedule runs most forwards first.
 PIPELINES = (
     "pp=2 dp_shard=2 zero=1 schedule=interleaved microbatches=2 virtual_stages=4",
     "pp=2 dp_shard=2 zero=2 schedule=interleaved microbatches=8 virtual_stages=4",
@@ -33,7 +33,7 @@ PIPELINES = (
 
 
 @pytest.mark.parametrize("text", ["", "accumulation=2", "recompute=full", "recompute=selective"])
-def test_peak_bytes_are_those_of_live_tensors(text: str) -> None:
+def test_peak_memory_matches_live_tensors(text: str) -> None:
     plan = Plan.parse(text)
     mesh, model = build_mesh(plan), build_decoder(SPEC)
     parallelize(model, mesh)
@@ -41,28 +41,28 @@ def test_peak_bytes_are_those_of_live_tensors(text: str) -> None:
     step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
     ids = torch.randint(SPEC.vocab_size, (ROWS, SEQ_LEN))
     batch = {"input_ids": ids, "labels": ids.clone(), "positions": torch.arange(SEQ_LEN).repeat(ROWS, 1)}
-    step(batch)  # optimizer states are made in the first
+    step(batch)  # the first step creates optimizer states
     job = Job(shape=Shape.of_decoder(SPEC), seq_len=SEQ_LEN, global_batch=ROWS)
     expected = sum(float(values[0]) for values in host_memory(job, Columns.of([plan], job)).values())
     assert expected == pytest.approx(peak_of_step(step, batch), rel=0.03)
 
 
 def pipeline_peak(text: str) -> int:
-    """Bytes on this rank at the fullest moment of the third step."""
+    """Return this rank's peak bytes in the third step."""
     mesh, model = build_mesh(Plan.parse(text)), build_decoder(PIPED)
     parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
     case = DecoderCase(PIPED, global_batch=mesh.plan.microbatches * mesh.plan.dp_size, seq_len=16)
     batches = [local_microbatches(case.batch(index), mesh.plan, mesh.data.rank) for index in range(3)]
-    for batch in batches[:2]:  # in the first one buckets do not know yet when their last gradient comes
+    for batch in batches[:2]:  # in the first step buckets do not yet have the order of gradients
         step(batch)
     return peak_of_step(step, batches[2])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("text", PIPELINES)
-def test_peak_bytes_of_pipelines_are_those_of_live_tensors(text: str, ranks4) -> None:
+def test_peak_memory_of_pipelines_matches_live_tensors(text: str, ranks4) -> None:
     plan = Plan.parse(text)
     job = Job(shape=Shape.of_decoder(PIPED), seq_len=16, global_batch=plan.microbatches * plan.dp_size)
     expected = sum(float(values[0]) for values in host_memory(job, Columns.of([plan], job)).values())

@@ -1,4 +1,4 @@
-"""`weft calibrate --hosts` for real, on ranks that torchrun starts, and what it refuses."""
+"""`weft calibrate --hosts` on ranks that torchrun starts, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.planner.measured.links import OPS, LinkProfile
 from weft.planner.measured.profile_tables import this_host
 
 
-def test_it_needs_ranks_and_says_how_to_start_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ranks_are_reported_with_the_start_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["calibrate", "--hosts"]) == 2
     assert "Start it on each host, e.g.: torchrun --nnodes 2" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="links need from 5 s to 30 min"):
@@ -25,7 +25,7 @@ def test_it_needs_ranks_and_says_how_to_start_them(capsys: pytest.CaptureFixture
 
 @pytest.mark.full
 def test_two_hosts_of_two_ranks_are_measured(tmp_path: Path) -> None:
-    """Each host is a torchrun of its own, whose ranks say that they are elsewhere; each gets the same figures."""
+    """Each host is a separate torchrun whose ranks report another host name. All get equal results."""
     hosts = []
     for number in range(2):
         words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]

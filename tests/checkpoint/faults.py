@@ -1,4 +1,4 @@
-"""Run a piece of code in a forked process that dies, or fails, at its n-th contact with the file system."""
+"""Run code in a forked process that is killed, or fails, at its n-th file system call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir
 
 
 def in_fork(action: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> int:
-    """Exit status of a forked process that runs `action` (negative: the signal that ended it)."""
+    """Return the exit status of a forked process that runs `action`. A negative value is the signal that ended it."""
     child = os.fork()
     if child == 0:
         status = 99
@@ -32,8 +32,8 @@ def in_fork(action: Callable[[], object], prepare: Callable[[], object] = lambda
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def at_contact(root: Path, contact: int, fault: Callable[[], None]) -> Callable[[], None]:
-    """A `prepare` for `in_fork`: `fault` happens before the contact-th event that concerns files under `root`."""
+def fault_at_call(root: Path, call: int, fault: Callable[[], None]) -> Callable[[], None]:
+    """Return a `prepare` for `in_fork` that triggers `fault` before the n-th event on files in `root`."""
     seen = 0
     fsync = os.fsync
 
@@ -41,7 +41,7 @@ def at_contact(root: Path, contact: int, fault: Callable[[], None]) -> Callable[
         nonlocal seen
         if event in _EVENTS and (event == "os.fsync" or str(arguments[0]).startswith(str(root))):
             seen += 1
-            if seen == contact:
+            if seen == call:
                 fault()
 
     def counted_fsync(handle: int) -> None:
@@ -73,5 +73,5 @@ def save(root: Path, step: int, tag: str = "first") -> Path:
 
 
 def names(root: Path) -> list[str]:
-    """What is in the folder of checkpoints, the lock file aside."""
+    """List the checkpoint folder without the lock file."""
     return sorted(name for name in os.listdir(root) if name != ".lock")

@@ -1,6 +1,4 @@
-"""A campaign of random damage: whatever is cut, deleted, edited or linked, no wrong number is loaded, errors are
-sentences, and nothing outside the folder is read or written.
-"""
+"""Random damage: no wrong number is loaded, errors are single messages, and nothing outside the folder is accessed."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ RANKS = 3
 STATE = {"plan": "dp_shard=3", "progress": {"step": 2}, "lr": 0.25}
 
 
-def whole(step: int) -> dict[str, torch.Tensor]:
+def full_tensors(step: int) -> dict[str, torch.Tensor]:
     line = torch.arange(60.0) + step
     return {"model/w": line.reshape(6, 10), "model/b": line[:7].clone(), "optimizer/w/m": line.reshape(6, 10) * 2}
 
 
 def save_sharded(root: Path, step: int) -> None:
-    """Three ranks, each a thread: rows of one tensor, lengths of the others."""
+    """Save with three ranks, each a thread: rows of one tensor, slices of the others."""
     gate, records, values = threading.Barrier(RANKS), [b""] * RANKS, [None]
 
     def rank_saves(rank: int) -> None:
@@ -58,7 +56,7 @@ def save_sharded(root: Path, step: int) -> None:
             return found
 
         pieces = []
-        for path, tensor in whole(step).items():
+        for path, tensor in full_tensors(step).items():
             part, length = Part(tuple(tensor.shape)), -(-tensor.numel() // RANKS)
             run_ = OwnershipMap(tuple(range(RANKS)), length).run_of(rank, 0, tensor.numel(), tensor.numel())
             if run_ is not None:
@@ -73,19 +71,19 @@ def save_sharded(root: Path, step: int) -> None:
         thread.join()
 
 
-def save_whole(root: Path, step: int) -> None:
+def save_unsharded(root: Path, step: int) -> None:
     groups: dict[str, dict[str, torch.Tensor]] = {}
-    for path, tensor in whole(step).items():
+    for path, tensor in full_tensors(step).items():
         group, _, name = path.partition("/")
         groups.setdefault(group, {})[name] = tensor
     save_checkpoint(root, step, groups, STATE)
 
 
-@pytest.fixture(scope="module", params=["whole", "sharded"])
+@pytest.fixture(scope="module", params=["unsharded", "sharded"])
 def undamaged(request, tmp_path_factory) -> Path:
-    """Steps 1 and 2, and beside their folder a bait: files with the right names and other numbers."""
+    """Save steps 1 and 2, and next to their folder decoy files with the right names and other numbers."""
     place = tmp_path_factory.mktemp(request.param)
-    save = save_sharded if request.param == "sharded" else save_whole
+    save = save_sharded if request.param == "sharded" else save_unsharded
     for step in (1, 2):
         save(place / "checkpoints", step)
     save(place / "outside", 9)
@@ -95,10 +93,10 @@ def undamaged(request, tmp_path_factory) -> Path:
     return place
 
 
-# --- what is done to step 2; each returns whether COMMIT still fits the manifest ---
+# --- faults of step 2; each returns whether COMMIT still matches the manifest ---
 
 
-def cut(folder: Path, chance: random.Random) -> bool:
+def truncate(folder: Path, chance: random.Random) -> bool:
     file = chosen(folder, chance)
     os.truncate(file, chance.randrange(file.stat().st_size))
     return False
@@ -133,7 +131,7 @@ def swap(folder: Path, chance: random.Random) -> bool:
 
 
 def link(folder: Path, chance: random.Random) -> bool:
-    """A file becomes a link: to the bait, to a device, to nothing, to itself, to its own bytes elsewhere."""
+    """Replace a file by a link: to a decoy, a device, nothing, itself, or its own bytes elsewhere."""
     file = chosen(folder, chance)
     bait = folder.parent.parent / file.name
     twin = folder.parent.parent / "outside" / f"twin-{file.name}"
@@ -145,7 +143,7 @@ def link(folder: Path, chance: random.Random) -> bool:
 
 
 def edit(folder: Path, chance: random.Random) -> bool:
-    """One value of the manifest becomes another, and COMMIT is made to fit."""
+    """Change one value of the manifest and update COMMIT to match."""
     raw = json.loads((folder / "manifest.json").read_bytes())
     place: Any = raw
     while True:
@@ -163,7 +161,7 @@ def edit(folder: Path, chance: random.Random) -> bool:
 
 
 def climb(folder: Path, chance: random.Random) -> bool:
-    """A file's name leads out of the folder, in the manifest whose COMMIT fits."""
+    """Make a file name in the manifest lead out of the folder, with a matching COMMIT."""
     raw = json.loads((folder / "manifest.json").read_bytes())
     old = chance.choice(list(raw["files"]))
     bait = folder.parent.parent / old
@@ -183,11 +181,11 @@ def forge(folder: Path, raw: Any) -> None:
     (folder / "COMMIT").write_bytes(commit_text(text))
 
 
-FAULTS = (cut, delete, flip, insert, swap, link, edit, climb)
+FAULTS = (truncate, delete, flip, insert, swap, link, edit, climb)
 
 
 def outside(place: Path) -> dict[str, bytes]:
-    """All there is beside the folder of checkpoints."""
+    """Return all files next to the checkpoint folder."""
     found = {}
     for path in sorted(place.rglob("*")):
         if "checkpoints" not in path.relative_to(place).parts and path.is_file():
@@ -196,25 +194,25 @@ def outside(place: Path) -> dict[str, bytes]:
 
 
 def check_reading(root: Location, forged: bool) -> None:
-    """Reading takes the whole checkpoint, or the one before; what else it says is a sentence."""
+    """Check that reading returns the full checkpoint, or the previous one, or raises one message."""
     found = newest_checkpoint(root)
     assert found is not None
     assert forged or found.step == 1 or not verify_checkpoint(found.path)
-    said = ""
+    message = ""
     numbers: dict[str, torch.Tensor] = {}
     try:
         opened = load_checkpoint(root / "step_00000002", verify=True)
         assert forged or opened.state == STATE
         numbers = {f"{group}/{name}": one for group in opened.groups for name, one in opened.tensors(group).items()}
     except CheckpointError as error:
-        said = str(error)
-    assert "\n" not in said
-    bait = whole(9)
+        message = str(error)
+    assert "\n" not in message
+    bait = full_tensors(9)
     for name, tensor in numbers.items():
-        assert forged or torch.equal(tensor, whole(2)[name])
+        assert forged or torch.equal(tensor, full_tensors(2)[name])
         assert name not in bait or not torch.equal(tensor, bait[name])
     older = load_checkpoint(root / "step_00000001", verify=True)
-    for name, tensor in whole(1).items():
+    for name, tensor in full_tensors(1).items():
         group, _, rest = name.partition("/")
         assert torch.equal(older.tensors(group)[rest], tensor)
 
@@ -228,28 +226,28 @@ def campaign(undamaged: Path, tmp_path: Path, first: int, last: int) -> None:
         forged = fault(folder, chance)
         before = outside(place)
         check_reading(place / "checkpoints", forged)
-        if seed % 11 == 0:  # all faults come by: 11 and 8 share no factor
+        if seed % 11 == 0:  # covers all faults because 11 and 8 share no factor
             assert run(["ckpt", "verify", str(place)]) in (0, 1)
             assert run(["ckpt", "list", str(place)]) == 0
             assert run(["ckpt", "show", str(folder)]) in (0, 2)
             assert run(["ckpt", "diff", f"{place}@1", str(folder)]) in (0, 1, 2)
-            save_whole(place / "checkpoints", 3)
+            save_unsharded(place / "checkpoints", 3)
             prune_checkpoints(place / "checkpoints", 1)
         assert outside(place) == before, fault.__name__
         shutil.rmtree(place)
 
 
-def test_random_damage(undamaged, tmp_path, capsys):
+def test_random_damage_loads_no_wrong_numbers(undamaged, tmp_path, capsys):
     campaign(undamaged, tmp_path, 0, 44)
 
 
 @pytest.mark.full
-def test_a_thousand_random_damages(undamaged, tmp_path, capsys):
+def test_a_thousand_random_damages_load_no_wrong_numbers(undamaged, tmp_path, capsys):
     campaign(undamaged, tmp_path, 1000, 2000)
 
 
 def campaign_in_a_store(undamaged: Path, tmp_path: Path, first: int, last: int) -> None:
-    """The same faults on objects; a store has no links."""
+    """Apply the same faults to objects. A store has no links."""
     faults = [fault for fault in FAULTS if fault is not link]
     for seed in range(first, last):
         local, root = tmp_path / str(seed), located(f"memory://damaged-{tmp_path.name}-{seed}/run")
@@ -266,13 +264,13 @@ def campaign_in_a_store(undamaged: Path, tmp_path: Path, first: int, last: int) 
 
 
 @pytest.mark.parametrize("number", [28, pytest.param(1000, marks=pytest.mark.full)])
-def test_random_damage_in_a_store(undamaged, tmp_path, capsys, number):
+def test_random_damage_in_object_store(undamaged, tmp_path, capsys, number):
     campaign_in_a_store(undamaged, tmp_path, number, 2 * number)
 
 
 @pytest.mark.parametrize("name", [".trash", ".lock", ".tmp-step_00000003-1-aa", "step_00000003", "step_00000001.again"])
 @pytest.mark.parametrize("to_nothing", [False, True])
-def test_links_in_the_place_of_folders_lead_nothing_outside(undamaged, tmp_path, name, to_nothing):
+def test_links_instead_of_folders_never_lead_outside(undamaged, tmp_path, name, to_nothing):
     place = tmp_path / "place"
     shutil.copytree(undamaged, place)
     root = place / "checkpoints"
@@ -280,9 +278,9 @@ def test_links_in_the_place_of_folders_lead_nothing_outside(undamaged, tmp_path,
     (root / name).symlink_to(place / ("nothing" if to_nothing else "outside"))
     before = outside(place)
     for step in (3, 4, 4):
-        # A link where the lock or a step should be may be refused, in a sentence.
+        # A link in place of the lock or a step may be rejected with one message.
         with contextlib.suppress(CheckpointError) if name in (".lock", "step_00000003") else contextlib.nullcontext():
-            save_whole(root, step)
+            save_unsharded(root, step)
             prune_checkpoints(root, 1)
     assert outside(place) == before
     assert not (place / "nothing").exists()

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in memory: whole or not there, on two hosts, and only for who knows the token."""
+"""In-memory copies of checkpoints: complete or absent, on two hosts, and only accessible with the token."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def tensors(value: float):
     return {"model": {"weight": torch.full((700, 900), value), "bias": torch.arange(7.0)}}
 
 
-def held(server: CopyServer) -> dict[str, int]:
+def stored_files(server: CopyServer) -> dict[str, int]:
     return copies_at([server.home], 0).system._sizes("run")
 
 
-def test_a_copy_is_a_checkpoint_with_digests_and_survives_the_loss_of_its_host(servers):
+def test_copy_has_digests_and_survives_the_loss_of_its_host(servers):
     homes = [server.home for server in servers]
     root = copies_at(homes, 0)
     save_checkpoint(root, 4, tensors(4.0), {"progress": 4})
     save_checkpoint(root, 8, tensors(8.0), {"progress": 8})
-    assert held(servers[0]) == held(servers[1])
-    assert not held(servers[2])
+    assert stored_files(servers[0]) == stored_files(servers[1])
+    assert not stored_files(servers[2])
     assert servers[0].newest_step() == 8
     servers[0].close()
     found = newest_checkpoint(copies_at(homes, 2))
@@ -51,7 +51,7 @@ def test_a_copy_is_a_checkpoint_with_digests_and_survives_the_loss_of_its_host(s
     assert [path.name for path in list_checkpoints(root)] == ["step_00000004"]
 
 
-def test_a_copy_with_a_wrong_byte_or_without_a_file_is_passed_over(servers):
+def test_copy_with_wrong_byte_or_missing_file_is_skipped(servers):
     root = copies_at([servers[0].home], 0)
     for step in (2, 4, 6):
         save_checkpoint(root, step, tensors(step), {})
@@ -62,7 +62,7 @@ def test_a_copy_with_a_wrong_byte_or_without_a_file_is_passed_over(servers):
     assert (found.step, len(found.passed_over)) == (2, 2)
 
 
-def test_half_a_file_and_a_wrong_token_leave_nothing(servers):
+def test_partial_file_and_wrong_token_store_nothing(servers):
     home = servers[0].home
     files = copies_at([home], 0).system
     half = files.open("run/half", "wb")
@@ -79,13 +79,13 @@ def test_half_a_file_and_a_wrong_token_leave_nothing(servers):
         call.sendall(b"0" * 16 + home.token.encode()[:32] + PIECE.pack(5) + b"{bad}")
         assert call.recv(1) == b""
     with socket.create_connection((home.host, home.port)) as call:
-        assert call.recv(16, socket.MSG_WAITALL) != once  # what was overheard is of no use later
-    assert held(servers[0]) == {"run/whole": 4}
+        assert call.recv(16, socket.MSG_WAITALL) != once  # a recorded nonce cannot be used again
+    assert stored_files(servers[0]) == {"run/whole": 4}
     assert files.cat_file("run/whole", 1, 3) == b"ef"
 
 
-def test_what_goes_over_a_line_has_no_token_and_serves_no_second_time(servers):
-    """As on the way between two machines: all that one request sent is kept, and sent again."""
+def test_recorded_request_contains_no_token_and_cannot_be_replayed(servers):
+    """Record everything that one request sent between two machines, and send it again."""
     home, heard = servers[0].home, bytearray()
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -113,7 +113,7 @@ def test_what_goes_over_a_line_has_no_token_and_serves_no_second_time(servers):
         call.recv(16, socket.MSG_WAITALL)
         call.sendall(heard)
         assert call.recv(1) == b""
-    # A server that took the port of one that is gone has no proof.
+    # A server that took over the port of another cannot prove the token.
     call, answers = socket.socketpair()
     with call, answers:
         answers.sendall(b"1" * 48)
@@ -121,7 +121,7 @@ def test_what_goes_over_a_line_has_no_token_and_serves_no_second_time(servers):
             ask(call, home.token, b"{}")
 
 
-def test_a_copy_for_a_host_that_is_gone_fails_in_words(servers, monkeypatch):
+def test_copy_to_a_lost_host_fails_with_a_message(servers, monkeypatch):
     monkeypatch.setattr("weft.checkpoint.object_store._PAUSE_S", 0.01)
     root = copies_at([server.home for server in servers], 0)
     servers[1].close()

@@ -1,4 +1,4 @@
-"""Writers that are killed, or whose disk is full, at every single contact with the file system."""
+"""Writers that are killed, or whose disk is full, at every single file system call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weft.checkpoint.prune import prune_checkpoints
 from weft.checkpoint.save import save_checkpoint
 from weft.errors import CheckpointError
 
-from .faults import DONE, FAILED, at_contact, content, die, disk_full, in_fork, names, save
+from .faults import DONE, FAILED, content, die, disk_full, fault_at_call, in_fork, names, save
 
 
-def assert_whole(path: Path) -> str:
-    """The checkpoint has exactly what was saved for its step; returns its tag."""
+def assert_complete(path: Path) -> str:
+    """Check that the checkpoint has exactly the saved content of its step; return its tag."""
     checkpoint = load_checkpoint(path, verify=True)
     tensors, state = content(checkpoint.step, checkpoint.state["tag"])
     assert checkpoint.state == state
@@ -35,76 +35,76 @@ def assert_whole(path: Path) -> str:
     return checkpoint.state["tag"]
 
 
-def at_every_contact(tmp_path: Path, before: list[int], action: Callable[[Path], object], fault: Callable[[], None]):
-    """Yield (root, exit status) for a fault at the 1st, 2nd, ... contact, until the action runs through without one."""
-    for contact in range(1, 500):
-        root = tmp_path / f"at_{contact}"
+def at_every_call(tmp_path: Path, before: list[int], action: Callable[[Path], object], fault: Callable[[], None]):
+    """Yield (root, exit status) for a fault at the 1st, 2nd, ... call, until the action completes without one."""
+    for call in range(1, 500):
+        root = tmp_path / f"at_{call}"
         root.mkdir()
         for step in before:
             save(root, step)
-        status = in_fork(lambda root=root: action(root), at_contact(root, contact, fault))
+        status = in_fork(lambda root=root: action(root), fault_at_call(root, call, fault))
         yield root, status
         shutil.rmtree(root)
         if status == DONE:
-            assert contact > 10, "the faults did not reach the writer"
+            assert call > 10, "the faults did not reach the writer"
             return
     raise AssertionError("the action never ran through")
 
 
 def test_kill_anywhere_while_saving_a_new_step(tmp_path):
     steps = []
-    for root, status in at_every_contact(tmp_path, [1, 2], lambda root: save(root, 3), die):
+    for root, status in at_every_call(tmp_path, [1, 2], lambda root: save(root, 3), die):
         assert status in (DONE, -signal.SIGKILL)
         found = newest_checkpoint(root)
         assert found is not None
-        assert_whole(found.path)
+        assert_complete(found.path)
         steps.append(found.step)
-        assert assert_whole(save(root, 3)) == "first"
+        assert assert_complete(save(root, 3)) == "first"
         assert names(root) == ["step_00000001", "step_00000002", "step_00000003"]
-    assert steps == sorted(steps)  # Once the new one counts, it goes on counting.
+    assert steps == sorted(steps)  # Once the new step is valid, it stays valid.
     assert set(steps) == {2, 3}
 
 
 def test_kill_anywhere_while_saving_the_first_step(tmp_path):
     seen = []
-    for root, _ in at_every_contact(tmp_path, [], lambda root: save(root, 1), die):
+    for root, _ in at_every_call(tmp_path, [], lambda root: save(root, 1), die):
         found = newest_checkpoint(root)
         assert (found is None) == (list_checkpoints(root) == [])
         seen.append(found is not None)
         if found is not None:
-            assert_whole(found.path)
+            assert_complete(found.path)
     assert seen[0] is False
     assert seen[-1] is True
 
 
 def test_kill_anywhere_while_saving_a_step_again(tmp_path):
     tags = []
-    for root, _ in at_every_contact(tmp_path, [1, 2], lambda root: save(root, 2, "second"), die):
+    for root, _ in at_every_call(tmp_path, [1, 2], lambda root: save(root, 2, "second"), die):
         found = newest_checkpoint(root)
         assert found is not None
-        assert found.step == 2  # No moment without a whole copy of the step.
-        tags.append(assert_whole(found.path))
+        assert found.step == 2  # A complete copy of the step exists at all times.
+        tags.append(assert_complete(found.path))
         assert list_checkpoints(root)[-1] == found.path
-        save(root, 3)  # The next save tidies up whatever was left half-way.
+        save(root, 3)  # The next save removes partial files.
         assert names(root) == ["step_00000001", "step_00000002", "step_00000003"]
-        assert assert_whole(root / "step_00000002") == tags[-1]
+        assert assert_complete(root / "step_00000002") == tags[-1]
     assert tags == sorted(tags)
     assert set(tags) == {"first", "second"}
 
 
 def test_kill_anywhere_while_pruning(tmp_path):
-    for root, _ in at_every_contact(tmp_path, [1, 2, 3, 4], lambda root: prune_checkpoints(root, 2) and DONE, die):
+    for root, _ in at_every_call(tmp_path, [1, 2, 3, 4], lambda root: prune_checkpoints(root, 2) and DONE, die):
         found = newest_checkpoint(root)
         assert found is not None
         assert found.step == 4
         for path in list_checkpoints(root):
-            assert_whole(path)
+            assert_complete(path)
         prune_checkpoints(root, 1)
         save(root, 5)
         assert names(root) == ["step_00000004", "step_00000005"]
 
 
-def test_disk_full_anywhere_leaves_older_checkpoints_and_no_debris(tmp_path):
+def test_full_disk_anywhere_keeps_older_checkpoints_and_leaves_no_debris(tmp_path):
     def action(root: Path) -> int:
         try:
             save(root, 3)
@@ -112,18 +112,18 @@ def test_disk_full_anywhere_leaves_older_checkpoints_and_no_debris(tmp_path):
             return FAILED
         return 1 if os.path.exists(root / "step_00000003" / "COMMIT") else 2
 
-    # A fault may also hit the deletion of debris, which does not matter; then the save succeeds with status 1.
+    # A fault may also hit the deletion of debris, which is harmless; then the save succeeds with status 1.
     statuses = []
-    for contact in range(1, 500):
-        root = tmp_path / f"at_{contact}"
+    for call in range(1, 500):
+        root = tmp_path / f"at_{call}"
         for step in (1, 2):
             save(root, step)
-        status = in_fork(lambda root=root: action(root), at_contact(root, contact, disk_full))
+        status = in_fork(lambda root=root: action(root), fault_at_call(root, call, disk_full))
         statuses.append(status)
         assert status in (1, FAILED)
         found = newest_checkpoint(root)
         assert found is not None
-        assert_whole(found.path)
+        assert_complete(found.path)
         assert found.passed_over == ()
         assert found.step == (3 if status == 1 else 2)
         assert [name for name in names(root) if name.startswith((".tmp", "step_00000003"))] == (
@@ -134,7 +134,7 @@ def test_disk_full_anywhere_leaves_older_checkpoints_and_no_debris(tmp_path):
     assert statuses.count(FAILED) > 15
 
 
-def test_killed_at_random_times_while_writing_larger_files(tmp_path):
+def test_kill_at_random_times_while_writing_larger_files(tmp_path):
     torch.manual_seed(0)
     weight = torch.randn(1_500_000)
     chance = random.Random(3)
@@ -166,7 +166,7 @@ def test_killed_at_random_times_while_writing_larger_files(tmp_path):
     assert newest > 3
 
 
-def test_a_file_size_limit_is_a_checkpoint_error(tmp_path):
+def test_file_size_limit_is_a_checkpoint_error(tmp_path):
     save(tmp_path, 1)
     large = {"model": {"w": torch.zeros(2_000_000)}}
 
@@ -180,10 +180,10 @@ def test_a_file_size_limit_is_a_checkpoint_error(tmp_path):
 
     assert in_fork(action) == FAILED
     assert names(tmp_path) == ["step_00000001"]
-    assert_whole(tmp_path / "step_00000001")
+    assert_complete(tmp_path / "step_00000001")
 
 
-def test_too_little_free_space_is_found_before_anything_is_written(tmp_path, monkeypatch):
+def test_insufficient_disk_space_is_detected_before_writing(tmp_path, monkeypatch):
     save(tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
@@ -197,11 +197,11 @@ def test_too_little_free_space_is_found_before_anything_is_written(tmp_path, mon
     assert save_checkpoint(tmp_path, 2, {"model": {"w": torch.zeros(100)}}, {}).is_dir()
 
 
-def test_two_writers_at_once_do_not_meet(tmp_path):
+def test_two_concurrent_writers_exclude_each_other(tmp_path):
     save(tmp_path, 1)
     ready, go = os.pipe(), os.pipe()
 
-    def hold() -> int:
+    def take_lock() -> int:
         from weft.checkpoint import folders
 
         with folders.writer_lock(tmp_path):
@@ -212,18 +212,18 @@ def test_two_writers_at_once_do_not_meet(tmp_path):
     child = os.fork()
     if child == 0:
         try:
-            hold()
+            take_lock()
         finally:
             os._exit(0)
     os.read(ready[0], 1)
     with pytest.raises(CheckpointError, match="another process is saving a checkpoint here"):
         save(tmp_path, 2)
-    os.kill(child, signal.SIGKILL)  # The lock dies with its holder.
+    os.kill(child, signal.SIGKILL)  # The lock ends with its owner.
     os.waitpid(child, 0)
     assert verify_checkpoint(save(tmp_path, 2)) == []
 
 
-def test_an_interrupt_leaves_no_debris(tmp_path, monkeypatch):
+def test_interrupt_leaves_no_debris(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
     def interrupt(*_: object) -> None:

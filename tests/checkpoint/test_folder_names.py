@@ -1,4 +1,4 @@
-"""A rank writes to no folder but one of this step, directly in the folder of checkpoints, whatever it is sent."""
+"""A rank only writes to a folder of this step inside the checkpoint folder, whatever name it receives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STEP = "step_00000003"
         {"name": "x"},
     ],
 )
-def test_only_a_plain_name_of_the_step_is_written_to(tmp_path, name):
+def test_only_plain_names_of_the_step_are_written_to(tmp_path, name):
     (tmp_path / "root").mkdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -50,7 +50,7 @@ def test_only_a_plain_name_of_the_step_is_written_to(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [f".tmp-{STEP}-123-0a1b2c3d", STEP, f"{STEP}.again", f"{STEP}.again2"])
-def test_the_names_that_targets_give_are_taken(tmp_path, name):
+def test_valid_folder_names_are_accepted(tmp_path, name):
     (tmp_path / name).mkdir()
     answers = iter([name, {"name": STEP}])
     together = RankGroup(1, 2, lambda act: next(answers), lambda record: [])

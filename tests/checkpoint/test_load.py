@@ -84,11 +84,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_found_and_the_previous_checkpoint_taken(tmp_path, name):
+def test_damage_is_detected_and_previous_checkpoint_loaded(tmp_path, name):
     for step in (1, 2, 3):
         save(tmp_path, step)
     newest = tmp_path / "step_00000003"
-    # A file of the same size, for the swap: the weights of another step.
+    # For the swap: a file of equal size with the weights of another step.
     shutil.copy(tmp_path / "step_00000001" / "model.safetensors", newest / "step_file")
     damage, reason = DAMAGES[name]
     damage(newest)
@@ -103,7 +103,7 @@ def test_damage_is_found_and_the_previous_checkpoint_taken(tmp_path, name):
     assert str(caught.value).endswith("Use another checkpoint.")
 
 
-def test_every_single_flipped_byte_is_found(tmp_path):
+def test_every_flipped_byte_is_detected(tmp_path):
     path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.ones(3), "b": torch.zeros(2)}}, {"x": 1})
     for file in sorted(path.iterdir()):
         data = file.read_bytes()
@@ -114,7 +114,7 @@ def test_every_single_flipped_byte_is_found(tmp_path):
     assert verify_checkpoint(path) == []
 
 
-def test_a_folder_under_another_steps_name_is_refused(tmp_path):
+def test_folder_named_after_another_step_is_rejected(tmp_path):
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000009")
     found = newest_checkpoint(tmp_path)
@@ -125,14 +125,14 @@ def test_a_folder_under_another_steps_name_is_refused(tmp_path):
     assert load_checkpoint(tmp_path / "the best", verify=True).step == 1
 
 
-def test_swapped_groups_of_equal_size_are_found(tmp_path):
+def test_swapped_groups_of_equal_size_are_detected(tmp_path):
     tensors = {"model": {"w": torch.zeros(8)}, "average": {"w": torch.ones(8)}}
     path = save_checkpoint(tmp_path, 1, tensors, {})
     swap(path / "model.safetensors", path / "average.safetensors")
     assert len(verify_checkpoint(path)) == 2
 
 
-def test_nothing_saved_is_none(tmp_path):
+def test_no_checkpoint_gives_none(tmp_path):
     assert newest_checkpoint(tmp_path) is None
     assert newest_checkpoint(tmp_path / "missing") is None
     assert list_checkpoints(tmp_path / "missing") == []
@@ -143,7 +143,7 @@ def test_nothing_saved_is_none(tmp_path):
     assert list_checkpoints(tmp_path) == []
 
 
-def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(tmp_path):
+def test_only_damaged_checkpoints_raise_instead_of_starting_over(tmp_path):
     for step in (1, 2):
         flip(save(tmp_path, step) / "model.safetensors", -1)
     with pytest.raises(CheckpointError) as caught:
@@ -156,7 +156,7 @@ def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(tmp_path
     )
 
 
-def test_without_digests_a_flip_is_not_looked_for_but_sizes_are(tmp_path):
+def test_without_digests_only_sizes_are_checked(tmp_path):
     save(tmp_path, 1)
     flip(save(tmp_path, 2) / "model.safetensors", -1)
     truncate(save(tmp_path, 3) / "model.safetensors")
@@ -165,7 +165,7 @@ def test_without_digests_a_flip_is_not_looked_for_but_sizes_are(tmp_path):
     assert found.step == 2
 
 
-def test_the_state_is_digested_even_without_digests(tmp_path):
+def test_state_digest_is_checked_even_without_digests(tmp_path):
     path = save_checkpoint(tmp_path, 1, {}, {"lr": 1.25})
     text = (path / "state.json").read_text()
     (path / "state.json").write_text(text.replace("1.25", "1.35"))
@@ -173,14 +173,14 @@ def test_the_state_is_digested_even_without_digests(tmp_path):
         load_checkpoint(path)
 
 
-def test_a_missing_state_is_told_where_files_are_not_looked_at(tmp_path):
+def test_missing_state_is_reported_without_file_checks(tmp_path):
     path = save(tmp_path, 1)
     (path / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"state\.json is missing\. Use another checkpoint\.$"):
         load_checkpoint(path, lazily=True)
 
 
-def test_steps_sort_as_numbers(tmp_path):
+def test_steps_are_sorted_numerically(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         save(tmp_path, step)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000005", "step_99999999", "step_100000000"]
@@ -189,7 +189,7 @@ def test_steps_sort_as_numbers(tmp_path):
     assert found.step == 100_000_000
 
 
-def test_the_second_save_of_a_step_counts_first_only_while_whole(tmp_path):
+def test_second_save_of_a_step_is_preferred_only_while_complete(tmp_path):
     again = save(tmp_path, 1, "second").rename(tmp_path / "step_00000001.again")
     first = save(tmp_path / "other", 1).rename(tmp_path / "step_00000001")
     assert list_checkpoints(tmp_path) == [again]
@@ -205,7 +205,7 @@ def test_the_second_save_of_a_step_counts_first_only_while_whole(tmp_path):
     assert not again.exists()
 
 
-def test_unknown_groups_and_names(tmp_path):
+def test_unknown_groups_and_names_are_rejected(tmp_path):
     checkpoint = load_checkpoint(save(tmp_path, 1))
     assert checkpoint.groups == ("model", "optimizer")
     assert set(checkpoint.written_by) == {"weft", "torch"}
@@ -220,7 +220,7 @@ def test_unknown_groups_and_names(tmp_path):
         load_checkpoint(tmp_path / "step_00000077")
 
 
-def test_tensors_are_read_when_asked_for(tmp_path, monkeypatch):
+def test_tensors_are_read_on_access(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     opened: list[str] = []
     checkpoint = load_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Manifests that an enemy wrote: COMMIT fits, every digest fits, and the content lies."""
+"""Malicious manifests: COMMIT and digests match, and the content is false."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_lie_is_a_checkpoint_error_and_the_previous_checkpoint_is_taken(tmp_path, name):
+def test_false_manifest_is_an_error_and_previous_checkpoint_is_loaded(tmp_path, name):
     save(tmp_path, 1)
     path = save(tmp_path, 2)
-    (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())  # Bait for '../'.
+    (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())  # Decoy for '../'.
     raw = json.loads((path / "manifest.json").read_bytes())
     change, message = LIES[name]
     change(raw)
@@ -115,13 +115,13 @@ def test_a_lie_is_a_checkpoint_error_and_the_previous_checkpoint_is_taken(tmp_pa
 
 
 @pytest.mark.parametrize("text", [b"", b"null", b"[]", b"\x00\xff", b"{" * 50_000, b'{"format": NaN}', b"PK\x03\x04"])
-def test_what_is_no_manifest_at_all(tmp_path, text):
+def test_invalid_manifest_is_reported(tmp_path, text):
     path = save(tmp_path, 1)
     forge(path, text)
     assert verify_checkpoint(path)[0].startswith("manifest.json: ")
 
 
-def test_a_tensor_named_twice_is_refused(tmp_path):
+def test_duplicate_tensor_name_is_rejected(tmp_path):
     path = save(tmp_path, 1)
     text = (path / "manifest.json").read_bytes()
     forge(path, text.replace(b'"b": {', b'"w": {'))
@@ -131,7 +131,7 @@ def test_a_tensor_named_twice_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "header", [b"", b"\xff" * 8 + b"{}", (2**60).to_bytes(8, "little"), b"\x02" + b"\0" * 7 + b"[]"]
 )
-def test_a_forged_tensor_file_is_no_crash(tmp_path, header):
+def test_forged_tensor_file_raises_checkpoint_error(tmp_path, header):
     path = save(tmp_path, 1)
     raw = json.loads((path / "manifest.json").read_bytes())
     file = path / "model.safetensors"
@@ -152,7 +152,7 @@ json_values = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_any_value_anywhere_is_an_error_or_a_manifest(data):
+def test_any_value_gives_an_error_or_a_valid_manifest(data):
     entry = TensorEntry("model.safetensors", "F32", (2, 3))
     files = {"model.safetensors": FileEntry(24, "0" * 64), "state.json": FileEntry(3, "1" * 64)}
     raw: Any = json.loads(Manifest(3, files, {"model": {"w": entry}}).to_bytes())
@@ -171,7 +171,7 @@ def test_any_value_anywhere_is_an_error_or_a_manifest(data):
     assert parse_manifest(parsed.to_bytes()) == parsed
 
 
-def test_a_manifest_comes_back():
+def test_manifest_round_trip():
     entries = {"w": TensorEntry("model.safetensors", "BF16", (2, 3)), "s": TensorEntry("model.safetensors", "I64", ())}
     entries["tied"] = TensorEntry("model.safetensors", "BF16", (2, 3), same_as="w")
     files = {"model.safetensors": FileEntry(100, "0" * 64), "state.json": FileEntry(3, "1" * 64)}

@@ -34,7 +34,7 @@ def run_in(folder: Path, *command: str) -> str:
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_an_old_checkpoint_resumes_with_the_same_losses(kind, tmp_path):
+def test_old_checkpoint_resumes_with_equal_losses(kind, tmp_path):
     with zipfile.ZipFile(ARCHIVE) as archive:
         archive.extractall(tmp_path, [name for name in archive.namelist() if name.startswith(f"{kind}/")])
     folder = tmp_path / kind

@@ -1,4 +1,4 @@
-"""Parts and deals: what they say of where elements lie, beside numpy."""
+"""Parts and ownership maps compared with numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random_part(chance: random.Random) -> Part:
 
 
 def line(part: Part) -> np.ndarray:
-    """For each element of the part's line its number in the whole, -1 for what is padded."""
+    """Return the index in the full tensor of each element of the part, and -1 for padding."""
     whole = np.arange(int(np.prod(part.shape, dtype=int))).reshape(part.shape)
     if part.rows is not None:
         most = max(end for _, end in part.rows)
@@ -42,7 +42,7 @@ def line(part: Part) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_boxes_of_a_run_are_its_elements(seed):
+def test_boxes_of_a_run_contain_its_elements(seed):
     chance = random.Random(seed)
     part = random_part(chance)
     want, whole = line(part), np.arange(int(np.prod(part.shape, dtype=int))).reshape(part.shape)
@@ -60,7 +60,7 @@ def test_boxes_of_a_run_are_its_elements(seed):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_span_of_a_box_has_all_of_it(seed):
+def test_span_covers_its_box(seed):
     chance = random.Random(seed)
     part, other = random_part(chance), None
     low = [chance.randrange(size) for size in part.shape]
@@ -74,7 +74,7 @@ def test_the_span_of_a_box_has_all_of_it(seed):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_every_element_is_dealt_to_one_rank(seed, monkeypatch):
+def test_each_element_is_owned_by_one_rank(seed, monkeypatch):
     chance = random.Random(seed)
     monkeypatch.setattr("weft.checkpoint.read.LEAST_SHARE", chance.choice([1, 4]))
     lengths, times, length = chance.randint(1, 4), chance.randint(1, 4), chance.randint(1, 12)
@@ -87,7 +87,7 @@ def test_every_element_is_dealt_to_one_rank(seed, monkeypatch):
     assert [rank for rank, low, high in runs for _ in range(low, high)] == owners
     assert [low for _, low, _ in runs] == [0, *(high for _, _, high in runs)][: len(runs)]
     for place, rank in enumerate(owners):
-        assert ranks.index(rank) // times == (start + place) // length  # among those that hold it
+        assert ranks.index(rank) // times == (start + place) // length  # among its replicas
     if numel:
         low = chance.randrange(numel)
         high = chance.randint(low + 1, numel)
@@ -99,15 +99,15 @@ def test_every_element_is_dealt_to_one_rank(seed, monkeypatch):
         assert [rank for rank in ranks if deal.run_of(rank, 0, 0, 0) == (0, 0)] == [deal.holder(0)]
 
 
-def test_a_part_that_nobody_divides_is_one_piece():
+def test_undivided_part_is_one_slice():
     deal = OwnershipMap.to_one(3, 12)
     assert list(deal.runs(0, 12, 12)) == [(3, 0, 12)]
     assert next(iter(Part((3, 4)).views(0, 12))).box == ((0, 3), (0, 4))
     assert intersect_boxes((), ()) == ()
 
 
-def test_the_work_of_replicas_is_even():
-    """A large model on 8 replicas: each writes an eighth of it, but for what is too small to divide."""
+def test_replicas_write_equal_shares():
+    """Each of 8 replicas of a large model writes an eighth, except for tensors too small to divide."""
     written = dict.fromkeys(range(8), 0)
     turn = 0
     for length in [6_500_000] * 4 + [70_000, 300] * 8:

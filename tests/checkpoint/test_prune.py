@@ -18,7 +18,7 @@ def steps(root) -> list[int]:
     return [int(path.name[5:]) for path in list_checkpoints(root)]
 
 
-def test_the_newest_and_the_best_stay(tmp_path):
+def test_newest_and_best_are_retained(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step)
     gone = prune_checkpoints(tmp_path, 2, best_step=3)
@@ -30,7 +30,7 @@ def test_the_newest_and_the_best_stay(tmp_path):
     assert prune_checkpoints(tmp_path / "missing", 1) == []
 
 
-def test_damaged_ones_do_not_count_and_stay_until_enough_good_ones_are_newer(tmp_path):
+def test_damaged_checkpoints_do_not_count_and_stay_until_enough_valid_ones(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     for step in (3, 4):
@@ -47,7 +47,7 @@ def test_damaged_ones_do_not_count_and_stay_until_enough_good_ones_are_newer(tmp
     assert steps(tmp_path) == [5]
 
 
-def test_many_unreadable_ones_of_later_steps_push_no_good_one_out(tmp_path):
+def test_many_unreadable_later_steps_do_not_evict_valid_ones(tmp_path):
     for step in (40, 50, 60):
         save(tmp_path, step)
     for step in range(1000, 1030):
@@ -59,7 +59,7 @@ def test_many_unreadable_ones_of_later_steps_push_no_good_one_out(tmp_path):
     assert steps(tmp_path) == [60, 62, *range(1000, 1030)]
 
 
-def test_damage_of_later_steps_is_found_by_their_bytes_and_of_older_ones_by_their_sizes(tmp_path):
+def test_later_steps_are_checked_by_bytes_and_older_by_sizes(tmp_path):
     for step in (1, 2, 3, 9):
         save(tmp_path, step)
     flip(tmp_path / "step_00000009" / "model.safetensors", -1)
@@ -71,7 +71,7 @@ def test_damage_of_later_steps_is_found_by_their_bytes_and_of_older_ones_by_thei
     assert steps(tmp_path) == [3, 4, 9]
 
 
-def test_one_that_is_being_read_stays_until_it_is_let_go(tmp_path):
+def test_checkpoint_in_use_is_not_pruned_until_released(tmp_path):
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, step, {"model": {"w": torch.ones(3)}}, {})
     opened = load_checkpoint(tmp_path / "step_00000001")
@@ -82,7 +82,7 @@ def test_one_that_is_being_read_stays_until_it_is_let_go(tmp_path):
     assert [path.name for path in prune_checkpoints(tmp_path, 1)] == ["step_00000001"]
 
 
-def test_folders_that_were_never_finished_go_when_a_newer_one_was(tmp_path):
+def test_unfinished_folders_are_removed_after_a_newer_save(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "step_00000002" / "COMMIT").unlink()
@@ -92,7 +92,7 @@ def test_folders_that_were_never_finished_go_when_a_newer_one_was(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
-def test_at_least_one_stays(tmp_path, keep):
+def test_keep_below_one_is_rejected(tmp_path, keep):
     save(tmp_path, 1)
     with pytest.raises(
         CheckpointError,

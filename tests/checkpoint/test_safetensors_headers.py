@@ -1,4 +1,4 @@
-"""Headers and indexes of safetensors files: what the safetensors package refuses, Weft refuses."""
+"""Safetensors headers and indexes: Weft rejects everything that the safetensors package rejects."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ FINE = {
 
 
 @pytest.mark.parametrize("case", [*BOTH_REFUSE, *ONLY_WEFT_REFUSES, *FINE])
-def test_headers_are_held_to_the_rules_of_the_package(tmp_path: Path, case: str) -> None:
+def test_headers_are_checked_by_the_rules_of_the_package(tmp_path: Path, case: str) -> None:
     header, size = {**BOTH_REFUSE, **ONLY_WEFT_REFUSES, **FINE}[case]
     file = write(tmp_path / "model.safetensors", header, size)
     assert is_refused(file) == (case not in FINE)
     assert is_refused_by_the_package(file) == (case in BOTH_REFUSE)
 
 
-def test_random_headers_that_the_package_refuses_are_refused(tmp_path: Path) -> None:
+def test_random_headers_rejected_by_the_package_are_rejected(tmp_path: Path) -> None:
     rng = random.Random(3)
     values = [0, 1, 2, 8, 16, -1, 2**63, 2**64, 2.0, True, None, "2", [], {}]
     for number in range(600):
@@ -108,7 +108,7 @@ def test_random_headers_that_the_package_refuses_are_refused(tmp_path: Path) -> 
     b'{"weight_map": {"a": "pipe.safetensors"}}',
     b'{"weight_map": {"a": "gone.safetensors"}}', b'{"weight_map": {"b": "m.safetensors"}}',
 ])  # fmt: skip
-def test_an_index_that_is_not_a_table_of_files_of_the_folder_is_refused(tmp_path: Path, index: bytes) -> None:
+def test_index_that_is_not_a_table_of_local_files_is_rejected(tmp_path: Path, index: bytes) -> None:
     write(tmp_path / "m.safetensors", {"a": A}, 8)
     os.mkfifo(tmp_path / "pipe.safetensors")
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
@@ -116,7 +116,7 @@ def test_an_index_that_is_not_a_table_of_files_of_the_folder_is_refused(tmp_path
         stored_weights(tmp_path)
 
 
-def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_instead_of_weights_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="neither"):
         stored_weights(tmp_path)

@@ -32,7 +32,7 @@ def assert_same(loaded: torch.Tensor, saved: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (3, 7)], ids=str)
-def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):
+def test_every_dtype_and_shape_round_trips_bitwise(tmp_path, dtype, shape):
     tensor = (
         torch.randint(0, 2, (math.prod(shape) * 8,), dtype=torch.uint8)[: math.prod(shape)].to(dtype).reshape(shape)
     )
@@ -41,7 +41,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):
     assert_same(load_checkpoint(path).tensors("model")["x"], tensor)
 
 
-def test_non_finite_and_denormal_bits_survive(tmp_path):
+def test_nonfinite_and_denormal_bits_are_preserved(tmp_path):
     tensor = torch.tensor([math.nan, -math.inf, -0.0, 1e-45, 3.4e38])
     path = save_checkpoint(tmp_path, 1, {"model": {"x": tensor}}, {})
     assert_same(load_checkpoint(path).tensors("model")["x"], tensor)
@@ -64,7 +64,7 @@ def test_strided_parameters_and_conjugates(tmp_path):
         assert_same(loaded[name], tensor)
 
 
-def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path):
+def test_tied_tensors_are_stored_once_and_loaded_tied(tmp_path):
     weight = torch.randn(40, 30)
     tensors = {"embed.weight": weight, "head.weight": weight, "copy": weight.clone(), "part": weight[:2]}
     path = save_checkpoint(tmp_path, 1, {"model": tensors}, {})
@@ -77,9 +77,9 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path):
         assert_same(loaded[name], tensor)
 
 
-def test_tensors_made_on_the_way_are_not_taken_for_tied(tmp_path):
+def test_temporary_tensors_are_not_treated_as_tied(tmp_path):
     class Gathering(dict):
-        """Makes each tensor when asked, so that the next can get the address of the last."""
+        """Create each tensor on access, so that the next may get the address of the last."""
 
         def keys(self):
             return ["a", "b", "c"]
@@ -110,7 +110,7 @@ def test_equal_views_of_different_shape_are_not_tied(tmp_path):
     assert (loaded["b"].shape, loaded["c"].dtype) == ((2, 3), torch.int32)
 
 
-def test_large_groups_go_on_in_more_files(tmp_path):
+def test_large_groups_are_split_into_several_files(tmp_path):
     tensors = {f"w{i}": torch.full((100,), float(i)) for i in range(10)}
     tensors["tied"] = tensors["w0"]
     path = save_checkpoint(
@@ -125,7 +125,7 @@ def test_large_groups_go_on_in_more_files(tmp_path):
         assert_same(loaded[name], tensor)
 
 
-def test_files_are_aligned_and_readable_by_the_public_reader(tmp_path):
+def test_files_are_aligned_and_readable_by_safetensors(tmp_path):
     tensors = {
         "a": torch.ones(3, dtype=torch.bool),
         "b": torch.ones(3, dtype=torch.bfloat16),
@@ -142,7 +142,7 @@ def test_files_are_aligned_and_readable_by_the_public_reader(tmp_path):
         assert_same(tensor, tensors[name])
 
 
-def test_the_folder_holds_only_safetensors_json_and_commit(tmp_path):
+def test_folder_contains_only_safetensors_json_and_commit(tmp_path):
     path = save_checkpoint(tmp_path, 120, {"model": {"w": torch.ones(2)}, "optimizer": {}}, {"lr": 0.1})
     assert path == tmp_path / "step_00000120"
     assert sorted(file.name for file in path.iterdir()) == [
@@ -174,12 +174,12 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert (loaded.state, loaded.tensors("model")["w"].tolist()) == ({"tag": 2}, [1, 1, 1])
 
 
-def test_a_loaded_checkpoint_outlives_its_folder(tmp_path):
+def test_loaded_checkpoint_outlives_its_folder(tmp_path):
     path = save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(20_000)}}, {"tag": 1})
     weight = load_checkpoint(path).tensors("model")["w"]
     save_checkpoint(tmp_path, 1, {"model": {"w": torch.ones(20_000)}}, {"tag": 2})
     assert weight.sum() == 0
-    weight += 5  # Private to this process: the file stays as it is.
+    weight += 5  # private to this process: the file is unchanged
     assert load_checkpoint(path, verify=True).tensors("model")["w"].sum() == 20_000
 
 
@@ -216,7 +216,7 @@ def test_saving_does_not_change_or_detach_the_training_state(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_stored_is_said_and_nothing_is_written(tmp_path, tensors, message):
+def test_unsupported_values_are_rejected_and_nothing_is_written(tmp_path, tensors, message):
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(tmp_path / "run", 1, tensors, {})
     assert str(caught.value) == message
@@ -224,19 +224,19 @@ def test_what_cannot_be_stored_is_said_and_nothing_is_written(tmp_path, tensors,
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "3", 10**15])
-def test_a_step_is_a_whole_number(tmp_path, step):
+def test_step_must_be_a_nonnegative_integer(tmp_path, step):
     with pytest.raises(CheckpointError, match="a checkpoint's step is a whole number, 0 or more"):
         save_checkpoint(tmp_path, step, {}, {})
 
 
-def test_a_root_that_is_a_file_is_a_checkpoint_error(tmp_path):
+def test_root_that_is_a_file_is_a_checkpoint_error(tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(CheckpointError, match="could not be written"):
         save_checkpoint(tmp_path / "runs", 1, {}, {})
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of open files are read from /proc")
-def test_everything_is_on_the_disk_before_the_next_thing_leans_on_it(tmp_path, monkeypatch):
+def test_each_write_is_synced_before_the_next_depends_on_it(tmp_path, monkeypatch):
     done: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -260,11 +260,11 @@ def test_everything_is_on_the_disk_before_the_next_thing_leans_on_it(tmp_path, m
     done.clear()
     save_checkpoint(tmp_path, 1, {"model": {"w": torch.ones(1)}}, {})
     assert done[:9] == [one.replace("step_00000001", "step_00000001.again") for one in saved]
-    assert done[9].startswith("rename step_00000001-")  # The first copy goes only when the second is committed.
+    assert done[9].startswith("rename step_00000001-")  # The first copy is deleted only after the second is committed.
     assert done[10:] == ["sync root", "rename step_00000001", "sync root"]
 
 
-def test_a_link_to_nowhere_in_the_place_of_a_step_is_no_obstacle(tmp_path):
+def test_dangling_link_instead_of_a_step_is_replaced(tmp_path):
     (tmp_path / "step_00000003").symlink_to(tmp_path / "gone")
     path = save_checkpoint(tmp_path, 3, {"model": {"w": torch.ones(2)}}, {})
     assert not path.is_symlink()

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: fsspec's memory for what is cheap, and a real S3 server."""
+"""Checkpoints in object stores: fsspec's memory store for most tests, and a real S3 server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def steps(root) -> list[int]:
     return [load_checkpoint(path, lazily=True).step for path in list_checkpoints(root)]
 
 
-def test_what_is_saved_comes_back_and_digests_hold(root):
+def test_save_and_load_round_trip_with_digests(root):
     path = save(root, 3)
     opened, (tensors, state) = load_checkpoint(path, verify=True), content(3)
     assert opened.state == state
@@ -70,26 +70,26 @@ def test_what_is_saved_comes_back_and_digests_hold(root):
     assert verify_checkpoint(path, digests=False)[0].startswith("model.safetensors has ")
 
 
-def test_a_killed_upload_is_named_and_ignored_and_goes_with_the_next_pruning(root):
+def test_killed_upload_is_reported_ignored_and_removed_by_next_pruning(root):
     save(root, 3)
     delete(save(root, 6) / "COMMIT")
     found = newest_checkpoint(root)
     assert found.step == 3
     assert [str(one) for one in found.passed_over] == ["step_00000006: it has no COMMIT, so saving it never finished"]
-    assert save(root, 6).name == "step_00000006.again"  # nothing is written over
+    assert save(root, 6).name == "step_00000006.again"  # nothing is overwritten
     assert steps(root) == [3, 6]
     prune_checkpoints(root, 1)
     assert [path.name for path in root.iterdir()] == ["step_00000006.again"]
 
 
-def test_the_later_save_of_a_step_counts(root):
+def test_last_save_of_a_step_is_used(root):
     for number, tag in enumerate(("first", "second", "third")):
         assert save(root, 3, tag).name == f"step_00000003{('', '.again', '.again2')[number]}"
         assert load_checkpoint(newest_checkpoint(root).path).state["tag"] == tag
     assert len(list(root.iterdir())) == 1
 
 
-def test_set_aside_is_a_mark_beside_it(root):
+def test_set_aside_writes_a_marker(root):
     save(root, 3), save(root, 6)
     set_aside(root, lambda one: one.step == 6)
     assert newest_checkpoint(root).step == 3
@@ -97,14 +97,14 @@ def test_set_aside_is_a_mark_beside_it(root):
 
 
 @pytest.mark.parametrize("url", ["s3://KEY:WORD@bucket/x", "s3://bucket/x?token=WORD"])
-def test_credentials_in_a_url_are_refused_and_not_told(url):
+def test_credentials_in_a_url_are_rejected_and_not_printed(url):
     with pytest.raises(CheckpointError, match=r"s3://...: a URL with a user, a password or a query") as caught:
         located(url)
     assert "WORD" not in str(caught.value)
 
 
-def said(capsys, *words: str) -> tuple[int, str]:
-    """Exit code and words of `weft`."""
+def run_weft(capsys, *words: str) -> tuple[int, str]:
+    """Return the exit code and output of `weft`."""
     code = run([*words])
     told = capsys.readouterr()
     return code, told.out + told.err
@@ -112,39 +112,39 @@ def said(capsys, *words: str) -> tuple[int, str]:
 
 def check_verbs(root, tmp_path, capsys) -> None:
     """Run each verb of `weft ckpt`, and `weft export`, on steps 3 and 6 of a store, and on missing steps."""
-    assert said(capsys, "ckpt", "show", f"{root}@3", "model/w") == (
+    assert run_weft(capsys, "ckpt", "show", f"{root}@3", "model/w") == (
         0,
         f"{root}/step_00000003: step 3, no plan\n"
         "tensor   dtype  shape       size  files\n"
         "model/w  F32    [1000]  3.91 KiB  model.safetensors\n"
         "1 tensor, 3.91 KiB\n",
     )
-    code, told = said(capsys, "ckpt", "diff", f"{root}@3", str(root), "--json")
+    code, told = run_weft(capsys, "ckpt", "diff", f"{root}@3", str(root), "--json")
     assert code == 1
     assert [one["name"] for one in json.loads(told)["numbers"]] == ["model/w", "model/b", "optimizer/m"]
-    assert said(capsys, "ckpt", "diff", f"{root}/step_00000003", f"{root}@3") == (0, "identical: 3 tensors\n")
-    assert said(capsys, "export", str(root), str(tmp_path / "out"), "--dtype", "bf16")[0] == 0
+    assert run_weft(capsys, "ckpt", "diff", f"{root}/step_00000003", f"{root}@3") == (0, "identical: 3 tensors\n")
+    assert run_weft(capsys, "export", str(root), str(tmp_path / "out"), "--dtype", "bf16")[0] == 0
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], content(6)[0]["model"]["w"].bfloat16())
-    code, told = said(capsys, "export", str(root), f"{root}/out")
+    code, told = run_weft(capsys, "export", str(root), f"{root}/out")
     assert (code, "FOLDER=" in told, "Give a path" in told) == (2, True, True)
-    code, told = said(capsys, "ckpt", "show", f"{root}@5")
+    code, told = run_weft(capsys, "ckpt", "show", f"{root}@5")
     assert (code, told) == (
         2,
         f"error: RUN={root}@5: it has no finished checkpoint of step '5'. Use one of: 3, 6.\n",
     )
-    assert "whole" in said(capsys, "ckpt", "verify", f"{root}@3", "--fast")[1]
-    pruned = said(capsys, "ckpt", "prune", str(root), "--keep-last", "1")[1]
+    assert "whole" in run_weft(capsys, "ckpt", "verify", f"{root}@3", "--fast")[1]
+    pruned = run_weft(capsys, "ckpt", "prune", str(root), "--keep-last", "1")[1]
     assert pruned.startswith(f"would delete {root}/step_00000003")
-    lists = "RUN=" in said(capsys, "ckpt", "list", f"{root}/nothing")[1]
+    lists = "RUN=" in run_weft(capsys, "ckpt", "list", f"{root}/nothing")[1]
     assert (lists, steps(root)) == (True, [3, 6])
 
 
-def test_the_verbs_take_addresses_in_stores(root, tmp_path, capsys):
+def test_ckpt_commands_accept_store_urls(root, tmp_path, capsys):
     save(root, 3), save(root, 6)
     check_verbs(root, tmp_path, capsys)
 
 
-def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypatch):
+def test_imported_checkpoint_is_saved_to_a_store(root, tmp_path, capsys, monkeypatch):
     def read(kind, source, work, limit_s):
         taken = Taken(work, 2**30)
         read_dcp(source, taken)
@@ -153,9 +153,9 @@ def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypa
     monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read)
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"model": {"w": torch.ones(3)}, "step": 4}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert said(capsys, "ckpt", "import", str(tmp_path / "dcp"), str(root))[0] == 0
+    assert run_weft(capsys, "ckpt", "import", str(tmp_path / "dcp"), str(root))[0] == 0
     assert torch.equal(load_checkpoint(root / "step_00000004", verify=True).tensors("model")["w"], torch.ones(3))
-    code, told = said(capsys, "ckpt", "import", str(root), str(tmp_path / "run"))
+    code, told = run_weft(capsys, "ckpt", "import", str(root), str(tmp_path / "run"))
     assert (code, told) == (2, f"error: SOURCE={root}: it is a URL, and only a folder works here. Give a path.\n")
 
 
@@ -163,7 +163,7 @@ def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypa
     ("url", "package", "extra"),
     [("gs://b/x", "gcsfs", "gcs"), ("abfs://b/x", "adlfs", "azure"), ("s3://b/x", "s3fs", "s3")],
 )
-def test_a_package_that_is_missing_is_named_with_its_command(url, package, extra, capsys, monkeypatch):
+def test_missing_package_is_named_with_its_install_command(url, package, extra, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url[: url.index(":")], raising=False)
     for words in (
@@ -173,7 +173,7 @@ def test_a_package_that_is_missing_is_named_with_its_command(url, package, extra
         ("diff", url, url),
         ("prune", url, "--keep-last", "1"),
     ):
-        assert said(capsys, "ckpt", *words) == (
+        assert run_weft(capsys, "ckpt", *words) == (
             2,
             f"error: {package} is not installed: {url[:-3]} needs it. In a checkout of Weft, run: "
             f'pip install -e ".[{extra}]".\n',
@@ -181,7 +181,7 @@ def test_a_package_that_is_missing_is_named_with_its_command(url, package, extra
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
-    """A store that answers each request with 403."""
+    """Store that answers each request with 403."""
 
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -214,7 +214,7 @@ def refusing(monkeypatch):
     server.server_close()
 
 
-def test_refused_access_is_one_sentence(refusing, tmp_path, capsys):
+def test_access_denied_is_one_message(refusing, tmp_path, capsys):
     for words in (
         ("ckpt", "list", refusing),
         ("ckpt", "show", f"{refusing}@3"),
@@ -224,7 +224,7 @@ def test_refused_access_is_one_sentence(refusing, tmp_path, capsys):
         ("ckpt", "prune", refusing, "--keep-last", "1"),
         ("export", refusing, str(tmp_path / "out")),
     ):
-        code, told = said(capsys, *words)
+        code, told = run_weft(capsys, *words)
         assert code == 2
         assert told.startswith(f"error: {refusing}")
         assert told.endswith(
@@ -236,16 +236,16 @@ def test_refused_access_is_one_sentence(refusing, tmp_path, capsys):
         newest_checkpoint(located(refusing))
 
 
-def halves(root, step: int, look=None):
-    """Two ranks, as threads, each with half of a tensor."""
-    barrier, said, value = threading.Barrier(2), [b"", b""], [None]
+def save_two_halves(root, step: int, look=None):
+    """Save with two ranks, as threads, each with half of a tensor."""
+    barrier, run_weft, value = threading.Barrier(2), [b"", b""], [None]
     whole, ended = torch.arange(4_000_000.0), []
 
     def gather(rank):
         def act(record):
-            said[rank] = record
+            run_weft[rank] = record
             barrier.wait()
-            found = [*said]
+            found = [*run_weft]
             barrier.wait()
             return found
 
@@ -288,21 +288,21 @@ def halves(root, step: int, look=None):
 
 
 def test_ranks_write_their_own_objects_and_read_only_their_ranges(root):
-    ended, whole = halves(root, 3)
+    ended, whole = save_two_halves(root, 3)
     path = ended[0]
     assert ended == [path, path]
     assert {one.name for one in path.iterdir()} == {
         "COMMIT", "manifest.json", "model-00000.safetensors", "model-00001.safetensors", "state.json"
     }  # fmt: skip
     opened, out = load_checkpoint(path, lazily=True), bytearray(400)
-    opened.read("model", "w", Part((4_000_000,)), 1_999_950, memoryview(out))  # over the border of the two files
+    opened.read("model", "w", Part((4_000_000,)), 1_999_950, memoryview(out))  # across the boundary of the two files
     assert torch.equal(torch.frombuffer(out, dtype=torch.float32), whole[1_999_950:2_000_050])
     assert torch.equal(opened.tensors("model")["w"], whole)
 
 
-def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3, tmp_path, capsys):
+def test_s3_server_stores_checkpoints_of_two_ranks(s3, tmp_path, capsys):
     root = s3 / "run"
-    path, whole = halves(root, 3)[0][0], halves(root, 6)[1]
+    path, whole = save_two_halves(root, 3)[0][0], save_two_halves(root, 6)[1]
     assert str(path) == "s3://bucket/run/step_00000003"
     assert torch.equal(load_checkpoint(path, verify=True).tensors("model")["w"], whole)
     shown = CliRunner().invoke(app, ["list", str(root), "--json"])
@@ -312,7 +312,7 @@ def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3, tmp_path, capsys):
     assert CliRunner().invoke(app, ["verify", str(root)]).exit_code == 0
     assert CliRunner().invoke(app, ["prune", str(root), "--keep-last", "1", "--yes"]).exit_code == 0
     assert steps(root) == [6]
-    assert said(capsys, "ckpt", "list", "s3://nowhere/x") == (
+    assert run_weft(capsys, "ckpt", "list", "s3://nowhere/x") == (
         2,
         "error: RUN=s3://nowhere/x: the store has no s3://nowhere. Check its name.\n",
     )
@@ -324,7 +324,7 @@ def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3, tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_writer_killed_in_its_upload_leaves_nothing_that_counts(s3, tmp_path):
+def test_writer_killed_during_upload_leaves_no_valid_checkpoint(s3, tmp_path):
     root = s3 / "killed"
     save(root, 1)
     script = (
@@ -334,7 +334,7 @@ def test_a_writer_killed_in_its_upload_leaves_nothing_that_counts(s3, tmp_path):
         f"save_checkpoint(located('{root}'), 2, {{'model': {{'w': torch.zeros(30_000_000)}}}}, {{}}, look=look)"
     )
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    for _ in range(12):  # 48 MiB: the first part is on its way
+    for _ in range(12):  # 48 MiB: the first part is being uploaded
         child.stdout.readline()
     child.send_signal(signal.SIGKILL)
     child.wait()
@@ -345,7 +345,7 @@ def test_a_writer_killed_in_its_upload_leaves_nothing_that_counts(s3, tmp_path):
 
 
 def trained(folder, *settings: str) -> subprocess.CompletedProcess[str]:
-    """`weft train` with two rank processes, a tiny decoder and a checkpoint every 3 steps."""
+    """Run `weft train` with two rank processes, a tiny decoder and a checkpoint every 3 steps."""
     (folder / "text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft {i * i}"}}\n' for i in range(200)))
     words = ["model.name=tiny", "model.dim=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2",
              "model.ffn_dim=64", "tokenizer.kind=bytes", "train.seq_len=32", "train.global_batch=8", "eval.every=0",
@@ -357,7 +357,7 @@ def trained(folder, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
-def test_rank_processes_save_to_an_s3_server_and_go_on_from_it(s3, tmp_path):
+def test_rank_processes_save_to_an_s3_server_and_resume_from_it(s3, tmp_path):
     kept, root = f"checkpoint.dir={s3 / 'ranks'}", s3 / "ranks" / "away"
     fixed = ("schedule.kind=constant", "run.name=away")
     assert trained(tmp_path, *fixed, kept, "train.steps=6").returncode == 0
@@ -375,7 +375,7 @@ def test_rank_processes_save_to_an_s3_server_and_go_on_from_it(s3, tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_that_a_store_refuses_ends_with_one_sentence(refusing, tmp_path):
+def test_run_denied_by_a_store_ends_with_one_message(refusing, tmp_path):
     done = trained(tmp_path, f"checkpoint.dir={refusing}", "train.steps=6")
     assert done.returncode == 2
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -31,19 +31,19 @@ def same(left: object, right: object) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(values)
-def test_every_value_comes_back_and_every_reader_can_read_it(value):
+def test_every_value_round_trips_and_is_standard_json(value):
     text = encode(value, "state")
     assert same(decode(text, "state"), value)
     json.loads(text, parse_constant=pytest.fail)
 
 
-def test_lists_of_numbers_stay_on_one_line():
+def test_lists_of_numbers_are_written_on_one_line():
     assert encode({"shape": [1, -2, 3e-5], "b": ["[\n1,\n2]"]}, "state").decode() == (
         '{\n "shape": [1, -2, 3e-05],\n "b": [\n  "[\\n1,\\n2]"\n ]\n}\n'
     )
 
 
-def test_tuples_come_back_as_lists():
+def test_tuples_are_loaded_as_lists():
     assert decode(encode({"betas": (0.9, 0.95)}, "state"), "state") == {"betas": [0.9, 0.95]}
 
 
@@ -57,13 +57,13 @@ def test_tuples_come_back_as_lists():
         ({"a": b"x"}, "state.a: a bytes cannot be written as JSON."),
     ],
 )
-def test_what_would_not_come_back_is_refused_by_name(value, message):
+def test_values_that_do_not_round_trip_are_rejected_by_name(value, message):
     with pytest.raises(CheckpointError) as caught:
         encode(value, "state")
     assert str(caught.value).startswith(message)
 
 
-def test_endless_nesting_is_refused():
+def test_endless_nesting_is_rejected():
     value: list[object] = []
     value.append(value)
     with pytest.raises(CheckpointError, match="nested deeper than 64 levels"):

@@ -8,7 +8,7 @@ from weft.checkpoint.safetensors_files import DigestingFile, sha256_of
 
 
 class SlowDigest:
-    """SHA-256 that lags behind the writing of the file."""
+    """SHA-256 that is slower than writing the file."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -21,14 +21,14 @@ class SlowDigest:
         return self._digest.hexdigest()
 
 
-def test_the_digest_waits_for_every_byte_in_order(tmp_path):
-    pieces = [os.urandom(size) for size in (9_000_000, 10, 4_194_304, 0, 1, 5_000_000)]
+def test_digest_waits_for_every_byte_in_order(tmp_path):
+    chunks = [os.urandom(size) for size in (9_000_000, 10, 4_194_304, 0, 1, 5_000_000)]
     with DigestingFile(tmp_path / "file") as file:
         file._digest = SlowDigest()  # type: ignore[assignment]
-        for piece in pieces:
+        for piece in chunks:
             file.write(memoryview(piece))
         entry = file.close()
-    whole = b"".join(pieces)
+    whole = b"".join(chunks)
     assert (tmp_path / "file").read_bytes() == whole
     assert entry.num_bytes == len(whole)
     assert entry.sha256 == hashlib.sha256(whole).hexdigest() == sha256_of(tmp_path / "file")

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from tests.cli.test_replica_launch import TrainCommand, assert_close, tensors
-from tests.train.apart_runs import steps_of
 from tests.train.conftest import text as text  # a fixture
+from tests.train.replica_runs import steps_of
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
 from weft.monitor.events import read_events
 

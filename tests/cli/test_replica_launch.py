@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from tests.train.apart_runs import evaluations as losses
-from tests.train.apart_runs import steps_of
 from tests.train.conftest import SMALL
 from tests.train.conftest import text as text  # a fixture
+from tests.train.replica_runs import evaluations as losses
+from tests.train.replica_runs import steps_of
 from weft import env
 from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint
 from weft.monitor.events import read_events

@@ -1,4 +1,4 @@
-"""Small random Hugging Face models, and their weights under our names. For tests only."""
+"""Small random Hugging Face models and their weights under Weft's names, for tests only."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def llama_pair(spec: DecoderSpec) -> tuple[torch.nn.Module, Decoder]:
 
 
 def _rms_norm_in_float64(norm: torch.nn.Module, x: Tensor) -> Tensor:
-    """Their norm goes down to float32 whatever it is given, which would hide errors below 1e-6."""
+    """transformers' norm always computes in float32, which would hide errors below 1e-6."""
     return x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
 
 
 def llama_weights(theirs: dict[str, Tensor], num_layers: int, kept: Collection[str] = ()) -> dict[str, Tensor]:
-    """Their names to ours; the tensors themselves are unchanged. kept: leave out parts that start otherwise."""
+    """Map transformers' names to Weft's without changing tensors. kept: omit parts that are initialized differently."""
     ours = {
         "embed.weight": theirs["model.embed_tokens.weight"],
         "norm.weight": theirs["model.norm.weight"],
@@ -83,7 +83,7 @@ def gpt2_pair(spec: DecoderSpec) -> tuple[torch.nn.Module, Decoder]:
 
 
 def gpt2_weights(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Their matrices are stored (in, out) and q, k, v as one; ours are (out, in) and apart."""
+    """Transposes matrices, which are stored as (in, out), and splits the fused q, k, v."""
     ours = {
         "embed.weight": theirs["transformer.wte.weight"],
         "pos_embed.weight": theirs["transformer.wpe.weight"],
@@ -96,14 +96,14 @@ def gpt2_weights(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor
         block = f"transformer.h.{layer}"
         for part, name in parts.items():
             for kind in ("weight", "bias"):
-                ours[f"blocks.{layer}.{name}.{kind}"] = _turned(theirs[f"{block}.{part}.{kind}"])
+                ours[f"blocks.{layer}.{name}.{kind}"] = _transposed(theirs[f"{block}.{part}.{kind}"])
         for kind in ("weight", "bias"):
             for name, value in zip("qkv", theirs[f"{block}.attn.c_attn.{kind}"].chunk(3, -1), strict=True):
-                ours[f"blocks.{layer}.attn.{name}.{kind}"] = _turned(value)
+                ours[f"blocks.{layer}.attn.{name}.{kind}"] = _transposed(value)
     return ours
 
 
-def _turned(value: Tensor) -> Tensor:
+def _transposed(value: Tensor) -> Tensor:
     return value.T if value.ndim == 2 else value
 
 
@@ -114,7 +114,7 @@ def _load(spec: DecoderSpec, weights: dict[str, Tensor]) -> Decoder:
 
 
 def _shake(model: torch.nn.Module) -> None:
-    """Give every parameter a value that matters; fresh biases are 0 and norms 1, which would hide mistakes."""
+    """Randomize every parameter. Initial biases of 0 and norms of 1 would hide mistakes."""
     dice = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Adapters on one process: the numbers of peft, its files, merging, and what is refused."""
+"""Adapters in one process: equality with peft, its files, merging, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.models.inspect.find_layout import find_layout
 from weft.models.peft_files import load_adapter, save_adapter
 from weft.models.registry import build_decoder
 
-#: peft asks transformers what that calls otherwise now.
+#: peft uses a name that transformers deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 KINDS = ("lora", "rslora", "dora")
@@ -41,7 +41,7 @@ def net():
 
 
 def gpt2():
-    """Conv1D layers, whose weights are transposed; the head shares the embedding's weight."""
+    """Model with Conv1D layers, whose weights are transposed. The head shares the embedding's weight."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
@@ -62,7 +62,7 @@ def loss_of(model, kind):
 
 
 def noised(model):
-    """A and B both away from their first values, so that every term counts."""
+    """Set A and B away from their initial values, so that every term counts."""
     torch.manual_seed(9)
     for _, param in sorted(model.named_parameters()):
         if param.requires_grad:
@@ -78,7 +78,7 @@ def in_peft(build, kind, **more):
 
 
 def our_name(theirs):
-    """peft's name of a parameter as ours."""
+    """Map peft's name of a parameter to Weft's."""
     path = theirs.removeprefix("base_model.model.")
     path = path.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude")
     return path.replace(".default.weight", "").replace(".base_layer.", ".")
@@ -86,7 +86,7 @@ def our_name(theirs):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["net", "gpt2"])
-def test_the_numbers_are_those_of_peft(name, kind):
+def test_outputs_and_gradients_match_peft(name, kind):
     build = {"net": net, "gpt2": gpt2}[name]
     targets = {"net": ["up", "down"], "gpt2": ["c_attn", "c_proj", "c_fc"]}[name]
     theirs = noised(in_peft(build, kind, target_modules=targets, fan_in_fan_out=name == "gpt2"))
@@ -112,8 +112,8 @@ def test_the_numbers_are_those_of_peft(name, kind):
         torch.testing.assert_close(param, pairs[key], rtol=1e-10, atol=1e-12, msg=key)
 
 
-def test_dora_with_dropout_is_that_of_peft():
-    """Of what is dropped everything but which elements: the same mask is put into both."""
+def test_dora_with_dropout_matches_peft():
+    """The random masks differ, so the same mask is put into both."""
     theirs = noised(in_peft(net, "dora", target_modules=["up"], lora_dropout=0.5)).train()
     ours = add_adapter(net(), rank=3, alpha=5, kind="dora", targets=["up"], dropout=0.5).train()
     ours.load_state_dict({our_name(key): value for key, value in theirs.state_dict().items()}, strict=False)
@@ -126,7 +126,7 @@ def test_dora_with_dropout_is_that_of_peft():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_starts_as_nothing_and_everything_else_is_frozen(kind):
+def test_new_adapter_is_a_no_op_and_freezes_the_base(kind):
     plain, model = net(), add_adapter(net(), rank=2, kind=kind)
     x = torch.randn(3, 5, dtype=torch.float64)
     torch.testing.assert_close(model(x), plain(x), rtol=1e-13, atol=1e-14)
@@ -138,7 +138,7 @@ def test_an_adapter_starts_as_nothing_and_everything_else_is_frozen(kind):
     assert layers.is_linear(model.up)
 
 
-def test_first_values_depend_on_seed_and_name_alone():
+def test_initial_values_depend_only_on_seed_and_name():
     first, again = (add_adapter(build_decoder(TINY), rank=2, kind="dora", seed=1) for _ in range(2))
     other = add_adapter(build_decoder(TINY), rank=2, kind="dora", seed=2)
     few = add_adapter(build_decoder(TINY), rank=2, targets=["attn.q"], seed=1)
@@ -148,7 +148,7 @@ def test_first_values_depend_on_seed_and_name_alone():
     assert torch.equal(values[0], values[3])
     assert not torch.equal(values[0], values[2])
     assert 0.2 < values[0].abs().max() <= 16**-0.5
-    # As shapes the parameters are made later, and the same.
+    # Meta parameters are initialized later, to equal values.
     meta = add_adapter(build_decoder(TINY, device="meta"), rank=2, kind="dora", seed=1)
     meta.to_empty(device="cpu")
     initialise(meta, 1)
@@ -175,7 +175,7 @@ def test_merged_weights_give_equal_logits(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_go_to_peft_and_back(kind, tmp_path):
+def test_files_are_exchanged_with_peft(kind, tmp_path):
     import peft
 
     model = noised(add_adapter(gpt2(), rank=3, alpha=7, kind=kind, targets=["c_attn", "mlp.c_proj"])).eval()
@@ -189,25 +189,25 @@ def test_files_go_to_peft_and_back(kind, tmp_path):
     torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=0, atol=1e-12)
 
 
-def test_a_model_can_leave_its_adapter_out():
+def test_model_can_run_without_its_adapter():
     model, x = noised(add_adapter(net(), rank=2)), torch.randn(3, 5, dtype=torch.float64)
     with without_adapter(model):
         torch.testing.assert_close(model(x), net()(x))
     assert not torch.allclose(model(x), net()(x))
 
 
-def test_the_layout_is_that_of_the_model_without_adapter():
+def test_layout_equals_that_of_the_base_model():
     assert find_layout(add_adapter(gpt2(), rank=2)) == find_layout(gpt2())
 
 
-def test_a_copy_is_adapted_too():
+def test_deepcopy_keeps_the_adapter():
     model = noised(add_adapter(net(), rank=2))
     x = torch.randn(3, 5, dtype=torch.float64)
     torch.testing.assert_close(copy.deepcopy(model)(x), model(x))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"rank": 0}, "rank=0: an adapter has a rank of at least 1. Use rank=16."),
         ({"rank": 2, "kind": "lra"}, "kind='lra': an adapter is one of lora, rslora, dora. Use kind='lora'."),
@@ -221,13 +221,13 @@ def test_a_copy_is_adapted_too():
         ({"rank": 2, "targets": ["head"]}, "targets=head: head makes the logits, which Weft computes inside the"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(settings, said):
+def test_invalid_settings_are_rejected_with_one_message(settings, message):
     with pytest.raises(ModelError) as error:
         add_adapter(build_decoder(TINY), **settings)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
-def test_an_adapter_is_added_once():
+def test_second_adapter_is_rejected():
     with pytest.raises(ModelError, match="it has an adapter already"):
         add_adapter(add_adapter(net(), rank=2), rank=2)
     for refused in (
@@ -239,7 +239,7 @@ def test_an_adapter_is_added_once():
             refused(net())
 
 
-def test_stacked_experts_are_no_linear_layers():
+def test_stacked_experts_get_no_adapter():
     spec = DecoderSpec(
         vocab_size=61,
         dim=16,
@@ -256,7 +256,7 @@ def test_stacked_experts_are_no_linear_layers():
     assert set(adapted(add_adapter(build_decoder(spec), rank=2)).layers) == {f"blocks.0.attn.{name}" for name in "qkvo"}
 
 
-def test_files_of_another_model_or_kind_are_refused(tmp_path):
+def test_files_of_another_model_or_kind_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="it holds no adapter_config"):
         load_adapter(net(), tmp_path)
     save_adapter(add_adapter(net(), rank=2), tmp_path)
@@ -267,14 +267,14 @@ def test_files_of_another_model_or_kind_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"up.lora_B.weight' has shape \(7, 2\), not \(8, 2\)"):
         load_adapter(wider, tmp_path)
     config = tmp_path / "adapter_config.json"
-    for change, said in (
+    for change, message in (
         ({"peft_type": "IA3"}, "an adapter of type IA3"),
         ({"rank_pattern": {"up": 4}}, "rank_pattern is set"),
         ({"bias": "all"}, "it trains biases"),
     ):
         before = config.read_text()
         config.write_text(json.dumps({**json.loads(before), **change}))
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             load_adapter(net(), tmp_path)
         config.write_text(before)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 40)

@@ -1,4 +1,4 @@
-"""Balancing is the same however a batch is cut, counts once, and drops by sequence alone."""
+"""Balancing losses and dropping do not depend on how a batch is split, and count once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def routed(num_sequences: int, seed: int = 0):
     return probs.topk(K, -1).indices, probs
 
 
-def test_the_loss_is_that_of_the_paper():
+def test_sequence_loss_matches_the_paper():
     """DeepSeek-V3 (arXiv 2412.19437), equations 17 to 20, times the tokens of each sequence."""
     ids, probs = routed(3)
     expected = 0.0
@@ -29,7 +29,7 @@ def test_the_loss_is_that_of_the_paper():
     assert float(sequence_loss(count_tokens(ids, E), probs, K, Span())) == pytest.approx(expected, rel=1e-13)
 
 
-def test_an_even_spread_costs_one_a_token():
+def test_balanced_load_has_loss_one_per_token():
     ids = torch.tensor([[[0], [1], [2], [3]]])
     even, lopsided = torch.full((1, 4, 4), 0.25), torch.zeros(1, 4, 4).index_fill_(2, torch.tensor([0]), 1.0)
     assert float(sequence_loss(count_tokens(ids, 4), even, 1, Span())) == 4.0
@@ -38,7 +38,7 @@ def test_an_even_spread_costs_one_a_token():
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 99))
-def test_the_loss_and_its_gradient_do_not_depend_on_how_sequences_are_batched(sizes, seed):
+def test_loss_and_gradient_do_not_depend_on_batching(sizes, seed):
     ids, probs = routed(sum(sizes), seed)
     whole, cut = probs.clone().requires_grad_(), probs.clone().requires_grad_()
     total = sequence_loss(count_tokens(ids, E), whole, K, Span())
@@ -52,7 +52,7 @@ def test_the_loss_and_its_gradient_do_not_depend_on_how_sequences_are_batched(si
     torch.testing.assert_close(whole.grad, cut.grad, rtol=1e-12, atol=0)
 
 
-def kept_by_hand(ids_TK, capacity):
+def reference_keep(ids_TK, capacity):
     taken, kept = dict.fromkeys(range(E), 0), []
     for experts in ids_TK.tolist():
         kept.append([taken[expert] < capacity for expert in experts])
@@ -63,33 +63,33 @@ def kept_by_hand(ids_TK, capacity):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 3), st.sampled_from([0.1, 0.5, 1.0, 1.25, 9.0]), st.integers(0, 999))
-def test_an_expert_takes_the_first_tokens_of_each_sequence_up_to_its_capacity(num_sequences, factor, seed):
+def test_expert_keeps_first_tokens_of_each_sequence_up_to_capacity(num_sequences, factor, seed):
     ids, _ = routed(num_sequences, seed)
     capacity = {0.1: 1, 0.5: 2, 1.0: 4, 1.25: 4, 9.0: 29}[factor]  # of T * K / E = 3.2
     keep = keep_within(ids, E, factor, Span())
-    assert keep.tolist() == [kept_by_hand(ids_TK, capacity) for ids_TK in ids]
+    assert keep.tolist() == [reference_keep(ids_TK, capacity) for ids_TK in ids]
 
 
 @pytest.mark.parametrize(("factor", "tokens", "experts", "capacity"), [
     (1.1, 100, 10, 11), (1.0, 10, 2, 5), (1.01, 10, 2, 6), (0.001, 10, 2, 1),
 ])  # fmt: skip
-def test_capacity_is_rounded_up_but_not_by_rounding_errors(factor, tokens, experts, capacity):
+def test_capacity_is_rounded_up_without_rounding_errors(factor, tokens, experts, capacity):
     ids = torch.zeros(1, tokens, 1, dtype=torch.int64)
     assert int(keep_within(ids, experts, factor, Span()).sum()) == capacity
 
 
-def test_what_is_dropped_does_not_depend_on_later_tokens():
+def test_dropping_does_not_depend_on_later_tokens():
     ids, _ = routed(1)
     other = ids.clone()
     other[:, 5:] = 0
-    # The capacity follows the length, so the sequences are of one length.
+    # The capacity depends on the length, so the sequences have equal length.
     assert keep_within(ids, E, 0.5, Span())[:, :5].equal(keep_within(other, E, 0.5, Span())[:, :5])
 
 
-def test_the_loss_enters_in_backward_and_is_counted_there_once():
+def test_loss_is_added_in_backward_and_counted_once():
     load, weights = Load(3), torch.ones(4, dtype=torch.float64, requires_grad=True)
     source = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    for _ in range(2):  # a forward whose result nobody uses, as a replay's
+    for _ in range(2):  # a forward without backward, like that of a recompute
         out = attach(weights, source * 5, 0.25, torch.tensor([1, 2, 3]), load)
     assert load.tokens_E is None
     (out * 2).sum().backward()
@@ -100,9 +100,9 @@ def test_the_loss_enters_in_backward_and_is_counted_there_once():
     assert load.tokens_E is None
 
 
-def test_the_bias_moves_by_whole_steps_towards_an_even_load():
+def test_bias_moves_by_full_steps_towards_a_balanced_load():
     bias = torch.tensor([0, 5, -7, 0])
-    move_bias(bias, torch.tensor([10, 2, 4, 4]), 0.001)  # the even share is 5
+    move_bias(bias, torch.tensor([10, 2, 4, 4]), 0.001)  # a balanced share is 5
     assert bias.tolist() == [-1000, 1005, 993, 1000]
     move_bias(bias, torch.tensor([3, 3, 3, 3]), 0.001)
     assert bias.tolist() == [-1000, 1005, 993, 1000]

@@ -1,4 +1,4 @@
-"""A packed base: its codes, how far they lie from the weights, and what is merged into them."""
+"""Packed base weights: codes, rounding error, and merging adapters into them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FORMATS = list(BASE_FORMATS.values())
 GAP = max(high - low for low, high in itertools.pairwise(NF4_CODES))
 
 
-def test_the_codes_are_quantiles_of_the_normal_distribution():
-    """As the paper's appendix makes them: 8 of one side, 7 of the other, and zero."""
+def test_nf4_codes_are_quantiles_of_the_normal_distribution():
+    """As in the paper's appendix: 8 of one side, 7 of the other, and zero."""
 
     def side(number):
         return [NormalDist().inv_cdf(0.9677083 + (0.5 - 0.9677083) * i / number) for i in range(number)]
@@ -33,7 +33,7 @@ def test_the_codes_are_quantiles_of_the_normal_distribution():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 200), st.floats(-30, 30), st.integers(0, 2**31), st.sampled_from(FORMATS))
-def test_a_weight_is_at_most_half_a_step_off(rows, width, power, seed, kept):
+def test_weight_error_is_at_most_half_a_step(rows, width, power, seed, kept):
     weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 2.0**power
     packed = kept.pack(weight)
     found = kept.unpack(packed, width, torch.float64)
@@ -47,12 +47,12 @@ def test_a_weight_is_at_most_half_a_step_off(rows, width, power, seed, kept):
 
 
 @pytest.mark.parametrize("kept", FORMATS, ids=lambda one: one.name)
-def test_zeros_stay_zeros(kept):
+def test_zeros_are_exact(kept):
     assert not kept.unpack(kept.pack(torch.zeros(2, 70)), 70, torch.float32).any()
 
 
 class Stored:
-    """A source of one bfloat16 matrix."""
+    """Weight source of one bfloat16 matrix."""
 
     def __init__(self, weight):
         self.weight = weight
@@ -70,7 +70,7 @@ class Stored:
 
 
 @pytest.mark.parametrize("kept", FORMATS, ids=lambda one: one.name)
-def test_slices_are_packed_as_the_whole_is(kept, monkeypatch):
+def test_slices_are_packed_like_the_full_tensor(kept, monkeypatch):
     weight = torch.randn(12, 256).bfloat16()
     source, whole = Stored(weight), kept.pack(weight)
     packed = PackedSource(source, ["w"], kept)
@@ -84,11 +84,11 @@ def test_slices_are_packed_as_the_whole_is(kept, monkeypatch):
             out = torch.empty(end - start, dtype=torch.uint8)
             packed.read("w", part, start, out.numpy().data)
             assert torch.equal(out, line[start:end])
-    assert source.most <= 2 * 256 * 2  # two rows: never the whole
+    assert source.most <= 2 * 256 * 2  # two rows, never the full tensor
 
 
 @pytest.mark.parametrize("base", BASE_FORMATS)
-def test_an_adapter_is_merged_into_what_the_bytes_stand_for(base):
+def test_adapter_is_merged_into_the_dequantized_base(base):
     model = nn.Sequential(nn.Linear(128, 70), nn.Tanh(), nn.Linear(70, 3)).double()
     add_adapter(model, rank=2, base=base)
     for name, param in model.named_parameters():
@@ -106,6 +106,6 @@ def test_an_adapter_is_merged_into_what_the_bytes_stand_for(base):
 
 
 @pytest.mark.parametrize("wrong", [{"base": "fp4"}, {"base": "nf4", "kind": "dora"}])
-def test_another_base_is_refused(wrong):
+def test_unknown_base_is_rejected(wrong):
     with pytest.raises(ModelError, match=f"^base={wrong['base']}: "):
         add_adapter(nn.Sequential(nn.Linear(4, 4)), rank=1, **wrong)

@@ -1,4 +1,4 @@
-"""Documents without masks: the numbers of the mask, in each way, and no tensor over pairs of tokens."""
+"""Document attention without masks: equal to masked attention, without tensors over token pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDS_BT = torch.tensor([[0, 0, 0, 1, 1, 2, 3, 3, 3], [0, 0, 0, 0, 0, 0, 0, 1, 1]]
 
 
 class LargestOutput(TorchDispatchMode):
-    """The most values that an operation gave."""
+    """Record the largest number of values that an operation returns."""
 
     most = 0
 
@@ -25,14 +25,14 @@ class LargestOutput(TorchDispatchMode):
         return out
 
 
-def test_starts_are_filled_up():
+def test_missing_starts_are_padded():
     assert find_starts(IDS_BT).tolist() == [[0, 3, 5, 6], [0, 7, 9, 9]]
-    assert find_starts(torch.tensor([[0, 0, 1, 0]])) is None  # both ends see each other
+    assert find_starts(torch.tensor([[0, 0, 1, 0]])) is None  # both ends are one document
 
 
 @pytest.mark.parametrize("way", ["one by one", "by rows"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_output_and_gradients_are_those_of_the_mask(way, heads, monkeypatch):
+def test_output_and_gradients_match_masked_attention(way, heads, monkeypatch):
     monkeypatch.setattr(documents, "_ROWS", 4)
     torch.manual_seed(0)
     shapes = [(2, heads[0], 9, 8), (2, heads[1], 9, 8), (2, heads[1], 9, 8)]
@@ -49,14 +49,14 @@ def test_output_and_gradients_are_those_of_the_mask(way, heads, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_operator_is_well_formed():
+def test_operator_passes_opcheck():
     given = [torch.randn(2, 4, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     for is_causal in (True, False):
         torch.library.opcheck(documents._one_by_one, (*given, find_starts(IDS_BT), is_causal))
 
 
-def test_a_decoder_holds_nothing_over_pairs_of_tokens_and_gives_the_numbers_of_the_mask(make_spec):
-    """Forward and backward, in float64."""
+def test_decoder_matches_masked_attention_without_tensors_over_token_pairs(make_spec):
+    """Compare forward and backward in float64."""
     length = 1024
     model = build_decoder(make_spec(max_seq_len=length), dtype=torch.float64, seed=0)
     ids_BT = torch.arange(length)[None] // 300

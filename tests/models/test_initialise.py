@@ -23,7 +23,7 @@ def assert_equal_weights(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
-def test_meta_then_materialised_equals_built_directly(spec):
+def test_materialized_meta_model_equals_direct_build(spec):
     direct = build_decoder(spec, seed=11)
     later = build_decoder(spec, device="meta")
     later.to_empty(device="cpu")
@@ -31,7 +31,7 @@ def test_meta_then_materialised_equals_built_directly(spec):
     assert_equal_weights(weights(direct), weights(later))
 
 
-def test_the_global_generator_neither_matters_nor_moves(spec):
+def test_global_generator_is_neither_used_nor_changed(spec):
     torch.manual_seed(1)
     first = weights(build_decoder(spec, seed=3))
     torch.manual_seed(2)
@@ -41,14 +41,14 @@ def test_the_global_generator_neither_matters_nor_moves(spec):
     assert_equal_weights(first, second)
 
 
-def test_a_part_alone_gets_the_weights_it_has_in_the_whole(spec):
+def test_submodule_gets_the_weights_of_the_full_model(spec):
     whole = build_decoder(spec, seed=5)
     part = copy.deepcopy(build_decoder(spec, seed=99)).blocks[2]
     initialise(part, 5, prefix="blocks.2.")
     assert_equal_weights(weights(part), weights(whole.blocks[2]))
 
 
-def test_the_order_of_parameters_does_not_matter(spec):
+def test_order_of_parameters_does_not_matter(spec):
     ordered, turned = build_decoder(spec, seed=5), build_decoder(spec, seed=6)
     turned._modules = dict(reversed(turned._modules.items()))
     initialise(turned, 5)
@@ -58,21 +58,21 @@ def test_the_order_of_parameters_does_not_matter(spec):
         assert torch.equal(value, ordered.get_parameter(name)), name
 
 
-def test_another_seed_or_another_name_gives_other_weights(spec):
+def test_other_seed_or_name_gives_other_weights(spec):
     one, two = build_decoder(spec, seed=1), build_decoder(spec, seed=2)
     assert not torch.equal(one.embed.weight, two.embed.weight)
     assert not torch.equal(one.blocks[0].attn.q.weight, one.blocks[1].attn.q.weight)
     assert not torch.equal(one.blocks[0].attn.q.weight, one.blocks[0].attn.o.weight * math.sqrt(6))
 
 
-def test_every_dtype_holds_the_same_values_rounded(spec):
+def test_every_dtype_has_the_same_values_rounded(spec):
     double, half = build_decoder(spec, dtype=torch.float64), build_decoder(spec, dtype=torch.bfloat16)
     for name, value in build_decoder(spec).named_parameters():
         assert torch.equal(double.get_parameter(name), value.double()), name
         assert torch.equal(half.get_parameter(name), value.bfloat16()), name
 
 
-def test_spreads_and_starts(make_spec):
+def test_initial_mean_and_standard_deviation(make_spec):
     model = build_decoder(make_spec("gpt2", dim=128, ffn_dim=256, num_layers=8))
     for name, value in model.named_parameters():
         if name.endswith("bias"):
@@ -85,13 +85,13 @@ def test_spreads_and_starts(make_spec):
             assert abs(value.mean().item()) < 0.1 * std, name
 
 
-def test_tied_weights_are_filled_once_under_the_first_name(make_spec):
+def test_tied_weights_are_initialized_once_under_the_first_name(make_spec):
     tied, untied = build_decoder(make_spec(tied=True), seed=4), build_decoder(make_spec(tied=False), seed=4)
     assert torch.equal(tied.head.weight, untied.embed.weight)
     assert not torch.equal(untied.head.weight, untied.embed.weight)
 
 
-def test_blocks_of_a_large_parameter_can_be_made_alone(monkeypatch):
+def test_blocks_of_a_large_parameter_are_generated_independently(monkeypatch):
     import importlib
 
     monkeypatch.setattr(importlib.import_module("weft.models.initialize"), "_BLOCK", 10)
@@ -104,8 +104,8 @@ def test_blocks_of_a_large_parameter_can_be_made_alone(monkeypatch):
     torch.testing.assert_close(linear.weight.flatten(), torch.cat(list(blocks.values())) * 0.02)
 
 
-def test_the_values_of_a_seed_never_change():
-    """A change here changes every model that anyone ever starts: it needs a release note."""
+def test_values_of_a_seed_never_change():
+    """A change here changes every newly initialized model, so it requires a release note."""
     [(_, values)] = normal_values(0, "embed.weight", 4)
     torch.testing.assert_close(values, torch.tensor(PINNED), rtol=0, atol=0)
 
@@ -113,12 +113,12 @@ def test_the_values_of_a_seed_never_change():
 PINNED = [1.5282918214797974, 0.18147429823875427, -0.058709412813186646, 1.760359525680542]
 
 
-def test_a_parameter_on_the_meta_device_is_refused(spec):
+def test_meta_parameter_is_rejected(spec):
     with pytest.raises(ModelError, match=r"^parameter embed.weight: it is on the meta device. Call to_empty\(device="):
         initialise(build_decoder(spec, device="meta"), 0)
 
 
-def test_a_vector_without_a_rule_is_refused():
+def test_vector_without_a_rule_is_rejected():
     class Scale(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""The layer of experts: against Hugging Face's models, by hand, and through everything that a block goes through."""
+"""Expert layer: compared with Hugging Face and a reference loop, and under recompute, compile and evaluation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def tokens(seed=1, num_sequences=3, num_tokens=8):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def by_hand(moe, x_D):
-    """One token through the layer, expert by expert."""
+def reference_output(moe, x_D):
+    """Compute one token of the layer, expert by expert."""
     spec = moe.router.spec
     logits = moe.router.weight @ x_D
     scores = logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
@@ -60,10 +60,10 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(changes):
     x = tokens()
     out = moe(x)
     for index in ((0, 0), (2, 7), (1, 3)):
-        torch.testing.assert_close(out[index], by_hand(moe, x[index]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out[index], reference_output(moe, x[index]), rtol=1e-12, atol=1e-12)
 
 
-def test_the_bias_chooses_but_does_not_weigh():
+def test_bias_affects_selection_but_not_weights():
     moe = layer(replace(SPEC, balance="bias", top_k=1, normalise_top_k=False))
     moe.router.bias_ppm[4] = 10_000_000
     routing = moe.router(tokens())
@@ -72,23 +72,23 @@ def test_the_bias_chooses_but_does_not_weigh():
     torch.testing.assert_close(routing.weights_BTK[..., 0], scores[..., 4])
 
 
-def test_a_dropped_token_skips_its_expert_and_keeps_the_shared_one():
-    moe = layer(replace(SPEC, capacity_factor=0.01, num_shared_experts=1, top_k=1))  # one token for each expert
+def test_dropped_token_skips_its_expert_and_keeps_the_shared_one():
+    moe = layer(replace(SPEC, capacity_factor=0.01, num_shared_experts=1, top_k=1))  # one token per expert
     same = tokens(num_sequences=1, num_tokens=1).expand(2, 5, -1).contiguous()
     out = moe(same)
-    torch.testing.assert_close(out[0, 0], by_hand(moe, same[0, 0]))
+    torch.testing.assert_close(out[0, 0], reference_output(moe, same[0, 0]))
     torch.testing.assert_close(out[0, 1:], moe.shared(same[0, 1:]))
-    torch.testing.assert_close(out[1], out[0])  # each sequence has its own room
+    torch.testing.assert_close(out[1], out[0])  # each sequence has its own capacity
 
 
-def test_numbers_do_not_depend_on_the_batch_around_a_sequence():
+def test_output_does_not_depend_on_other_sequences():
     moe = layer(replace(SPEC, capacity_factor=0.8))
     x = tokens()
     alone = torch.cat([moe(sequence[None]) for sequence in x])
     torch.testing.assert_close(moe(x), alone, rtol=1e-13, atol=1e-13)
 
 
-def test_evaluation_counts_and_moves_nothing():
+def test_evaluation_counts_no_load():
     moe = layer(replace(SPEC, balance="aux_loss"))
     moe.eval()
     moe(tokens()).sum().backward()
@@ -98,7 +98,7 @@ def test_evaluation_counts_and_moves_nothing():
     assert moe.router.load.tokens_E is None
 
 
-def test_the_auxiliary_loss_by_default_is_a_mean_over_the_tokens_of_the_call():
+def test_default_auxiliary_loss_averages_over_the_tokens_of_the_call():
     moe = layer(replace(SPEC, balance="aux_loss", balance_rate=0.5))
     grads = []
     for repeats in (1, 3):
@@ -127,7 +127,7 @@ def test_recompute_counts_and_balances_once(recompute):
         torch.testing.assert_close(one.grad, two.grad, msg=name)
 
 
-def test_formats_leave_the_bias_alone_and_the_router_in_float32():
+def test_dtypes_change_neither_bias_nor_the_float32_router():
     model = build_decoder(replace(SPEC, balance="bias"), dtype=torch.bfloat16)
     router = next(routers(model))
     router.bias_ppm.fill_(1)
@@ -136,7 +136,7 @@ def test_formats_leave_the_bias_alone_and_the_router_in_float32():
     assert routing.weights_BTK.dtype == torch.float32
 
 
-def test_a_compiled_block_breaks_at_its_experts_and_computes_the_same():
+def test_compiled_block_breaks_at_experts_and_gives_equal_results():
     model = build_decoder(SPEC)
     ids = torch.arange(16).view(2, 8)
     plain = model(ids)
@@ -153,7 +153,7 @@ def test_meta_models_start_without_bias():
     assert float(experts.down.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)  # two layers, two branches each
 
 
-def test_it_is_mixtral_and_its_gradients_are():
+def test_outputs_and_gradients_match_mixtral():
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=SPEC.vocab_size, hidden_size=SPEC.dim, intermediate_size=SPEC.ffn_dim, num_hidden_layers=2,
@@ -179,7 +179,7 @@ def test_it_is_mixtral_and_its_gradients_are():
     ours.load_state_dict(weights)
     ids = torch.arange(40).view(2, 20)
     logits, expected = ours(ids), theirs(input_ids=ids, use_cache=False).logits
-    # Their norms and their router go through float32.
+    # transformers' norms and router compute in float32.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     logits.square().sum().backward()
     expected.square().sum().backward()

@@ -35,18 +35,18 @@ LLAMAS = {
 
 
 @pytest.mark.parametrize("changes", LLAMAS.values(), ids=LLAMAS.keys())
-def test_the_llama_family_computes_what_transformers_computes(make_spec, changes):
+def test_llama_family_matches_transformers(make_spec, changes):
     spec = make_spec("llama", **changes)
     theirs, ours = llama_pair(spec)
     ids_BT = random_ids(spec, 3, 17)
     expected_BTV = theirs(input_ids=ids_BT).logits.detach()
     assert_same(ours(ids_BT), expected_BTV)
-    assert expected_BTV.std() > 0.1  # equal because they agree, not because all is near 0
+    assert expected_BTV.std() > 0.1  # not all near 0, so equality is meaningful
     positions_BT = torch.arange(17).expand(3, 17) + torch.tensor([[0], [5], [21]])
     assert_same(ours(ids_BT, positions_BT), theirs(input_ids=ids_BT, position_ids=positions_BT).logits.detach())
 
 
-def test_far_positions_turn_as_in_transformers(make_spec):
+def test_rotary_scaling_at_far_positions_matches_transformers(make_spec):
     spec = make_spec("llama", rope_theta=500_000.0, rope_scale=8.0, dim=64, num_heads=2, max_seq_len=131_072)
     theirs, ours = llama_pair(spec)
     ids_BT = random_ids(spec, 1, 6)
@@ -55,7 +55,7 @@ def test_far_positions_turn_as_in_transformers(make_spec):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_gpt2_family_computes_what_transformers_computes(make_spec, tied):
+def test_gpt2_family_matches_transformers(make_spec, tied):
     spec = make_spec("gpt2", tied=tied)
     theirs, ours = gpt2_pair(spec)
     ids_BT = random_ids(spec, 3, 17)
@@ -64,7 +64,7 @@ def test_the_gpt2_family_computes_what_transformers_computes(make_spec, tied):
     assert expected_BTV.std() > 0.1
 
 
-def test_gradients_agree_with_transformers(make_spec):
+def test_gradients_match_transformers(make_spec):
     spec = make_spec("llama", tied=True)
     theirs, ours = llama_pair(spec)
     ids_BT = random_ids(spec, 2, 9)
@@ -81,8 +81,8 @@ def test_gradients_agree_with_transformers(make_spec):
         assert_same(ours.get_parameter(our_name).grad, theirs.get_parameter(their_name).grad)
 
 
-def shaken(spec):
-    """A float64 model whose biases and norms matter too."""
+def randomized(spec):
+    """Return a float64 model with random biases and norms."""
     model = build_decoder(spec, dtype=torch.float64)
     dice = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -91,8 +91,8 @@ def shaken(spec):
     return model
 
 
-def test_documents_packed_together_get_the_logits_they_get_alone(spec):
-    model = shaken(spec)
+def test_packed_documents_get_their_unpacked_logits(spec):
+    model = randomized(spec)
     first, second, third = random_ids(spec, 1, 7), random_ids(spec, 1, 9, seed=4), random_ids(spec, 1, 16, seed=5)
     packed_BT = torch.cat([torch.cat([first, second], 1), third])
     positions_BT = torch.stack([torch.cat([torch.arange(7), torch.arange(9)]), torch.arange(16)])
@@ -105,8 +105,8 @@ def test_documents_packed_together_get_the_logits_they_get_alone(spec):
     assert (borderless_BTV[:1, 7:] - model(second)).abs().max() > 1e-3
 
 
-def test_documents_of_one_id_apart_from_each_other_still_see_each_other(spec):
-    model = shaken(spec)
+def test_separated_parts_of_one_document_attend_to_each_other(spec):
+    model = randomized(spec)
     ids_BT = random_ids(spec, 1, 6)
     positions_BT = torch.arange(6)[None]
     split_BTV = model(ids_BT, positions_BT, torch.tensor([[0, 0, 7, 7, 0, 0]]))
@@ -117,13 +117,13 @@ def test_documents_of_one_id_apart_from_each_other_still_see_each_other(spec):
 
 
 def test_one_document_with_ids_equals_none(spec):
-    model = shaken(spec)
+    model = randomized(spec)
     ids_BT = random_ids(spec, 2, 8)
     assert_same(model(ids_BT, document_ids_BT=torch.zeros_like(ids_BT)), model(ids_BT))
 
 
-def test_no_token_sees_a_later_one(spec):
-    model = shaken(spec)
+def test_no_token_attends_to_a_later_one(spec):
+    model = randomized(spec)
     ids_BT = random_ids(spec, 1, 10)
     before_BTV = model(ids_BT)
     ids_BT[0, 6] = (ids_BT[0, 6] + 1) % spec.vocab_size
@@ -132,8 +132,8 @@ def test_no_token_sees_a_later_one(spec):
 
 
 @pytest.mark.parametrize("pieces", [[1] * 12, [5, 1, 6], [12]])
-def test_a_cache_gives_the_logits_of_one_pass(spec, pieces):
-    model = shaken(spec)
+def test_cache_gives_the_logits_of_one_pass(spec, pieces):
+    model = randomized(spec)
     ids_BT = random_ids(spec, 2, 12)
     cache = Cache(spec.num_layers, 12)
     parts = [model(part_BT, cache=cache) for part_BT in ids_BT.split(pieces, 1)]
@@ -143,13 +143,13 @@ def test_a_cache_gives_the_logits_of_one_pass(spec, pieces):
         model(ids_BT[:, :1], cache=cache)
 
 
-def test_a_cache_takes_no_documents(spec):
+def test_cache_rejects_documents(spec):
     ids_BT = random_ids(spec, 1, 4)
     with pytest.raises(ModelError, match=r"^document_ids with a cache"):
         build_decoder(spec)(ids_BT, document_ids_BT=ids_BT, cache=Cache(spec.num_layers, 4))
 
 
-def test_a_sequence_longer_than_the_position_table_is_refused(make_spec):
+def test_sequence_longer_than_the_position_table_is_rejected(make_spec):
     model = build_decoder(make_spec("gpt2"))
     with pytest.raises(ModelError, match=r"^sequence of 41 tokens: the model has a table of 40 positions. Use at most"):
         model(torch.zeros(1, 41, dtype=torch.long))
@@ -158,7 +158,7 @@ def test_a_sequence_longer_than_the_position_table_is_refused(make_spec):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("documents", [False, True])
-def test_autocast_stays_finite_and_near(spec, dtype, documents):
+def test_autocast_is_finite_and_close(spec, dtype, documents):
     model = build_decoder(spec)
     ids_BT = random_ids(spec, 2, 16)
     documents_BT = torch.tensor([[0] * 5 + [1] * 11] * 2) if documents else None
@@ -173,7 +173,7 @@ def test_autocast_stays_finite_and_near(spec, dtype, documents):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_parameters_may_have_any_floating_type(spec, dtype):
+def test_parameters_may_have_any_floating_dtype(spec, dtype):
     model = build_decoder(spec, dtype=dtype)
     ids_BT = random_ids(spec, 2, 16)
     documents_BT = torch.tensor([[0] * 5 + [1] * 11] * 2)
@@ -183,7 +183,7 @@ def test_parameters_may_have_any_floating_type(spec, dtype):
         assert logits_BTV.isfinite().all()
 
 
-def test_the_module_paths_are_the_published_ones(make_spec):
+def test_module_paths_match_the_documented_ones(make_spec):
     llama = build_decoder(make_spec("llama", num_layers=1), device="meta")
     block = ["norm1", "attn.q", "attn.k", "attn.v", "attn.o", "norm2", "mlp.gate", "mlp.up", "mlp.down"]
     expected = ["embed", *(f"blocks.0.{name}" for name in block), "norm", "head"]
@@ -196,7 +196,7 @@ def test_the_module_paths_are_the_published_ones(make_spec):
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to_empty(device="cpu"), lambda m: m.double(), lambda m: m.to("meta")])
-def test_a_tied_pair_stays_tied_wherever_the_model_goes(make_spec, move):
+def test_tied_pair_stays_tied_when_the_model_is_moved(make_spec, move):
     model = build_decoder(make_spec(tied=True), device="meta")
     move(model)
     assert model.head.weight is model.embed.weight
@@ -204,7 +204,7 @@ def test_a_tied_pair_stays_tied_wherever_the_model_goes(make_spec, move):
     assert untied.head.weight is not untied.embed.weight
 
 
-def test_another_attention_core_can_take_the_place(make_spec):
+def test_attention_core_can_be_replaced(make_spec):
     spec = make_spec("llama")
     model = build_decoder(spec, dtype=torch.float64)
     ids_BT = random_ids(spec, 2, 8)
@@ -231,13 +231,13 @@ def test_another_attention_core_can_take_the_place(make_spec):
     ("cuda", torch.bfloat16, True, False),
     ("cuda", torch.float32, False, False),
 ])  # fmt: skip
-def test_where_torch_has_a_fused_kernel_for_grouped_heads(device, dtype, has_mask, fused):
+def test_fused_kernel_support_for_grouped_heads(device, dtype, has_mask, fused):
     assert takes_groups(device, dtype, has_mask) is fused
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_repeated_heads_give_what_the_grouped_kernel_gives(make_spec, monkeypatch, documents):
-    model = shaken(make_spec("llama"))
+def test_repeated_heads_match_the_grouped_kernel(make_spec, monkeypatch, documents):
+    model = randomized(make_spec("llama"))
     ids_BT = random_ids(model.spec, 2, 8)
     documents_BT = torch.tensor([[0] * 3 + [1] * 5] * 2) if documents else None
     grouped_BTV = model(ids_BT, None, documents_BT)
@@ -245,8 +245,8 @@ def test_repeated_heads_give_what_the_grouped_kernel_gives(make_spec, monkeypatc
     assert_same(model(ids_BT, None, documents_BT), grouped_BTV)
 
 
-def test_a_projection_that_holds_some_heads_is_enough(make_spec):
-    """What tensor parallelism needs: the halves of the heads, each alone, add up to the whole."""
+def test_attention_works_with_a_subset_of_heads(make_spec):
+    """Required by tensor parallelism: outputs of both halves of the heads sum to the full output."""
     model = build_decoder(make_spec("llama"), dtype=torch.float64)
     attention, block_input = model.blocks[0].attn, {}
     model.blocks[0].attn.register_forward_pre_hook(lambda _, args: block_input.update(args=args))
@@ -263,7 +263,7 @@ def test_a_projection_that_holds_some_heads_is_enough(make_spec):
     assert_same(halves[0] + halves[1], whole)
 
 
-def test_a_compiled_block_computes_the_same(make_spec):
+def test_compiled_block_matches_eager(make_spec):
     spec = make_spec("llama", num_layers=2)
     model = build_decoder(spec)
     ids_BT = random_ids(spec, 2, 8)
@@ -275,7 +275,7 @@ def test_a_compiled_block_computes_the_same(make_spec):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_whole_model_is_one_graph(make_spec):
+def test_full_model_compiles_to_one_graph(make_spec):
     spec = make_spec("llama", num_layers=1)
     model = build_decoder(spec)
     ids_BT, documents_BT = random_ids(spec, 2, 8), torch.tensor([[0] * 3 + [1] * 5] * 2)
@@ -284,7 +284,7 @@ def test_the_whole_model_is_one_graph(make_spec):
     torch.testing.assert_close(compiled(ids_BT, None, documents_BT), expected_BTV)
 
 
-def test_rotary_tables_are_made_once_per_forward(make_spec, monkeypatch):
+def test_rotary_tables_are_computed_once_per_forward(make_spec, monkeypatch):
     calls = []
     real = torch.Tensor.cos
     monkeypatch.setattr(torch.Tensor, "cos", lambda self: calls.append(1) or real(self))
@@ -292,6 +292,6 @@ def test_rotary_tables_are_made_once_per_forward(make_spec, monkeypatch):
     assert len(calls) == 1
 
 
-def test_a_decoder_can_be_made_without_the_registry(make_spec):
+def test_decoder_can_be_built_without_the_registry(make_spec):
     spec = replace(make_spec("llama"), num_layers=1)
     assert Decoder(spec)(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, spec.vocab_size)

@@ -1,4 +1,4 @@
-"""Networks for images compute what their published namesakes compute."""
+"""Image networks match their published implementations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.models.vision import build_image_model
 
-#: The first two outputs of two images, from torchvision 0.28 with weights and pixels of `fill` and `pixels`.
+#: First two outputs of two images from torchvision 0.28, with weights and pixels of `fill` and `pixels`.
 TORCHVISION = {
     "resnet18": (-1.657374330211237, 1.2823664989413956, -1.7263378067611814, 1.2503648941056658),
     "resnet34": (-0.042496164793434106, -1.4682277903993783, -0.07421833276729602, -1.4736567391425028),
@@ -20,7 +20,7 @@ TORCHVISION = {
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Give each tensor values that follow from its name's place and its indices."""
+    """Fill each tensor with values that depend on the position of its name and on its indices."""
     for place, (name, tensor) in enumerate(sorted(model.state_dict().items())):
         if not tensor.is_floating_point():
             continue
@@ -41,7 +41,7 @@ def pixels() -> torch.Tensor:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "vgg11")) for name in TORCHVISION]
 )
-def test_a_network_gives_what_torchvisions_gives(name: str):
+def test_network_matches_torchvision(name: str):
     with torch.device("meta"):
         model = build_image_model(name, 10, 224)
     model = model.double().to_empty(device="cpu").eval()
@@ -51,7 +51,7 @@ def test_a_network_gives_what_torchvisions_gives(name: str):
     torch.testing.assert_close(found, torch.tensor(TORCHVISION[name], dtype=torch.float64), rtol=1e-9, atol=0.0)
 
 
-def test_a_vision_transformer_gives_what_transformers_gives():
+def test_vision_transformer_matches_transformers():
     transformers = pytest.importorskip("transformers")
     own = build_image_model("vit-tiny", 7, 32).double()
     torch.manual_seed(2)
@@ -62,13 +62,13 @@ def test_a_vision_transformer_gives_what_transformers_gives():
         patch_size=4, num_labels=7, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     published = transformers.ViTForImageClassification(config).double()
-    # Files are read as transformers reads them: names inside its model differ between its releases.
+    # Load through transformers' reader: names inside its model differ between releases.
     published = type(published).from_pretrained(None, config=config, state_dict=own.state_dict(), dtype=torch.float64)
     picture = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     torch.testing.assert_close(own(picture), published.eval()(picture).logits, rtol=1e-10, atol=1e-10)
 
 
-def test_a_picture_that_squares_do_not_divide_is_refused():
+def test_image_size_not_divisible_by_patches_is_rejected():
     with pytest.raises(
         ModelError, match=r"^side=100: vit-base divides an image into squares of 16 pixels\. Use a multip"
     ):

@@ -1,4 +1,4 @@
-"""What config.json of published models says of their shape, by the name that a recipe of configs/tune begins with."""
+"""Shape fields of published models' config.json, keyed by the prefix of the recipe name in configs/tune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An estimate of round numbers, so that texts can be compared to the letter whatever the cost model's constants are."""
+"""An estimate of round numbers, so that tests can compare reports literally for any cost model constants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 2.0**30
 
 
 class Round(Estimates):
-    """Estimates that are sure of themselves."""
+    """Estimates with a certain fit."""
 
     @property
     def fits_probability(self):
@@ -19,7 +19,7 @@ class Round(Estimates):
 
 
 def estimate(job, cluster, columns, tables) -> Round:
-    """10 s of products over tp and passes; 60 GiB of optimizer, 60 of activations in a pass of 8 sequences."""
+    """Return 10 s of products over tp and passes; 60 GiB of optimizer, 60 of activations per pass of 8 sequences."""
     share = np.where(columns.zero >= 1, columns.dp_shard, 1)
     kept = np.where(columns.recompute == RECOMPUTES.index("full"), 0.1, 1.0)
     again = np.where(columns.recompute == RECOMPUTES.index("full"), 3.0, 0.0)

@@ -1,4 +1,4 @@
-"""Step time: terms sum, rows do not see each other, and better machines are never slower."""
+"""Step time: terms sum, rows are independent, and better machines are never slower."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_terms_are_never_negative_and_sum(seed, mixture):
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 10_000))
-def test_a_row_is_the_same_wherever_it_stands(seed):
+def test_row_result_does_not_depend_on_its_position(seed):
     columns = plans(seed)
     order = np.random.default_rng(seed).permutation(len(columns))
     straight, mixed = (estimate(JOB, CLUSTER, each, TABLES) for each in (columns, columns[order]))
@@ -77,7 +77,7 @@ def test_a_row_is_the_same_wherever_it_stands(seed):
     assert alone == pytest.approx(straight.step_s[:3])
 
 
-def test_long_columns_are_worked_on_in_pieces(monkeypatch):
+def test_long_columns_are_processed_in_chunks(monkeypatch):
     columns = plans(7)
     whole = estimate(JOB, CLUSTER, columns, TABLES)
     monkeypatch.setattr(alike, "_FEW", 1)
@@ -88,7 +88,7 @@ def test_long_columns_are_worked_on_in_pieces(monkeypatch):
     assert pieces.total_bytes == pytest.approx(whole.total_bytes)
 
 
-def test_no_rows_are_no_estimates():
+def test_no_rows_give_no_estimates():
     assert len(estimate(JOB, CLUSTER, plans(1)[slice(0, 0)], TABLES).step_s) == 0
 
 
@@ -100,7 +100,7 @@ def test_better_machines_are_never_slower(name, seed):
     assert (after <= before * (1 + 1e-9)).all()
 
 
-def test_time_is_inverse_to_the_devices_speed_where_all_else_is_free():
+def test_time_is_inverse_to_device_speed_if_all_else_is_free():
     free = {
         "memory_rate": 1e30, "link_rate": 1e30, "nic_rate": 1e30, "launch_s": 0.0, "host_op_s": 0.0, "step_s": 0.0,
         "barrier_s": 0.0,
@@ -114,7 +114,7 @@ def test_time_is_inverse_to_the_devices_speed_where_all_else_is_free():
     assert fast == pytest.approx(slow / 2)
 
 
-def test_one_device_does_at_least_the_arithmetic():
+def test_one_device_takes_at_least_its_arithmetic():
     found = estimate(JOB, CLUSTER, Columns.make(1, num_micro=256), TABLES)
     flops = 6 * (SHAPE.num_params - SHAPE.vocab * SHAPE.hidden) * 256 * 4096
     assert found.step_s[0] > flops / (TABLES.flops["bf16"] * TABLES.gemm_ceiling)
@@ -122,13 +122,13 @@ def test_one_device_does_at_least_the_arithmetic():
         assert found.terms[name][0] == 0
 
 
-def test_more_passes_shrink_the_share_of_the_bubble():
+def test_more_passes_shrink_the_bubble_share():
     columns = Columns.make(3, pp=8, num_micro=[8, 16, 64])
     found = estimate(JOB, CLUSTER, columns, TABLES)
     assert all(np.diff(found.terms["bubble"] / found.step_s) < 0)
 
 
-def test_compiled_blocks_put_no_weight_gradients_off():
+def test_compiled_blocks_do_not_defer_weight_gradients():
     schedules = [SCHEDULES.index(name) for name in ("1f1b", "zb_h1", "interleaved", "zb_interleaved")]
     for compiled in (False, True):
         columns = Columns.make(4, pp=8, num_micro=16, schedule=schedules, virtual_stages=2, compile=compiled)
@@ -140,7 +140,7 @@ def test_compiled_blocks_put_no_weight_gradients_off():
             assert zb_looped < 0.8 * looped
 
 
-def test_what_hides_is_not_seen():
+def test_overlapped_communication_is_not_exposed():
     columns = Columns.make(1, dp_shard=64, zero=3, num_micro=2)
     hidden, bare = (
         estimate(replace(JOB, stack=Stack(overlap_data=on)), CLUSTER, columns, TABLES) for on in (True, False)
@@ -149,8 +149,8 @@ def test_what_hides_is_not_seen():
     assert hidden.terms["contention"][0] > bare.terms["contention"][0] == 0
 
 
-def test_pieces_hide_traffic_of_tp_until_there_are_too_many():
-    """One piece is as before; of two, half hides where products take longer; a thousand cost as many starts."""
+def test_tp_chunks_overlap_traffic_up_to_an_optimum():
+    """One chunk changes nothing; of two, half overlaps if products take longer; a thousand add as many launches."""
     job = replace(JOB, seq_len=8192)
     columns = Columns.make(5, tp=8, sp=[True, True, True, True, False], tp_chunks=[1, 2, 4, 1000, 1])
     exposed = estimate(job, CLUSTER, columns, TABLES).terms["tp"]
@@ -161,14 +161,14 @@ def test_pieces_hide_traffic_of_tp_until_there_are_too_many():
     assert exposed[4] == estimate(job, CLUSTER, Columns.make(1, tp=8), TABLES).terms["tp"][0]
 
 
-def test_gathering_once_a_step_costs_less_with_many_passes():
+def test_gathering_once_per_step_costs_less_with_many_passes():
     columns = Columns.make(3, dp_shard=64, zero=3, num_micro=8, reshard=[0, 1, 2])
     slow = replace(JOB, stack=Stack(overlap_data=False))
     exposed = estimate(slow, CLUSTER, columns, TABLES).terms["dp_exposed"]
     assert all(np.diff(exposed) < 0)
 
 
-def test_experts_travel():
+def test_expert_traffic_is_counted():
     job = replace(JOB, shape=MIXTURE)
     columns = Columns.make(3, ep=[1, 8, 64], dp_shard=64, num_micro=4)
     found = estimate(job, CLUSTER, columns, TABLES)
@@ -177,8 +177,8 @@ def test_experts_travel():
     assert all(np.diff(found.memory["parameters"]) < 0)
 
 
-def test_gradients_in_bf16_take_the_time_of_half_the_bytes():
-    """On the data axes alone, and beside a rounded copy of what is on its way."""
+def test_bf16_gradients_take_the_time_of_half_the_bytes():
+    """Only on the data axes, and with a rounded copy of the gradients in transfer."""
     columns = plans(5).with_arrays(precision=np.zeros(40, np.uint8))
     wide = estimate(JOB, CLUSTER, columns, TABLES)
     narrow = estimate(JOB, CLUSTER, columns.with_arrays(reduce=np.ones(40, np.uint8)), TABLES)
@@ -194,7 +194,7 @@ def test_gradients_in_bf16_take_the_time_of_half_the_bytes():
 
 @pytest.mark.parametrize("name", ["1x8xa100", "16x8xh100"])
 def test_tf32_is_fp32_with_faster_products(name):
-    """Memory, traffic and fused attention are fp32's; only products take less time, and more than in bf16."""
+    """Memory, traffic and fused attention equal fp32; only products are faster, and slower than in bf16."""
     cluster = ClusterSpec.parse(name)
     tables = Tables.of(cluster.device)
     columns = plans(6)
@@ -210,8 +210,8 @@ def test_tf32_is_fp32_with_faster_products(name):
     assert (found["tf32"].step_s < found["fp32"].step_s).all()
 
 
-def test_replicas_that_meet_rarely_share_a_meeting_among_its_steps():
-    """And keep an anchor, and a momentum under diloco, divided as masters are."""
+def test_local_sgd_sync_is_amortized_over_its_steps():
+    """Replicas keep an anchor, and under diloco a momentum, sharded like masters."""
     columns = Columns.make(
         4, dp_replicate=8, dp_shard=8, zero=3, num_micro=4, sync=[0, 2, 2, 1], sync_every=[1, 10, 40, 40]
     )
@@ -225,8 +225,8 @@ def test_replicas_that_meet_rarely_share_a_meeting_among_its_steps():
     assert kept == pytest.approx([0.0, 2 * kept[3], 2 * kept[3], kept[3]])
 
 
-def test_a_fragment_travels_while_a_step_computes():
-    """What is in the open is what of each fragment takes longer than a step; a fragment is kept, and what travels."""
+def test_fragment_sync_overlaps_with_the_step():
+    """Only the time beyond a step is exposed. Memory has a fragment and its transfer buffer."""
     columns = Columns.make(
         4, dp_replicate=8, dp_shard=8, zero=3, num_micro=1, sync=2, sync_every=100, sync_fragments=[0, 1, 2, 100]
     )
@@ -239,7 +239,7 @@ def test_a_fragment_travels_while_a_step_computes():
     assert kept == pytest.approx([kept[0], 2 * kept[0], 1.5 * kept[0], 1.01 * kept[0]])
 
 
-def test_a_meeting_in_int8_sends_a_quarter():
+def test_int8_sync_sends_a_quarter():
     columns = Columns.make(2, dp_replicate=8, dp_shard=8, zero=1, sync=2, sync_every=10)
     plain, coded = (
         estimate(JOB, CLUSTER, columns.with_arrays(compress=np.full(2, COMPRESSES.index(name), np.uint8)), TABLES)
@@ -250,7 +250,7 @@ def test_a_meeting_in_int8_sends_a_quarter():
     assert ratio == pytest.approx(0.252, rel=0.05)
 
 
-def test_differences_of_weights_travel_in_an_eighth_beside_masters_of_their_own():
+def test_coded_weight_differences_send_an_eighth_and_keep_own_masters():
     columns = Columns.make(2, dp_shard=8, zero=1, precision=0)
     slow = replace(JOB, stack=Stack(overlap_data=False))
     coded = columns.with_arrays(gather=np.full(2, GATHERS.index("diff4"), np.uint8))
@@ -271,7 +271,7 @@ def test_second_shards_cost_memory_and_save_gathers_between_hosts():
 
 
 def test_every_legal_plan_gets_an_estimate():
-    """Of all plans that tests of the runtime may try on 4 ranks."""
+    """Estimate a sample of the plans that runtime tests may try on 4 ranks."""
     spec = decoder_spec("small")
     tried = sample(legal(4, model=spec, global_batch=64, seq_len=1024, precision=("bf16",), compile=(False,)), 2000)
     job = Job(shape=Shape.of_decoder(spec), seq_len=1024, global_batch=64)

@@ -1,4 +1,4 @@
-"""Models and losses whose numbers depend on how a batch is divided, and ordinary ones that do not."""
+"""Models and losses whose results depend on how a batch is split, and ordinary ones that do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def squares(output, batch):
 
 
 class Net(nn.Module):
-    """Two linear layers, with something between them."""
+    """Two linear layers with a module between them."""
 
     def __init__(self, between: nn.Module):
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class By(nn.Module):
-    """A function of the features as a module."""
+    """Apply a function to the features, as a module."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__()
@@ -56,7 +56,7 @@ class HandNorm(nn.Module):
 
 
 class RunningMean(nn.Module):
-    """Moves a buffer by the batch, and does not use it."""
+    """Update a buffer from the batch without using it."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class RunningMean(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Vector quantization whose entries follow the samples."""
+    """Vector quantization whose entries are updated from the samples."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Counter(nn.Module):
 
 
 class CallCounter(nn.Module):
-    """Counts in Python, and computes a value once that it keeps."""
+    """Count calls in Python and cache a computed value."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class CallCounter(nn.Module):
 
 
 class Capacity(nn.Module):
-    """An expert that takes one token of those that choose it."""
+    """Expert that takes only one of the tokens that choose it."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Renormed(nn.Module):
 
 
 class Switch(nn.Module):
-    """Skips a layer by a draw of Python's generator."""
+    """Skip a layer at random, drawn from Python's generator."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ class Switch(nn.Module):
 
 
 class Shared(nn.Module):
-    """Attention over the batch."""
+    """Attention over the batch dim."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +184,7 @@ def mean_and_number(output, batch):
     return (output - batch[1]).square().mean(), len(output)
 
 
-def with_spread(output, batch):
+def with_variance(output, batch):
     return squares(output, batch)[0] + output.var(0).sum(), len(output)
 
 
@@ -203,7 +203,7 @@ def hardest(output, batch):
 
 @dataclass(frozen=True)
 class Kind:
-    """said: part of the warning or of the refusal. where: the module that is named; "": none."""
+    """said: part of the warning or error. where: module it names, or an empty string."""
 
     build: Callable[[], nn.Module]
     said: str
@@ -218,7 +218,7 @@ def net(function: Callable[[torch.Tensor], torch.Tensor], said: str, where: str 
 MEET, NOISE, MOVES = "depends on the other samples", "random numbers:", "buffers:"
 
 DEPENDENT: dict[str, Kind] = {
-    # Samples that meet.
+    # Operations that mix samples.
     "centred": net(lambda x: x - x.mean(0), MEET),
     "standardised": Kind(lambda: Net(HandNorm()), MEET, "between"),
     "batch_norm function": net(lambda x: F.batch_norm(x, None, None, training=True), MEET),
@@ -238,7 +238,7 @@ DEPENDENT: dict[str, Kind] = {
     "contrastive": Kind(lambda: Net(nn.GELU()), "loss_fn:", loss=contrast),
     "mean and 1": Kind(lambda: Net(nn.GELU()), "loss_fn: the number", loss=mean_and_one),
     "mean and number": Kind(lambda: Net(nn.GELU()), "loss_fn:", loss=mean_and_number),
-    "spread": Kind(lambda: Net(nn.GELU()), "loss_fn:", loss=with_spread),
+    "spread": Kind(lambda: Net(nn.GELU()), "loss_fn:", loss=with_variance),
     "constant": Kind(lambda: Net(nn.GELU()), "loss_fn:", loss=with_constant),
     "hardest": Kind(lambda: Net(nn.GELU()), "loss_fn:", loss=hardest),
     "noisy loss": Kind(lambda: Net(nn.GELU()), NOISE, "loss_fn", noisy_loss),
@@ -250,7 +250,7 @@ DEPENDENT: dict[str, Kind] = {
     "random mask": net(lambda x: x * (torch.rand_like(x).argsort(-1) < D // 2), NOISE),
     "times of diffusion": net(lambda x: x * torch.randint(1, 1000, (len(x), 1)), NOISE),
     "permuted features": net(lambda x: x[:, torch.randperm(D)], NOISE),
-    # Of a 2-d input, it drops whole rows by their position.
+    # Dropout of full rows of a 2-d input, by position.
     "channel dropout": Kind(lambda: Net(nn.Dropout1d(0.5)), MEET, "between"),
     "dropout of a function": net(lambda x: F.dropout(x, 0.5), NOISE),
     "gumbel": net(lambda x: F.gumbel_softmax(x), NOISE),
@@ -285,7 +285,7 @@ class Instance(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Treats features as tokens, with attention among them."""
+    """Treat features as tokens, with attention between them."""
 
     def __init__(self):
         super().__init__()
@@ -298,7 +298,7 @@ class Tokens(nn.Module):
 
 
 class Flattened(nn.Module):
-    """(samples, tokens) become rows of one matrix."""
+    """Flatten (samples, tokens) to rows of one matrix."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ class Recurrent(nn.Module):
 
 
 class Routed(nn.Module):
-    """Each sample by its own expert."""
+    """Route each sample to its own expert."""
 
     def __init__(self):
         super().__init__()
@@ -334,7 +334,7 @@ class Routed(nn.Module):
 
 
 class Cached(nn.Module):
-    """Makes a table once, keeps the last output, and counts calls."""
+    """Build a table once, store the last output and count calls."""
 
     def __init__(self):
         super().__init__()
@@ -374,7 +374,7 @@ class WeftNoise(nn.Module):
 
 
 class Fixed(nn.Module):
-    """Was written for microbatches of one size, and fails for any other."""
+    """Written for microbatches of one size; fails for any other."""
 
     def __init__(self, rows: int):
         super().__init__()
@@ -451,5 +451,5 @@ class Table(nn.Module):
         self.register_buffer("table", torch.ones(D))
 
     def forward(self, x):
-        self.table.fill_(1.0)  # written, and the same
+        self.table.fill_(1.0)  # written with the same values
         return x * self.table

@@ -1,4 +1,4 @@
-"""A small run in this process, on forty short documents."""
+"""Fixtures: a small run in this process, on forty short documents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL = [
 
 
 class NoArtist:
-    """Draws nothing."""
+    """Replacement for the loss plotter that draws nothing."""
 
     def __init__(self, *words: object):
         pass
@@ -53,12 +53,12 @@ class NoArtist:
 
 @pytest.fixture
 def plots() -> None:
-    """What a test asks for that looks at loss.png."""
+    """Request this fixture in a test that reads loss.png."""
 
 
 @pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of this process draw no image, which would take half of the time of so short a run."""
+def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable loss plots, which take half of the time of such short runs."""
     if "plots" not in request.fixturenames:
         monkeypatch.setattr(recorder, "plot_loss", lambda *words, **more: None)
         monkeypatch.setattr(recorder, "Artist", NoArtist)
@@ -66,7 +66,7 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Forty short documents of a language with some order in it."""
+    """Write forty short documents with some structure."""
     file = tmp_path / "text.jsonl"
     words = ["warp", "weft", "loom", "thread", "cloth", "shuttle", "heddle"]
     lines = [" ".join(words[(i * k) % 7] for k in range(1, 40)) for i in range(1, 41)]
@@ -76,7 +76,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, text: Path):
-    """Prepare and train with some overrides; returns (folder, result, what the terminal showed)."""
+    """Prepare and train with overrides; return (folder, result, terminal output)."""
 
     def run(*overrides: str, copies: CopyHome | None = None):
         settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]

@@ -1,4 +1,4 @@
-"""Scripts that train models which draw random numbers, by every way of torch to drop values."""
+"""Scripts that train models with random numbers, using each of torch's dropout APIs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RATE, WIDTH, TOKENS = 0.3, 16, 4
 
 
 def dropped(x: Tensor, training: bool) -> Tensor:
-    """A helper outside any module."""
+    """Dropout in a helper function outside any module."""
     return F.dropout(x, 0.3, training)
 
 
 class Helped(nn.Module):
-    """Drops in a function that it calls."""
+    """Call a function that applies dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Helped(nn.Module):
 
 
 class Attends(nn.Module):
-    """Attention by torch's function, under a rate with a name of its own."""
+    """Attention by torch's function, with the rate under another attribute name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Attends(nn.Module):
 
 
 class AttendsOneHead(nn.Module):
-    """The same without a dim for heads, and dropout in place."""
+    """Attention without a head dim, and in-place dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class AttendsOneHead(nn.Module):
 
 
 class SelfAttends(nn.Module):
-    """nn.MultiheadAttention. needs: its weights are returned, for which torch attends step by step."""
+    """nn.MultiheadAttention. needs: return its weights, which makes torch compute attention step by step."""
 
     def __init__(self, needs: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class SelfAttends(nn.Module):
 
 
 class TokensFirst(nn.Module):
-    """torch's encoder in its default order, (tokens, samples, features)."""
+    """torch's encoder in its default layout, (tokens, samples, features)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Decodes(nn.Module):
 
 
 class Recurs(nn.Module):
-    """A recurrent network with dropout between its layers. packed: its sequences have different lengths."""
+    """Recurrent network with dropout between layers. packed: sequences of different lengths."""
 
     def __init__(self, kind: type[nn.RNNBase], *, batch_first: bool = True, packed: bool = False) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Recurs(nn.Module):
 
 
 class Channels(nn.Module):
-    """Dropout of channels, or one that keeps mean and variance."""
+    """Dropout of channels, or dropout that preserves mean and variance."""
 
     def __init__(self, drop: nn.Module) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Channels(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Noise of torch's generators, numpy's and Python's."""
+    """Noise from the generators of torch, numpy and Python."""
 
     def forward(self, x: Tensor) -> Tensor:
         import random
@@ -138,7 +138,7 @@ class Noisy(nn.Module):
 
 
 class Samples(nn.Module):
-    """Noise for each sample, in the ways of models: VAE, stochastic depth, choices."""
+    """Noise per sample as models use it: VAE, stochastic depth, random choices."""
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x.new_empty(len(x), 1, 1).bernoulli_(0.7) * (torch.rand(len(x), 1, 1) < 0.9)
@@ -171,7 +171,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Net(nn.Module):
-    """Two linear layers around two blocks that draw."""
+    """Two linear layers around two blocks that use random numbers."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -199,7 +199,7 @@ def loss_fn(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 def train(
     plan: str, name: str, steps: int = 4, *, folder: str = "", save_at: int = 0, own_loop: bool = False
 ) -> list[float]:
-    """Losses of the steps that are left. folder: of a checkpoint to go on from. save_at: save to it and stop there."""
+    """Return the losses of the remaining steps. folder: resume from it. save_at: save to it and stop there."""
     run = start(f"{plan} precision=fp64")
     torch.manual_seed(0)
     x = torch.randn(24, 8, dtype=torch.float64)
@@ -222,7 +222,9 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-            assert torch.equal(torch.get_rng_state(), before)  # the script's own draws go on as without a model
+            assert torch.equal(
+                torch.get_rng_state(), before
+            )  # the script's own random numbers are unaffected by the model
             done += 1
             if done == save_at:
                 run.save(folder, step=done, **keeps)

@@ -1,4 +1,4 @@
-"""An engine without torch: a least-squares line in numpy. It drives the loop, the run folder and the display."""
+"""An engine without torch: a least-squares line in numpy. It tests the loop, the run folder and the display."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.train.tasks.base import Metric, Task
 
 
 class Points:
-    """Microbatches of points near y = 3 x: pure functions of the step."""
+    """Microbatches of points near y = 3 x, as pure functions of the step."""
 
     samples_per_epoch = 32
 
@@ -34,7 +34,7 @@ class Points:
 
 
 class LineTask(Task):
-    """Fits a line."""
+    """Task that fits a line."""
 
     unit = sample_unit = "points"
     metrics = (Metric("slope", "", "The line's slope."),)

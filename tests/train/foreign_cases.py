@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers, made here: torch's own by torch, DeepSpeed's by its documented layout."""
+"""Checkpoints of other trainers: torch's are written by torch, DeepSpeed's follow its documented layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("a.weight", "a.bias", "b.weight")
 
 
 class Small(nn.Module):
-    """Odd sizes, so that nothing divides evenly; a buffer."""
+    """Small model with odd sizes, so that no sharding divides evenly, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def train_fsdp2(folder: str, flatten: bool) -> dict[str, torch.Tensor]:
-    """On each rank: some steps of FSDP2, a save, one more step; whole weights and moments, at the save and after."""
+    """Train FSDP2, save, and train one more step; return full weights and moments of both, on each rank."""
     rank = torch.distributed.get_rank()
     model = small()
     fully_shard(model)
@@ -73,8 +73,8 @@ def train_fsdp2(folder: str, flatten: bool) -> dict[str, torch.Tensor]:
     return found | after
 
 
-def go_on(folder: str, plan_text: str) -> dict[str, torch.Tensor]:
-    """On each rank: Weft loads what was imported and takes the next step; whole weights."""
+def resume_imported(folder: str, plan_text: str) -> dict[str, torch.Tensor]:
+    """Load an imported checkpoint in Weft and take the next step; return full weights, on each rank."""
     plan = Plan.parse(plan_text)
     run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
     model = run.parallelize(Small())
@@ -88,7 +88,7 @@ def go_on(folder: str, plan_text: str) -> dict[str, torch.Tensor]:
 
 
 def deepspeed_names() -> dict[str, types.ModuleType]:
-    """Modules with classes of DeepSpeed's names, as its pickles want them."""
+    """Return modules with DeepSpeed's class names, which its pickles refer to."""
     said = {
         "deepspeed.runtime.fp16.loss_scaler": "LossScaler",
         "deepspeed.runtime.zero.config": "ZeroStageEnum",
@@ -105,7 +105,7 @@ def deepspeed_names() -> dict[str, types.ModuleType]:
 
 
 class _Enum:
-    """Pickles as an enum does: its class, called with the number."""
+    """Pickle like an enum: the class, called with the number."""
 
     def __init__(self, kind: type, value: int):
         self.kind, self.value = kind, value
@@ -115,7 +115,7 @@ class _Enum:
 
 
 def write_zero(folder: Path, stage: int, world_size: int, *, gaps: bool = False) -> dict[str, torch.Tensor]:
-    """A checkpoint in the layout of DeepSpeed 0.19 (zero_to_fp32.py says how it is read); the tensors in it."""
+    """Write a checkpoint in the layout of DeepSpeed 0.19 (see zero_to_fp32.py); return its tensors."""
     groups = [["a.weight", "b.weight"], ["a.bias"]]
     model = small()
     whole = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -178,7 +178,7 @@ def _rank_states(whole, groups, padding, modules, stage: int, rank: int, world_s
 
 
 def _second(whole, group, gaps, kind: str, rank: int, world_size: int) -> torch.Tensor:
-    """Stages 1 and 2: one line a group, aligned to 2 * world_size, and cut."""
+    """Stages 1 and 2: one flat tensor per group, aligned to 2 * world_size, then sharded."""
     pieces = []
     for name, gap in zip(group, gaps, strict=True):
         pieces += [whole[f"{name}{kind}"].reshape(-1), torch.zeros(gap)]
@@ -189,7 +189,7 @@ def _second(whole, group, gaps, kind: str, rank: int, world_size: int) -> torch.
 
 
 def _third(whole, group, gaps, kind: str, rank: int, world_size: int) -> torch.Tensor:
-    """Stage 3: each parameter padded and cut; a rank's pieces one after the other."""
+    """Stage 3: each parameter is padded and sharded; a rank's shards are concatenated."""
     pieces = []
     for name in group:
         flat = whole[f"{name}{kind}"].reshape(-1)

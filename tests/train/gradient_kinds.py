@@ -1,4 +1,4 @@
-"""Models with Python code in backward, and other code of researchers, on samples of tokens."""
+"""Models with Python code in backward and other research code, on samples of tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def largest(grad, x=None):
 
 
 class Hooked(nn.Module):
-    """Registers a hook on a tensor, or on its node of the graph."""
+    """Register a hook on a tensor, or on its autograd node."""
 
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor], *, guarded: bool = True, node: bool = False):
         super().__init__()
@@ -157,7 +157,7 @@ scaled_op, normed_op = operation("scaled", lambda grad: 0.5 * grad), operation("
 
 @dataclass(frozen=True)
 class Kind:
-    """said: part of the warning or refusal. where: another part."""
+    """said: part of the warning or error. where: another part."""
 
     build: Callable[[], nn.Module]
     said: str = ""
@@ -202,7 +202,7 @@ DEPENDENT: dict[str, Kind] = {
 }
 
 
-#: Gradients that mix the features between two layers. A plan without tensor parallelism and with one part is right.
+#: Gradients that mix features between two layers. They are correct without tensor parallelism and with one microbatch.
 FEATURES: dict[str, Kind] = {
     "centred features": Kind(in_blocks(lambda g, x: g - g.mean(-1, keepdim=True))),
     "features in 8 bits": Kind(in_blocks(lambda g, x: (g / g.abs().max() * 128).round() * g.abs().max())),
@@ -306,7 +306,7 @@ class InPlace(Block):
 
 
 class Fast(nn.Module):
-    """A step on an inner loss of each sample."""
+    """Take a gradient step on an inner loss of each sample."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +342,7 @@ def of_exits(output, batch):
 
 
 class Generated(nn.Module):
-    """The weight of a layer is made from each sample."""
+    """Compute the weight of a layer from each sample."""
 
     def __init__(self):
         super().__init__()
@@ -363,7 +363,7 @@ class Parameters(Block):
 
 
 class Force(Net):
-    """Returns the gradient of an energy by the input."""
+    """Return the gradient of an energy with respect to the input."""
 
     def forward(self, x):
         with torch.enable_grad():
@@ -373,7 +373,7 @@ class Force(Net):
 
 
 class Normalizes(Net):
-    """Writes to a weight in forward; by_data: to its data."""
+    """Write to a weight in forward. by_data: through `.data`."""
 
     def __init__(self, *, by_data: bool):
         super().__init__()
@@ -396,7 +396,7 @@ class NormalizesItself(Block):
         return super().forward(x)
 
 
-#: What forward cannot do under zero=3.
+#: Operations that forward does not support under zero=3.
 SHARDED: dict[str, Kind] = {
     "force": Kind(Force, "zero=3: forward computes a gradient through", "Use zero=2"),
     "normalized weight": Kind(lambda: Net(NormalizesItself), "blocks.0.up.weight: forward writes to it", "zero=2"),
@@ -412,7 +412,7 @@ def hooked_forward() -> nn.Module:
     return model
 
 
-#: Code that is equal under every plan that accepts it.
+#: Code with equal results under every plan that accepts it.
 LEGAL: dict[str, Kind] = {
     "reversed": Kind(after(lambda g, x: -0.3 * g)),
     "masked by input": Kind(in_blocks(lambda g, x: g * (x.abs() < 1))),

@@ -1,4 +1,4 @@
-"""Preferences on a small decoder: trained under any plan, and in ten plain lines a step."""
+"""Preference training of a small decoder: under any plan, and by a reference of ten lines per step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEC = DecoderSpec(family="llama", vocab_size=260, dim=16, num_layers=2, num_hea
                    max_seq_len=64)  # fmt: skip
 STEPS, BATCH = 3, 4
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo")
-#: By name: options of the task, and the rank of an adapter.
+#: Options of the task and the adapter's rank, by case name.
 CASES = {
     **{name: ({"objective": name}, 0) for name in OBJECTIVES},
     "dpo-smooth": ({"objective": "dpo", "smoothing": 0.2, "beta": 0.3}, 0),
@@ -44,7 +44,7 @@ CASES = {
 
 
 def write_pairs(folder: Path, number: int = 13) -> Path:
-    """Pairs of answers of different lengths, some with a long prompt."""
+    """Write pairs of answers of different lengths, some with a long prompt."""
     rng, path = random.Random(1), folder / "pairs.jsonl"
 
     def text(most: int) -> str:
@@ -73,7 +73,7 @@ def _task(options: dict, rank: int, path: Path, cache: Path, data: PreparedData,
 
 
 def losses_under(plan_text: str, names: tuple[str, ...], path: Path, cache: Path, folder: Path) -> dict:
-    """Losses of some steps of each case, what an evaluation of the first batch finds, and the gradients' norms."""
+    """Return losses of some steps per case, the evaluation of the first batch, and gradient norms."""
     torch.set_num_threads(1)
     data, plan, found = prepared(path, cache), Plan.parse(f"{plan_text} precision=fp64"), {}
     mesh = build_mesh(plan)
@@ -102,18 +102,18 @@ def _decoder() -> torch.nn.Module:
 
 
 def log_prob(model, ids: list[int], answer: int) -> torch.Tensor:
-    """log p of the last `answer` ids given those before."""
+    """Return log p of the last `answer` ids given the ids before them."""
     tensor = torch.tensor([ids])
     logits = model(tensor[:, :-1], torch.arange(len(ids) - 1)[None])
     return -F.cross_entropy(logits[0, -answer:], tensor[0, -answer:], reduction="sum")
 
 
 def plain_losses(name: str, path: Path, cache: Path, folder: Path) -> list[tuple[float, float]]:
-    """The same by one model, one row at a time. Formulas as the papers have them."""
+    """Compute the same with one model, one row at a time, by the papers' formulas."""
     options, rank = CASES[name]
     task = _task(options, rank, path, cache, prepared(path, cache), folder)
     model = with_adapter(_decoder(), task.config).double()
-    old = copy.deepcopy(model)  # an adapter that begins at zero changes nothing
+    old = copy.deepcopy(model)  # an adapter initialized to zero changes nothing
     optimizer = build_optimizer(model.named_parameters(), task.config.optimizer, 0)
     order = task.batches(Share(BATCH))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -151,7 +151,7 @@ def _plain_loss(model, old, batch, texts, tokenizer, options) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     if kind == "kto":
         mixed = []
-        for place in places:  # the answer of the next pair behind this prompt
+        for place in places:  # the answer of the next pair after this prompt
             other = next((place + step) % len(texts) for step in (1, 2)
                          if texts[(place + step) % len(texts)][0] != texts[place][0])  # fmt: skip
             now, then, _ = both(other, texts[place][0])

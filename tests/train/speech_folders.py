@@ -8,7 +8,7 @@ import torch
 
 from tests.train.tuned_folders import save_tokenizer
 
-#: Seconds that the model hears.
+#: Length of the model's audio input in seconds.
 SECONDS = 1
 
 

@@ -1,4 +1,4 @@
-"""Chains of blocks that train in stages as on one process, and chains whose results depend on the microbatches."""
+"""Chains of blocks whose pipeline results equal one process, and chains whose results depend on the microbatches."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tests.train.batch_kinds import (
     of_logits,
     squares,
     weft_noise_in_loss,
-    with_spread,
+    with_variance,
 )
 
 STATE, ATTRIBUTES, WEIGHTS = "state:", "attributes:", "weights:"
 
 
 class Chain(nn.Module):
-    """Four blocks; the case's own is the first, or the last one."""
+    """Four blocks; the case's module is the first or the last."""
 
     def __init__(self, own: nn.Module, *, last: bool = False):
         super().__init__()
@@ -59,7 +59,7 @@ class Chain(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Tokens through an embedding and blocks to logits of the same table."""
+    """Map tokens through an embedding and blocks to logits with tied weights."""
 
     def __init__(self, own: Callable[[], nn.Module], **options: Any):
         super().__init__()
@@ -106,7 +106,7 @@ class Instances(nn.Module):
 
 
 class Remembering(nn.Module):
-    """Makes a table once, counts calls, and leaves its last output: nothing of it changes a result."""
+    """Build a table once, count calls and store the last output. None of it changes a result."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class Remembering(nn.Module):
 
 
 class TestTime(nn.Module):
-    """One gradient step on a loss of the input, by sample, before the weights are used."""
+    """Take one gradient step per sample on a loss of the input before the weights are used."""
 
     def __init__(self, *, shared: bool = False, grads: bool = False):
         super().__init__()
@@ -139,7 +139,7 @@ class TestTime(nn.Module):
 
 
 class Force(nn.Module):
-    """The gradient of an energy by its input."""
+    """Return the gradient of an energy with respect to its input."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ class Noisy(nn.Module):
 
 
 class AuxLoss(nn.Module):
-    """Adds a penalty of its blocks to each sample's output."""
+    """Add a penalty of its blocks to each sample's output."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ class Penalised(nn.Module):
 
 
 class Taught(nn.Module):
-    """A frozen copy beside a trained layer; momentum: the copy follows the layer in each forward."""
+    """A frozen copy of a trained layer. momentum: the copy is an EMA that each forward updates."""
 
     def __init__(self, momentum: float = 1.0, *, swaps: bool = False):
         super().__init__()
@@ -208,7 +208,7 @@ class Taught(nn.Module):
 
 
 class RunningNorm(nn.Module):
-    """Divides by a moving average: a buffer, replaced or written, or an attribute."""
+    """Divide by a moving average: a buffer that is replaced or written, or an attribute."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -230,7 +230,7 @@ class RunningNorm(nn.Module):
 
 
 class Previous(nn.Module):
-    """Adds the mean of the samples of its last call."""
+    """Add the mean of the samples of the last call."""
 
     def __init__(self):
         super().__init__()
@@ -273,7 +273,7 @@ class OwnGenerator(nn.Module):
 
 
 class Lazy(nn.Module):
-    """Takes its scale from the first samples."""
+    """Initialize the scale from the first samples."""
 
     def __init__(self):
         super().__init__()
@@ -288,7 +288,7 @@ class Lazy(nn.Module):
 
 
 class Between(nn.Module):
-    """Centres between its blocks."""
+    """Center the features between its blocks."""
 
     def __init__(self):
         super().__init__()
@@ -302,7 +302,7 @@ class Between(nn.Module):
 
 
 class Albert(nn.Module):
-    """One block, many times."""
+    """One block applied several times."""
 
     def __init__(self, depth: int = 4):
         super().__init__()
@@ -350,7 +350,7 @@ LEGAL: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "one block many times": (Albert, squares),
 }
 
-#: Warned of, or refused.
+#: Reported by a warning or an error.
 INTERACTING: dict[str, Kind] = {
     "centred": Kind(by(lambda x: x - x.mean(0)), MEET, "blocks.0"),
     "centred at the end": Kind(by(lambda x: x - x.mean(0), last=True), MEET, "blocks.3"),
@@ -382,7 +382,7 @@ INTERACTING: dict[str, Kind] = {
     "noise in the loss": Kind(chain(nn.GELU), NOISE, "loss_fn", noisy_loss),
     "contrastive": Kind(chain(nn.GELU), "loss_fn:", loss=contrast),
     "mean and 1": Kind(chain(nn.GELU), "loss_fn: the number", loss=mean_and_one),
-    "spread": Kind(chain(nn.GELU), "loss_fn:", loss=with_spread),
+    "spread": Kind(chain(nn.GELU), "loss_fn:", loss=with_variance),
     "hardest": Kind(chain(nn.GELU), "loss_fn:", loss=hardest),
     "frequencies": Kind(chain(Frequencies, False), "scale_grad_by_freq=True"),
     "frequencies of a function": Kind(chain(Frequencies, True, last=True), "scale_grad_by_freq=True"),

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: they hold the adapter alone, go on under any plan, and refuse another base by name."""
+"""Checkpoints of adapters: they contain only the adapter, resume under any plan, and reject another base by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLANS = ["dp_replicate=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2 sp=on
 
 
 class Tuning:
-    """A script that trains an adapter. scaled: the base's first weight is another one's."""
+    """A script that trains an adapter. scaled: the base's first weight is changed."""
 
     def __init__(self, plan_text: str, case: Case = CASE, scaled: float = 1.0):
         plan = Plan.parse(plan_text)
@@ -64,7 +64,7 @@ def save_half(plan: str, folder: str) -> dict:
     return {"path": path, "merged": merged_tensors(script.model, whole) if whole else {}}
 
 
-def go_on(plan: str, folders: list[str]) -> list[list[float]]:
+def resume(plan: str, folders: list[str]) -> list[list[float]]:
     script, found = Tuning(plan), []
     for folder in folders:
         script.load(folder)
@@ -73,7 +73,7 @@ def go_on(plan: str, folders: list[str]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("pairs", ["a ring", pytest.param("all", marks=pytest.mark.full)])
-def test_what_one_plan_saved_another_goes_on_with(pairs, tmp_path, ranks2):
+def test_adapter_saved_under_one_plan_resumes_under_another(pairs, tmp_path, ranks2):
     script = Tuning("precision=fp64")
     script.train(0, HALF)
     want = script.train(HALF, STEPS)
@@ -89,8 +89,8 @@ def test_what_one_plan_saved_another_goes_on_with(pairs, tmp_path, ranks2):
         names = checkpoint.entries("model").keys()
         assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B", "lora_magnitude"}, plan
         assert {name.rpartition("/")[0] for name in checkpoint.entries("optimizer")} == names, plan
-        assert checkpoint.state["adapter"] == first, plan  # the digests of the base do not show the plan
-        # What was written for peft is the same adapter, and merged it is the same model.
+        assert checkpoint.state["adapter"] == first, plan  # digests of the base do not depend on the plan
+        # The export for peft has the same adapter, and merging it gives the same model.
         back = load_adapter(CASE.of.model(), f"{one['path'].rpartition('/')[0]}/peft")
         assert one["merged"].keys() == CASE.of.model().state_dict().keys()
         for name, tensor in merged_tensors(back, back.state_dict()).items():
@@ -100,19 +100,19 @@ def test_what_one_plan_saved_another_goes_on_with(pairs, tmp_path, ranks2):
             )
     for place, plan in enumerate(plans):
         some = folders if pairs == "all" else [folders[place - 1]]
-        results = [go_on("precision=fp64", some)] if not plan else ranks2.run(go_on, f"{plan} precision=fp64", some)
+        results = [resume("precision=fp64", some)] if not plan else ranks2.run(resume, f"{plan} precision=fp64", some)
         for rank in results:
             for losses, folder in zip(rank, some, strict=True):
                 assert losses == pytest.approx(want, rel=1e-10), (plan, folder)
 
 
-def test_a_base_is_the_same_in_every_precision(tmp_path, ranks2):
+def test_base_digest_is_equal_in_every_precision(tmp_path, ranks2):
     ranks2.run(save_half, "dp_shard=2 zero=3 precision=bf16", str(tmp_path))
     assert Tuning("precision=fp32").load(str(tmp_path)).step == HALF
 
 
 def refusals(plan: str, folder: str, whole: str) -> list[str]:
-    """What loading says: of another base, rank, kind, targets; a whole model; an adapter into a whole model."""
+    """Return load errors for another base, rank, kind or targets, and for mixing full models with adapters."""
     plain = cases()["decoder"]
     wrong = [
         Tuning(plan, scaled=1.5),
@@ -133,7 +133,7 @@ def refusals(plan: str, folder: str, whole: str) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
-def test_another_base_or_adapter_is_refused_by_name(plan, tmp_path, ranks2):
+def test_other_base_or_adapter_is_rejected_by_name(plan, tmp_path, ranks2):
     folder, whole = str(tmp_path / "adapter"), str(tmp_path / "whole")
     Tuning("precision=fp64").save(folder)
     Tuning("precision=fp64", cases()["decoder"]).save(whole)
@@ -151,11 +151,11 @@ def test_another_base_or_adapter_is_refused_by_name(plan, tmp_path, ranks2):
         assert text.startswith(start), text
 
 
-def test_parts_of_a_tensor_add_up_to_its_digest():
+def test_digests_of_slices_sum_to_tensor_digest():
     torch.manual_seed(1)
     whole = torch.randn(70, 300)
     wanted = digest_of(whole.view(-1), Part((70, 300)))
-    rows = [Part((70, 300), 0, ((0, 20), (40, 60))), Part((70, 300), 0, ((20, 40), (60, 80)))]  # the last is padded
+    rows = [Part((70, 300), 0, ((0, 20), (40, 60))), Part((70, 300), 0, ((20, 40), (60, 80)))]  # the last one is padded
     padded = torch.cat([whole, torch.full((10, 300), 7.0)])
     lines = [torch.cat([padded[low:high] for low, high in one.rows]).view(-1) for one in rows]
     assert sum(digest_of(line, part) for line, part in zip(lines, rows, strict=True)) == wanted
@@ -178,7 +178,7 @@ def save_merged(plan: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("plan", gate_runs(["tp=2", "pp=2", "dp_shard=2 zero=3"], 0))
-def test_a_pretrained_folder_has_the_adapter_merged(plan, tmp_path, ranks2):
+def test_save_pretrained_merges_adapter(plan, tmp_path, ranks2):
     ranks2.run(save_merged, f"{plan} precision=fp64", str(tmp_path))
     model, ids = AdapterCase(cases()["hf-qwen2"], kind="dora").model().eval(), torch.arange(12)[None]
     merged = type(model.base_model).from_pretrained(tmp_path, dtype=torch.float64).eval()
@@ -186,7 +186,7 @@ def test_a_pretrained_folder_has_the_adapter_merged(plan, tmp_path, ranks2):
     torch.testing.assert_close(merged(ids).last_hidden_state, wanted, rtol=0, atol=1e-12)
 
 
-def test_an_optimizer_of_a_stage_with_nothing_to_train(ranks2, tmp_path):
+def test_optimizer_of_stage_without_trained_parameters(ranks2, tmp_path):
     assert ranks2.run(_few, "pp=2 precision=fp64", str(tmp_path)) == [True, True]
 
 
@@ -199,7 +199,7 @@ def _few(plan: str, folder: str) -> bool:
 
 
 def magnitudes(plan: str, case: AdapterCase) -> list[float]:
-    """The largest difference of each from its first value, once all were spoilt and set anew."""
+    """Return the largest difference of each magnitude from its initial value after overwriting and resetting all."""
     script = Tuning(plan, case)
     engine = data_parallel(script.model)
     before = {name: tensor.clone() for name, tensor in engine.weights() if name.endswith("lora_magnitude")}
@@ -216,7 +216,7 @@ def magnitudes(plan: str, case: AdapterCase) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["", "dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2", "pp=2"])
 @pytest.mark.parametrize("name", ["decoder", "hf-gpt2"])
-def test_magnitudes_can_be_set_once_the_base_is_there(plan, name, ranks2):
+def test_magnitudes_can_be_reset_after_base_is_loaded(plan, name, ranks2):
     case = AdapterCase(cases()[name], kind="dora", start_noise=0.0)
     for found in (
         ranks2.run(magnitudes, f"{plan} precision=fp64", case) if plan else [magnitudes("precision=fp64", case)]

@@ -1,4 +1,4 @@
-"""What ranks of one plan write, ranks of any other read: full state equal, and the next steps too."""
+"""Checkpoints written under one plan load under any other: the full state and the next steps are equal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PLANS = {
 
 
 def rounded(model: nn.Module, states: str = "bf16") -> torch.optim.Optimizer:
-    """AdamW with moments that are rounded at random."""
+    """AdamW with stochastically rounded moments."""
     return build_optimizer(model.named_parameters(), OptimizerSection.model_validate({"states": states, "lr": 3e-3}), 3)
 
 
@@ -70,7 +70,7 @@ def train(
     optimizer_of: Any = CASE.optimizer_of,
     case: DecoderCase = CASE,
 ) -> dict | None:
-    """Go on to step `last`, from a checkpoint or the start; the whole state on the first rank."""
+    """Train to step `last`, from a checkpoint or from the start; return the full state on rank 0."""
     plan = Plan.parse(f"{plan_text} precision=fp64" if "precision" not in plan_text else plan_text)
     mesh, model = build_mesh(plan), case.model()
     if several:
@@ -102,7 +102,7 @@ def assert_equal(found: dict, expected: dict, what: str, tolerance: float = 0.0)
             assert float((other - tensor).abs().max()) <= tolerance * max(1e-3, float(tensor.abs().max())), (what, name)
 
 
-def check_pairs(pairs, run, tmp_path: Path, goes_on: bool) -> None:
+def check_pairs(pairs, run, tmp_path: Path, resumes: bool) -> None:
     undisturbed = run(1, "dp_replicate=1", STEPS)
     kept: dict[tuple[int, str], dict] = {}
     for number, (source, target) in enumerate(pairs):
@@ -113,11 +113,11 @@ def check_pairs(pairs, run, tmp_path: Path, goes_on: bool) -> None:
         path = kept[source]["folder"] / f"step_{HALF:08d}"
         what = f"{source[1]} -> {target[1]}"
         assert_equal(run(*target, HALF, load=str(path)), kept[source]["state"], what)
-        if goes_on:
+        if resumes:
             assert_equal(run(*target, STEPS, load=str(path)), undisturbed, what, 1e-10)
 
 
-#: In the gate: each axis and each stage of ZeRO, alone or beside another one.
+#: Plans of the gate: each axis and each ZeRO stage, alone or combined with another.
 FEW = (
     (1, "dp_replicate=1 precision=fp64 accumulation=2"), (2, "dp_replicate=2"), (4, "pp=2 tp=2 accumulation=2"),
     (2, "dp_shard=2 zero=2"), (2, "tp=2 sp=on"), (4, "dp_replicate=2 dp_shard=2 zero=3"), (2, "cp=2 zero=1"),
@@ -125,7 +125,7 @@ FEW = (
 
 
 @pytest.mark.parametrize("few", [FEW, pytest.param((), marks=pytest.mark.full)], ids=["few", "all"])
-def test_every_kind_of_plan_goes_on_under_another(few, tmp_path, ranks2, ranks4):
+def test_every_kind_of_plan_resumes_under_another(few, tmp_path, ranks2, ranks4):
     def run(number, plan, *args, **options):
         if number == 1:
             return train(plan, *args, **options)
@@ -135,12 +135,12 @@ def test_every_kind_of_plan_goes_on_under_another(few, tmp_path, ranks2, ranks4)
     targets = every[1:] + every[:1]
     if not few:
         random.Random(7).shuffle(targets)
-    check_pairs(list(zip(every, targets, strict=True)), run, tmp_path, goes_on=True)
+    check_pairs(list(zip(every, targets, strict=True)), run, tmp_path, resumes=True)
 
 
 @pytest.mark.parametrize("states", [pytest.param("bf16", marks=pytest.mark.full), "fp8"])
-def test_states_that_were_rounded_at_random_go_on_under_another_plan(states, tmp_path, ranks2):
-    """They are stored as they are, and what is drawn depends on places in the whole."""
+def test_stochastically_rounded_states_resume_under_another_plan(states, tmp_path, ranks2):
+    """States are stored unchanged. Random bits depend on the position in the full tensor."""
 
     def run(number, plan, *args, **options):
         return (train_rounded if number == 1 else lambda *all, **more: ranks2.run(train_rounded, *all, **more)[0])(
@@ -155,7 +155,7 @@ def test_states_that_were_rounded_at_random_go_on_under_another_plan(states, tmp
 
 @functools.cache
 def plans_by_layout(num_ranks: int) -> dict[str, list[str]]:
-    """Legal plans by how their ranks divide the work."""
+    """Return legal plans, grouped by how their ranks divide the work."""
     found: dict[str, list[str]] = {}
     only = {"precision": ("fp64",), "offload": (Plan().offload,)}
     batch = case_of(num_ranks).global_batch
@@ -165,20 +165,20 @@ def plans_by_layout(num_ranks: int) -> dict[str, list[str]]:
 
 
 def any_plans(num_ranks: int, number: int, chance: random.Random) -> list[str]:
-    """Plans of so many ranks, each way to divide the work as likely as any other."""
+    """Sample plans of `num_ranks` ranks; each division of the work is equally likely."""
     by_layout = plans_by_layout(num_ranks)
     return [chance.choice(by_layout[chance.choice([*by_layout])]) for _ in range(number)]
 
 
 def case_of(num_ranks: int) -> DecoderCase:
-    """With a batch that so many ranks can share."""
+    """Return a case whose batch divides among `num_ranks` ranks."""
     odd = num_ranks // (num_ranks & -num_ranks)
     return dataclasses.replace(CASE, global_batch=CASE.global_batch * odd)
 
 
 @pytest.mark.full
-def test_two_hundred_random_pairs_of_plans_on_one_to_eight_ranks(tmp_path):
-    """Five plans of each number of ranks are saved, each is loaded under five of any number: full state equal."""
+def test_two_hundred_random_plan_pairs_on_one_to_eight_ranks(tmp_path):
+    """Save five plans per number of ranks; load each under five plans of any number of ranks and compare full state."""
     chance = random.Random(11)
     sources = [(number, plan) for number in range(1, 9) for plan in any_plans(number, 5, chance)]
     drawn = [(chance.randint(1, 8), place) for place in range(len(sources)) for _ in range(5)]
@@ -209,20 +209,20 @@ def test_two_hundred_random_pairs_of_plans_on_one_to_eight_ranks(tmp_path):
         "dp_shard=2 cp=2 zero=2",
     ],
 )
-def test_twenty_steps_under_another_plan_are_those_of_an_undisturbed_run(target, tmp_path, ranks2, ranks4):
-    """Saved under zero=2 on 4 ranks after 2 steps; weights, states and each loss of the 20 steps after it."""
+def test_twenty_steps_after_resume_under_another_plan_match_undisturbed_run(target, tmp_path, ranks2, ranks4):
+    """Save under zero=2 on 4 ranks after 2 steps; compare weights, states and losses of the next 20 steps."""
     last = HALF + 20
     ranks4.run(train, "dp_shard=4 zero=2", HALF, save=str(tmp_path))
     undisturbed = train("dp_replicate=1", last)
     ranks = ranks2 if Plan.parse(target).world_size == 2 else ranks4
     found = ranks.run(train, target, last, load=str(tmp_path / f"step_{HALF:08d}"))[0]
     assert_equal(found, undisturbed, target, 1e-10)
-    # Each step's batch is its own: in another order some loss would differ in its first digits.
+    # Each step has its own batch, so a wrong order would change the first digits of some loss.
     assert found["losses"] == pytest.approx(undisturbed["losses"][HALF:], rel=1e-10, abs=0)
 
 
 @pytest.mark.parametrize("plan", gate_runs(["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2"], 2, 3))
-def test_the_same_plan_goes_on_to_the_bit(plan, tmp_path, ranks2):
+def test_resume_under_same_plan_is_bitwise_equal(plan, tmp_path, ranks2):
     text = f"{plan} precision=bf16"
     undisturbed = ranks2.run(train, text, STEPS)[0]
     ranks2.run(train, text, HALF, save=str(tmp_path))
@@ -232,7 +232,7 @@ def test_the_same_plan_goes_on_to_the_bit(plan, tmp_path, ranks2):
 
 
 def bytes_read(plan_text: str, load: str) -> tuple[int, int]:
-    """Bytes that a rank reads of tensors, and bytes that it holds."""
+    """Return the bytes of tensors that a rank reads, and the bytes that it stores."""
     plan = Plan.parse(plan_text)
     mesh, model = build_mesh(plan), CASE.model()
     parallelize(model, mesh)
@@ -246,7 +246,7 @@ def bytes_read(plan_text: str, load: str) -> tuple[int, int]:
     return checkpoint.num_bytes_read, sum(one.flat.nbytes for one in held)
 
 
-def test_a_rank_reads_and_writes_its_share_alone(tmp_path, ranks4):
+def test_rank_reads_and_writes_only_its_share(tmp_path, ranks4):
     plan = "dp_shard=4 zero=3 precision=fp64"
     ranks4.run(train, plan, HALF, save=str(tmp_path))
     path = tmp_path / f"step_{HALF:08d}"
@@ -258,7 +258,7 @@ def test_a_rank_reads_and_writes_its_share_alone(tmp_path, ranks4):
     assert max(sizes) < 1.6 * min(sizes)
 
 
-def test_a_damaged_shard_is_named_and_the_step_before_is_taken(tmp_path, ranks2):
+def test_damaged_shard_is_named_and_previous_step_is_loaded(tmp_path, ranks2):
     for last in (1, 2):
         ranks2.run(train, "dp_shard=2 zero=1", last, save=str(tmp_path))
     newest = tmp_path / "step_00000002"
@@ -287,16 +287,16 @@ def test_a_damaged_shard_is_named_and_the_step_before_is_taken(tmp_path, ranks2)
 
 
 @pytest.fixture
-def sharded(tmp_path, ranks2) -> Path:
-    """A small checkpoint of two ranks, with interleaved parts and runs."""
+def sharded_checkpoint(tmp_path, ranks2) -> Path:
+    """Save a small checkpoint of two ranks, with interleaved slices and runs."""
     ranks2.run(train, "tp=2", 1, save=str(tmp_path))
     return tmp_path / "step_00000001"
 
 
-def test_a_checkpoint_that_nobody_has_any_more_holds_no_file_open(sharded):
-    gc.collect()  # what tests before left
+def test_unreferenced_checkpoint_closes_its_files(sharded_checkpoint):
+    gc.collect()  # leftovers of earlier tests
     before = len(os.listdir("/proc/self/fd"))
-    checkpoint = load_checkpoint(sharded)
+    checkpoint = load_checkpoint(sharded_checkpoint)
     checkpoint.block("model/" + next(iter(checkpoint.entries("model"))))
     assert len(os.listdir("/proc/self/fd")) > before
     del checkpoint
@@ -305,32 +305,32 @@ def test_a_checkpoint_that_nobody_has_any_more_holds_no_file_open(sharded):
 
 
 @pytest.mark.full
-def test_every_flipped_byte_is_found(sharded):
-    chance, files = random.Random(5), sorted(sharded.iterdir())
+def test_every_flipped_byte_is_detected(sharded_checkpoint):
+    chance, files = random.Random(5), sorted(sharded_checkpoint.iterdir())
     for _ in range(1000):
         file = chance.choice(files)
         good = file.read_bytes()
         place = chance.randrange(len(good))
         file.write_bytes(good[:place] + bytes([good[place] ^ (1 << chance.randrange(8))]) + good[place + 1 :])
-        problems = verify_checkpoint(sharded)
+        problems = verify_checkpoint(sharded_checkpoint)
         assert problems, (file.name, place)
         assert file.name in problems[0] or file.name in ("COMMIT", "manifest.json")
         file.write_bytes(good)
-    assert verify_checkpoint(sharded) == []
+    assert verify_checkpoint(sharded_checkpoint) == []
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Paths of all values inside a JSON value."""
+def value_paths(value: Any, path: tuple = ()) -> list[tuple]:
+    """Return the paths of all values inside a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(one for key, found in inner for one in places(found, (*path, key)))]
+    return [path, *(one for key, found in inner for one in value_paths(found, (*path, key)))]
 
 
 @pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.full)])
-def test_an_edited_manifest_of_slices_is_an_error_or_reads_within_its_files(sharded, number):
-    """Whoever edits it can sign it too: nothing but CheckpointError comes of it, and no memory beyond the files."""
-    chance, text = random.Random(number), (sharded / "manifest.json").read_bytes()
+def test_edited_slice_manifest_raises_or_reads_within_its_files(sharded_checkpoint, number):
+    """A signed edit may only raise CheckpointError, and must use no memory beyond the files' size."""
+    chance, text = random.Random(number), (sharded_checkpoint / "manifest.json").read_bytes()
     raw = json.loads(text)
-    known = [path for path in places(raw) if path and path[0] in ("tensors", "ranks")]
+    known = [path for path in value_paths(raw) if path and path[0] in ("tensors", "ranks")]
     lies = [-1, 0, 1, 3, 2**31, 2**60, "x", None, [], {}, [0], [[0, 9]], 1.5, True, "../../etc/passwd"]
     for _ in range(number):
         changed = json.loads(text)
@@ -340,10 +340,10 @@ def test_an_edited_manifest_of_slices_is_an_error_or_reads_within_its_files(shar
             place = place[key]
         place[last] = chance.choice(lies)
         edited = json.dumps(changed).encode()
-        (sharded / "manifest.json").write_bytes(edited)
-        (sharded / "COMMIT").write_bytes(commit_text(edited))
+        (sharded_checkpoint / "manifest.json").write_bytes(edited)
+        (sharded_checkpoint / "COMMIT").write_bytes(commit_text(edited))
         try:
-            checkpoint = load_checkpoint(sharded)
+            checkpoint = load_checkpoint(sharded_checkpoint)
             for group in checkpoint.groups:
                 for name, tensor in checkpoint.tensors(group).items():
                     assert tuple(tensor.shape) == checkpoint.entries(group)[name].shape
@@ -351,8 +351,8 @@ def test_an_edited_manifest_of_slices_is_an_error_or_reads_within_its_files(shar
             continue
 
 
-def test_states_of_one_byte_go_on_in_fp32_and_back(tmp_path):
-    """What one format saved is what the other starts from, as numbers; bytes come back as they were."""
+def test_one_byte_states_resume_in_fp32_and_back(tmp_path):
+    """Each format resumes from the other's states by value; fp8 bytes are unchanged after a round trip."""
 
     def run(states: str, last: int, **options: Any) -> dict:
         found = train_rounded("", last, states, **options)

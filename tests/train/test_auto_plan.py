@@ -1,4 +1,4 @@
-"""plan = "auto": chosen for this machine, recorded, kept on resume; refused where nothing can be chosen."""
+"""plan=auto: chosen for this machine, recorded, kept on resume, and rejected if no plan can be chosen."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def config(*words: str):
     return load_config(None, [*WORDS, *words]).config
 
 
-def test_any_other_plan_stays_as_it_is():
+def test_explicit_plan_is_unchanged():
     asked = config("plan=dp_replicate=*")
     assert resolve_plan(asked, 2, 2) == (asked, None)
 
 
-def test_auto_becomes_a_plan_for_the_ranks_and_words_after_it_are_decided(tmp_path):
+def test_auto_resolves_for_the_ranks_and_respects_fields_after_it(tmp_path):
     for words, ranks in (("auto", 1), ("auto", 2), ("auto zero=2", 2), ("auto recompute=full", 4)):
-        settled, best = resolve_plan(config(f"plan={words}", f"run.dir={tmp_path}"), ranks, ranks)
-        plan = Plan.parse(settled.plan)
+        resolved, best = resolve_plan(config(f"plan={words}", f"run.dir={tmp_path}"), ranks, ranks)
+        plan = Plan.parse(resolved.plan)
         assert plan == best.plan
         assert plan.world_size == ranks
-        assert plan.precision == "fp32"  # CPUs have no other arithmetic in the table
-        assert set(words.split()[1:]) <= set(settled.plan.split())
+        assert plan.precision == "fp32"  # the table has no other arithmetic for CPUs
+        assert set(words.split()[1:]) <= set(resolved.plan.split())
         assert not plan.compile
 
 
-def test_a_run_that_was_begun_keeps_its_plan(tmp_path):
+def test_existing_run_keeps_its_plan(tmp_path):
     asked = config("plan=auto", f"run.dir={tmp_path}", "run.name=mine")
-    settled, best = resolve_plan(asked, 2, 2)
+    resolved, best = resolve_plan(asked, 2, 2)
     folder = tmp_path / "mine"
     folder.mkdir()
     record_choice(folder, "auto", best)
@@ -52,10 +52,10 @@ def test_a_run_that_was_begun_keeps_its_plan(tmp_path):
     other, _ = resolve_plan(asked, 1, 1)
     assert Plan.parse(other.plan).world_size == 1
     (folder / CHOSEN).write_text("{")
-    assert resolve_plan(asked, 2, 2)[0].plan == settled.plan
+    assert resolve_plan(asked, 2, 2)[0].plan == resolved.plan
 
 
-def test_machines_as_the_planner_sees_them():
+def test_cluster_of_this_host_is_described_for_the_planner():
     machines = this_cluster(4, 2, "cpu")
     assert (machines.nodes, machines.devices_per_node, machines.device.name) == (2, 2, "cpu")
     assert machines.device.memory_bytes > 2**28
@@ -63,13 +63,13 @@ def test_machines_as_the_planner_sees_them():
         this_cluster(5, 2, "cpu")
 
 
-def test_no_plan_that_fits_is_said_with_numbers():
+def test_error_without_fitting_plan_gives_numbers():
     with pytest.raises(PlanError) as caught:
         choose_plan(read_model("llama3-70b"), ClusterSpec.parse("rtx4090"), {}, seq_len=4096, global_batch=8)
     assert "plan=auto: no plan fits llama3-70b on 1xrtx4090; the smallest plan needs " in str(caught.value)
 
 
-def test_what_was_chosen_is_one_line(tmp_path):
+def test_choice_is_reported_in_one_line(tmp_path):
     _, best = resolve_plan(config("plan=auto", f"run.dir={tmp_path}"), 2, 2)
     assert chosen_line(best).startswith(f"plan=auto chose {best.plan}: ")
     assert "\n" not in chosen_line(best)
@@ -83,24 +83,24 @@ def test_what_was_chosen_is_one_line(tmp_path):
         ("auto dp=2", "unknown plan field 'dp'"),
     ],
 )
-def test_words_after_auto_that_are_wrong(plan, message):
+def test_invalid_fields_after_auto_are_rejected(plan, message):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [f"plan={plan}"])
     assert message in str(caught.value)
 
 
-def test_init_asks_for_the_model():
+def test_init_with_auto_requires_the_model():
     with pytest.raises(PlanError, match="the planner needs model, seq_len and global_batch"):
         weft.init("auto", device="cpu")
 
 
-def test_init_chooses(capsys):
+def test_init_with_auto_chooses_a_plan(capsys):
     with weft.init("auto", device="cpu", model="tiny", seq_len=64, global_batch=4) as adopted:
         assert adopted.plan.world_size == 1
     assert "plan=auto chose" in capsys.readouterr().out
 
 
-def test_a_run_from_the_command_line_records_its_choice(tmp_path, capsys):
+def test_command_line_run_records_its_choice(tmp_path, capsys):
     words = [f"run.dir={tmp_path}", "run.name=auto", "plan=auto", "train.steps=1", "eval.every=0", "sample.prompt=",
              "tokenizer.kind=bytes", "data.holdout=0", "train.seq_len=32", "launch.device=cpu",
              "launch.ranks=1"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Saves behind training: what is written is the step's, one at a time, and what goes wrong reaches the loop."""
+"""Background saves: they contain their step's state, run one at a time, and report errors to the loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL = ("checkpoint.every=3", "checkpoint.keep=9", "eval.every=0", "train.steps=9
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Saves take so many seconds more; returns (step, first, last moment) of each save."""
+    """Delay saves by some seconds; return (step, start, end) of each save."""
     spans: list[tuple[int, float, float]] = []
 
     def make(seconds: float) -> list[tuple[int, float, float]]:
@@ -56,7 +56,7 @@ def events(folder, kind: str) -> list[dict]:
     return [event for event in read_events(folder.events) if event["event"] == kind]
 
 
-def test_a_save_behind_training_has_the_weights_of_its_step(start, slow):
+def test_background_save_has_the_weights_of_its_step(start, slow):
     folder, _, _ = start(*ALL, "run.name=waits", "checkpoint.background=false")
     spans = slow(0.2)
     other, _, shown = start(*ALL, "run.name=goes_on")
@@ -66,7 +66,7 @@ def test_a_save_behind_training_has_the_weights_of_its_step(start, slow):
             ours, theirs = (load_file(one.checkpoint(step) / file) for one in (folder, other))
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    # Never two at once.
+    # Never two at the same time.
     assert all(before[2] <= after[1] for before, after in itertools.pairwise(spans))
     first, *_, last = events(other, "checkpoint")
     assert 0.2 <= first["durable_s"] > first["stall_s"]
@@ -74,19 +74,19 @@ def test_a_save_behind_training_has_the_weights_of_its_step(start, slow):
     assert "saves   3 checkpoints: training waited " in shown
 
 
-def test_a_save_that_is_due_meanwhile_is_left_out_where_that_is_wished(start, slow):
+def test_busy_skip_omits_saves_due_during_a_save(start, slow):
     slow(1.0)
     folder, result, shown = start(*ALL, "checkpoint.every=1", "checkpoint.busy=skip")
     assert result.step == 9
     steps = steps_in(folder.checkpoints)
     assert steps[0] == 1
-    assert steps[-1] == 9  # the last one is not left out
+    assert steps[-1] == 9  # the last one is not skipped
     assert len(steps) < 9
     assert "step 2 is not saved: the checkpoint before it is still being written (checkpoint.busy=skip)" in shown
 
 
-def failing(monkeypatch, tries: int) -> list[int]:
-    """The first `tries` saves fail as on a full disk; the steps of all tries."""
+def fail_saves(monkeypatch, tries: int) -> list[int]:
+    """Let the first `tries` saves fail as on a full disk; return the steps of all attempts."""
     seen: list[int] = []
 
     def save(root, step, *args, **options):
@@ -100,28 +100,28 @@ def failing(monkeypatch, tries: int) -> list[int]:
     return seen
 
 
-def test_a_save_that_fails_is_tried_again(start, monkeypatch):
-    seen = failing(monkeypatch, 2)
+def test_failed_save_is_retried(start, monkeypatch):
+    seen = fail_saves(monkeypatch, 2)
     folder, result, _ = start(*ALL, "checkpoint.retries=2")
     assert (result.reason, steps_in(folder.checkpoints)) == ("finished", [3, 6, 9])
     assert seen == [3, 3, 3, 6, 9]
 
 
-def test_a_save_that_fails_for_good_stops_the_run_with_its_sentence(start, monkeypatch, tmp_path):
-    failing(monkeypatch, 99)
+def test_permanently_failing_save_stops_the_run_with_its_message(start, monkeypatch, tmp_path):
+    fail_saves(monkeypatch, 99)
     with pytest.raises(CheckpointError, match=r"run.dir=.*: the disk is full."):
         start(*ALL, "checkpoint.retries=1")
     assert not list(tmp_path.rglob("step_*"))
 
 
-def test_a_held_run_goes_on_when_the_save_works(start, monkeypatch):
-    failing(monkeypatch, 6)
+def test_held_run_continues_when_the_save_succeeds(start, monkeypatch):
+    fail_saves(monkeypatch, 6)
     folder, result, shown = start(*ALL, "checkpoint.retries=0", "checkpoint.on_failure=hold")
     assert (result.reason, steps_in(folder.checkpoints)) == ("finished", [3, 6, 9])
     assert "the disk is full. Weft tries again." in shown
 
 
-def test_who_lost_the_others_does_not_wait_for_a_save_that_needs_them(monkeypatch):
+def test_rank_without_peers_does_not_wait_for_a_joint_save(monkeypatch):
     monkeypatch.setattr(save_thread, "_LAST_WAIT_S", 1.0)
     monkeypatch.setattr(save_thread, "_LAST_WAIT_ALONE_S", 0.01)
     peer_fails = CommError("rank 1 has failed on this axis")
@@ -147,20 +147,20 @@ def test_who_lost_the_others_does_not_wait_for_a_save_that_needs_them(monkeypatc
     assert save.end().path == Path("there")
 
 
-def test_where_the_host_has_no_room_for_a_copy_the_step_waits_and_says_so(start, monkeypatch):
+def test_step_waits_with_a_warning_if_host_memory_is_too_small(start, monkeypatch):
     monkeypatch.setattr("weft.memory.offload._MOST_OF_FREE", 0.0)
     folder, _, shown = start(*ALL)
     assert steps_in(folder.checkpoints) == [3, 6, 9]
     assert shown.count("Use checkpoint.background=false. Meanwhile training waits for each save.") == 1
 
 
-def test_every_so_many_steps_a_checkpoint_stays_for_good(start):
+def test_keep_every_retains_checkpoints_permanently(start):
     folder, _, _ = start("train.steps=9", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3",
                          "checkpoint.keep_best=false", "eval.every=0")  # fmt: skip
     assert steps_in(folder.checkpoints) == [3, 6, 8, 9]
 
 
-def test_copies_last_and_take_the_ranks_share_once():
+def test_host_copies_persist_and_use_the_ranks_share_once():
     tensors = [torch.randn(100, 7), torch.arange(5), torch.randn(0), torch.randn(3).to(torch.bfloat16)]
     copies = HostCopies(torch.device("cpu"))
     first = copies.take(tensors)
@@ -173,8 +173,8 @@ def test_copies_last_and_take_the_ranks_share_once():
     assert copies._buffer.nbytes <= sum(one.nbytes for one in tensors) + 64 * len(tensors)
 
 
-def behind_training(folder: str, fault: str) -> dict:
-    """Save step 3 in a thread while steps go on; what the save ended with, and the state it should have."""
+def save_during_training(folder: str, fault: str) -> dict:
+    """Save step 3 in a thread while steps continue; return the result and the expected state."""
     mesh = build_mesh(Plan.parse("dp_shard=2 zero=1"))
     model = parallelize(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3))), mesh, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -209,8 +209,8 @@ def behind_training(folder: str, fault: str) -> dict:
     return {"ended": ended[0], "steps": steps, "expected": expected}
 
 
-def test_two_ranks_save_while_their_collectives_go_on(tmp_path, ranks2):
-    found = ranks2.run(behind_training, str(tmp_path), "")
+def test_two_ranks_save_while_their_collectives_continue(tmp_path, ranks2):
+    found = ranks2.run(save_during_training, str(tmp_path), "")
     path = tmp_path / "step_00000003"
     assert [one["ended"] for one in found] == [str(path)] * 2
     assert all(one["steps"] for one in found)
@@ -220,18 +220,18 @@ def test_two_ranks_save_while_their_collectives_go_on(tmp_path, ranks2):
 
 
 @pytest.mark.parametrize("fault", ["interrupt0", "interrupt1", "disk0", "disk1"])
-def test_what_befalls_one_rank_ends_the_save_of_both_and_commits_nothing(fault, tmp_path, ranks2):
-    found = [one["ended"] for one in ranks2.run(behind_training, str(tmp_path), fault)]
+def test_failure_on_one_rank_ends_the_save_of_both_without_commit(fault, tmp_path, ranks2):
+    found = [one["ended"] for one in ranks2.run(save_during_training, str(tmp_path), fault)]
     what = "KeyboardInterrupt" if fault[:-1] == "interrupt" else "No space left on device"
     for rank, ended in enumerate(found):
         told = f"the checkpoint of step 3 could not be written (rank {fault[-1]}: {what})"
         assert told in ended or (rank == int(fault[-1]) and what in ended)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    # The ranks are as good as before.
-    assert ranks2.run(behind_training, str(tmp_path), "")[1]["ended"] == str(tmp_path / "step_00000003")
+    # The ranks remain usable.
+    assert ranks2.run(save_during_training, str(tmp_path), "")[1]["ended"] == str(tmp_path / "step_00000003")
 
 
-def test_a_run_keeps_its_checkpoints_in_an_object_store_and_resumes_from_there(start):
+def test_run_saves_to_object_store_and_resumes_from_it(start):
     store = "checkpoint.dir=memory://bucket/runs"
     folder, _, _ = start("train.steps=3", store, "checkpoint.every=3")
     assert str(folder.checkpoint(3)).startswith("memory://bucket/runs/")
@@ -241,7 +241,7 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store_and_resumes_from_there(s
     assert (result.step, steps_in(folder.checkpoints)[-1]) == (6, 6)
 
 
-def test_damage_found_behind_training_stops_the_run_and_the_next_start_takes_an_older_step(start):
+def test_damage_found_in_background_stops_the_run_and_restart_loads_older_step(start):
     quiet = ("eval.every=0", "checkpoint.verify=background")
     folder, _, _ = start(*ALL)
     file = folder.checkpoint(9) / "model.safetensors"
@@ -259,16 +259,16 @@ def test_damage_found_behind_training_stops_the_run_and_the_next_start_takes_an_
 @pytest.mark.parametrize(
     ("kind", "steps"), [("lowest", {9: 3.0, 6: 2.0, 3: 4.0}), ("highest", {3: 1.0, 6: 8.0, 9: 2.0})]
 )
-def test_the_best_by_any_metric(kind, steps):
+def test_best_step_by_any_metric(kind, steps):
     progress = Progress()
     for step, value in sorted(steps.items()):
         progress.note_best(step, "accuracy", value, highest=kind == "highest")
         progress.note_best(step, "accuracy", None)
     assert progress.best_step == 6
-    progress.note_best(12, "loss", 99.0)  # another metric begins anew
+    progress.note_best(12, "loss", 99.0)  # another metric starts over
     assert (progress.best_step, progress.best_value) == (12, 99.0)
 
 
-def test_an_unknown_metric_is_refused_before_training(start):
+def test_unknown_metric_is_rejected_before_training(start):
     with pytest.raises(ConfigError, match=r"checkpoint.best_by=accuracy: .* Use loss or bits_per_byte."):
         start("checkpoint.best_by=accuracy")

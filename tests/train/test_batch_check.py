@@ -1,4 +1,4 @@
-"""What depends on how a batch is divided: warned of or refused in the first step, and ordinary models are not."""
+"""The first step warns of or rejects models whose results depend on how a batch is split, and accepts others."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def start(plan: str) -> Run:
     return Run(parsed, build_mesh(parsed), Ledger(), 0)
 
 
-def said_of(run: Run, build, loss=squares, steps: int = 2, **options) -> list[str]:
-    """Warnings of two steps, or the error."""
+def messages_of(run: Run, build, loss=squares, steps: int = 2, **options) -> list[str]:
+    """Return the warnings of two steps, or the error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -56,11 +56,11 @@ def said_of(run: Run, build, loss=squares, steps: int = 2, **options) -> list[st
     return [str(one.message) for one in caught if one.category is WeftWarning]
 
 
-def said_of_all(plan: str, names: list[str]) -> dict[str, list[str]]:
+def messages_by_name(plan: str, names: list[str]) -> dict[str, list[str]]:
     run = start(plan)
     return {
-        name: said_of(run, DEPENDENT[name].build, DEPENDENT[name].loss) if name in DEPENDENT else
-        said_of(run, *ORDINARY[name.removeprefix("ordinary ")])
+        name: messages_of(run, DEPENDENT[name].build, DEPENDENT[name].loss) if name in DEPENDENT else
+        messages_of(run, *ORDINARY[name.removeprefix("ordinary ")])
         for name in names
     }  # fmt: skip
 
@@ -78,29 +78,29 @@ def check(plan: str, found: dict[str, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3", "dp_shard=2 zero=2 accumulation=2"])
-def test_two_ranks(plan, ranks2):
-    first, second = ranks2.run(said_of_all, plan, EVERY)
+def test_two_ranks_report_batch_dependence(plan, ranks2):
+    first, second = ranks2.run(messages_by_name, plan, EVERY)
     check(plan, first)
     # Only the first rank warns; all ranks refuse.
     assert {name for name, said in second.items() if said} == {"frequencies", "frequencies of a function"}
 
 
-def test_accumulation_on_one_process():
-    check("accumulation=4", said_of_all("accumulation=4", EVERY))
+def test_accumulation_in_one_process_reports_batch_dependence():
+    check("accumulation=4", messages_by_name("accumulation=4", EVERY))
 
 
-def test_nothing_is_divided_on_one_process():
-    found = said_of_all("", EVERY)
+def test_one_process_without_split_reports_nothing():
+    found = messages_by_name("", EVERY)
     assert not any(found.values()), found
 
 
-def test_tensor_parallelism_alone_divides_no_batch(ranks2):
+def test_pure_tensor_parallelism_reports_nothing(ranks2):
     names = ["centred", "contrastive", "mean and 1", "ordinary mlp", "ordinary dropout"]
-    for answer in ranks2.run(said_of_tp, names):
+    for answer in ranks2.run(messages_of_tp, names):
         assert not any(answer.values()), answer
 
 
-def said_of_tp(names: list[str]) -> dict[str, list[str]]:
+def messages_of_tp(names: list[str]) -> dict[str, list[str]]:
     run, found = start("tp=2"), {}
     for name in names:
         build, loss = (DEPENDENT[name].build, DEPENDENT[name].loss) if name in DEPENDENT else ORDINARY[name[9:]]
@@ -112,36 +112,36 @@ def said_of_tp(names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def test_what_moves_with_each_forward_matters_under_accumulation_alone(ranks2):
-    counted = said_of(start("accumulation=2"), lambda: Net(Counter()))
+def test_state_changed_per_forward_is_reported_under_accumulation(ranks2):
+    counted = messages_of(start("accumulation=2"), lambda: Net(Counter()))
     assert any("each forward changes between.steps" in said for said in counted), counted
-    [said] = said_of(start("accumulation=2"), lambda: Net(CallCounter()))
+    [said] = messages_of(start("accumulation=2"), lambda: Net(CallCounter()))
     assert "attributes: each forward changes between.calls, and" in said
-    assert not any(ranks2.run(said_of_counter, "dp_replicate=2"))
-    [said], _ = ranks2.run(said_of_renormed, "dp_replicate=2")
+    assert not any(ranks2.run(messages_of_counter, "dp_replicate=2"))
+    [said], _ = ranks2.run(messages_of_renormed, "dp_replicate=2")
     assert "max_norm=0.5: between.table scales rows" in said
 
 
-def said_of_counter(plan: str) -> list[str]:
-    return [said for kind in (Counter, CallCounter) for said in said_of(start(plan), lambda kind=kind: Net(kind()))]
+def messages_of_counter(plan: str) -> list[str]:
+    return [said for kind in (Counter, CallCounter) for said in messages_of(start(plan), lambda kind=kind: Net(kind()))]
 
 
-def said_of_renormed(plan: str) -> list[str]:
-    return said_of(start(plan), lambda: Net(Renormed()))
+def messages_of_renormed(plan: str) -> list[str]:
+    return messages_of(start(plan), lambda: Net(Renormed()))
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3"])
-def test_a_model_for_one_size_of_batch_trains(plan, ranks2):
-    for said in ranks2.run(said_of_fixed, plan):
+def test_model_with_fixed_batch_size_trains(plan, ranks2):
+    for said in ranks2.run(messages_of_fixed, plan):
         assert said == []
 
 
-def said_of_fixed(plan: str) -> list[str]:
-    return said_of(start(plan), lambda: Net(Fixed(SAMPLES // 2)), steps=3)
+def messages_of_fixed(plan: str) -> list[str]:
+    return messages_of(start(plan), lambda: Net(Fixed(SAMPLES // 2)), steps=3)
 
 
 class Watched(nn.Module):
-    """Everything that the check must leave alone."""
+    """Model with all the state that the check must not change."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ def watched(check_batch: bool):
     return state, numbers, (model.calls, model.sizes, list(model.by_name), model.new, hooked), len(caught)
 
 
-def test_the_check_leaves_nothing_behind():
+def test_check_restores_all_state():
     checked, plain = watched(True), watched(False)
     assert checked[3] == 2
     assert plain[3] == 0
@@ -182,7 +182,7 @@ def test_the_check_leaves_nothing_behind():
         assert torch.equal(checked[0][name], value), name
 
 
-def test_later_steps_run_no_more_forwards():
+def test_later_steps_run_no_extra_forwards():
     run, calls = start("accumulation=2"), []
 
     class Counted(Net):
@@ -192,7 +192,7 @@ def test_later_steps_run_no_more_forwards():
 
     step = run.train_step(run.parallelize(Counted(nn.GELU()).double()), torch.optim.SGD, squares, lr=0.01)
     step(batch(0))
-    assert calls == [4, 2, 2, 4, 4], calls  # together, two halves, and the step's own
+    assert calls == [4, 2, 2, 4, 4], calls  # the full batch, two halves, and the step itself
     calls.clear()
     step(batch(1))
     assert calls == [4, 4]
@@ -200,14 +200,14 @@ def test_later_steps_run_no_more_forwards():
 
 def test_microbatches_of_one_sample():
     run = start("accumulation=8")
-    assert any(NOISE in one for one in said_of(run, DEPENDENT["randn_like"].build))
-    assert any("depends on the other" in one for one in said_of(run, DEPENDENT["centred"].build))
-    assert any(MOVES in one for one in said_of(run, DEPENDENT["running mean"].build))
+    assert any(NOISE in one for one in messages_of(run, DEPENDENT["randn_like"].build))
+    assert any("depends on the other" in one for one in messages_of(run, DEPENDENT["centred"].build))
+    assert any(MOVES in one for one in messages_of(run, DEPENDENT["running mean"].build))
     for name in ("mlp", "attention", "routed", "dropout"):
-        assert said_of(run, *ORDINARY[name]) == []
+        assert messages_of(run, *ORDINARY[name]) == []
 
 
-def test_single_and_half_precision_give_no_false_alarm():
+def test_float32_and_bfloat16_give_no_false_alarm():
     for precision in ("fp32", "bf16"):
         plan = Plan.parse(f"accumulation=2 precision={precision}")
         run = Run(plan, build_mesh(plan), Ledger(), 0)
@@ -224,12 +224,12 @@ def test_single_and_half_precision_give_no_false_alarm():
 
 def test_compiled_blocks():
     run = start("accumulation=2 compile=on")
-    assert said_of(run, *ORDINARY["mlp"]) == []
-    assert any("depends on the other" in one for one in said_of(run, DEPENDENT["centred"].build))
+    assert messages_of(run, *ORDINARY["mlp"]) == []
+    assert any("depends on the other" in one for one in messages_of(run, DEPENDENT["centred"].build))
 
 
-def test_the_check_costs_a_part_of_one_step():
-    """A few samples of many: far less than the step itself."""
+def test_check_costs_a_fraction_of_one_step():
+    """The check uses few of many samples, so it costs far less than the step."""
 
     def first_step(check_batch: bool) -> float:
         run = start("accumulation=2")

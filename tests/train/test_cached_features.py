@@ -1,4 +1,4 @@
-"""`data.cache_features`: runs equal those without it, go on after a stop, and never read what other things gave."""
+"""`data.cache_features`: runs equal uncached runs, resume, and never read features of other inputs or weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(plan_text: str, root: Path, keeps: bool) -> dict[str, Any]:
-    """By task: losses and norms of some steps, weights after them, what an evaluation finds, and names of a batch."""
+    """Return by task: losses and norms of some steps, final weights, an evaluation, and the keys of a batch."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh, found = build_mesh(plan), {}
@@ -94,13 +94,13 @@ def check(results: list[dict[str, Any]], root: Path) -> None:
             assert not {"pixels", "features"} & set(names)
 
 
-def test_numbers_are_those_without_the_cache(root: Path, ranks2: Any) -> None:
+def test_results_match_without_cache(root: Path, ranks2: Any) -> None:
     check(ranks2.run(trained, "dp_shard=2 zero=3 accumulation=2", root, True), root)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=3 accumulation=4"])
-def test_under_every_plan(plan: str, root: Path, ranks2: Any) -> None:
+def test_results_match_under_every_plan(plan: str, root: Path, ranks2: Any) -> None:
     check(ranks2.run(trained, plan, root, True), root)
 
 
@@ -110,7 +110,7 @@ def losses(made: RunConfig) -> list[float]:
 
 
 @pytest.mark.full
-def test_a_run_goes_on_and_what_changed_is_computed_anew(tmp_path: Path) -> None:
+def test_run_resumes_and_recomputes_changed_features(tmp_path: Path) -> None:
     as_tar(tmp_path, mixed(30))
 
     def at(steps: int, keeps: bool = True, **options: Any) -> RunConfig:
@@ -124,10 +124,10 @@ def test_a_run_goes_on_and_what_changed_is_computed_anew(tmp_path: Path) -> None
     assert run_rank(prepare_run(at(2), 1)).reason == "finished"
     first = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert run_rank(prepare_run(at(4), 1)).reason == "finished"
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == first, "what was kept was computed again"
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == first, "cached features were recomputed"
     assert losses(at(4)) == pytest.approx(losses(at(4, keeps=False)), rel=1e-5)
 
-    # Other images in the same file, an hour younger: nothing of the old ones is read.
+    # Other images in the same file, an hour newer: none of the old features are read.
     as_tar(tmp_path, mixed(60)[30:])
     os.utime(tmp_path / "x.tar", ns=(0, 3600 * 10**9))
     with pytest.raises(DataError, match="the records are not those that the run"):
@@ -137,7 +137,7 @@ def test_a_run_goes_on_and_what_changed_is_computed_anew(tmp_path: Path) -> None
     assert run_rank(prepare_run(RunConfig.model_validate(made), 1)).reason == "finished"
     assert not {path.name for path in folder.iterdir()} <= {path.name for path in first}
 
-    # Other weights of the encoders than the run began with.
+    # Encoder weights other than those the run began with.
     weights = tmp_path / "runs" / "anew" / "encoders.json"
     weights.write_text(json.dumps({"vision": "0", "sound": "0"}))
     made["train"]["steps"] = 3
@@ -145,7 +145,7 @@ def test_a_run_goes_on_and_what_changed_is_computed_anew(tmp_path: Path) -> None
         run_rank(prepare_run(RunConfig.model_validate(made), 1))
 
 
-def test_a_damaged_or_cut_file_is_never_read(root: Path) -> None:
+def test_damaged_or_truncated_file_is_never_read(root: Path) -> None:
     made = cached(root)
     task: Any = find_task(made)
     task.open(run_folder(made))
@@ -176,7 +176,7 @@ def test_a_damaged_or_cut_file_is_never_read(root: Path) -> None:
         ({"dropout": 0.1}, r"task\.options\.dropout=0\.1 changes"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_uncacheable_settings_are_rejected(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     as_tar(tmp_path, mixed(10))
     groups = change.pop("groups", FROZEN)
     made = cached(tmp_path, **change).model_dump(by_alias=True)
@@ -185,6 +185,6 @@ def test_what_cannot_be_kept_is_refused(change: dict[str, Any], sentence: str, t
         prepare_run(RunConfig.model_validate(made), 1)
 
 
-def test_other_tasks_refuse_it() -> None:
+def test_tasks_without_encoder_reject_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"data\.cache_features=true: the text decoder has no encoder"):
         find_task(RunConfig.model_validate({"data": {"cache_features": True}}))

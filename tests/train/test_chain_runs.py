@@ -1,4 +1,4 @@
-"""`weft train` of an encoder with a decoder in a pipeline: a checkpoint of it goes on under another plan."""
+"""`weft train` of an encoder-decoder in a pipeline: its checkpoint resumes under another plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 
 def trained(root: Path, kind: str, name: str, *words: str) -> dict[int, float]:
-    """Losses by step of a run that may have begun before."""
+    """Return losses by step of a new or resumed run."""
     settings = [
         "task=seq2seq", "task.options.target_len=16", f"model.path={root / kind}",
         f"data.train={root / 'reversed.jsonl'}", f"data.cache_dir={root / 'cache'}", f"run.dir={root}",
@@ -28,13 +28,13 @@ def trained(root: Path, kind: str, name: str, *words: str) -> dict[int, float]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_a_pipeline_goes_on_in_one_process(kind, tmp_path):
+def test_pipeline_run_resumes_in_one_process(kind, tmp_path):
     write_tables(tmp_path)
     save_model(tmp_path / kind, kind)
-    whole = trained(tmp_path, kind, "whole", "plan=precision=fp32", "train.steps=6", "launch.ranks=1")
+    undisturbed = trained(tmp_path, kind, "undisturbed", "plan=precision=fp32", "train.steps=6", "launch.ranks=1")
     piped = ["plan=pp=2 microbatches=2 precision=fp32", "launch.ranks=2", "train.steps=3"]
     assert trained(tmp_path, kind, "piped", *piped) == pytest.approx(
-        {step: whole[step] for step in (1, 2, 3)}, rel=1e-5
+        {step: undisturbed[step] for step in (1, 2, 3)}, rel=1e-5
     )
-    gone_on = trained(tmp_path, kind, "piped", "plan=precision=fp32", "train.steps=6", "launch.ranks=1")
-    assert gone_on == pytest.approx(whole, rel=1e-5)
+    resumed = trained(tmp_path, kind, "piped", "plan=precision=fp32", "train.steps=6", "launch.ranks=1")
+    assert resumed == pytest.approx(undisturbed, rel=1e-5)

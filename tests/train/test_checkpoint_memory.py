@@ -1,4 +1,4 @@
-"""No rank needs more memory to save or to load than its share and a little: the peak of each process is measured."""
+"""Saving and loading need little more memory per rank than its share. Each process's peak is measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_BESIDE = 256 * 2**20
 
 
 def resident(what: str) -> int:
-    """Bytes of this process's memory: VmRSS now, VmHWM at most since `forget_peak`."""
+    """Return memory of this process in bytes: VmRSS is current, VmHWM the peak since `forget_peak`."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{what}:")]
     return int(line.split()[1]) * 1024
 
@@ -35,7 +35,7 @@ def forget_peak() -> int:
 
 
 def peaks(plan_text: str, folder: str, size: int, save: bool) -> tuple[int, int, int]:
-    """Bytes that the peak rose by, those of states that loading made, and those of the whole model and its states."""
+    """Return the peak's rise, the bytes of states created by loading, and those of the full model with states."""
     mesh = build_mesh(Plan.parse(plan_text))
     model = parallelize(nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(4))), mesh, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -55,8 +55,8 @@ def peaks(plan_text: str, folder: str, size: int, save: bool) -> tuple[int, int,
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=1", "dp_shard=2 zero=3"])
-def test_a_rank_needs_its_share_and_a_little(plan, tmp_path, ranks2):
-    size = 5632  # 1.5 GB of weights and states: a rank that had all of them would be far beyond
+def test_peak_memory_is_the_ranks_share_plus_a_margin(plan, tmp_path, ranks2):
+    size = 5632  # 1.5 GB of weights and states: a rank with all of them would exceed the bound by far
     for save in (True, False):
         for rose, states, whole in ranks2.run(peaks, plan, str(tmp_path), size, save):
             assert rose <= states + MOST_BESIDE < whole

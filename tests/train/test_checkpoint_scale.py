@@ -1,4 +1,4 @@
-"""What a rank does for a checkpoint does not grow with the number of ranks: counted up to 8,192, on fake ranks."""
+"""Checkpoint work per rank does not grow with the number of ranks: counted up to 8,192, on fake ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weft.train.step.train_step import TrainStep
 
 
 def saved(plan: str, world: int, rank: int) -> list:
-    """What one rank of many would write, after a step."""
+    """Return the records that one rank of many writes after a step."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         mesh = build_mesh(Plan.parse(plan.format(world=world, replicas=world // 8)))
@@ -61,7 +61,7 @@ def saved(plan: str, world: int, rank: int) -> list:
         "dp_replicate={world}",
     ],
 )
-def test_what_is_said_of_a_tensor_does_not_grow_with_the_ranks(plan):
+def test_manifest_entry_of_a_tensor_does_not_grow_with_ranks(plan):
     said, num_pieces, num_bytes = {}, {}, {}
     for world in (64, 8192):
         found = saved(plan, world, 0)
@@ -76,8 +76,8 @@ def test_what_is_said_of_a_tensor_does_not_grow_with_the_ranks(plan):
     assert num_bytes[8192] <= num_bytes[64] + 64
 
 
-def test_the_manifest_of_8192_ranks_is_small_and_read_at_once():
-    """70B: 723 tensors with two states each, zero=3 over all ranks: most of the manifest is one digest a file."""
+def test_manifest_of_8192_ranks_is_small_and_parsed_quickly():
+    """70B model: 723 tensors with two states each, zero=3 over all ranks. Digests per file dominate the manifest."""
     world, ranks = 8192, tuple(range(8192))
     files = {STATE_NAME: FileEntry(9, "0" * 64)}
     for group in ("model", "optimizer"):
@@ -99,16 +99,16 @@ def test_the_manifest_of_8192_ranks_is_small_and_read_at_once():
 EACH, NUM_TENSORS = 16, 20
 
 
-def dealt(world: int, rank: int) -> list[SavedSlice]:
-    """Tensors of which each rank has as much, whatever the number of ranks."""
+def slices_of_rank(world: int, rank: int) -> list[SavedSlice]:
+    """Return tensors of the same size on each rank, for any number of ranks."""
     part, deal = Part((world * EACH,)), assign_evenly(tuple(range(world)), EACH, 1)
     data = torch.full((EACH,), float(rank))
     names = [f"{group}/{n}" for group in ("model", "optimizer") for n in range(NUM_TENSORS)]
     return [SavedSlice(name, part, deal, rank * EACH, data) for name in names]
 
 
-class Contacts:
-    """How often this process turns to the file system below a folder while it is `counting`; never undone."""
+class FileSystemCalls:
+    """Count file system calls of this process below a folder while `counting` is set. Audit hooks stay installed."""
 
     def __init__(self, folder: Path):
         self.number, self.counting, self._folder = 0, True, str(folder)
@@ -127,12 +127,12 @@ class Contacts:
         return ask(*args, **options)
 
 
-def counted(folder: Path, act: Callable[[Contacts], object]) -> int:
-    """Contacts of a forked process that does `act`."""
+def counted(folder: Path, act: Callable[[FileSystemCalls], object]) -> int:
+    """Run `act` in a forked process and return its number of file system calls."""
     told = folder.parent / f"{folder.name}.contacts"
 
     def count() -> None:
-        found = Contacts(folder)
+        found = FileSystemCalls(folder)
         act(found)
         found.counting = False
         told.write_text(str(found.number))
@@ -142,17 +142,17 @@ def counted(folder: Path, act: Callable[[Contacts], object]) -> int:
 
 
 def one_rank_saves(root: Path, world: int, rank: int) -> int:
-    """Contacts of a rank that is not the first: it writes into the folder that the first one made."""
+    """Return the calls of a rank other than 0, which writes into the existing folder."""
     (root / ".tmp-step_00000001-1-ab").mkdir(parents=True)
     answers = iter([".tmp-step_00000001-1-ab", {"name": "step_00000001"}])
     together = RankGroup(rank, world, lambda _: next(answers), lambda _: [])
-    return counted(root, lambda _: save_slices(root, 1, dealt(world, rank), {}, together))
+    return counted(root, lambda _: save_slices(root, 1, slices_of_rank(world, rank), {}, together))
 
 
 def first_rank_saves(root: Path, world: int) -> int:
-    """Contacts of the first rank; the files of the others appear uncounted."""
+    """Return the calls of rank 0; the files of the other ranks are created uncounted."""
 
-    def act(contacts: Contacts) -> None:
+    def act(contacts: FileSystemCalls) -> None:
         calls = [0]
 
         def gather(record: bytes) -> list[bytes]:
@@ -170,16 +170,16 @@ def first_rank_saves(root: Path, world: int) -> int:
             contacts.counting = True
             return answers
 
-        save_slices(root, 1, dealt(world, 0), {}, RankGroup(0, world, lambda do: do(), gather))
+        save_slices(root, 1, slices_of_rank(world, 0), {}, RankGroup(0, world, lambda do: do(), gather))
 
     return counted(root, act)
 
 
 def one_rank_loads(root: Path, world: int, rank: int) -> int:
-    """Contacts of a rank that reads its share of what `first_rank_saves` and it saved."""
-    path, pieces_ = root / "step_00000001", dealt(world, rank)
+    """Return the calls of a rank that loads its share of the files that it and `first_rank_saves` saved."""
+    path, pieces_ = root / "step_00000001", slices_of_rank(world, rank)
 
-    def act(_: Contacts) -> None:
+    def act(_: FileSystemCalls) -> None:
         opened = load_checkpoint(path, lazily=True)
         for one in pieces_:
             out = bytearray(EACH * 4)
@@ -189,8 +189,8 @@ def one_rank_loads(root: Path, world: int, rank: int) -> int:
     return counted(root, act)
 
 
-def test_files_and_requests_of_a_rank_do_not_grow_with_the_ranks(tmp_path):
-    """A rank writes as many files and asks as often for 8,192 ranks as for 64; the first asks nothing of each file."""
+def test_files_and_requests_per_rank_do_not_grow_with_ranks(tmp_path):
+    """A rank writes and asks equally often for 8,192 and 64 ranks. Rank 0 makes no request per file."""
     found = {}
     for world in (64, 8192):
         root, rank = tmp_path / f"all-{world}", world - 3
@@ -213,6 +213,6 @@ def test_files_and_requests_of_a_rank_do_not_grow_with_the_ranks(tmp_path):
         found[world] = first, one, one_rank_loads(root, world, rank), written, said
     (first, one, loads, written, said), (first_64, one_64, loads_64, written_64, said_64) = found[8192], found[64]
     assert (one, loads, first) == (one_64, loads_64, first_64)
-    assert written <= written_64 + 256  # the names of the ranks have more digits
+    assert written <= written_64 + 256  # rank numbers have more digits
     assert said[0] <= said_64[0] + 40 * 2 * NUM_TENSORS
     assert said[1] <= said_64[1]

@@ -1,4 +1,4 @@
-"""Pretrained folders whose tensors transformers renames, stacks, joins, cuts or turns: read in place, written alike."""
+"""Folders whose tensors transformers renames, stacks, joins, splits or transposes: reading and writing back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.train.tasks.export import as_published
 from weft.train.weights.published_weights import pretrained_source
 
 transformers = pytest.importorskip("transformers")
-#: Of each way in which tensors are stored otherwise than the model has them, one; and tied ones, and numbers alone.
+#: One family per storage conversion, with tied tensors and scalars.
 CHOSEN = ("mixtral", "qwen3_moe", "hrm_text", "apertus")
 
 
@@ -33,7 +33,7 @@ def opened(folder: Path):
 
 
 def saved(kind: str, folder: Path) -> dict[str, torch.Tensor]:
-    """A small model of a family in a folder of several files; what transformers loads from it."""
+    """Save a small model of a family in several files; return what transformers loads from it."""
     config = small_config(kind, families()[kind][0])
     config.tie_word_embeddings = kind == "qwen3_moe"
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def saved(kind: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_family(kind: str, folder: Path) -> int:
-    """Read and write back one family; how many tensors transformers had to compute."""
+    """Read and write back one family; return how many tensors transformers had to compute."""
     theirs = saved(kind, folder)
     model, source, unexpected = opened(folder)
     assert unexpected == []
@@ -62,7 +62,7 @@ def check_family(kind: str, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
-def test_a_folder_is_read_and_written_as_transformers_does(kind, tmp_path):
+def test_folder_is_read_and_written_as_transformers_does(kind, tmp_path):
     assert check_family(kind, tmp_path) == 0
 
 
@@ -75,7 +75,7 @@ def test_a_folder_is_read_and_written_as_transformers_does(kind, tmp_path):
 def test_more_families_are_read_and_written_as_transformers_does(kind, tmp_path):
     try:
         saved(kind, tmp_path / "try")
-    except Exception as error:  # configs with sizes by other names
+    except Exception as error:  # configs with other field names for sizes
         pytest.skip(f"transformers itself: {error}")
     check_family(kind, tmp_path)
 
@@ -89,15 +89,15 @@ def stored(tmp_path_factory):
     return stored_weights(folder), tensors
 
 
-def whole(stored, name: str) -> Joined:
+def full_tensor(stored, name: str) -> Joined:
     return Joined.of(name, stored.entries[name])
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_descriptions_hold_what_the_operations_make(stored, data):
+def test_slice_descriptions_match_tensor_operations(stored, data):
     weights, tensors = stored
-    joined = [whole(weights, name) for name in "abcd"]
+    joined = [full_tensor(weights, name) for name in "abcd"]
     made = [tensors[name] for name in "abcd"]
     for _ in range(data.draw(st.integers(1, 4))):
         dim = data.draw(st.integers(0, made[0].dim() - 1))
@@ -130,12 +130,12 @@ def test_descriptions_hold_what_the_operations_make(stored, data):
     assert torch.equal(out, line[start:])
 
 
-def test_a_number_alone_is_read(stored):
+def test_scalar_is_read(stored):
     weights, _ = stored
-    assert read_full(JoinedTensors(weights, {"scalar": whole(weights, "scalar")}), "scalar").item() == 7.0
+    assert read_full(JoinedTensors(weights, {"scalar": full_tensor(weights, "scalar")}), "scalar").item() == 7.0
 
 
-def test_what_pieces_do_not_describe_transformers_computes(stored):
+def test_conversions_without_slice_description_use_transformers(stored):
     weights, tensors = stored
     calls = []
 
@@ -149,11 +149,11 @@ def test_what_pieces_do_not_describe_transformers_computes(stored):
         out = torch.empty(2, 6).narrow(dim, low, high - low).contiguous()
         source.read("odd", Part((2, 6), dim, ((low, high),)), 0, out.view(-1).view(torch.uint8).numpy().data)
         assert torch.equal(out, tensors["a"][1::2].narrow(dim, low, high - low))
-    assert len(calls) == 1  # tensors of one computation follow each other
+    assert len(calls) == 1  # tensors of one computation are consecutive
 
 
-def test_a_conversion_that_pieces_do_not_describe(tmp_path, monkeypatch):
-    """Interleaved rows: no piece describes them, so the table's own operation is carried out on whole tensors."""
+def test_interleaving_conversion_runs_the_transformers_operation(tmp_path, monkeypatch):
+    """Slices cannot describe interleaved rows, so the conversion table's operation runs on full tensors."""
     from transformers import conversion_mapping
     from transformers.core_model_loading import Interleave, WeightConverter
 

@@ -1,4 +1,4 @@
-"""Distillation: the formula in plain lines, the same losses under every plan, and teachers that cannot teach."""
+"""Distillation: the formula as a reference, equal losses under every plan, and rejected teachers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ STEPS, BATCH = 3, 4
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A folder with a teacher, whose vocabulary is padded, and chats."""
+def root(tmp_path_factory) -> Path:
+    """Return a folder with a teacher, whose vocabulary is padded, and chats."""
     folder = tmp_path_factory.mktemp("distill")
     torch.manual_seed(0)
     shape = {"vocab_size": 264, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -50,22 +50,22 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def task_of(place: Path, **options) -> DistillTask:
-    words = ["task=distill", f"task.options.teacher={place / 'teacher'}", f"data.train={place / 'rows.jsonl'}",
-             f"data.cache_dir={place / 'cache'}", "tokenizer.kind=bytes", "train.seq_len=24", "data.holdout=0",
+def task_of(root: Path, **options) -> DistillTask:
+    words = ["task=distill", f"task.options.teacher={root / 'teacher'}", f"data.train={root / 'rows.jsonl'}",
+             f"data.cache_dir={root / 'cache'}", "tokenizer.kind=bytes", "train.seq_len=24", "data.holdout=0",
              f"train.global_batch={BATCH}", "optimizer.lr=0.01"]  # fmt: skip
-    task = DistillTask(str(place / "teacher"), **options)
+    task = DistillTask(str(root / "teacher"), **options)
     task.config = load_config(None, words).config
     task.text.prepared = prepare_data(task.config)
     return task
 
 
-def losses_under(plan_text: str, place: Path) -> dict:
+def losses_under(plan_text: str, root: Path) -> dict:
     torch.set_num_threads(1)
     plan, found = Plan.parse(f"{plan_text} precision=fp64"), {}
     mesh = build_mesh(plan)
     for name, options in CASES.items():
-        task = task_of(place, **options)
+        task = task_of(root, **options)
         batches = task.batches(Share(BATCH, plan.microbatches_per_step, mesh.data.rank, mesh.data.size))
         model = build_decoder(SPEC, seed=0).double()
         parallelize(model, mesh, seed=0)
@@ -80,9 +80,9 @@ def losses_under(plan_text: str, place: Path) -> dict:
     return found
 
 
-def plain_losses(place: Path, temperature=1.0, mix=0.5, top_k=0) -> list[float]:
-    task, found = task_of(place), []
-    teacher = transformers.AutoModelForCausalLM.from_pretrained(place / "teacher", dtype=torch.float64)
+def plain_losses(root: Path, temperature=1.0, mix=0.5, top_k=0) -> list[float]:
+    task, found = task_of(root), []
+    teacher = transformers.AutoModelForCausalLM.from_pretrained(root / "teacher", dtype=torch.float64)
     model = build_decoder(SPEC, seed=0).double()
     optimizer = build_optimizer(model.named_parameters(), task.config.optimizer, 0)
     batches = task.batches(Share(BATCH))
@@ -108,17 +108,17 @@ def plain_losses(place: Path, temperature=1.0, mix=0.5, top_k=0) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def one_process(place):
-    return losses_under("dp_replicate=1", place)
+def one_process(root):
+    return losses_under("dp_replicate=1", root)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_the_formula(name, place, one_process):
-    assert one_process[name] == pytest.approx(plain_losses(place, **CASES[name]), rel=1e-9)
+def test_losses_match_the_formula(name, root, one_process):
+    assert one_process[name] == pytest.approx(plain_losses(root, **CASES[name]), rel=1e-9)
 
 
-def test_zero_3_and_accumulation_lose_what_one_process_does(place, one_process, ranks2):
-    for result in ranks2.run(losses_under, "dp_shard=2 zero=3 accumulation=2", place):
+def test_zero3_with_accumulation_matches_one_process(root, one_process, ranks2):
+    for result in ranks2.run(losses_under, "dp_shard=2 zero=3 accumulation=2", root):
         for name, losses in one_process.items():
             assert result[name] == pytest.approx(losses, rel=1e-9)
 
@@ -126,13 +126,13 @@ def test_zero_3_and_accumulation_lose_what_one_process_does(place, one_process, 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "tp=2", "tp=2 sp=on",
                                   "cp=2"])  # fmt: skip
-def test_every_plan_of_two_ranks_loses_what_one_process_does(plan, place, one_process, ranks2):
-    for result in ranks2.run(losses_under, plan, place):
+def test_every_two_rank_plan_matches_one_process(plan, root, one_process, ranks2):
+    for result in ranks2.run(losses_under, plan, root):
         for name, losses in one_process.items():
             assert result[name] == pytest.approx(losses, rel=1e-9)
 
 
-def test_the_likeliest_entries_bound_the_divergence():
+def test_top_k_bounds_the_divergence():
     rng = torch.Generator().manual_seed(0)
     student, teacher = (torch.randn(7, 30, generator=rng, dtype=torch.float64) for _ in range(2))
     labels, settings = torch.zeros(7, dtype=torch.int64), {"temperature": 1.3, "mix": 0.0}
@@ -143,18 +143,18 @@ def test_the_likeliest_entries_bound_the_divergence():
     assert torch.allclose(distilled_losses(student, student, labels, **settings), torch.zeros(7, dtype=torch.float64))
 
 
-def test_what_cannot_teach_is_refused(place, tmp_path):
-    for options, said in (
+def test_invalid_teachers_and_options_are_rejected(root, tmp_path):
+    for options, message in (
         ({"temperature": 0.0}, "task.options.temperature=0.0: it must be above 0. Use 1, or 2 for softer targets."),
         ({"mix": 1.5}, "task.options.mix=1.5: it is a share from 0 to 1. Use 0.5."),
         ({"top_k": -1}, "task.options.top_k=-1: it is a number of entries, or 0 for all. Use 0."),
     ):
         with pytest.raises(ConfigError) as caught:
             DistillTask("t", **options)
-        assert [problem.message for problem in caught.value.problems] == [said]
+        assert [problem.message for problem in caught.value.problems] == [message]
     with pytest.raises(ConfigError, match=r"task\.options\.teacher: distill needs this option"):
         find_task(load_config(None, ["task=distill"]).config)
-    task = task_of(place)
+    task = task_of(root)
     (problem,) = check(Plan.parse("pp=2 microbatches=2"), task.facts(2))
     assert problem.message == (
         "pp=2: a teacher's logits are compared with the student's, and a pipeline has them on its last stage alone. "
@@ -164,12 +164,12 @@ def test_what_cannot_teach_is_refused(place, tmp_path):
     nowhere.config = task.config
     with pytest.raises(ConfigError, match=r"task\.options\.teacher=nowhere: it has no config\.json\. Use the folder"):
         nowhere.prepare(RunFolder(tmp_path), None)
-    other = json.loads((place / "teacher" / "tokenizer.json").read_text())
+    other = json.loads((root / "teacher" / "tokenizer.json").read_text())
     other["added_tokens"][0]["content"] = "<other>"
-    original = (place / "teacher" / "tokenizer.json").read_text()
-    (place / "teacher" / "tokenizer.json").write_text(json.dumps(other))
+    original = (root / "teacher" / "tokenizer.json").read_text()
+    (root / "teacher" / "tokenizer.json").write_text(json.dumps(other))
     try:
         with pytest.raises(ConfigError, match=r"its tokenizer has '<other>' at 256 where the student's has another"):
             task.prepare(RunFolder(tmp_path), None)
     finally:
-        (place / "teacher" / "tokenizer.json").write_text(original)
+        (root / "teacher" / "tokenizer.json").write_text(original)

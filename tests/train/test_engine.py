@@ -1,4 +1,4 @@
-"""The loop, the run folder, checkpoints and the display with an engine that is not torch's."""
+"""The loop, the run folder, checkpoints and the display with an engine without torch."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ print(json.dumps({"told": told, "collects": [collects[:9], gc.isenabled()], "tor
 """
 
 
-def test_a_run_trains_saves_and_resumes_without_torch(tmp_path):
+def test_run_trains_saves_and_resumes_without_torch(tmp_path):
     root = Path(__file__).parents[2]
     words = [sys.executable, "-c", _SCRIPT, str(tmp_path)]
     done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["torch"]
-    assert found["collects"] == [[True, *[False] * 8], True]  # by itself before the first step's end, and after the run
+    assert found["collects"] == [
+        [True, *[False] * 8],
+        True,
+    ]  # automatic collection before the end of the first step, and after the run
     (*whole, shown), (*first, _), (*second, resumed) = found["told"]
     assert (whole, first, second) == ([9, "finished"], [4, "finished"], [9, "finished"])
     assert "resumed from step 4" in resumed
@@ -66,7 +69,7 @@ def test_a_run_trains_saves_and_resumes_without_torch(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_a_block_is_a_tensor_and_back(dtype):
+def test_tensor_block_round_trip(dtype):
     tensor = (torch.randn(3, 4) * 9).to(dtype)
     block = block_of(tensor)
     assert torch.equal(tensor_of(block), tensor)

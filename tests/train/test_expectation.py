@@ -1,4 +1,4 @@
-"""The run report: what was expected beside what was measured, and silence about machines that nobody measured."""
+"""Run report: expected times with measured times, and no estimate for machines without a profile."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def lines(folder: Path) -> list[str]:
     return expectation_lines(folder, task, build_mesh(Plan()), [RANK])
 
 
-def here_profile(home: Path) -> Path:
-    """A made-up profile that says that it is of this machine."""
+def save_profile_of_this_host(home: Path) -> Path:
+    """Save a synthetic profile that claims to be of this machine."""
     path = home / "home" / "profile.json"
     replace(profile(), machine=this_host()).save(path)
     return path
 
 
-def test_nothing_is_guessed_of_an_unknown_machine(home: Path) -> None:
+def test_unknown_machine_has_no_estimate(home: Path) -> None:
     [line] = lines(home)
     assert line == "planned: no estimate; run `weft calibrate` once (2 min)"
     assert json.loads((home / RUN_FILE).read_text())["expected"] is None
 
 
-def test_planned_beside_measured_part_by_part(home: Path) -> None:
-    here_profile(home)
+def test_estimate_and_measurement_are_listed_by_part(home: Path) -> None:
+    save_profile_of_this_host(home)
     told = lines(home)
     assert told[0].startswith("planned ")
     assert "measured 610 ms" in told[0]
@@ -64,15 +64,13 @@ def test_planned_beside_measured_part_by_part(home: Path) -> None:
     assert kept["expected"]["time_by_rung"] == pytest.approx({"here": 1.0})
 
 
-def test_a_stale_profile_is_said(home: Path) -> None:
+def test_stale_profile_is_reported(home: Path) -> None:
     profile().save(home / "home" / "profile.json")
     [line] = lines(home)
     assert "device loom, here " in line
 
 
-def test_a_format_that_was_not_measured_with_so_many_ranks_is_said(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_format_not_measured_at_this_rank_count_is_reported(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = replace(profile(), machine=this_host())
     alone = [replace(each, dtype="bf16") for each in made.samples if each.ranks == 1]
     replace(made, samples=(*made.samples, *alone)).save(home / "home" / "profile.json")
@@ -83,21 +81,21 @@ def test_a_format_that_was_not_measured_with_so_many_ranks_is_said(
         "error: precision=bf16: not measured with 2 ranks on this machine. "
         "Measure it, with more time: weft calibrate --budget 5m.\n"
     )
-    assert run(words) == 0  # fp32 was measured: the planner looks there
+    assert run(words) == 0  # fp32 was measured, so the planner has an estimate
     assert "bf16" not in capsys.readouterr().out
     assert run([*words[:2], "1xhere", *words[3:], "--fix", "precision=bf16"]) == 0
 
 
-def test_whatever_the_planner_raises_is_one_line(home: Path, monkeypatch, capsys) -> None:
-    here_profile(home)
+def test_planner_exception_becomes_one_line(home: Path, monkeypatch, capsys) -> None:
+    save_profile_of_this_host(home)
     monkeypatch.setattr("weft.train.planned.estimate", lambda *_: {}["linear_f"])
     [line] = lines(home)
     assert line == "planned: not measured (KeyError: 'linear_f'; the traceback is in the log of rank 0)"
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_what_the_run_taught_changes_the_next_plan(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = here_profile(home)
+def test_corrections_of_a_run_change_the_next_plan(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_profile_of_this_host(home)
     lines(home)
     words = ["plan", "tiny", "2xhere", "--seq-len", "64", "--global-batch", "8", "--top", "1"]
     assert run(words) == 0

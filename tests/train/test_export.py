@@ -1,4 +1,4 @@
-"""`weft export` as a user types it: runs become folders of transformers, with the numbers that Weft computes."""
+"""`weft export` from the command line: runs become transformers folders with the same outputs."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ PROMPT = "warp 3"
 
 
 def train(*settings: str) -> RunFolder:
-    """A run of one rank in this process."""
+    """Train a run of one rank in this process."""
     folder = prepare_run(load_config(None, [*settings]).config, world_size=1)
     run_rank(folder.path, None, io.StringIO(), Start())
     return RunFolder(folder.path)
 
 
 def command(*words: str) -> str:
-    """What a command in a process of its own said; it must end well."""
+    """Run a command in its own process, check that it succeeds, and return its output."""
     line = [sys.executable, "-m", "weft", *words]
     ended = subprocess.run(line, env=env.child_env(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -62,7 +62,7 @@ def command(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """Texts and chats, a base that Weft trained and its export, and an adapter and a full run on that."""
+    """Prepare texts and chats, a trained base with its export, and an adapter and a full run on that base."""
     here = tmp_path_factory.mktemp("export")
     words = ["warp", "weft", "loom", "thread", "cloth"]
     lines = [" ".join(words[(i * k) % 5] for k in range(1, 40)) for i in range(1, 41)]
@@ -90,14 +90,14 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def generated(folder: Path, prompt: str = PROMPT, num_tokens: int = 24) -> str:
-    """What transformers' own classes make of an exported folder at temperature 0."""
+    """Return greedy text of transformers' classes from an exported folder."""
     tokenizer, model = transformers.AutoTokenizer.from_pretrained(folder), theirs(folder)
     read = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     found = model.generate(**read, max_new_tokens=num_tokens, do_sample=False)
     return prompt + tokenizer.decode(found[0, read["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_a_run_of_wefts_own_decoder_is_what_transformers_computes(home):
+def test_exported_decoder_matches_transformers(home):
     run = RunFolder(home / "base")
     own = build_decoder(decoder_of(run), seed=0)
     restore_model(own, load_checkpoint(run.checkpoint(6)))
@@ -113,7 +113,7 @@ def test_a_run_of_wefts_own_decoder_is_what_transformers_computes(home):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 asks for it
-def test_an_adapter_is_merged_or_written_as_peft_reads_it(home, capsys):
+def test_adapter_is_merged_or_written_for_peft(home, capsys):
     run, merged, alone = home / "adapter", home / "merged", home / "alone"
     assert weft_run(["export", str(run), str(merged), "--merge"]) == 0
     assert weft_run(["export", str(run), str(alone)]) == 0
@@ -132,15 +132,15 @@ def test_an_adapter_is_merged_or_written_as_peft_reads_it(home, capsys):
     capsys.readouterr()
 
 
-def test_each_option_of_export(home, capsys):
+def test_each_export_option(home, capsys):
     run = RunFolder(home / "full")
     for words, out in (
         (["--step", "2"], "step"), (["--dtype", "bf16"], "bf16"), (["--dtype", "fp16"], "fp16"),
         (["--own-names"], "own"),
     ):  # fmt: skip
         assert weft_run(["export", str(run.path), str(home / out), *words]) == 0, out
-    said = capsys.readouterr().err
-    assert f"step 2 of {run.checkpoint(2)} is in {home / 'step'}: README.md, config.json" in said
+    error = capsys.readouterr().err
+    assert f"step 2 of {run.checkpoint(2)} is in {home / 'step'}: README.md, config.json" in error
     assert weft_run(["export", f"{run.path}@2", str(home / "again")]) == 0
     early, late = (dict(load_checkpoint(run.checkpoint(step)).tensors("model")) for step in (2, 4))
     for folder in (home / "step", home / "again"):
@@ -173,7 +173,7 @@ GOLDEN = (
 
 
 @pytest.mark.parametrize("words, wanted", GOLDEN)
-def test_what_cannot_be_exported_is_said_in_a_sentence(home, capsys, words, wanted):
+def test_invalid_exports_are_rejected_with_a_message(home, capsys, words, wanted):
     places = {name: str(home / name) for name in ("base", "exported", "adapter", "out")}
     capsys.readouterr()
     assert weft_run(["export", *(word.format(**places) for word in words)]) == 2
@@ -181,27 +181,27 @@ def test_what_cannot_be_exported_is_said_in_a_sentence(home, capsys, words, want
     assert not (home / "out").exists()
 
 
-def test_an_adapter_of_another_base_and_a_lost_base_are_refused(home, tmp_path, capsys, prepares_locally):
+def test_adapter_of_another_base_and_missing_base_are_rejected(home, tmp_path, capsys, prepares_locally):
     base, aside = home / "exported", tmp_path / "aside"
     run, out = str(home / "adapter"), str(tmp_path / "out")
     settings = [*TUNED, f"run.dir={home}", f"data.cache_dir={home / 'cache'}", f"data.train={home / 'chats.jsonl'}"]
     resumed = ["train", *settings, f"model.path={base}", "run.name=adapter", *ADAPTER, "train.steps=5"]
     capsys.readouterr()
 
-    def said(*words: str) -> str:
+    def error_of(*words: str) -> str:
         assert weft_run([*words]) == 2
         return capsys.readouterr().err
 
     base.rename(aside)
     try:
         lost = f"model.path={base}: there is no such folder"
-        assert said(*resumed) == (
+        assert error_of(*resumed) == (
             f"error: {lost}, and an adapter's checkpoints do not contain the base. Restore the folder.\n"
         )
-        assert said("generate", run) == (
+        assert error_of("generate", run) == (
             f"error: {lost}. Give a Hugging Face model's: config.json, safetensors weights, tokenizer.\n"
         )
-        assert said("export", run, out, "--merge") == (
+        assert error_of("export", run, out, "--merge") == (
             f"error: --merge: the adapter's base, model.path={base}, does not exist. Restore the folder, or set its "
             "new path with --like instead of --merge.\n"
         )
@@ -214,16 +214,16 @@ def test_an_adapter_of_another_base_and_a_lost_base_are_refused(home, tmp_path, 
             "other values when it was saved. Start from the weights that the adapter was trained on.\n"
         )
         for words in (("generate", run), ("export", run, out, "--merge"), ("export", run, out, "--like", str(base))):
-            assert said(*words).splitlines()[-1] + "\n" == other
+            assert error_of(*words).splitlines()[-1] + "\n" == other
         shutil.rmtree(base)
     finally:
         aside.rename(base)
 
 
-def test_a_folder_that_is_not_what_it_says_is_refused_before_the_run(home, tmp_path, capsys, prepares_locally):
+def test_inconsistent_folder_is_rejected_before_the_run(home, tmp_path, capsys, prepares_locally):
     settings = ["train", *TUNED, f"run.dir={tmp_path}", f"data.train={home / 'chats.jsonl'}"]
 
-    def said(path: Path | str) -> str:
+    def error_of(path: Path | str) -> str:
         capsys.readouterr()
         assert weft_run([*settings, f"model.path={path}"]) == 2
         return capsys.readouterr().err
@@ -234,13 +234,13 @@ def test_a_folder_that_is_not_what_it_says_is_refused_before_the_run(home, tmp_p
     lies = copied("lies")
     config = json.loads((lies / "config.json").read_text())
     (lies / "config.json").write_text(json.dumps({**config, "intermediate_size": 72}))
-    assert said(lies) == (
+    assert error_of(lies) == (
         f"error: model.path={lies}: tensor 'model.layers.0.mlp.gate_proj.weight' has shape (64, 32) in the files, and "
         "config.json makes it (72, 32). Give the config.json that belongs to these weights.\n"
     )
     cut = copied("cut") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-64])
-    assert said(cut.parent) == (
+    assert error_of(cut.parent) == (
         f"error: model.path={cut.parent}: model.safetensors: not a safetensors file (tensor 'model.norm.weight' "
         "does not fit). Download model.safetensors again.\n"
     )
@@ -248,22 +248,22 @@ def test_a_folder_that_is_not_what_it_says_is_refused_before_the_run(home, tmp_p
     (index / "model.safetensors").rename(index / "model-00001-of-00002.safetensors")
     where = {"model.norm.weight": "model-00002-of-00002.safetensors"}
     (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    assert said(index) == (
+    assert error_of(index) == (
         f"error: model.path={index}: model.safetensors.index.json names model-00002-of-00002.safetensors, which is "
         "missing. Download the folder again.\n"
     )
     (index / "model.safetensors.index.json").unlink()
-    assert said(index) == (
+    assert error_of(index) == (
         f"error: model.path={index}: it has neither model.safetensors nor model.safetensors.index.json. Give a folder "
         "with safetensors weights.\n"
     )
     bare = copied("bare")
     (bare / "config.json").unlink()
-    assert said(bare) == (
+    assert error_of(bare) == (
         f"error: model={bare}: it has no config.json. Give the folder of a Hugging Face model, or "
         "package.module:function.\n"
     )
-    assert said("org/name") == (
+    assert error_of("org/name") == (
         "error: model.path=org/name: there is no such folder. Weft downloads nothing: type hf download org/name "
         "--local-dir org/name first.\n"
     )
@@ -272,7 +272,7 @@ def test_a_folder_that_is_not_what_it_says_is_refused_before_the_run(home, tmp_p
 
 @pytest.fixture
 def pickled(home, tmp_path) -> Path:
-    """The base with its weights in two pickles and an index."""
+    """Save the base as two pickles with an index."""
     source = shutil.copytree(home / "exported", tmp_path / "pickled")
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
@@ -285,8 +285,8 @@ def pickled(home, tmp_path) -> Path:
     return source
 
 
-def read_here(kind: str, source: Path, work: Path, limit_s: float, remedy: str) -> None:
-    """Read in this process: starting one that loads torch takes seconds, and only walls need it."""
+def read_without_sandbox(kind: str, source: Path, work: Path, limit_s: float, remedy: str) -> None:
+    """Read in this process. A process that loads torch takes seconds, and only the sandbox tests need it."""
     assert kind == "pickled"
     taken = Taken(work, 2**30)
     try:
@@ -297,11 +297,11 @@ def read_here(kind: str, source: Path, work: Path, limit_s: float, remedy: str) 
 
 
 @pytest.mark.parametrize("is_here", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_pickles_become_safetensors_and_nothing_else_is_loaded(
+def test_pickles_are_converted_and_nothing_else_is_loaded(
     is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_locally
 ):
     if is_here:
-        monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read_here)
+        monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read_without_sandbox)
     run = ["train", *TUNED, f"run.dir={tmp_path}", f"data.train={home / 'chats.jsonl'}", f"model.path={pickled}"]
     capsys.readouterr()
     assert weft_run(run) == 2
@@ -318,7 +318,7 @@ def test_pickles_become_safetensors_and_nothing_else_is_loaded(
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     assert generated(out) == generated(home / "exported")
 
-    def said(*words: str) -> str:
+    def error_of(*words: str) -> str:
         capsys.readouterr()
         assert weft_run(["ckpt", "convert", str(pickled), str(tmp_path / "evil"), *words]) == 2
         assert not (tmp_path / "evil").exists()
@@ -326,22 +326,22 @@ def test_pickles_become_safetensors_and_nothing_else_is_loaded(
 
     remedy = "Give a folder with the weights of a model.\n"
     torch.save({"lm_head.weight": torch.ones(2), "more": Start}, pickled / "pytorch_model-2.bin")
-    assert said() == (
+    assert error_of() == (
         f"error: SOURCE={pickled}: pytorch_model-2.bin: it holds weft.train.rank_run.Start, which is not a weight; "
         f"Weft ran and loaded nothing from it. {remedy}"
     )
     torch.save([1, 2], pickled / "pytorch_model-2.bin")
-    assert said() == f"error: SOURCE={pickled}: pytorch_model-2.bin: it holds a list, no table of tensors. {remedy}"
+    assert error_of() == f"error: SOURCE={pickled}: pytorch_model-2.bin: it holds a list, no table of tensors. {remedy}"
     (pickled / "pytorch_model-2.bin").unlink()
-    assert said() == f"error: SOURCE={pickled}: pytorch_model-2.bin is missing or is not a plain file. {remedy}"
+    assert error_of() == f"error: SOURCE={pickled}: pytorch_model-2.bin is missing or is not a plain file. {remedy}"
     for file in pickled.glob("*.bin*"):
         file.unlink()
-    assert said() == (
+    assert error_of() == (
         f"error: SOURCE={pickled}: it has neither pytorch_model.bin nor pytorch_model.bin.index.json, nor another "
         f"pickle of weights. {remedy}"
     )
-    assert said("--dtype", "int4") == "error: --dtype int4: not a format for weights. Use fp32, bf16, fp16.\n"
-    assert said("--limit", "soon").startswith("error: --limit soon: ")
+    assert error_of("--dtype", "int4") == "error: --dtype int4: not a format for weights. Use fp32, bf16, fp16.\n"
+    assert error_of("--limit", "soon").startswith("error: --limit soon: ")
 
 
 PLANS = ["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3", "cp=2", "tp=2 sp=on precision=bf16"]
@@ -350,7 +350,7 @@ PLANS = ["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3", "cp=2", "tp=2 sp=on
 @pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["full", "adapter", "own"])
-def test_the_folder_of_a_run_of_any_plan_is_what_the_run_computes(home, tmp_path, plan, kind):
+def test_exported_folder_of_any_plan_matches_the_run(home, tmp_path, plan, kind):
     places = [f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", f"plan={plan}", "run.name=tried"]
     if kind == "own":
         own = [*SMALL, f"data.train={home / 'text.jsonl'}", "tokenizer.kind=bpe", "tokenizer.vocab_size=300"]
@@ -369,8 +369,8 @@ def test_the_folder_of_a_run_of_any_plan_is_what_the_run_computes(home, tmp_path
 
 
 @pytest.mark.full
-def test_from_text_to_a_tuned_model_as_a_new_user_goes(tmp_path):
-    """Train a base, export it, tune it on chats on two ranks, go on with one, merge, and load it in transformers."""
+def test_new_user_workflow_from_text_to_tuned_model(tmp_path):
+    """Train a base, export, tune on chats on two ranks, resume with one, merge, and load in transformers."""
     words = ["warp", "weft", "loom", "thread", "cloth"]
     lines = [" ".join(words[(i * k) % 5] for k in range(1, 40)) for i in range(1, 81)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint and DeepSpeed become Weft's; hostile ones are refused in a sentence."""
+"""Import of torch.distributed.checkpoint and DeepSpeed checkpoints; hostile ones are rejected with one message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.train.foreign_cases import NAMES, STEPS, go_on, train_fsdp2, write_zero
+from tests.train.foreign_cases import NAMES, STEPS, resume_imported, train_fsdp2, write_zero
 from weft.checkpoint.load import load_checkpoint, verify_checkpoint
 from weft.cli.app import run
 from weft.errors import CheckpointError
@@ -24,8 +24,8 @@ from weft.train.weights.foreign_files import NotTaken, Taken, most_bytes, read_d
 
 
 @pytest.fixture
-def here(monkeypatch) -> None:
-    """Read in this process: starting one that loads torch takes seconds, and only walls need it."""
+def no_sandbox(monkeypatch) -> None:
+    """Read in this process. A process that loads torch takes seconds, and only the sandbox tests need it."""
 
     def read(kind: str, source: Path, work: Path, limit_s: float) -> None:
         taken = Taken(work, 2**30)
@@ -39,7 +39,7 @@ def here(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_fsdp2s_checkpoint_goes_on_in_weft(tmp_path, ranks2, here, flatten):
+def test_fsdp2_checkpoint_resumes_in_weft(tmp_path, ranks2, no_sandbox, flatten):
     wanted = ranks2.run(train_fsdp2, str(tmp_path / "dcp"), flatten)[0]
     found = bring_in(tmp_path / "dcp", tmp_path / "run")
     assert (found.step, found.num_weights, found.num_states) == (STEPS, 4, 9)
@@ -51,13 +51,13 @@ def test_fsdp2s_checkpoint_goes_on_in_weft(tmp_path, ranks2, here, flatten):
             assert torch.equal(opened.tensors("optimizer" if "/" in name else "model")[name], tensor)
     assert opened.tensors("optimizer")["a.bias/step"].item() == STEPS
     for plan in ("dp_replicate=2", "dp_shard=2 zero=3"):
-        after = ranks2.run(go_on, str(tmp_path / "run"), plan)[0]
+        after = ranks2.run(resume_imported, str(tmp_path / "run"), plan)[0]
         for name in NAMES:
             torch.testing.assert_close(after[name], wanted[f"after/{name}"], rtol=1e-6, atol=1e-7)
 
 
-def test_weft_train_goes_on_to_the_bit(tmp_path, start, here):
-    """A run's own step 6, saved by torch and imported into another run, ends with the same weights and moments."""
+def test_imported_torch_checkpoint_resumes_bitwise(tmp_path, start, no_sandbox):
+    """Step 6 of a run, saved by torch and imported into another run, gives equal final weights and moments."""
     first, _, _ = start("run.name=first", "checkpoint.keep=9")
     opened = load_checkpoint(first.checkpoint(6))
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -78,7 +78,7 @@ def test_weft_train_goes_on_to_the_bit(tmp_path, start, here):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_deepspeeds_layout(tmp_path, here, stage, world_size):
+def test_deepspeed_layout(tmp_path, no_sandbox, stage, world_size):
     wanted = write_zero(tmp_path / "ds", stage, world_size, gaps=stage == 2)
     found = bring_in(tmp_path / "ds", tmp_path / "run")
     assert (found.step, found.num_weights, found.num_states) == (STEPS, 4, 9)
@@ -90,8 +90,8 @@ def test_deepspeeds_layout(tmp_path, here, stage, world_size):
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeeds_own_files(tmp_path, stage):
-    """Where DeepSpeed is installed (the extra `bench`), it writes the files."""
+def test_files_written_by_deepspeed(tmp_path, stage):
+    """DeepSpeed writes the files if it is installed (extra `bench`)."""
     pytest.importorskip("deepspeed")
     script = tmp_path / "script.py"
     script.write_text(DEEPSPEED_SCRIPT)
@@ -135,7 +135,7 @@ if engine.global_rank == 0:
 
 
 class Evil:
-    """Unpickled, it would touch a file."""
+    """Touches a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -151,7 +151,7 @@ class Opens(Evil):
 
 @pytest.fixture(scope="module")
 def dcp_folder(tmp_path_factory) -> Path:
-    """A plain one, of one process."""
+    """Save a plain checkpoint of one process."""
     folder = tmp_path_factory.mktemp("dcp")
     tensors = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "step": 5}
     with warnings.catch_warnings(action="ignore"):
@@ -160,20 +160,20 @@ def dcp_folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", [Evil, pytest.param(Opens, marks=pytest.mark.full)])
-def test_a_hostile_metadata_is_refused_in_one_sentence(tmp_path, dcp_folder, capsys, kind):
+def test_hostile_metadata_is_rejected_with_one_message(tmp_path, dcp_folder, capsys, kind):
     source = Path(shutil.copytree(dcp_folder, tmp_path / "source"))
     (source / ".metadata").write_bytes(pickle.dumps(kind(tmp_path / "touched")))
     assert run(["ckpt", "import", str(source), str(tmp_path / "run")]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     name = "posix.system" if kind is Evil else "io.open"
-    assert f".metadata: it holds {name}, which is not a weight; Weft ran and loaded nothing from it. Import" in told
-    assert told.count("\n") == 1
+    assert f".metadata: it holds {name}, which is not a weight; Weft ran and loaded nothing from it. Import" in message
+    assert message.count("\n") == 1
     assert not (tmp_path / "touched").exists()
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == []
 
 
 @pytest.mark.parametrize("kind", [Opens, pytest.param(Evil, marks=pytest.mark.full)])
-def test_hostile_weights_are_refused(tmp_path, dcp_folder, kind):
+def test_hostile_weights_are_rejected(tmp_path, dcp_folder, kind):
     write_zero(tmp_path / "ds", 2, 2)
     torch.save({"module": kind(tmp_path / "touched")}, tmp_path / "ds/global_step3/mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="which is not a weight; Weft ran and loaded nothing from it"):
@@ -181,8 +181,8 @@ def test_hostile_weights_are_refused(tmp_path, dcp_folder, kind):
     assert not (tmp_path / "touched").exists()
 
 
-def test_the_second_wall_ends_what_gets_past_the_first(tmp_path):
-    """Were something run all the same, it starts no program, opens no connection and writes nowhere."""
+def test_sandbox_blocks_code_that_passes_the_unpickler(tmp_path):
+    """Code that ran would start no program, open no connection and write nowhere."""
     for attempt in (
         "os.system('touch {touched}')",
         "open('{touched}', 'w')",
@@ -224,7 +224,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_sources_are_sentences(tmp_path, dcp_folder, here, name):
+def test_damaged_sources_are_rejected_with_the_reason(tmp_path, dcp_folder, no_sandbox, name):
     source = Path(shutil.copytree(dcp_folder, tmp_path / "source"))
     damage, reason = DAMAGES[name]
     damage(source)
@@ -234,17 +234,17 @@ def test_damaged_sources_are_sentences(tmp_path, dcp_folder, here, name):
     assert reason in str(caught.value)
 
 
-def test_the_confined_process_imports_too(tmp_path, dcp_folder, capsys):
+def test_confined_process_imports(tmp_path, dcp_folder, capsys):
     assert run(["ckpt", "import", str(dcp_folder), str(tmp_path / "run")]) == 0
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     path = tmp_path / "run" / "checkpoints" / "step_00000005"
-    assert told == (
+    assert message == (
         f"weft: imported 1 weight and 0 optimizer states of torch.distributed.checkpoint, step 5, into {path}.\n"
     )
     assert torch.equal(load_checkpoint(path).tensors("model")["w"], torch.arange(12.0).reshape(3, 4))
 
 
-def test_a_source_that_takes_too_long_is_given_up(tmp_path, dcp_folder):
+def test_slow_source_times_out(tmp_path, dcp_folder):
     with pytest.raises(
         CheckpointError,
         match=r"took longer than 0\.01 s\. If the checkpoint is large, raise "
@@ -253,19 +253,19 @@ def test_a_source_that_takes_too_long_is_given_up(tmp_path, dcp_folder):
         bring_in(dcp_folder, tmp_path, limit_s=0.01)
 
 
-def test_what_is_no_checkpoint(tmp_path, capsys):
+def test_folder_without_checkpoint_is_rejected(tmp_path, capsys):
     assert run(["ckpt", "import", str(tmp_path), str(tmp_path / "run")]) == 2
     assert "not a checkpoint that Weft imports." in capsys.readouterr().err
 
 
-def test_a_step_is_not_overwritten(tmp_path, dcp_folder, here):
+def test_existing_step_is_not_overwritten(tmp_path, dcp_folder, no_sandbox):
     assert bring_in(dcp_folder, tmp_path).step == 5
     with pytest.raises(CheckpointError, match="already has a checkpoint of step 5"):
         bring_in(dcp_folder, tmp_path)
     assert bring_in(dcp_folder, tmp_path, step=6).step == 6
 
 
-def test_names_are_told_apart():
+def test_ambiguous_tensor_names_are_resolved():
     places = [
         ("app", "model", "module.w"), ("app", "model", "module.b.w"), ("rng", "cpu"),
         ("app", "optim", "state", "module.w", "exp_avg"), ("app", "optim", "state.module.b.w.exp_avg"),
@@ -294,7 +294,7 @@ HOSTILE_PICKLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("text", HOSTILE_PICKLES)
-def test_pickles_that_expand_or_have_an_old_format_are_refused_in_a_sentence(tmp_path, text, monkeypatch):
+def test_expanding_or_old_format_pickles_are_rejected(tmp_path, text, monkeypatch):
     monkeypatch.setattr("weft.train.weights.foreign_files._MOST_MORE", 2**20)
     file = tmp_path / "pytorch_model.bin"
     HOSTILE_PICKLES[text](file)
@@ -302,7 +302,7 @@ def test_pickles_that_expand_or_have_an_old_format_are_refused_in_a_sentence(tmp
         read_pickled(tmp_path, Taken(tmp_path, most_bytes(file.stat().st_size)))
 
 
-def test_names_of_one_tensor_may_be_several(tmp_path):
+def test_tensor_with_several_names_is_stored(tmp_path):
     weight = torch.ones(2**18)
     torch.save({"a": weight, "b": weight, "c": torch.arange(4).expand(100, 4)}, tmp_path / "pytorch_model.bin")
     taken = Taken(tmp_path, most_bytes((tmp_path / "pytorch_model.bin").stat().st_size))
@@ -311,7 +311,7 @@ def test_names_of_one_tensor_may_be_several(tmp_path):
     assert (tmp_path / "0.safetensors").stat().st_size > 2 * 2**20
 
 
-def test_the_confined_process_has_a_limit_of_memory():
+def test_confined_process_has_a_memory_limit():
     code = (
         "import numpy; from weft.train.weights.foreign_reader import _limit_memory\n"
         "_limit_memory(2**20)\n"

@@ -1,4 +1,4 @@
-"""How a model is called on what loaders give, when nobody gives a forward."""
+"""How batches of loaders are passed to a model without a `forward` argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.train.microbatches import call_model
 
 
 def net(forward) -> nn.Module:
-    """A module with this forward, without self."""
+    """Return a module whose forward is this function without self."""
     return type("Net", (nn.Module,), {"forward": staticmethod(forward)})()
 
 
@@ -63,7 +63,7 @@ def takes_text(input_ids, attention_mask=None):
         (lambda x, labels: (x, labels), {"x": ONE, "labels": TWO}, (ONE, TWO)),
     ],
 )
-def test_inputs_come_first_and_targets_stay_out(forward, batch, inputs):
+def test_inputs_are_passed_in_order_without_targets(forward, batch, inputs):
     assert call_model(net(forward), batch) == inputs
 
 
@@ -111,7 +111,7 @@ def test_inputs_come_first_and_targets_stay_out(forward, batch, inputs):
         ),
     ],
 )
-def test_where_it_cannot_be_known_one_sentence_names_forward(forward, batch, text):
+def test_ambiguous_batch_raises_an_error_that_names_forward(forward, batch, text):
     with pytest.raises(ModelError) as caught:
         call_model(net(forward), batch)
     assert str(caught.value) == text

@@ -1,4 +1,4 @@
-"""Which kernels a run on a GPU asks torch for: what `[kernels]` says and refuses, and that torch gets back its own."""
+"""GPU kernels that a run selects in torch: the `[kernels]` settings, their errors, and restoring torch's state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def enabled():
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """A Hopper; each test leaves torch as it found it."""
+    """Simulate a Hopper GPU and restore torch's settings after each test."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     before = enabled(), torch.backends.cudnn.benchmark, attention.current_flash_attention_impl()
@@ -50,14 +50,14 @@ def gpu(monkeypatch):
         ("cudnn", {"flash", "mem_efficient", "cudnn", "math"}),
     ],
 )
-def test_attention_is_what_was_asked_for_until_the_engine_closes(name, on):
+def test_requested_attention_kernels_are_enabled_until_close(name, on):
     chosen = GpuKernels(config(attention=name), BF16, GPU)
     assert enabled() == on
     assert chosen.lines() == ([] if name == "auto" else [f"kernels attention by {name} if possible"])
     chosen.close()
 
 
-def test_the_kernel_that_was_asked_for_is_tried_first(gpu):
+def test_requested_kernel_has_priority(gpu):
     asked = []
 
     def noted(order, **options):
@@ -70,8 +70,8 @@ def test_the_kernel_that_was_asked_for_is_tried_first(gpu):
     assert (order[0], options) == (attention.SDPBackend.CUDNN_ATTENTION, {"set_priority": True})
 
 
-def test_code_that_was_compiled_with_other_kernels_is_not_taken(gpu):
-    """What torch compiles is kept on disk under a key that does not know the kernels; their name goes into it."""
+def test_compile_cache_key_includes_the_kernels(gpu):
+    """torch's compile cache key does not contain the attention kernels, so their name is added."""
     gpu.setattr(torch.compiler.config, "cache_key_tag", "mine")
     chosen = GpuKernels(config(attention="cudnn"), Plan(precision="bf16", compile=True), GPU)
     assert torch.compiler.config.cache_key_tag == "mine attention=cudnn"
@@ -79,8 +79,8 @@ def test_code_that_was_compiled_with_other_kernels_is_not_taken(gpu):
     assert torch.compiler.config.cache_key_tag == "mine"
 
 
-def test_a_package_takes_the_place_of_flash(gpu):
-    """Its kernels are CUDA's: here a library that registers none of them."""
+def test_package_replaces_flash_attention(gpu):
+    """The package's kernels need CUDA, so this test uses a library that registers none."""
     taken = []
     gpu.setattr(gpu_kernels, "activate_flash_attention_impl", taken.append)
     gpu.setattr(gpu_kernels, "restore_flash_attention_impl", lambda: taken.append("restored"))
@@ -105,14 +105,14 @@ def test_a_package_takes_the_place_of_flash(gpu):
          "FlashAttention 4 needs 9.x or 10.x, and Tesla V100 has compute capability 12.0. Use "),
     ],
 )  # fmt: skip
-def test_kernels_that_could_take_no_call_are_refused(gpu, name, precision, device, capability, message):
+def test_unusable_kernels_are_rejected(gpu, name, precision, device, capability, message):
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(ConfigError) as refused:
         GpuKernels(config(attention=name), Plan(precision=precision), device)
     assert str(refused.value) == f"kernels.attention={name}: {message}kernels.attention=auto."
 
 
-def test_a_package_that_is_not_installed_is_named(gpu):
+def test_missing_package_is_named(gpu):
     gpu.setitem(sys.modules, "flash_attn_interface", None)
     with pytest.raises(ConfigError) as refused:
         GpuKernels(config(attention="fa3"), BF16, GPU)
@@ -120,7 +120,7 @@ def test_a_package_that_is_not_installed_is_named(gpu):
         "kernels.attention=fa3: FlashAttention 3 cannot be loaded here: import of flash_attn_interface halted; None in "
         "sys.modules. Install the package that has flash_attn_interface, or use kernels.attention=auto."
     )
-    gpu.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))  # one without the kernels
+    gpu.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))  # a module without the kernels
     with pytest.raises(ConfigError, match=r"does not expose FA3 .*kernels\. Install the package"):
         GpuKernels(config(attention="fa3"), BF16, GPU)
 
@@ -138,14 +138,14 @@ def batches(*widths):
 CONVOLUTIONAL = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Linear(1, 1))
 
 
-def test_the_first_shapes_of_batches_are_measured_and_others_guessed():
+def test_first_batch_shapes_are_benchmarked_and_others_use_heuristics():
     chosen = measured(CONVOLUTIONAL)
     assert chosen.lines() == [f"kernels convolutions measured for the first {MOST_SHAPES} shapes of batches"]
     flag = torch.backends.cudnn
     for width in range(MOST_SHAPES - 1):
         chosen.before(batches(width, width))
         assert flag.benchmark
-    chosen.before(batches(100, 101))  # one more than there is room for: neither is measured
+    chosen.before(batches(100, 101))  # one shape more than the limit: neither is benchmarked
     assert not flag.benchmark
     chosen.before(batches(100))
     assert flag.benchmark
@@ -172,7 +172,7 @@ def test_the_first_shapes_of_batches_are_measured_and_others_guessed():
         ),
     ],
 )
-def test_auto_measures_for_models_with_convolutions(model, plan, settings, line):
+def test_auto_benchmarks_models_with_convolutions(model, plan, settings, line):
     chosen = measured(model, plan, **settings)
     assert chosen.lines() == ([f"kernels convolutions {line}"] if line else [])
     chosen.before(batches(1))
@@ -180,7 +180,7 @@ def test_auto_measures_for_models_with_convolutions(model, plan, settings, line)
     chosen.close()
 
 
-def test_what_torch_was_told_before_stays():
+def test_previous_torch_settings_are_restored():
     flag = torch.backends.cudnn
     flag.deterministic = True
     try:
@@ -210,7 +210,7 @@ def test_what_torch_was_told_before_stays():
                           "another algorithm to be the fastest. Use kernels.convolutions=auto, or tp=1."),
     ],
 )  # fmt: skip
-def test_measuring_is_refused_where_it_cannot_be(device, plan, message):
+def test_benchmarking_is_rejected_if_unsupported(device, plan, message):
     with pytest.raises(ConfigError) as refused:
         GpuKernels(config(convolutions="measured"), plan, device)
     assert str(refused.value) == f"kernels.convolutions=measured: {message}"

@@ -1,4 +1,4 @@
-"""Custom functions and hooks in backward: equal to plain PyTorch, warned of, or refused."""
+"""Custom autograd functions and backward hooks: equal to plain PyTorch, reported by a warning, or rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LR = 0.05
 
 @dataclass
 class Trained:
-    """Losses and weights of two steps, the warnings, and the refusal."""
+    """Losses and weights of two steps, warnings, and the error."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def train_some(plan: str, names: list[str]) -> dict[str, Trained]:
 
 
 def train_all(ranks: RankPool, plan: str, every: list[str]) -> dict[str, list[Trained]]:
-    """Answers of all ranks by name, in calls of a few names: a call may take two minutes."""
+    """Return the results of all ranks by name. Each call has few names because it may take two minutes at most."""
     answers: dict[str, list[Trained]] = {}
     for start in range(0, len(every), 8):
         names = every[start : start + 8]
@@ -94,7 +94,7 @@ def train_all(ranks: RankPool, plan: str, every: list[str]) -> dict[str, list[Tr
     return answers
 
 
-def train_plainly(kind: Kind, steps: int = 2) -> Trained:
+def train_without_weft(kind: Kind, steps: int = 2) -> Trained:
     found, model = Trained(), built(kind)
     optimizer = torch.optim.SGD(model.parameters(), LR)
     for number in range(steps):
@@ -116,12 +116,12 @@ def check(plan: str, name: str, answers: list[Trained]) -> None:
         return
     assert said == [], (plan, name, said)
     assert not refused, (plan, name, refused)
-    expected = train_plainly(kind)
+    expected = train_without_weft(kind)
     assert not any(expected.differs(one) for one in answers), (plan, name, expected.losses, answers[0].losses)
 
 
 class Uneven(Net):
-    """Calls its head once more for one sample, which is the first one of a batch only in the check of two samples."""
+    """Call the head once more for one sample. Only the check of two samples has that sample first in a batch."""
 
     def forward(self, x):
         again = any(bool(x[0, 0, 0] == batch(step)[0][6, 0, 0]) for step in range(2))
@@ -133,12 +133,12 @@ KINDS = DEPENDENT | LEGAL | FEATURES
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3"])
-def test_two_ranks(plan, ranks2):
+def test_two_ranks_match_or_report(plan, ranks2):
     for name, answers in train_all(ranks2, plan, EVERY).items():
         check(plan, name, answers)
 
 
-#: Operations of torch.library, which cannot be copied: a pipeline refuses models that hold one.
+#: Operations of torch.library, which cannot be copied: a pipeline rejects models with one.
 NOT_COPIED = ("operation", "own operation")
 
 
@@ -147,7 +147,7 @@ def check_stages(ranks, plan, names):
         check(plan, name, answers)
 
 
-def test_two_stages(ranks2):
+def test_two_stages_match_or_report(ranks2):
     check_stages(ranks2, "pp=2 microbatches=2", EVERY[::3])
 
 
@@ -159,18 +159,18 @@ def test_stages_under_every_schedule(plan, ranks2):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3 recompute=full", "dp_shard=2 zero=1"])
-def test_other_plans(plan, ranks2):
+def test_other_plans_match_or_report(plan, ranks2):
     for name, answers in train_all(ranks2, plan, EVERY).items():
         check(plan, name, answers)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=on"])
-def test_gradients_are_equal_or_refused_under_tensor_parallelism(plan, ranks2):
-    """The batch has one part, so functions that mix samples are right."""
+def test_gradients_are_equal_or_rejected_under_tensor_parallelism(plan, ranks2):
+    """The batch is not split, so functions that mix samples are correct."""
     for name, answers in train_all(ranks2, plan, EVERY).items():
         if not any(one.refused or NOT_LINEAR in "".join(one.said) for one in answers):
-            expected = train_plainly(KINDS[name])
+            expected = train_without_weft(KINDS[name])
             assert not any(expected.differs(one) for one in answers), name
 
 
@@ -180,13 +180,13 @@ def test_functions_that_mix_features_are_not_sharded(ranks2):
             assert all("nothing in Net can be sharded" in one.refused for one in answers), (plan, name, answers[0])
 
 
-def test_what_forward_cannot_do_under_zero_3(ranks2):
+def test_unsupported_forward_operations_are_rejected_under_zero3(ranks2):
     for answers in ranks2.run(train_sharded, "dp_shard=2 zero=3"):
         for name, kind in SHARDED.items():
             refused = answers[name].refused
             assert kind.said in refused, (name, answers[name])
             assert kind.where in refused, (name, answers[name])
-    expected = train_plainly(SHARDED["force"])
+    expected = train_without_weft(SHARDED["force"])
     assert not any(one.said or expected.differs(one) for one in ranks2.run(train_force, "dp_shard=2 zero=2"))
 
 
@@ -198,9 +198,9 @@ def train_force(plan: str) -> Trained:
     return train(plan, SHARDED["force"])
 
 
-def test_a_rank_that_calls_more_units_in_the_check_waits_for_nobody(ranks2):
+def test_rank_with_more_unit_calls_in_the_check_does_not_block(ranks2):
     found = ranks2.run(train_uneven, "dp_shard=2 zero=3")
-    expected = train_plainly(Kind(Uneven))
+    expected = train_without_weft(Kind(Uneven))
     assert not any(one.refused or expected.differs(one) for one in found), found
 
 
@@ -208,15 +208,15 @@ def train_uneven(plan: str) -> Trained:
     return train(plan, Kind(Uneven))
 
 
-def test_one_process():
-    """The scale of the loss differs from plain PyTorch's, and the batch has one part."""
+def test_one_process_reports_scale_dependence():
+    """The loss scale differs from plain PyTorch, and the batch is not split."""
     for name in ("normalized", "centred", "reversed", "hook of a tensor"):
         kind, [found] = KINDS[name], [train("", KINDS[name])]
         if kind.said == NOT_LINEAR:
             assert any(NOT_LINEAR in text for text in found.said), (name, found.said)
         else:
             assert found.said == [], (name, found.said)
-            assert not train_plainly(kind).differs(found), name
+            assert not train_without_weft(kind).differs(found), name
 
 
 def test_microbatches_of_one_sample():
@@ -232,7 +232,7 @@ def test_compiled_blocks():
     assert any(NOT_LINEAR in text for text in found.said), found.said
 
 
-def test_models_without_such_code_run_no_more_passes():
+def test_models_without_custom_code_run_no_extra_passes():
     calls = []
 
     class Counted(nn.Linear):
@@ -244,7 +244,7 @@ def test_models_without_such_code_run_no_more_passes():
     assert calls.count(True) == 2, calls
 
 
-def test_the_check_leaves_nothing_behind():
+def test_check_restores_all_state():
     kept = {}
     for checks in (False, True):
         run = Run(plan := Plan.parse("accumulation=2 precision=fp64"), build_mesh(plan), Ledger(), 0)

@@ -1,4 +1,4 @@
-"""A rank of a real run is stopped: the terminal names it while the others wait, and the run goes on or ends."""
+"""A stopped rank of a real run: the terminal names it while the others wait, and the run continues or ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_text(tmp_path: Path) -> None:
 
 
 def stop_a_rank(tmp_path: Path, rank: int, *settings: str) -> tuple:
-    """A run of which one rank is stopped after some steps: (the launcher, the rank's process)."""
+    """Start a run and stop one rank after some steps; return (launcher, process of the rank)."""
     process = start(tmp_path, "hangs", f"launch.warn_after={SECONDS}s", *settings)
     wait_for_step(RunFolder(tmp_path / "hangs"), 1, 3, process)
     [stopped] = [one for one in family(process) if is_rank(one, rank)]
@@ -37,11 +37,11 @@ def is_rank(process: psutil.Process, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_and_the_run_goes_on_with_it(tmp_path, rank):
+def test_stopped_rank_is_named_and_run_continues_with_it(tmp_path, rank):
     write_text(tmp_path)
     process, stopped = stop_a_rank(tmp_path, rank)
     try:
-        # The first rank is asked last whether it can tell.
+        # Rank 0 comes last because it reports the others.
         time.sleep(SECONDS + (8 if rank == 0 else 5))
         stopped.send_signal(signal.SIGCONT)
         shown, _ = process.communicate(timeout=120)
@@ -57,7 +57,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_with_it(tmp_path, rank):
     assert "its Python stacks" in log
 
 
-def test_a_rank_that_stays_away_ends_the_run_at_the_limit(tmp_path):
+def test_rank_stopped_beyond_the_timeout_ends_the_run(tmp_path):
     write_text(tmp_path)
     process, _ = stop_a_rank(tmp_path, 1, "launch.timeout=10s")
     try:

@@ -1,4 +1,4 @@
-"""`task = "classify_images"`: a folder of classes, a network by name, the same numbers under every plan."""
+"""`task=classify_images`: class folders, networks by name, equal results under every plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PUBLISHED = {
 }
 
 
-def test_networks_are_the_published_ones():
+def test_networks_match_published_parameter_counts():
     assert set(IMAGE_MODELS) == {*PUBLISHED}
     for name, count in PUBLISHED.items():
         with torch.device("meta"):
@@ -69,13 +69,13 @@ def config(folder: Path, **options) -> RunConfig:
     )
 
 
-def test_samples_follow_from_seed_epoch_and_index(tmp_path: Path):
+def test_samples_depend_on_seed_epoch_and_index(tmp_path: Path):
     task = find_task(config(tmp_path, holdout=0.2))
     train, held = task.samples("train"), task.samples("eval")
     assert (len(train), len(held)) == (14, 4)
     assert (train.in_epoch(0, 3)[0] == train[3][0]).all()
     assert any((train.in_epoch(0, index)[0] != train.in_epoch(1, index)[0]).any() for index in range(3))
-    assert (held.in_epoch(0, 1)[0] == held.in_epoch(5, 1)[0]).all()  # what is evaluated stays the same
+    assert (held.in_epoch(0, 1)[0] == held.in_epoch(5, 1)[0]).all()  # evaluation samples do not change
     pixels, labels = task.collate([train[0], train[1]])
     assert pixels.shape == (2, 3, 32, 32)
     assert pixels.dtype == torch.float32
@@ -90,7 +90,7 @@ def share(rank: int):
     return Share(global_batch=3, rank=rank, size=2)
 
 
-def test_published_weights_fill_all_but_a_head_of_other_classes(tmp_path: Path):
+def test_published_weights_load_without_a_head_of_other_size(tmp_path: Path):
     torch.manual_seed(1)
     published = build_image_model("resnet18", 1000, 32).state_dict()
     save_file(published, tmp_path / "resnet18.safetensors")
@@ -114,13 +114,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_a_wrong_option_is_refused(tmp_path: Path, text: str):
+def test_invalid_option_is_rejected(tmp_path: Path, text: str):
     with pytest.raises(ConfigError) as caught:
         find_task(config(tmp_path, **REFUSED[text]))
     assert text in str(caught.value)
 
 
-def test_two_folders_must_have_the_same_classes(tmp_path: Path):
+def test_two_folders_must_have_equal_classes(tmp_path: Path):
     other = class_folder(tmp_path / "held")
     (other / "red").rename(other / "rouge")
     task = find_task(config(tmp_path, eval=str(other)))
@@ -128,7 +128,7 @@ def test_two_folders_must_have_the_same_classes(tmp_path: Path):
         task.samples("eval")
 
 
-def test_a_run_trains_evaluates_and_goes_on_with_its_own_pictures(tmp_path: Path):
+def test_run_trains_evaluates_and_resumes_with_its_images(tmp_path: Path):
     made = config(tmp_path, holdout=0.2)
     folder = prepare_run(made, 1)
     result = run_rank(folder)
@@ -136,7 +136,7 @@ def test_a_run_trains_evaluates_and_goes_on_with_its_own_pictures(tmp_path: Path
     events = [json.loads(line) for line in folder.events.read_text().splitlines()]
     [evaluated] = [event for event in events if event["event"] == "eval"]
     assert 0.0 <= evaluated["accuracy"] <= evaluated["top5"] == 1.0  # of three classes
-    # An image that came later is not part of this run.
+    # An image added later is not part of this run.
     (tmp_path / "pictures" / "red" / "new.png").write_bytes((tmp_path / "pictures" / "red" / "0.png").read_bytes())
     longer = made.model_copy(update={"train": made.train.model_copy(update={"steps": 4})})
     again = prepare_run(longer, 1)
@@ -149,7 +149,7 @@ def test_a_run_trains_evaluates_and_goes_on_with_its_own_pictures(tmp_path: Path
         prepare_run(moved, 1)
 
 
-def test_a_run_trains_on_records_and_refuses_others(tmp_path: Path):
+def test_run_trains_on_records_and_rejects_others(tmp_path: Path):
     data = tmp_path / "records"
     data.mkdir()
     as_tars(data, labelled(12))
@@ -172,7 +172,7 @@ def test_a_run_trains_on_records_and_refuses_others(tmp_path: Path):
         find_task(config(tmp_path / "b", label="x")).samples("train")
 
 
-def test_batches_are_the_same_at_any_number_of_processes_ranks_and_after_a_resume(tmp_path: Path):
+def test_batches_are_equal_for_any_workers_ranks_and_after_resume(tmp_path: Path):
     from weft.train.data_share import Share
 
     def task(folder: str, workers: int):
@@ -202,7 +202,7 @@ def test_batches_are_the_same_at_any_number_of_processes_ranks_and_after_a_resum
     assert torch.equal(evaluated[0][0][0], evaluated[1][0][0])
 
 
-def test_only_tasks_on_pictures_take_workers():
+def test_only_media_tasks_accept_workers():
     with pytest.raises(
         ConfigError, match=r"^data\.workers=2: only tasks on images and audio read it\. Leave it out\.$"
     ):

@@ -1,4 +1,4 @@
-"""Kill a real run at a random step and start it again: the weights are those of a run that nobody disturbed."""
+"""Kill a real run at a random step and restart it: the weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def finish(tmp_path: Path, name: str, *settings: str) -> RunFolder:
 
 
 def wait_for_step(folder: RunFolder, start: int, step: int, process: subprocess.Popen[str]) -> None:
-    """Until the start of that number (from 1) has come so far."""
+    """Wait until the start of that number (from 1) has reached the step."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
         starts = 0
@@ -76,7 +76,7 @@ def wait_for_step(folder: RunFolder, start: int, step: int, process: subprocess.
             if starts == start and event["event"] == "step" and event["step"] >= step:
                 return
         time.sleep(0.002)
-    pytest.fail(f"the run never came to step {step}: {process.communicate()[0]}")
+    pytest.fail(f"the run never reached step {step}: {process.communicate()[0]}")
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -87,14 +87,14 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """What a power cut does: every process at once."""
+    """Kill every process at the same time, like a power cut."""
     for member in family(process):
         with contextlib.suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGKILL)
 
 
 def kill_one_rank(process: subprocess.Popen[str]) -> None:
-    """What the out-of-memory killer does: one rank, not the others."""
+    """Kill one rank only, like the out-of-memory killer."""
     ranks = [member for member in family(process) if member.name().startswith("weft-rank-")]
     random.Random(os.getpid()).choice(ranks).send_signal(signal.SIGKILL)
 
@@ -118,33 +118,33 @@ def final_bytes(folder: RunFolder) -> list[bytes]:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_a_run_that_is_killed_ends_on_the_same_bits(undisturbed, times):
-    """One run, killed at random steps in random ways and started again each time."""
+def test_killed_run_ends_with_equal_bits(undisturbed, times):
+    """Kill all processes, one rank or the launcher at random steps, and restart the run each time."""
     tmp_path, name = undisturbed.path.parent, f"killed_{times}"
     folder = RunFolder(tmp_path / name)
     steps = sorted(random.sample(range(2, STEPS - 4), times))
     kills = random.sample([kill_all, kill_one_rank, kill_the_launcher], times)
-    told = f"killed at steps {steps} by {[kill.__name__ for kill in kills]}"
+    message = f"killed at steps {steps} by {[kill.__name__ for kill in kills]}"
     for place, (step, kill) in enumerate(zip(steps, kills, strict=True), start=1):
         process = start(tmp_path, name)
         wait_for_step(folder, place, step, process)
         members = family(process)
         kill(process)
         process.communicate(timeout=60)
-        assert process.returncode != 0, told
-        # No rank lives on to write into the folder of the next start.
+        assert process.returncode != 0, message
+        # No rank survives to write into the folder of the next start.
         _, alive = psutil.wait_procs(members, timeout=20)
-        assert not alive, told
+        assert not alive, message
     assert finish(tmp_path, name).path == folder.path
-    assert final_bytes(folder) == final_bytes(undisturbed), told
+    assert final_bytes(folder) == final_bytes(undisturbed), message
     events = read_events(folder.events)
-    assert sum(event["event"] == "step" for event in events) >= STEPS  # some steps were done twice
-    assert sum(event["event"] == "start" for event in events) == len(kills) + 1, told
+    assert sum(event["event"] == "step" for event in events) >= STEPS  # some steps were repeated
+    assert sum(event["event"] == "start" for event in events) == len(kills) + 1, message
 
 
 @pytest.mark.full
-def test_no_death_at_any_moment_of_a_save_leaves_half_a_checkpoint_that_counts(undisturbed):
-    """Saves behind every step, and deaths of all processes within the second after it."""
+def test_death_during_a_save_never_leaves_a_valid_partial_checkpoint(undisturbed):
+    """Save in the background at every step and kill all processes within a second of it."""
     tmp_path, name = undisturbed.path.parent, "killed_while_saving"
     folder, chance = RunFolder(tmp_path / name), random.Random()
     for place in range(1, 6):
@@ -166,8 +166,8 @@ def test_no_death_at_any_moment_of_a_save_leaves_half_a_checkpoint_that_counts(u
 
 
 @pytest.mark.full
-def test_a_run_that_saves_to_a_store_is_killed_and_ends_on_the_same_bits(undisturbed, s3):
-    """Two ranks upload to an S3 server, are killed with all their family, and go on from the objects."""
+def test_killed_run_with_object_store_ends_with_equal_bits(undisturbed, s3):
+    """Two ranks upload to an S3 server, are killed with their children, and resume from the objects."""
     tmp_path, name, root = undisturbed.path.parent, "in-store", s3 / "runs" / "in-store"
     place, folder = f"checkpoint.dir={s3 / 'runs'}", RunFolder(tmp_path / name)
     process = start(tmp_path, name, place)
@@ -176,7 +176,7 @@ def test_a_run_that_saves_to_a_store_is_killed_and_ends_on_the_same_bits(undistu
     process.communicate(timeout=60)
     saved = [step_in_name(path.name) for path in list_checkpoints(root)]
     assert saved
-    assert max(saved) in (8, 12)  # one may be on its way when the run dies
+    assert max(saved) in (8, 12)  # one may be in progress when the run dies
     finish(tmp_path, name, place)
     assert not (tmp_path / name / "checkpoints").exists()
     starts = [event for event in read_events(folder.events) if event["event"] == "start"]

@@ -1,4 +1,4 @@
-"""The loop over an engine that does not wait for its device: what is seen when, and what is saved and stopped."""
+"""The loop with an engine that does not wait for its device: order of results, saves and stops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.train.step.update import WeightUpdate
 
 
 class LateEngine:
-    """Tells in `acts` what it was asked. bad: steps without a finite loss. late: whether results are."""
+    """Log calls in `acts`. bad: steps without a finite loss. late: whether results are late."""
 
     device, wants_stop, evaluates = "cpu", False, True
 
@@ -83,19 +83,19 @@ def trained(*settings, left_out=(), asks_at=None, **engine_options):
     return acts
 
 
-def test_a_step_is_seen_when_the_next_one_is_launched_and_the_last_one_before_its_evaluation():
+def test_step_is_reported_at_next_launch_and_last_step_before_evaluation():
     assert trained("train.steps=3") == [
         "launch 1", "launch 2", "see 1", "launch 3", "see 2", "see 3", "evaluate", "save 3", "end 3", "finished",
     ]  # fmt: skip
 
 
-def test_an_engine_that_waits_is_seen_at_once():
+def test_steps_of_a_waiting_engine_are_reported_immediately():
     assert trained("train.steps=2", late=False) == [
         "launch 1", "see 1", "launch 2", "see 2", "evaluate", "save 2", "end 2", "finished",
     ]  # fmt: skip
 
 
-def test_what_is_due_after_a_step_knows_that_step():
+def test_step_is_reported_before_its_evaluation_and_save():
     acts = trained("train.steps=6", "eval.every=2", "checkpoint.every=3", "checkpoint.keep_best=false")
     assert acts == [
         "launch 1", "launch 2", "see 1", "see 2", "evaluate", "launch 3", "see 3", "save 3", "launch 4", "see 4",
@@ -104,36 +104,36 @@ def test_what_is_due_after_a_step_knows_that_step():
 
 
 @pytest.mark.parametrize(("bad", "every"), [(3, 3), (3, 4), (2, 3)])
-def test_nothing_is_saved_after_a_step_that_halts(bad, every):
-    """The step after the bad one may be launched, and no save comes of it."""
+def test_nothing_is_saved_after_a_halting_step(bad, every):
+    """The step after the bad one may be launched but is never saved."""
     acts = trained("train.max_bad_steps=0", f"checkpoint.every={every}", bad=(bad,))
     assert acts[-1] == f"halted, first bad {bad}"
     assert f"see {bad}" in acts
     assert not any(act.startswith("save") for act in acts)
 
 
-def test_steps_that_are_left_out_at_the_end_hide_no_step():
+def test_skipped_steps_at_the_end_do_not_hide_results():
     acts = trained(left_out=(3, 5))
     assert [act for act in acts if act.startswith("see")] == ["see 1", "see 2", "see 4"]
     assert "end 5" in acts
 
 
 @pytest.mark.parametrize(("late", "last"), [(False, 3), (True, 5)])
-def test_a_hook_that_asks_to_stop_ends_the_run_on_all_ranks_after_the_same_step(late, last):
-    """The next step that is launched carries the request to all ranks, and is read one step later."""
+def test_hook_stop_request_ends_the_run_after_the_same_step_on_all_ranks(late, last):
+    """The next launched step sends the request to all ranks; it is read one step later."""
     acts = trained("train.steps=9", asks_at=2, late=late)
     assert acts[-3:] == [f"save {last}", f"end {last}", "asked to stop"]
     assert [act for act in acts if act.startswith("see")] == [f"see {step}" for step in range(1, last + 1)]
 
 
-def told(folder):
-    """What a run says of its steps and evaluations, without times."""
+def event_log(folder):
+    """Return a run's events of steps and evaluations, without times."""
     keys = ("event", "step", "loss", "lr", "grad_norm", "tokens", "loss_scale", "skipped", "reason")
     events = [event for event in read_events(folder.events) if event["event"] in ("step", "eval", "end")]
     return [[str(event.get(key)) for key in keys] for event in events]
 
 
-def test_a_run_whose_device_decides_is_the_same_to_the_bit(start, monkeypatch):
+def test_device_decided_run_is_bitwise_equal(start, monkeypatch):
     settings = ("plan=precision=fp16", "train.steps=7", "checkpoint.every=3", "checkpoint.keep=9", "eval.every=5")
     usual, _, _ = start("run.name=usual", *settings)
     init = TrainStep.__init__
@@ -147,7 +147,7 @@ def test_a_run_whose_device_decides_is_the_same_to_the_bit(start, monkeypatch):
     monkeypatch.setattr(WeightUpdate, "apply_late", decide_late)
     late, _, _ = start("run.name=late", *settings)
     assert len(decided) == 6  # all but the first
-    assert told(late) == told(usual)
+    assert event_log(late) == event_log(usual)
     saved = sorted(path.relative_to(usual.path) for path in usual.checkpoints.rglob("*.safetensors"))
     assert len(saved) >= 3
     for path in saved:
@@ -156,7 +156,7 @@ def test_a_run_whose_device_decides_is_the_same_to_the_bit(start, monkeypatch):
         assert all(tensor.equal(theirs[name]) for name, tensor in ours.items()), path
 
 
-def test_a_run_that_goes_wrong_halts_for_the_same_step_and_saves_the_same(start, monkeypatch, tmp_path):
+def test_failing_run_halts_at_the_same_step_and_saves_the_same(start, monkeypatch, tmp_path):
     settings = ("optimizer.lr=1e38", "schedule.kind=constant", "schedule.warmup_steps=0", "train.max_bad_steps=2",
                 "checkpoint.every=4", "eval.every=0")  # fmt: skip
     ends = []

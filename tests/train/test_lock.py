@@ -1,4 +1,4 @@
-"""The run folder's lock: one holder, nothing left behind by who is refused or fails early."""
+"""Run folder lock: one owner, and no leftovers of rejected or failed starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.monitor.events import EventLog
 from weft.train.folder import new_files_like, run_lock
 
 
-def test_a_folder_has_one_holder_and_names_it(tmp_path):
+def test_folder_has_one_owner_and_error_names_it(tmp_path):
     folder = tmp_path / "runs" / "a"
     with run_lock(folder):
         (folder / "config.toml").touch()
@@ -29,7 +29,7 @@ def test_a_folder_has_one_holder_and_names_it(tmp_path):
         pass
 
 
-def test_an_early_error_takes_a_new_folder_away_and_leaves_an_old_one(tmp_path):
+def test_early_error_removes_a_new_folder_and_keeps_an_old_one(tmp_path):
     (tmp_path / "old").mkdir()
     for name in ("runs/new", "old"):
         with pytest.raises(KeyboardInterrupt), run_lock(tmp_path / name):
@@ -45,7 +45,7 @@ def write_and_fail(file: Path) -> None:
     file.touch(exist_ok=False)
 
 
-def test_a_copy_of_the_open_file_keeps_the_folder_held(tmp_path):
+def test_duplicated_file_descriptor_keeps_the_lock(tmp_path):
     with run_lock(tmp_path / "a") as lock:
         passed_on = os.dup(lock)
     with pytest.raises(LaunchError), run_lock(tmp_path / "a"):
@@ -60,17 +60,17 @@ def compete(folder: Path, start: object, winners: object) -> None:
     for _ in range(50):
         try:
             with run_lock(folder):
-                (folder / "mine").touch(exist_ok=False)  # FileExistsError: two hold the folder
+                (folder / "mine").touch(exist_ok=False)  # FileExistsError: two processes own the folder
                 (folder / "mine").unlink()
                 winners.put(True)
-                raise KeyError  # so that the folder is taken away under the other's hands
+                raise KeyError  # the folder is removed while the other waits for it
         except (LaunchError, KeyError):
             pass
         except Exception as error:
             winners.put(repr(error))
 
 
-def test_two_that_come_at_the_same_moment_are_never_both_let_in(tmp_path):
+def test_concurrent_starts_never_both_get_the_lock(tmp_path):
     spawn = multiprocessing.get_context("fork")
     start, winners = spawn.Barrier(2), spawn.SimpleQueue()
     rivals = [spawn.Process(target=compete, args=(tmp_path / "a", start, winners)) for _ in range(2)]
@@ -84,15 +84,15 @@ def test_two_that_come_at_the_same_moment_are_never_both_let_in(tmp_path):
     assert set(seen) == {True}
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+def test_uncreatable_folder_is_one_message(tmp_path):
     (tmp_path / "file").touch()
-    told = r"run.dir=.*/file: cannot write '.*/file/a' \(Not a directory\). Use another run.dir."
-    with pytest.raises(ConfigError, match=told), run_lock(tmp_path / "file" / "a"):
+    message = r"run.dir=.*/file: cannot write '.*/file/a' \(Not a directory\). Use another run.dir."
+    with pytest.raises(ConfigError, match=message), run_lock(tmp_path / "file" / "a"):
         pass
 
 
 @pytest.mark.parametrize(("mode", "rights"), [("private", 0o700), ("group", 0o750), ("umask", 0o755)])
-def test_a_new_run_folder_and_the_files_in_it_have_the_rights_of_run_mode(tmp_path, mode, rights):
+def test_new_run_folder_and_files_have_permissions_of_run_mode(tmp_path, mode, rights):
     old = os.umask(0o022)
     try:
         for path in (tmp_path / "runs" / "a", tmp_path / "runs" / "b" / "replica_1"):
@@ -107,7 +107,7 @@ def test_a_new_run_folder_and_the_files_in_it_have_the_rights_of_run_mode(tmp_pa
             for name, wanted in (("x", rights & 0o666), ("y", rights), ("events.jsonl", rights & 0o644)):
                 assert stat.S_IMODE((path / name).stat().st_mode) == wanted, name
         assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o755
-        # An existing folder keeps its rights, which a user may have changed.
+        # An existing folder keeps its permissions, which a user may have changed.
         path = tmp_path / "runs" / "a"
         path.chmod(0o750)
         with run_lock(path, mode), new_files_like(path):

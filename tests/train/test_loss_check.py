@@ -1,4 +1,4 @@
-"""What loss functions return: the sum and the number, or a sentence that shows how to write it."""
+"""Loss functions must return the sum and the number; errors show how to write it."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ FORM = (
         ),
     ],
 )
-def test_habits_end_in_one_sentence(loss_fn, text):
+def test_common_mistakes_get_one_message(loss_fn, text):
     with pytest.raises(ModelError) as caught:
         CheckedLoss(loss_fn, warns_of_means=False)(OUTPUT, BATCH)
     assert str(caught.value) == text
 
 
 @pytest.mark.parametrize("number", [4, 4.0, torch.tensor(4), True])
-def test_the_sum_and_the_number_pass(number):
+def test_sum_and_number_are_accepted(number):
     loss_sum, count = CheckedLoss(lambda o, b: [o.sum(), number], warns_of_means=True)(OUTPUT, BATCH)
     assert (loss_sum.item(), count) == (OUTPUT.sum().item(), number)
 
 
 def pasted(text: str):
-    """The function that an error says to write."""
+    """Return the function that an error message proposes."""
     found: dict[str, object] = {"F": F}
     exec("def loss_fn(output, batch):\n" + text.partition("Write\n")[2], found)
     return found["loss_fn"]
 
 
 @pytest.mark.parametrize("loss_fn", [lambda o, b: (o.loss, 1), lambda o, b: (o.loss * len(b["labels"]), 1)])
-def test_the_own_loss_of_a_hugging_face_model_is_none_and_what_to_write_can_be_pasted(loss_fn):
+def test_message_for_the_models_own_loss_contains_working_code(loss_fn):
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1))
@@ -94,7 +94,7 @@ def test_the_own_loss_of_a_hugging_face_model_is_none_and_what_to_write_can_be_p
     assert step_with(pasted(text))(batch).loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_other_kinds_of_hugging_face_outputs_are_shown_their_own_form():
+def test_other_hugging_face_outputs_get_matching_code():
     batch = {"x": torch.zeros(4), "labels": torch.tensor([0, 1, 2, 0])}
     with pytest.raises(ModelError) as caught:
         CheckedLoss(lambda o, b: (o.loss, 1), warns_of_means=True)(SequenceClassifierOutput(logits=OUTPUT), batch)
@@ -102,12 +102,12 @@ def test_other_kinds_of_hugging_face_outputs_are_shown_their_own_form():
     assert (loss_sum, number) == (F.cross_entropy(OUTPUT, batch["labels"], reduction="sum"), 4)
 
 
-def test_an_error_of_the_users_own_stays_what_it_is():
+def test_error_in_user_code_is_unchanged():
     with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'logits'"):
         CheckedLoss(lambda o, b: (o.logits, 1), warns_of_means=False)(OUTPUT, BATCH)
 
 
-def test_a_mean_of_the_models_own_is_warned_of_once_where_it_differs():
+def test_mean_loss_of_the_model_warns_once_if_it_differs():
     output = CausalLMOutputWithPast(loss=OUTPUT.mean(), logits=torch.zeros(1, 2, 3))
     loss = CheckedLoss(lambda o, b: (o.loss, 1), warns_of_means=True)
     with pytest.warns(WeftWarning, match="output.loss, a mean over the tokens of one rank's microbatch"):
@@ -119,7 +119,7 @@ def test_a_mean_of_the_models_own_is_warned_of_once_where_it_differs():
         CheckedLoss(lambda o, b: (o.loss * 6, 6), warns_of_means=True)(output, {})
 
 
-def test_a_step_looks_at_its_loss():
+def test_step_checks_its_loss():
     model = parallelize(nn.Linear(2, 3), mesh := build_mesh(Plan()))
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda o, b: F.cross_entropy(o, b[1]), mesh)
     with pytest.raises(ModelError, match="it returned one number, like a mean"):

@@ -1,4 +1,4 @@
-"""What a DataLoader gives, cut into microbatches and moved to the run's device."""
+"""Splitting batches of a DataLoader into microbatches and moving them to the run's device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Images:
 
 
 class Encoding(UserDict):
-    """As transformers' BatchEncoding: a mapping that is no dict, with its entries as attributes."""
+    """Mapping like transformers' BatchEncoding: not a dict, with its entries as attributes."""
 
     def __getattr__(self, name):
         return self.data[name]
@@ -58,7 +58,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_containers_keep_their_types_when_they_are_cut_and_moved(name):
+def test_containers_keep_their_types_when_split_and_moved(name):
     whole = BATCHES[name]()
     parts = split_batch(whole, 4)
     assert [[tensor.tolist() for tensor in tensors_in(part)] for part in parts] == [
@@ -72,7 +72,7 @@ def test_containers_keep_their_types_when_they_are_cut_and_moved(name):
         assert len(list(tensors_in(changed))) == len(list(tensors_in(whole)))
 
 
-def test_a_hugging_face_encoding_stays_one():
+def test_hugging_face_encoding_keeps_its_type():
     from transformers import BatchEncoding
 
     whole = BatchEncoding({"input_ids": torch.arange(6).view(2, 3)})
@@ -82,19 +82,19 @@ def test_a_hugging_face_encoding_stays_one():
     assert first.input_ids.is_meta
 
 
-def test_what_moves_itself_is_asked_to():
+def test_objects_with_a_to_method_are_moved_by_it():
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     assert move_batch({"x": packed}, torch.device("meta"))["x"].data.is_meta
 
 
-def test_text_for_each_sample_is_cut_and_settings_are_not():
+def test_text_per_sample_is_split_and_settings_are_not():
     batch = {"x": x(), "name": list("abcdefgh"), "size": (3, 4), "scale": torch.tensor(2.0), "mode": "train"}
     last = split_batch(batch, 4)[3]
     assert last["name"] == ["g", "h"]
     assert (last["size"], last["scale"].item(), last["mode"]) == ((3, 4), 2.0, "train")
 
 
-def test_what_cannot_be_cut_is_refused():
+def test_unsplittable_batch_is_rejected():
     with pytest.raises(ModelError, match=r"accumulation=2: the batch holds a set, .*step\(weft.Microbatches"):
         split_batch([x(), {1, 2}], 2)
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_cut_is_refused():
 @pytest.mark.parametrize(
     ("plan", "field"), [("accumulation=2", "accumulation"), ("pp=2 microbatches=2", "microbatches")]
 )
-def test_as_many_microbatches_as_the_plan_says(plan, field):
+def test_number_of_microbatches_must_match_the_plan(plan, field):
     plan = Plan.parse(plan)
     assert microbatches_of(weft.Microbatches([x(), x()]), plan)[1].tolist() == list(range(8))
     with pytest.raises(ModelError) as caught:
@@ -116,7 +116,7 @@ def make_step(plan: str, model: nn.Module, loss_fn, **options) -> TrainStep:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_list_that_torchs_loader_gives_is_one_batch(accumulation):
+def test_list_from_torch_loader_is_one_batch(accumulation):
     samples = [(torch.full((3,), float(index)), torch.ones(3)) for index in range(4)]
     [batch] = DataLoader(samples, batch_size=4)
     assert isinstance(batch, list)
@@ -131,16 +131,16 @@ def test_the_list_that_torchs_loader_gives_is_one_batch(accumulation):
     assert found[0].num_tokens == 4
 
 
-class Seen(Exception):
-    """Raised where a batch has come to."""
+class ReachedForward(Exception):
+    """Raised by forward to end the step."""
 
 
-def test_every_tensor_of_a_batch_is_on_the_runs_device_before_forward():
+def test_all_tensors_of_a_batch_are_on_the_device_before_forward():
     seen = []
 
     def forward(model, batch):
         seen.extend(tensors_in(batch))
-        raise Seen
+        raise ReachedForward
 
     step = make_step("accumulation=2", nn.Linear(3, 3), lambda out, b: (out.sum(), len(out)), forward=forward)
     step.mesh.device = torch.device("meta")
@@ -148,12 +148,12 @@ def test_every_tensor_of_a_batch_is_on_the_runs_device_before_forward():
     cut = weft.Microbatches([Images(pixels, "cats")] * 2)
     for batch, num_tensors in (([pixels, (pixels, {"y": x()})], 3), (cut, 1)):
         seen.clear()
-        with pytest.raises(Seen):
+        with pytest.raises(ReachedForward):
             step(batch)
         assert [tensor.is_meta for tensor in seen] == [True] * num_tensors
 
 
-def test_a_batch_whose_rows_are_no_samples_is_not_torn():
+def test_batch_whose_rows_are_not_samples_is_not_split():
     batch = {"input_ids": torch.zeros(4, 3), "pixel_values": torch.zeros(10, 6)}
     with pytest.raises(ModelError) as caught:
         split_batch(batch, 2)
@@ -165,7 +165,7 @@ def test_a_batch_whose_rows_are_no_samples_is_not_torn():
     assert split_batch(batch, 1) == [batch]
 
 
-def test_numbers_of_samples_are_those_of_each_microbatch():
+def test_sample_numbers_belong_to_each_microbatch():
     with pytest.raises(ModelError, match="samples: sample numbers of 1 microbatches were passed for 2"):
         weft.Microbatches([x(), x()], samples=[[0]])
     data = Reader(1, 2)
@@ -180,7 +180,7 @@ def test_numbers_of_samples_are_those_of_each_microbatch():
     assert [list(one.numbers) for one in alike] == [[*range(8, 16)], [*range(24, 32)]]
 
 
-def test_microbatches_of_samples_know_them_wherever_they_lie():
+def test_sample_numbers_are_found_in_any_container():
     def sample(number):
         return {"y": torch.tensor(number), "patches": torch.full((number, 2), float(number))}
 
@@ -195,7 +195,7 @@ def test_microbatches_of_samples_know_them_wherever_they_lie():
     assert samples_of(marked, 3, Reader(1, 2)) == list(cut.samples)
 
 
-def test_rows_of_a_global_batch_are_cut_without_being_even():
+def test_rows_of_a_global_batch_are_split_unevenly():
     batch = {"x": x(), "name": list("abcdefgh"), "scale": 2.0}
     cut = weft.Microbatches.of_rows(batch, Plan.parse("dp_shard=3 accumulation=3"), 2)
     parts = [(one["x"].tolist(), one["name"], counted) for one, counted in cut.counted()]
@@ -204,7 +204,7 @@ def test_rows_of_a_global_batch_are_cut_without_being_even():
         weft.Microbatches.of_rows({"x": x(), "p": torch.zeros(5, 2)}, Plan.parse("dp_shard=2"), 0)
 
 
-def test_a_loop_of_ones_own_is_told_of_what_stands_in_for_no_sample():
+def test_custom_loop_is_warned_of_padding_microbatches():
     batch = weft.Microbatches([x(), x()], samples=[[0], []])
     with pytest.raises(ModelError, match=r"this rank has no sample for one microbatch.*use drop_last=True"):
         list(batch)
@@ -212,13 +212,13 @@ def test_a_loop_of_ones_own_is_told_of_what_stands_in_for_no_sample():
         batch["x"]
 
 
-def test_rows_follow_their_samples_however_they_are_cut():
+def test_rows_stay_with_their_samples_for_any_split():
     device = torch.device("cpu")
     whole = SampleNumbers(range(3), rows=((2, 0, 4),))
     rest = SampleNumbers(range(2, 3), rows=((4,),))
     assert whole.row_numbers(6, device).tolist() == [0, 2**32, *rest.row_numbers(4, device).tolist()]
     assert whole.row_numbers(3, device).tolist() == [0, 1, 2]
-    # As many rows of each sample, such as tokens; and patches that a layer joined in pairs.
+    # Several rows per sample, such as tokens, and patches that a layer merged in pairs.
     assert whole.row_numbers(12, device).tolist() == [n + 2**32 * row for n in range(3) for row in range(4)]
     joined = SampleNumbers((5, 7), rows=((4, 8),))
     assert joined.row_numbers(6, device).tolist() == [5 + 2**32 * row for row in range(2)] + [

@@ -1,4 +1,4 @@
-"""`caption`, `contrast`, `classify`: runs that learn, equal under every plan, and refused options."""
+"""`caption`, `contrast`, `classify`: runs learn, are equal under every plan, and reject invalid options."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config(root: Path, name: str = "caption", steps: int = 2, batch: int = BATCH
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two of three samples have no image; those of contrast have one image or audio each."""
+    """Write samples: two of three have no image; those of contrast have one image or audio clip each."""
     found = tmp_path_factory.mktemp("mixed")
     as_tar(found, mixed(30))
     (found / "pairs").mkdir()
@@ -66,7 +66,7 @@ def pairs(root: Path) -> RunConfig:
 
 
 def trained(plan_text: str, root: Path) -> dict[str, Any]:
-    """By task: losses and norms of some steps, weights after them, and what an evaluation finds."""
+    """Return by task: losses and norms of some steps, final weights, and an evaluation."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh, found = build_mesh(plan), {}
@@ -98,25 +98,25 @@ def check(plan: str, root: Path, ranks: Any) -> None:
             assert scores == pytest.approx(measured), name
 
 
-def test_ranks_without_pictures_or_sound_compute_what_one_process_does(root: Path, ranks2: Any) -> None:
+def test_ranks_without_media_match_one_process(root: Path, ranks2: Any) -> None:
     check("dp_shard=2 zero=3", root, ranks2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=3 accumulation=4"])
-def test_under_every_plan(plan: str, root: Path, ranks2: Any) -> None:
+def test_results_match_under_every_plan(plan: str, root: Path, ranks2: Any) -> None:
     check(plan, root, ranks2)
 
 
 @pytest.mark.full
-def test_tensor_parallel_is_refused_in_one_sentence(root: Path, ranks2: Any) -> None:
-    """Its layout is not found: the model takes places of images, which tracing does not make up."""
+def test_tensor_parallel_is_rejected_with_one_message(root: Path, ranks2: Any) -> None:
+    """The model takes image positions, which tracing cannot generate, so no layout is found."""
     with pytest.raises(RankError, match="LayoutError: layout: MediaDecoder cannot be traced"):
         ranks2.run(trained, "tp=2", root)
 
 
-def test_a_sample_alone_has_the_loss_that_it_has_among_others(root: Path) -> None:
-    """Filling, blank media and where rows of media stand change nothing, by a forward of one sample each."""
+def test_sample_loss_does_not_depend_on_its_batch(root: Path) -> None:
+    """Padding, blank media and the position of media rows change nothing; the reference runs one forward per sample."""
     task: Any = find_task(config(root))
     samples = [task.samples("train")[index] for index in range(6)]
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def test_a_sample_alone_has_the_loss_that_it_has_among_others(root: Path) -> Non
 
 
 @pytest.mark.full
-def test_a_run_learns_colours_and_words(tmp_path: Path) -> None:
+def test_run_learns_colors_and_words(tmp_path: Path) -> None:
     as_tar(tmp_path, mixed(100))
     made = config(tmp_path, steps=150, batch=16, generate=12)
     folder = prepare_run(made, 1)
@@ -145,7 +145,7 @@ def test_a_run_learns_colours_and_words(tmp_path: Path) -> None:
     assert last["accuracy"] > 0.8
 
 
-def test_what_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_rejected(root: Path, tmp_path: Path) -> None:
     for options, error, said in (
         ({"side": 30}, DataError, r"^side=30: grid=4 patches to a side must divide it\. Use 32 and 8\.$"),
         ({"model": "omni-tony"}, ModelError, r"^model=omni-tony: .* Did you mean 'omni-tiny'\?$"),
@@ -167,7 +167,7 @@ def test_what_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:
         build_media_decoder("vlm-tiny", ModelInputs(260, 64, side=30))
 
 
-def test_classify_is_the_task_of_its_model(tmp_path: Path) -> None:
+def test_classify_task_is_selected_by_its_model(tmp_path: Path) -> None:
     def named(**more: Any) -> str:
         values = {"task": {"name": "classify", "options": {"data": "x", **more.pop("options", {})}}, **more}
         return type(find_task(RunConfig.model_validate(values))).__name__
@@ -184,11 +184,11 @@ def test_classify_is_the_task_of_its_model(tmp_path: Path) -> None:
         named(model={"path": str(tmp_path / "nowhere")})
 
 
-def test_the_planner_counts_the_encoders(root: Path) -> None:
+def test_planner_counts_the_encoders(root: Path) -> None:
     task: Any = find_task(config(root))
     traced = task.describe().traced
     pictures = task.build().vision
-    # Two matrix products of 2 FLOPs for each weight and patch, backward twice as many: the images alone take more.
+    # Two matrix products of 2 FLOPs per weight and patch, and twice as many in backward: images alone take more.
     blocks = sum(param.numel() for param in pictures.blocks.parameters() if param.ndim > 1)
     assert traced.flops(1.0, 1.0) >= 6 * blocks * 16
     assert traced.num_params == sum(param.numel() for param in task.build().parameters())

@@ -1,4 +1,4 @@
-"""A rank of a real run is slowed by a fifth, stopped or killed: it is named within half a minute, with the cause."""
+"""A rank that is slowed by a fifth, stopped or killed is named within half a minute, with the cause."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.train.folder import RunFolder
 pytestmark = pytest.mark.full
 
 WITHIN_S = 30.0
-#: Both ranks sleep in their forward, so that a machine that does other work leaves their steps alone. The second is
-#: slow while the file is there.
+#: Both ranks sleep in forward, so that other load on the machine does not change their steps. Rank 1 is
+#: slow while the file exists.
 TASK = """
 import os, time
 from pathlib import Path
@@ -39,7 +39,7 @@ def events(tmp_path: Path, kind: str) -> list[dict]:
 
 
 def wait_for(tmp_path: Path, kind: str, since: float, process) -> dict:
-    """The first event of the kind; how long it took since then is its "after"."""
+    """Return the first event of the kind. Its \"after\" is the time since `since`."""
     while not (found := events(tmp_path, kind)):
         assert time.time() - since < WITHIN_S, f"no {kind} within {WITHIN_S} s"
         assert process.poll() is None
@@ -60,13 +60,13 @@ def rank_process(process, rank: int):
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3", "tp=2", "pp=2 microbatches=2"])
-def test_a_rank_that_is_slower_by_a_fifth_is_named(tmp_path, plan):
+def test_rank_slower_by_a_fifth_is_named(tmp_path, plan):
     (tmp_path / "slowed.py").write_text(TASK)
     mark = tmp_path / "mark"
     process = begin(tmp_path, f"task={tmp_path / 'slowed.py'}:Slowed", f"task.options.mark={mark}", f"plan={plan}",
                     "model.num_kv_heads=2")  # fmt: skip
     try:
-        time.sleep(10 if "pp" not in plan else 40)  # a stage has no peers: its own past is known by then
+        time.sleep(10 if "pp" not in plan else 40)  # a stage has no peers and needs a history of its own
         assert events(tmp_path, "slow_rank") == []
         began = time.time()
         mark.touch()
@@ -81,7 +81,7 @@ def test_a_rank_that_is_slower_by_a_fifth_is_named(tmp_path, plan):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_and_so_is_where_all_stand(tmp_path, rank):
+def test_stopped_rank_is_named_with_the_stacks_of_all_ranks(tmp_path, rank):
     process = begin(tmp_path)
     try:
         stopped = rank_process(process, rank)
@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_named_and_so_is_where_all_stand(tmp_path, rank):
         assert f"waiting for rank {rank} since" in log.read_text()
         assert "A step usually takes" in log.read_text()
         assert f"Process {stopped.pid} of rank {rank} is stopped" in log.read_text()
-        if rank == 1:  # the first rank alone writes events
+        if rank == 1:  # only rank 0 writes events
             found = wait_for(tmp_path, "hang", began, process)
             assert found["ranks"] == [1]
             places = {tuple(ranks): where for ranks, where in found["standing"]}
@@ -110,7 +110,7 @@ def test_a_stopped_rank_is_named_and_so_is_where_all_stand(tmp_path, rank):
         process.communicate()
 
 
-def test_a_killed_rank_is_named(tmp_path):
+def test_killed_rank_is_named(tmp_path):
     process = begin(tmp_path)
     began = time.time()
     rank_process(process, 1).send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""When memory runs out: the classes of what was live, the changes that would help, and no other error touched."""
+"""Out of memory: live bytes by class, changes that would help, and other errors unchanged."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ except OutOfMemory as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds the address space")
-def test_a_process_that_runs_out_says_what_was_live_and_goes_on_with_less():
+def test_process_out_of_memory_lists_live_bytes_and_continues_with_less():
     done = subprocess.run([sys.executable, "-c", IN_A_SMALL_PLACE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     first, *rows = done.stdout.splitlines()
@@ -94,7 +94,7 @@ class Raises(nn.Module):
         raise self.error
 
 
-def test_a_gpu_that_is_full_is_explained(monkeypatch):
+def test_gpu_out_of_memory_is_explained(monkeypatch):
     text = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB"
     step = a_step(Raises(torch.OutOfMemoryError(text)))
     monkeypatch.setattr("weft.train.step.errors.memory_bytes", lambda device: (9 * 2**30, 10 * 2**30))
@@ -131,11 +131,11 @@ def test_a_gpu_that_is_full_is_explained(monkeypatch):
         (OutOfMemory("explained"), False),
     ],
 )
-def test_what_counts_as_out_of_memory(error, expected):
+def test_out_of_memory_errors_are_recognized(error, expected):
     assert is_out_of_memory(error) == expected
 
 
-def test_other_errors_pass_as_they_are():
+def test_other_errors_are_unchanged():
     for error in (RuntimeError("shapes"), ValueError("bad"), OutOfMemory("explained")):
         with pytest.raises(type(error)) as caught:
             a_step(Raises(error))(torch.ones(1, 1000))
@@ -162,7 +162,7 @@ def test_live_bytes_count_each_storage_once():
     assert after.expected_optimizer == 0
 
 
-def test_the_size_of_a_microbatch_is_known_of_every_kind_of_batch():
+def test_microbatch_size_is_found_for_every_kind_of_batch():
     x = torch.zeros(8, 3)
     assert microbatch_size([x, x], 4) == microbatch_size({"x": x, "n": 3}, 4) == (2, 6)
     assert microbatch_size(Microbatches([[x], [x[:1]]]), 2) == (8, 24)

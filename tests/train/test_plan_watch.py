@@ -1,4 +1,4 @@
-"""The plan beside what happens, while it happens: which part of a step drifted, told once, as events."""
+"""Comparison of the plan with measurements during a run: the part that drifted, reported once, as events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLANNED = {"compute": 0.8, "over dp": 0.1, "optimizer": 0.1}
             ["step"],
             ("a step takes 1.50 s, 50% more than planned (1.00 s): data takes 500 ms, which the plan does not contain"),
         ),
-        # One part hides the other: the step is as planned, and yet two parts are not.
+        # Two parts differ and cancel each other, so the step time is as planned.
         (
             {"compute": 0.6, "over dp": 0.3, "optimizer": 0.1},
             ["compute", "over dp"],
@@ -40,13 +40,13 @@ PLANNED = {"compute": 0.8, "over dp": 0.1, "optimizer": 0.1}
         ),
     ],
 )
-def test_the_part_that_drifted_is_named(measured, what, text):
+def test_drifted_part_is_named(measured, what, text):
     found = drifts(PLANNED, measured)
     assert [one.what for one in found] == what
     assert not text or found[0].text == text
 
 
-def test_memory_is_compared_where_it_can_be():
+def test_memory_is_compared_if_measured():
     (found,) = drifts(PLANNED, PLANNED, (2.0**30, 1.5 * 2**30))
     assert (found.what, found.ratio, found.text) == (
         "memory",
@@ -56,14 +56,14 @@ def test_memory_is_compared_where_it_can_be():
     assert drifts(PLANNED, PLANNED, (2.0**30, 1.1 * 2**30)) == []
 
 
-def test_what_drifted_stays_until_it_is_well_back():
+def test_drift_is_reported_until_it_is_well_below_the_limit():
     slower = {**PLANNED, "over dp": 0.22}  # 12 % of the step
     assert drifts(PLANNED, slower) == []
     assert [one.what for one in drifts(PLANNED, slower, before=frozenset({"step"}))] == ["step"]
 
 
 class Book(TimeBook):
-    """Says what a test wants."""
+    """Time book that returns the values of a test."""
 
     said: dict[str, float]
 
@@ -71,7 +71,7 @@ class Book(TimeBook):
         return self.said
 
 
-def test_a_run_tells_its_plan_once_and_each_drift_once():
+def test_run_reports_its_plan_once_and_each_drift_once():
     clock, events, told = [0.0], [], []
     book = Book()
     book.said = {"compute": 0.7, "host": 0.1, "over dp_shard": 0.1, "optimizer": 0.1}

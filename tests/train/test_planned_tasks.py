@@ -1,4 +1,4 @@
-"""What the planner hears of tasks: texts of a sample, references, teachers, adapters of traced models."""
+"""Descriptions of tasks for the planner: texts per sample, references, teachers, adapters of traced models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def described(task: str, model: dict, **more):
         ({"objective": "kto", "reference": "frozen_copy"}, 0, 1, 1, 2),
     ],
 )
-def test_preferences_take_two_rows_and_what_their_reference_computes(options, rank, texts, own, other):
+def test_preferences_count_two_rows_and_the_reference(options, rank, texts, own, other):
     found = described("prefer", {"name": "tiny", **TINY}, options=options, adapter={"rank": rank})
     work = found.frozen
     assert (found.texts, work.own if work else 0, work.other if work else 0) == (texts, own, other)
@@ -38,7 +38,7 @@ def test_preferences_take_two_rows_and_what_their_reference_computes(options, ra
     assert found.sample_unit == "preferences"
 
 
-def test_a_teacher_is_counted_and_forbids_a_pipeline(tmp_path):
+def test_teacher_is_counted_and_excludes_pipelines(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **sizes}))
     found = described("distill", {"name": "tiny", **TINY}, options={"teacher": str(tmp_path)})
@@ -48,7 +48,7 @@ def test_a_teacher_is_counted_and_forbids_a_pipeline(tmp_path):
     assert found.limits["pp"].values == (1,)
 
 
-def test_a_traced_model_counts_its_adapter(tmp_path):
+def test_traced_model_counts_its_adapter(tmp_path):
     pytest.importorskip("transformers")
     save_model(tmp_path / "bert", "bert")
     base = {"model": {"path": str(tmp_path / "bert")}}

@@ -1,4 +1,4 @@
-"""Preference training: the papers' formulas in plain lines, and the same losses under every plan."""
+"""Preference training: the papers' formulas as a reference, and equal losses under every plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.train.folder import RunFolder
 from weft.train.step.evaluation import RankForwards, evaluate
 from weft.train.tasks.registry import find_task
 
-#: What the gate tries of the plans of two ranks, with which cases.
+#: Plans of two ranks that the gate runs, with their cases.
 GATE = {
     "dp_shard=2 zero=3 accumulation=2": ("dpo", "kto", "simpo"),
     "tp=2": ("dpo", "kto-off", "orpo"),
@@ -29,27 +29,27 @@ PLANS = ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2 accumulation=
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     return write_pairs(folder), folder / "cache", folder / "runs"
 
 
 @pytest.fixture(scope="module")
-def one_process(place):
-    return losses_under("dp_replicate=1", tuple(CASES), *place)
+def one_process(pairs):
+    return losses_under("dp_replicate=1", tuple(CASES), *pairs)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_the_formula(name, place, one_process):
-    wanted = plain_losses(name, *place)
+def test_losses_and_gradients_match_the_formula(name, pairs, one_process):
+    wanted = plain_losses(name, *pairs)
     for (loss, norm, count), (plain, plain_norm) in zip(one_process[name], wanted, strict=True):
         assert loss == pytest.approx(plain, rel=1e-9)
         assert norm == pytest.approx(plain_norm, rel=1e-7)
         assert count == 4
 
 
-def compared(ranks, plan, names, place, one_process):
-    for result in ranks.run(losses_under, plan, names, *place):
+def compared(ranks, plan, names, pairs, one_process):
+    for result in ranks.run(losses_under, plan, names, *pairs):
         for name in names:
             for (loss, norm, count), (wanted, wanted_norm, wanted_count) in zip(
                 result[name], one_process[name], strict=True
@@ -60,25 +60,25 @@ def compared(ranks, plan, names, place, one_process):
 
 
 @pytest.mark.parametrize("plan", GATE)
-def test_two_ranks_lose_what_one_does(plan, place, one_process, ranks2):
-    compared(ranks2, plan, GATE[plan], place, one_process)
+def test_two_ranks_match_one_process(plan, pairs, one_process, ranks2):
+    compared(ranks2, plan, GATE[plan], pairs, one_process)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", [*PLANS, *GATE])
-def test_two_ranks_lose_what_one_does_under_every_plan(plan, place, one_process, ranks2):
-    compared(ranks2, plan, tuple(CASES), place, one_process)
+def test_two_ranks_match_one_process_under_every_plan(plan, pairs, one_process, ranks2):
+    compared(ranks2, plan, tuple(CASES), pairs, one_process)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3 tp=2", "tp=2 pp=2 microbatches=2", "dp_shard=2 zero=2 cp=2"])
-def test_four_ranks_lose_what_one_does(plan, place, one_process, ranks4):
-    compared(ranks4, plan, OBJECTIVES, place, one_process)
+def test_four_ranks_match_one_process(plan, pairs, one_process, ranks4):
+    compared(ranks4, plan, OBJECTIVES, pairs, one_process)
 
 
-def begun(place, folder, *more, forget: bool = False):
-    """A task whose reference is ready, with the model that it is of."""
-    path, cache, _ = place
+def begun(pairs, folder, *more, forget: bool = False):
+    """Return a task whose reference is computed, with its model."""
+    path, cache, _ = pairs
     task = find_task(load_config(None, words(path, cache, 0, *more)).config)
     task.prepare(RunFolder(folder), None)
     task.text.folder = RunFolder(folder)
@@ -94,10 +94,10 @@ def begun(place, folder, *more, forget: bool = False):
     return task, model, mesh, batches, task.eval_batches(share)
 
 
-def test_the_cached_reference_is_of_the_first_weights_and_is_missed_later(place, tmp_path):
-    *_, batches, _ = begun(place, tmp_path)
+def test_cached_reference_uses_the_initial_weights_and_is_required_later(pairs, tmp_path):
+    *_, batches, _ = begun(pairs, tmp_path)
     first = batches.batches(0)[0]["reference"]
-    *_, batches, _ = begun(place, tmp_path, forget=True)  # a run that goes on, with other weights
+    *_, batches, _ = begun(pairs, tmp_path, forget=True)  # a resumed run, with other weights
     assert torch.equal(batches.batches(0)[0]["reference"], first)
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000002" / "COMMIT").write_text("{}")
@@ -105,13 +105,17 @@ def test_the_cached_reference_is_of_the_first_weights_and_is_missed_later(place,
     with pytest.raises(
         DataError, match=r"reference\.safetensors: the reference's log-probabilities of this run are not"
     ):
-        begun(place, tmp_path)
+        begun(pairs, tmp_path)
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_an_untrained_model_has_no_margin(place, tmp_path, objective):
+def test_untrained_model_has_no_margin(pairs, tmp_path, objective):
     task, model, mesh, _, batches = begun(
-        place, tmp_path, f"task.options.objective={objective}", f"data.eval={place[0]}", "eval.batches=2"
+        pairs,
+        tmp_path,
+        f"task.options.objective={objective}",
+        f"data.eval={pairs[0]}",
+        "eval.batches=2",
     )
     found = evaluate(model, task.before_step(list(batches)[:1]), mesh, task)
     assert found.loss == pytest.approx(0.6931472 if objective == "dpo" else 0.5, rel=1e-6)
@@ -120,7 +124,7 @@ def test_an_untrained_model_has_no_margin(place, tmp_path, objective):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["task.options.objective=dpp"], "task.options.objective=dpp: it is one of dpo, ipo, kto, orpo, simpo. Did you "
          "mean 'dpo'? Use objective=dpo."),
@@ -140,19 +144,19 @@ def test_an_untrained_model_has_no_margin(place, tmp_path, objective):
          "each counts once. Leave it out."),
     ],
 )  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(place, tmp_path, more, said):
+def test_settings_without_effect_are_rejected(pairs, tmp_path, more, message):
     def prepare():
-        find_task(load_config(None, words(place[0], place[1], 0, *more)).config).prepare(RunFolder(tmp_path), None)
+        find_task(load_config(None, words(pairs[0], pairs[1], 0, *more)).config).prepare(RunFolder(tmp_path), None)
 
     with pytest.raises(ConfigError) as caught:
         prepare()
-    assert [problem.message for problem in caught.value.problems] == [said]
+    assert [problem.message for problem in caught.value.problems] == [message]
 
 
-def test_verdicts_are_for_kto(place, tmp_path):
+def test_labels_without_pairs_require_kto(pairs, tmp_path):
     path = tmp_path / "kto.jsonl"
     path.write_text(json.dumps({"prompt": "q", "completion": " a", "label": True}))
-    task = find_task(load_config(None, words(path, place[1], 0)).config)
+    task = find_task(load_config(None, words(path, pairs[1], 0)).config)
     with pytest.raises(DataError) as caught:
         task.prepare(RunFolder(tmp_path), None)
     assert str(caught.value) == (

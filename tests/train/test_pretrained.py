@@ -1,4 +1,4 @@
-"""Pretrained folders: what each rank reads is what transformers loads, bit for bit, under every plan."""
+"""Pretrained folders: each rank reads what transformers loads, bitwise, under every plan."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def config_of(family: str):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Small random models as transformers saves them, in several files."""
+    """Save small random models with transformers, in several files."""
     found = {}
     for family in FAMILIES:
         torch.manual_seed(3)
@@ -85,7 +85,7 @@ def forward(model, batch):
 
 
 def loaded(plan_text: str, folders: dict[str, Path]) -> dict[str, tuple[dict[str, torch.Tensor], list[float], int]]:
-    """Weights as they were read, losses of three steps and bytes that were read, of each family."""
+    """Return for each family: weights as read, losses of three steps, and bytes read."""
     torch.set_num_threads(1)
     plan, found = Plan.parse(plan_text), {}
     mesh = build_mesh(plan)
@@ -118,14 +118,14 @@ def assert_as_published(weights: dict[str, torch.Tensor], folder: Path, *, exact
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0 if exactly else 1e-6, msg=name)
 
 
-def test_one_process_reads_what_transformers_does(folders, one_process):
+def test_one_process_reads_what_transformers_loads(folders, one_process):
     for family, (weights, _, num_bytes) in one_process.items():
         assert_as_published(weights, folders[family])
         assert num_bytes == sum(4 * tensor.numel() for tensor in weights.values())
 
 
 @pytest.mark.parametrize("plan", sorted({*PLANS["dense"], *PLANS["mixtral"]}))
-def test_ranks_read_and_train_what_one_process_does(plan, folders, one_process, ranks2):
+def test_ranks_read_and_train_like_one_process(plan, folders, one_process, ranks2):
     tried = {
         family: folder
         for family, folder in folders.items()
@@ -140,15 +140,15 @@ def test_ranks_read_and_train_what_one_process_does(plan, folders, one_process, 
             for name, tensor in weights.items():
                 assert torch.equal(got[name], tensor), (family, name)
             assert got_losses == pytest.approx(losses, rel=2e-5), family
-            if "tp" not in plan:  # of short rows what lies between them is read too
+            if "tp" not in plan:  # short rows are read with the gaps between them
                 assert got_bytes <= num_bytes
         if "tp" not in plan and plan != "dp_replicate=2":
             together = sum(result[family][2] for result in results)
-            assert together < 1.7 * num_bytes, family  # norms and what is not cut are read by both
+            assert together < 1.7 * num_bytes, family  # both ranks read norms and tensors that are not sharded
 
 
 def tuned(plan_text: str, folders: dict[str, Path], *, late: bool = True) -> dict[str, list[float]]:
-    """Losses of three steps of an adapter. late: the base is read onto the ranks; else it is there from the start."""
+    """Return losses of three adapter steps. late: read the base onto the ranks instead of loading it first."""
     torch.set_num_threads(1)
     plan, found = Plan.parse(plan_text), {}
     mesh = build_mesh(plan)
@@ -163,7 +163,7 @@ def tuned(plan_text: str, folders: dict[str, Path], *, late: bool = True) -> dic
         parallelize(model, mesh, seed=5, filled_later=late)
         if source is not None:
             load_base(model, source)
-        merged = merged_tensors(model, capture_model(model))  # B is zero: what is merged is the base
+        merged = merged_tensors(model, capture_model(model))  # B is zero, so merging gives the base
         assert_as_published(merged, folder, exactly=False)
         optimizer = build_optimizer(model.named_parameters(), OptimizerSection(lr=1e-2), 0)
         step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=forward)
@@ -174,18 +174,18 @@ def tuned(plan_text: str, folders: dict[str, Path], *, late: bool = True) -> dic
 @pytest.mark.parametrize(
     "plan", gate_runs(["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3", "dp_shard=2 zero=1"], 0, 2)
 )
-def test_an_adapter_starts_beside_a_base_that_each_rank_reads(plan, folders, ranks2):
+def test_adapter_starts_on_a_base_that_each_rank_reads(plan, folders, ranks2):
     tried = {family: folders[family] for family in ("llama", "gpt2")}
     wanted = tuned("dp_replicate=1", tried, late=False)
     for family, losses in tuned("dp_replicate=1", tried).items():
-        # Two roundings of fp32: kernels round by where in memory the same weights lie.
+        # Two roundings of fp32: kernels round differently for other memory alignments of equal weights.
         assert losses == pytest.approx(wanted[family], rel=2.0**-22), family
     for result in ranks2.run(tuned, plan, tried):
         for family, losses in wanted.items():
             assert result[family] == pytest.approx(losses, rel=2e-5), family
 
 
-def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
+def test_invalid_folders_are_rejected_with_the_reason(folders, tmp_path):
     def copied(name: str) -> Path:
         folder = tmp_path / name
         folder.mkdir()
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
             (folder / file.name).write_bytes(file.read_bytes())
         return folder
 
-    def said(folder: Path) -> str:
+    def error_of(folder: Path) -> str:
         with as_shapes(vectors=True):
             model = hugging_face.causal_model(hugging_face.load_model_config(folder))
         with pytest.raises(CheckpointError) as caught:
@@ -203,22 +203,22 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
     cut = copied("cut")
     shard = sorted(cut.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-64])
-    assert f"Download {shard.name} again" in said(cut)
+    assert f"Download {shard.name} again" in error_of(cut)
     gone = copied("gone")
     (gone / shard.name).unlink()
-    assert f"names {shard.name}, which is missing" in said(gone)
+    assert f"names {shard.name}, which is missing" in error_of(gone)
     lies = copied("lies")
     config = json.loads((lies / "config.json").read_text())
     (lies / "config.json").write_text(json.dumps({**config, "intermediate_size": 56}))
-    assert "config.json makes it (56, 32)" in said(lies)
+    assert "config.json makes it (56, 32)" in error_of(lies)
     deeper = copied("deeper")
     (deeper / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    assert "the files lack 'model.layers.2" in said(deeper)
+    assert "the files lack 'model.layers.2" in error_of(deeper)
     index = copied("index")
     table = json.loads((index / "model.safetensors.index.json").read_text())
     table["weight_map"]["model.norm.extra"] = shard.name
     (index / "model.safetensors.index.json").write_text(json.dumps(table))
-    assert "has tensor 'model.norm.extra', and it does not" in said(index)
+    assert "has tensor 'model.norm.extra', and it does not" in error_of(index)
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "pytorch_model.bin").write_bytes(b"")
@@ -226,12 +226,12 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
         stored_weights(pickled)
 
 
-def test_settings_of_the_model_beside_its_folder_are_refused(folders, capsys, prepares_locally):
+def test_model_settings_that_the_folder_defines_are_rejected(folders, capsys, prepares_locally):
     assert weft_run(["train", f"model.path={folders['llama']}", "model.dim=64", "tokenizer.kind=bytes"]) == 2
     assert "the folder sets model.dim, tokenizer.kind. Leave them out" in capsys.readouterr().err
 
 
-def test_documents_that_a_model_would_mix_are_refused_before_the_first_step(tmp_path, capsys, prepares_locally):
+def test_models_that_mix_packed_documents_are_rejected_before_training(tmp_path, capsys, prepares_locally):
     folder, words = tmp_path / "mamba", ["data.holdout=0", "launch.ranks=1", "train.steps=1", f"run.dir={tmp_path}"]
     config = transformers.MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2, state_size=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -253,8 +253,8 @@ def test_documents_that_a_model_would_mix_are_refused_before_the_first_step(tmp_
 
 
 @pytest.mark.parametrize("setting", [None, "none", "aux_loss"])
-def test_a_folder_that_balances_its_experts_is_trained_with_that_loss(tmp_path, setting):
-    """For one layer and one sequence it is the number of transformers."""
+def test_router_balance_loss_of_the_folder_is_used(tmp_path, setting):
+    """For one layer and one sequence it equals transformers' value."""
     torch.manual_seed(3)
     flag = setting is None
     config = transformers.MixtralConfig(

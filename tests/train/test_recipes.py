@@ -1,4 +1,4 @@
-"""Recipes of configs/tune: each fits on the GPU in its name, and trains a narrow model of its family."""
+"""Recipes of configs/tune: each fits on the GPU in its name and trains a narrow model of its family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.train.tasks.export import write_tokenizer
 from weft.train.tasks.registry import find_task
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "tune").glob("*.toml"))
-#: Families that are trained for something other than the next token: published config, class, table.
+#: Families with objectives other than the next token: published config, class, table.
 TASKS = {
     "bert_base": (("BertConfig", {}), "BertForMaskedLM", "texts.jsonl"),
     "t5_base": (
@@ -45,7 +45,7 @@ IDS = [file.stem for file in RECIPES]
 
 
 def parts_of(file: Path) -> tuple[str, str, str]:
-    """(Model, how it is tuned, device) of a recipe's name."""
+    """Return (model, tuning method, device) from a recipe's name."""
     model, tune, device = file.stem.rsplit("_", 2)
     return model, tune, device
 
@@ -57,14 +57,14 @@ def asked(file: Path, folder: Path, counted: AdapterSize | None) -> Question:
 
 
 def fits(question: Question, file: Path) -> bool:
-    """Whether a recipe's plan fits, with the sureness from which on `weft plan` lists it."""
+    """Return whether a recipe's plan fits, with the confidence from which `weft plan` lists it."""
     (one,) = estimated([Plan.parse(load_config(file, []).config.plan)], question)
     return one.fits >= question.fits
 
 
 @pytest.fixture
 def folder(request, tmp_path) -> Path:
-    """The published model's config.json in a folder."""
+    """Return a folder with the published model's config.json."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS[parts_of(request.param)[0]]))
     return tmp_path / "model"
@@ -76,7 +76,7 @@ def test_each_family_has_a_recipe():
 
 
 @pytest.mark.parametrize("file, folder", [(file, file) for file in RECIPES], ids=IDS, indirect=["folder"])
-def test_a_recipe_fits_on_the_gpu_in_its_name(file, folder):
+def test_recipe_fits_on_the_gpu_in_its_name(file, folder):
     config = load_config(file, []).config
     tune = parts_of(file)[1]
     is_adapter = tune in ("lora", "qlora")
@@ -85,15 +85,15 @@ def test_a_recipe_fits_on_the_gpu_in_its_name(file, folder):
     shape, adapter = read_model(str(folder)).shape, config.adapter
     counted = AdapterSize.of_shape(shape, adapter.rank, adapter.base) if is_adapter else None
     assert fits(asked(file, folder, counted), file)
-    if is_adapter:  # and all weights would not
+    if is_adapter:  # full training would not fit
         sizes = {"seq_len": config.train.seq_len, "global_batch": config.train.global_batch}
         assert not fits(Question.of(str(folder), f"1x{parts_of(file)[2]}", **sizes), file)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("file, folder", [(file, file) for file in RECIPES], ids=IDS, indirect=["folder"])
-def test_a_recipe_is_described_by_its_task_as_by_its_widths(file, folder):
-    """The model's own linear layers, which transformers names, are those that the planner counts by widths."""
+def test_task_description_of_a_recipe_matches_its_widths(file, folder):
+    """The linear layers that transformers names are those that the planner counts from the widths."""
     pytest.importorskip("transformers")
     (folder / "config.json").write_text(
         json.dumps({**MODELS[parts_of(file)[0]], "architectures": [CLASSES[file.stem.split("_")[0]]]})
@@ -101,7 +101,7 @@ def test_a_recipe_is_described_by_its_task_as_by_its_widths(file, folder):
     config = load_config(file, [f"model.path={folder}"]).config
     described = find_task(config).describe()
     assert fits(Question.of(described, f"1x{parts_of(file)[2]}"), file)
-    if config.adapter.rank and "phi4" not in file.stem:  # whose products are fused
+    if config.adapter.rank and "phi4" not in file.stem:  # phi4 has fused projections
         by_widths = AdapterSize.of_shape(described.shape, config.adapter.rank, config.adapter.base)
         assert described.adapter.params == pytest.approx(by_widths.params, rel=1e-6)
 
@@ -112,7 +112,7 @@ GATE = {"llama3_8b_lora_a100-40"}
 @pytest.mark.parametrize(
     "file", [pytest.param(file, marks=() if file.stem in GATE else pytest.mark.full) for file in RECIPES], ids=IDS
 )
-def test_a_recipe_trains_a_narrow_model_on_a_cpu(file, tmp_path):
+def test_recipe_trains_a_narrow_model_on_a_cpu(file, tmp_path):
     transformers = pytest.importorskip("transformers")
     model, tune, _ = parts_of(file)
     config = small_config(MODELS[model]["model_type"], CLASSES[model.split("_")[0]])
@@ -149,7 +149,7 @@ def test_a_recipe_trains_a_narrow_model_on_a_cpu(file, tmp_path):
     ],  # 24 layers are traced
     ids=[file.stem for file in TASK_RECIPES],
 )
-def test_a_recipe_of_another_task_fits_on_the_gpu_in_its_name(file, tmp_path):
+def test_recipe_of_another_task_fits_on_the_gpu_in_its_name(file, tmp_path):
     transformers = pytest.importorskip("transformers")
     (kind, sizes), named, _ = TASKS[parts_of(file)[0]]
     getattr(transformers, kind)(**sizes, architectures=[named]).save_pretrained(tmp_path / "model")
@@ -159,7 +159,7 @@ def test_a_recipe_of_another_task_fits_on_the_gpu_in_its_name(file, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("file", TASK_RECIPES, ids=[file.stem for file in TASK_RECIPES])
-def test_a_recipe_of_another_task_trains_a_narrow_model_on_a_cpu(file, tmp_path):
+def test_recipe_of_another_task_trains_a_narrow_model_on_a_cpu(file, tmp_path):
     pytest.importorskip("transformers")
     model, _, _ = parts_of(file)
     save_model(tmp_path / "small", model.split("_")[0])

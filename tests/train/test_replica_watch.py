@@ -1,4 +1,4 @@
-"""A replica whose weights are no longer those of the others is named, on all ranks."""
+"""All ranks name a replica whose weights differ from the other replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASE = DecoderCase(LLAMA)
 
 
 def drift(plan_text: str, rank: int, value: float) -> tuple[int, str]:
-    """Train with a look at each second step; one rank's weights change after two. Steps, and the error."""
+    """Check every second step and change one rank's weights after two; return the steps and the error."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan)
     model = parallelize(CASE.model(), mesh)
@@ -45,20 +45,20 @@ TEXT = (
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=4", "dp_shard=4"])
-def test_one_of_four_is_named(plan, ranks4):
+def test_one_differing_replica_of_four_is_named(plan, ranks4):
     axis = plan.partition("=")[0]
-    told = f"replicas over {axis}: the weights of rank 2 differ from the others, {TEXT}"
-    assert ranks4.run(drift, plan, 2, 1e-3) == [(3, told)] * 4
+    message = f"replicas over {axis}: the weights of rank 2 differ from the others, {TEXT}"
+    assert ranks4.run(drift, plan, 2, 1e-3) == [(3, message)] * 4
     assert ranks4.run(drift, plan, 2, 0.0) == [(4, "")] * 4
 
 
-def test_of_two_replicas_of_shards_both_are(ranks4):
-    told = f"replicas over dp_replicate: the weights of rank 1, 3 differ, and should be equal, {TEXT}"
+def test_both_of_two_differing_sharded_replicas_are_named(ranks4):
+    message = f"replicas over dp_replicate: the weights of rank 1, 3 differ, and should be equal, {TEXT}"
     for zero in (1, 3):
-        assert ranks4.run(drift, f"dp_replicate=2 dp_shard=2 zero={zero}", 1, 1e-3) == [(3, told)] * 4
+        assert ranks4.run(drift, f"dp_replicate=2 dp_shard=2 zero={zero}", 1, 1e-3) == [(3, message)] * 4
 
 
-def test_a_checksum_sees_one_bit_and_which_tensor_it_is_in():
+def test_checksum_detects_one_bit_and_its_tensor():
     one, other = torch.randn(100), torch.randn(7)
     flipped = one.clone()
     flipped.view(torch.int32)[3] ^= 1

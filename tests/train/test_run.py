@@ -1,4 +1,4 @@
-"""A whole run in one process: what it leaves, how it resumes, when it refuses."""
+"""Complete runs in one process: their files, resume, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.train.weights.decoder_files import data_of, decoder_of
 from weft.train.weights.run_adapter import with_adapter
 
 
-def test_a_layout_is_checked_before_the_ranks_start_and_kept_in_the_folder(tmp_path, text):
+def test_layout_is_checked_before_ranks_start_and_saved_in_the_folder(tmp_path, text):
     file = tmp_path / "my.layout"
     words = "embed=vocab blocks.*.mlp.{gate,up}=colwise blocks.*.mlp.down=rowwise head=vocab"
     file.write_text(words.replace(" ", "\n"))
@@ -63,7 +63,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_a_run_leaves_a_folder_that_says_everything(plots, start):
+def test_run_folder_contains_all_records(plots, start):
     folder, result, shown = start()
     assert (result.step, result.reason) == (12, "finished")
     names = {path.name for path in folder.path.iterdir()}
@@ -85,14 +85,14 @@ def test_a_run_leaves_a_folder_that_says_everything(plots, start):
     assert "Traceback" not in shown
 
 
-def test_the_resolved_config_loads_back_to_itself(start):
+def test_resolved_config_loads_back_unchanged(start):
     folder, _, _ = start("optimizer.lr=0.002")
     again = load_config(folder.path / "config.toml").config
     assert again == folder.config()
     assert again.optimizer.lr == 0.002
 
 
-def test_a_run_validates_its_config_once_before_and_once_on_its_rank(start, monkeypatch):
+def test_config_is_validated_once_before_and_once_on_its_rank(start, monkeypatch):
     validate, names = RunConfig.model_validate, []
 
     def counted(tables):
@@ -104,20 +104,20 @@ def test_a_run_validates_its_config_once_before_and_once_on_its_rank(start, monk
     assert names == ["once", "once"]
 
 
-def test_a_run_in_two_halves_ends_on_the_same_bits(start):
-    whole, _, _ = start("run.name=whole")
+def test_run_in_two_parts_ends_with_equal_bits(start):
+    undisturbed, _, _ = start("run.name=undisturbed")
     halves, _, _ = start("run.name=halves", "checkpoint.keep=9")
-    # As if the process had died in step 9: what came later was never committed.
+    # As if the process had died in step 9: later saves were never committed.
     for step in (9, 12):
         (halves.checkpoint(step) / "COMMIT").unlink()
     _, result, shown = start("run.name=halves", "checkpoint.keep=9")
     assert result.step == 12
     assert "resumed from step 8" in shown
     assert "2 unfinished checkpoints ignored: step 9, 12; COMMIT is missing" in shown
-    assert_same_bits(weights(whole, 12), weights(halves, 12))
+    assert_same_bits(weights(undisturbed, 12), weights(halves, 12))
 
 
-def test_the_best_checkpoint_outlives_keep(start):
+def test_best_checkpoint_is_retained_beyond_keep(start):
     folder, _, _ = start("checkpoint.keep=1", "optimizer.lr=0.5", "schedule.kind=constant", "eval.every=1")
     events = read_events(folder.events)
     evals = {event["step"]: event["loss"] for event in events if event["event"] == "eval"}
@@ -126,7 +126,7 @@ def test_the_best_checkpoint_outlives_keep(start):
     assert kept == {best, 12}
 
 
-def test_a_finished_run_says_so_and_goes_on_when_asked(start):
+def test_finished_run_reports_it_and_continues_with_more_steps(start):
     first, _, _ = start()
     _, result, shown = start()
     assert result.step == 12
@@ -138,7 +138,7 @@ def test_a_finished_run_says_so_and_goes_on_when_asked(start):
     assert first.checkpoint(14).is_dir()
 
 
-def test_settings_that_make_another_run_are_refused_by_name(start):
+def test_settings_that_change_the_run_are_rejected_by_name(start):
     folder, _, _ = start()
     before = (folder.path / "config.toml").read_text()
     with pytest.raises(ConfigError) as caught:
@@ -153,7 +153,7 @@ def test_settings_that_make_another_run_are_refused_by_name(start):
     assert (folder.path / "config.toml").read_text() == before
 
 
-def test_a_broken_rule_is_told_before_a_difference_to_the_run_that_is_there(text, tmp_path):
+def test_config_rule_errors_precede_differences_to_the_existing_run(text, tmp_path):
     settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
     prepare_run(load_config(None, settings).config, world_size=2)
     config = load_config(None, [*settings, "train.global_batch=3"]).config
@@ -161,14 +161,14 @@ def test_a_broken_rule_is_told_before_a_difference_to_the_run_that_is_there(text
         prepare_run(config, world_size=2)
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(text, tmp_path):
+def test_misfit_plan_is_rejected_before_anything_is_written(text, tmp_path):
     config = load_config(None, [*SMALL, f"data.train={text}", f"run.dir={tmp_path}"]).config
     with pytest.raises(PlanError, match=r"train.global_batch=4: 3 data-parallel ranks"):
         prepare_run(config, world_size=3)
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_a_run_whose_text_changed_is_refused_and_what_it_proposes_can_be_pasted(start, text):
+def test_changed_text_is_rejected_with_a_working_command(start, text):
     folder, _, _ = start("train.steps=3")
     text.write_text(text.read_text().replace("loom", "moon"))
     with pytest.raises(DataError) as caught:
@@ -183,7 +183,7 @@ def test_a_run_whose_text_changed_is_refused_and_what_it_proposes_can_be_pasted(
         start("train.steps=6")
 
 
-def test_a_run_resumes_from_data_that_was_touched_or_moved(start, text, tmp_path):
+def test_run_resumes_from_touched_or_moved_data(start, text, tmp_path):
     start("train.steps=3")
     os.utime(text, ns=(1, 1))
     assert "resumed from step 3" in start("train.steps=4")[2]
@@ -195,14 +195,14 @@ def test_a_run_resumes_from_data_that_was_touched_or_moved(start, text, tmp_path
     assert folder.config().data.train[0].path == relative
 
 
-def test_another_packing_is_refused_and_the_default_may_be_said(start):
+def test_other_packing_is_rejected_and_explicit_default_accepted(start):
     start("train.steps=3")
     assert "resumed from step 3" in start("train.steps=4", "data.packing=concat")[2]
     with pytest.raises(DataError, match=r"data.train.0: its packing is pad, and data.packing=concat was used"):
         start("train.steps=5", "data.packing=pad")
 
 
-def test_a_saved_tokenizer_may_be_moved(text, tmp_path):
+def test_saved_tokenizer_may_be_moved(text, tmp_path):
     def prepare(*overrides: str) -> RunFolder:
         places = [f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
         return prepare_run(load_config(None, [*SMALL, *places, *overrides]).config, world_size=1)
@@ -214,7 +214,7 @@ def test_a_saved_tokenizer_may_be_moved(text, tmp_path):
     assert data_of(prepare("tokenizer.kind=file", f"tokenizer.path={moved}")).digest == digest
 
 
-def test_damaged_data_json_says_what_to_type(start, text):
+def test_error_for_damaged_data_json_gives_the_command(start, text):
     folder, _, _ = start("train.steps=3")
     (folder.path / "data.json").write_text("{")
     with pytest.raises(DataError, match=r"data\.json: it cannot be read: .* Type rm (\S+) and repeat") as caught:
@@ -223,7 +223,7 @@ def test_damaged_data_json_says_what_to_type(start, text):
     assert "resumed from step 3" in start("train.steps=4")[2]
 
 
-def test_epochs_become_steps(text, tmp_path):
+def test_epochs_are_converted_to_steps(text, tmp_path):
     places = [f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
     settings = [word for word in SMALL if not word.startswith("train.steps=")] + places
     folder = prepare_run(load_config(None, [*settings, "train.epochs=0.5"]).config, world_size=1)
@@ -236,14 +236,14 @@ def test_epochs_become_steps(text, tmp_path):
         prepare_run(load_config(None, [*settings, "train.epochs=0.001", "run.name=short"]).config, world_size=1)
 
 
-def test_a_run_without_evaluation_data_does_not_pretend_to_evaluate(start):
+def test_run_without_evaluation_data_reports_no_evaluation(start):
     folder, result, shown = start("data.holdout=0", "train.steps=4")
     assert result.step == 4
     assert not [event for event in read_events(folder.events) if event["event"] == "eval"]
     assert "eval " not in shown
 
 
-def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):
+def test_early_stop_ends_the_run_when_evaluation_stops_improving(start):
     _, result, _ = start(
         "train.steps=200", "eval.every=2", "optimizer.lr=1.0", "schedule.kind=constant", "train.early_stop.patience=2"
     )
@@ -252,8 +252,8 @@ def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
-def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatch, signum):
-    whole, _, _ = start("run.name=whole")
+def test_signal_saves_and_stops_and_the_same_command_resumes(start, monkeypatch, signum):
+    undisturbed, _, _ = start("run.name=undisturbed")
     from weft.train.loop.trainer import Trainer
 
     original = Trainer._launch
@@ -271,7 +271,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatc
     assert "the same command continues from here" in shown
     _, result, _ = start("run.name=stopped")
     assert result.step == 12
-    assert_same_bits(weights(whole, 12), weights(folder, 12))
+    assert_same_bits(weights(undisturbed, 12), weights(folder, 12))
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -281,7 +281,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def test_two_runs_in_one_folder_are_refused_and_the_second_changes_nothing(start):
+def test_second_run_in_a_folder_is_rejected_and_changes_nothing(start):
     folder, _, _ = start("train.steps=3")
     with run_lock(folder.path):
         before = contents(folder.path)
@@ -293,7 +293,7 @@ def test_two_runs_in_one_folder_are_refused_and_the_second_changes_nothing(start
     start("train.steps=6")
 
 
-def test_a_run_trains_with_what_was_prepared_whatever_happens_to_its_files(tmp_path, text):
+def test_run_uses_prepared_data_even_if_its_files_change(tmp_path, text):
     settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
     folder = prepare_run(load_config(None, [*settings, "train.steps=3"]).config, world_size=1)
     for name in ("config.toml", "plan.txt", "model.json", "data.json"):
@@ -301,7 +301,7 @@ def test_a_run_trains_with_what_was_prepared_whatever_happens_to_its_files(tmp_p
     assert run_rank(folder, None, io.StringIO()).step == 3
 
 
-def test_a_refused_new_run_leaves_no_folder(tmp_path):
+def test_rejected_new_run_leaves_no_folder(tmp_path):
     config = load_config(None, [*SMALL, "data.train=none.jsonl", f"run.dir={tmp_path / 'a' / 'b'}"]).config
     with pytest.raises(DataError):
         prepare_run(config, world_size=1)
@@ -321,7 +321,7 @@ def test_a_refused_new_run_leaves_no_folder(tmp_path):
     ],
     ids=" ".join,
 )
-def test_the_bytes_of_a_checkpoint_are_known_before_the_first_step(start, settings):
+def test_checkpoint_bytes_are_computed_before_the_first_step(start, settings):
     folder, _, _ = start("train.steps=2", *settings)
     config, tensors = folder.config(), load_checkpoint(folder.checkpoint(2))
     saved = sum(t.nbytes for group in ("model", "optimizer") for t in tensors.tensors(group).values())
@@ -330,23 +330,23 @@ def test_the_bytes_of_a_checkpoint_are_known_before_the_first_step(start, settin
     assert expected_bytes(shapes, config.optimizer, master) == pytest.approx(saved, rel=0.001)
 
 
-def test_an_adapter_trains_and_resumes_on_the_same_bits(start):
+def test_adapter_trains_and_resumes_with_equal_bits(start):
     settings = ("adapter.rank=2", 'adapter.targets=["attn.*"]', "adapter.dropout=0.2", "schedule.kind=constant")
-    whole, _, shown = start("run.name=whole", "train.steps=4", *settings)
+    undisturbed, _, shown = start("run.name=undisturbed", "train.steps=4", *settings)
     start("run.name=halves", "train.steps=2", *settings)
     halves, _, _ = start("run.name=halves", "train.steps=4", *settings)
-    assert_same_bits(weights(whole, 4), weights(halves, 4))
+    assert_same_bits(weights(undisturbed, 4), weights(halves, 4))
     assert re.search(r"adapter lora of rank 2, alpha 4, dropout 0.2, on \d+ layers: .* parameters trained", shown)
-    names = load_checkpoint(whole.checkpoint(4)).entries("model")
+    names = load_checkpoint(undisturbed.checkpoint(4)).entries("model")
     assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
-    assert generate_text(whole, "def ", max_tokens=4).startswith("def ")
+    assert generate_text(undisturbed, "def ", max_tokens=4).startswith("def ")
     with pytest.raises(ConfigError, match=r"adapter.rank=4: the run in .* was started with 2"):
-        start("run.name=whole", "train.steps=6", *settings, "adapter.rank=4")
+        start("run.name=undisturbed", "train.steps=6", *settings, "adapter.rank=4")
     with pytest.raises(ConfigError, match=r"adapter.targets=wq: no module has such a path or ending"):
         start("run.name=other", "train.steps=2", "adapter.rank=2", 'adapter.targets=["wq"]')
 
 
-def test_room_for_a_checkpoint_is_asked_before_the_first_step(start, monkeypatch):
+def test_disk_space_for_a_checkpoint_is_checked_before_the_first_step(start, monkeypatch):
     folder, _, _ = start("train.steps=3")
     saved = sum(file.stat().st_size for file in folder.checkpoint(3).glob("*.safetensors"))
     free = shutil.disk_usage(folder.path)._replace(free=saved - 10_000)
@@ -354,26 +354,26 @@ def test_room_for_a_checkpoint_is_asked_before_the_first_step(start, monkeypatch
     with pytest.raises(CheckpointError, match=r"run.dir=.*: the checkpoint needs .* are free. Free .* or choose"):
         start("train.steps=6")
     assert [event["step"] for event in read_events(folder.events) if event["event"] == "step"] == [1, 2, 3]
-    # A run that has no step left needs no room.
+    # A run without remaining steps needs no space.
     start("train.steps=3")
 
 
-def test_a_run_stops_before_its_time_is_over_and_the_same_command_goes_on(start):
-    _, result, shown = start("train.steps=9", "train.max_time=10s")  # that is what ending is given
-    assert result.step == 2  # the first step asks, the second one tells all ranks
+def test_run_stops_before_its_time_limit_and_the_same_command_resumes(start):
+    _, result, shown = start("train.steps=9", "train.max_time=10s")  # exactly the time reserved for ending
+    assert result.step == 2  # the first step votes, the second one informs all ranks
     assert "stopped at step 2 of 9: train.max_time=10s is nearly used up" in shown
     assert "the same command continues from here" in shown
     assert start("train.steps=9", "train.max_time=9h")[1].step == 9
 
 
-def test_a_time_that_is_over_before_the_first_step_is_a_mistake(tmp_path, text):
+def test_time_limit_reached_before_the_first_step_is_an_error(tmp_path, text):
     settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
     run = prepare_run(load_config(None, [*settings, "train.max_time=1m30s"]).config, world_size=1)
     with pytest.raises(ConfigError, match=r"train.max_time=1m30s: the time ran out 1\d s before the first step. Use "):
         run_rank(run, None, io.StringIO(), Start(began=time.monotonic() - 100))
 
 
-def test_text_comes_out_of_a_run(start):
+def test_run_generates_text(start):
     folder, _, _ = start()
     text = generate_text(folder.path, "warp", max_tokens=5, temperature=0.0)
     assert text.startswith("warp")
@@ -383,7 +383,7 @@ def test_text_comes_out_of_a_run(start):
         generate_text(folder.path, "warp", step=5)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_folder_without_run_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"it has no config.toml, so it is not a run folder of Weft"):
         generate_text(tmp_path, "def ")
 
@@ -411,7 +411,7 @@ def test_sgd_trains_and_resumes(start):
     assert evals[-1] < evals[0]
 
 
-def test_a_run_under_a_budget_says_its_choice_and_ends_on_the_same_bits(start):
+def test_run_with_memory_budget_reports_its_choice_and_ends_with_equal_bits(start):
     plain, _, _ = start("run.name=plain")
     folder, _, shown = start("run.name=budget", "plan=recompute=60% accumulation=1")
     line = next(line for line in shown.splitlines() if line.startswith("memory"))

@@ -1,4 +1,4 @@
-"""A script's dropout and noise: the same at any number of ranks and after a resume."""
+"""Dropout and noise of scripts: equal for any number of ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.choice import gate_runs
 from tests.train.dropping_scripts import KINDS, Attends, Net, Noisy, start, train, train_all
 from weft.parallel.dropout.dropout_calls import calls_dropout
 
-#: Noise of numpy's and Python's generators follows the microbatches of a rank, and not samples.
+#: Noise of numpy's and Python's generators depends on a rank's microbatches and not on samples.
 BY_POSITION = [name for name in KINDS if name != "noise"]
 SOME = ["attends", "multi-head with weights", "encoder layer", "packed lstm", "noise of samples"]
 OWN_LOOP = ["multi-head", "attends", "noise"]
@@ -24,7 +24,7 @@ def one_process():
     return train_all("dp_replicate=1", [*KINDS])
 
 
-def test_a_resumed_script_goes_on_with_the_same_numbers(one_process, tmp_path):
+def test_resumed_script_continues_with_equal_losses(one_process, tmp_path):
     for name in KINDS:
         folder = str(tmp_path / name)
         losses = train("dp_replicate=1", name, folder=folder, save_at=2) + train("dp_replicate=1", name, folder=folder)
@@ -43,7 +43,7 @@ def test_a_resumed_script_goes_on_with_the_same_numbers(one_process, tmp_path):
         1,
     ),
 )
-def test_two_ranks_drop_what_one_does(plan, names, one_process, ranks2):
+def test_two_ranks_drop_the_same_values_as_one(plan, names, one_process, ranks2):
     for found in ranks2.run(train_all, plan, names):
         for name, losses in found.items():
             assert losses == pytest.approx(one_process[name], rel=1e-10), name
@@ -54,7 +54,7 @@ def test_dropout_and_noise_change_losses(one_process):
     assert len({round(rate, 6) for rate in rates}) == len(rates)
 
 
-def test_a_loop_of_ones_own_too(tmp_path, ranks2):
+def test_custom_loop_matches_one_process_and_resumes(tmp_path, ranks2):
     want = train_all("dp_replicate=1", OWN_LOOP, own_loop=True)
     for name in OWN_LOOP:
         parts = {"folder": str(tmp_path / name), "own_loop": True}
@@ -65,7 +65,7 @@ def test_a_loop_of_ones_own_too(tmp_path, ranks2):
             assert losses == pytest.approx(want[name], rel=1e-10), name
 
 
-def test_evaluations_draw_the_same_noise_each_time():
+def test_evaluations_use_the_same_noise_each_time():
     run = start("precision=fp64")
     model = run.parallelize(Net("noise").double())
     batch = {"x": torch.ones(4, 8, dtype=torch.float64), "labels": torch.ones(4, 1, dtype=torch.float64)}
@@ -75,18 +75,18 @@ def test_evaluations_draw_the_same_noise_each_time():
 
     first, again = (run.evaluate(model, [batch, batch], loss_fn).loss for _ in range(2))
     assert first == again
-    assert first != run.evaluate(model, [batch], loss_fn).loss  # each batch has noise of its own
+    assert first != run.evaluate(model, [batch], loss_fn).loss  # each batch has different noise
 
 
 class Masked(nn.Module):
-    """Attention without dropout, in the words of most models."""
+    """Attention without dropout, as most models write it."""
 
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.0, is_causal=True)
 
 
 class Layered(nn.Module):
-    """A layer that is called as a function is."""
+    """Layer that is called like a function."""
 
     def __init__(self, rate: float = 0.1):
         super().__init__()
@@ -97,7 +97,7 @@ class Layered(nn.Module):
 
 
 class Rated(nn.Module):
-    """Drops by function, at a rate that may be 0."""
+    """Functional dropout at a rate that may be 0."""
 
     def __init__(self, rate: float):
         super().__init__()
@@ -122,11 +122,11 @@ class Rated(nn.Module):
         (nn.Linear(2, 2), False),
     ],
 )
-def test_code_that_drops_is_found(module, drops):
+def test_code_with_dropout_is_detected(module, drops):
     assert calls_dropout(module) == drops
 
 
-def test_dropout_in_place_writes_to_its_input():
+def test_in_place_dropout_writes_to_its_input():
     model = weft.init("dp_replicate=1", device="cpu").parallelize(nn.Sequential(nn.Dropout(0.5, inplace=True)))
     x = torch.ones(8, 8)
     assert model(x) is x
@@ -134,7 +134,7 @@ def test_dropout_in_place_writes_to_its_input():
 
 
 class Checkpointed(nn.Module):
-    """Recomputes by itself, by torch's function."""
+    """Recompute with torch's own checkpoint function."""
 
     def __init__(self, recomputes: bool):
         super().__init__()
@@ -148,7 +148,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.attend, x, use_reentrant=False) if self.recomputes else self.attend(x)
 
 
-def test_a_model_that_recomputes_by_itself_drops_the_same_again():
+def test_model_with_own_recompute_repeats_its_dropout():
     grads = []
     for recomputes in (False, True):
         model = start("precision=fp64").parallelize(Checkpointed(recomputes).double())

@@ -1,4 +1,4 @@
-"""What loss functions get under half precisions, and models that were built in another format."""
+"""Inputs of loss functions under half precision, and models built in another dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.train.tasks.decoder_loss import token_cross_entropy
 
 
 def loss_fn(output, batch):
-    """That of README.md."""
+    """The loss of README.md."""
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
@@ -43,22 +43,22 @@ def layer(kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("kind", "loss"), [(nn.Linear, loss_fn), (Nested, nested_loss_fn)])
-def test_a_loss_of_half_outputs_is_not_rounded(precision, kind, loss):
+def test_loss_of_half_outputs_is_not_rounded(precision, kind, loss):
     run = start(f"precision={precision}")
     model = run.parallelize(layer(kind))
     step = run.train_step(model, torch.optim.SGD, loss, lr=0.01, max_grad_norm=None)
     losses = [step(batch()).loss for _ in range(3)]
-    assert losses[0] > losses[1] > losses[2]  # by less than bfloat16 tells apart
+    assert losses[0] > losses[1] > losses[2]  # the difference is below bfloat16's resolution
     assert losses[0] - losses[2] < 0.01
     after = run.evaluate(model, [batch()], loss).loss
     assert losses[2] - 0.01 < after < losses[2]
-    # In a loop that calls no train step.
+    # In a custom loop without train_step.
     own = loss(model(batch()[0]), batch())[0]
     assert own.dtype == torch.float32
     assert own.item() / 256 == pytest.approx(after, rel=1e-5)
 
 
-def test_weft_converts_no_outputs_for_losses_of_its_own():
+def test_outputs_for_weft_losses_are_not_converted():
     half = Plan.parse("precision=bf16")
     assert not needs_float32(token_cross_entropy, half)
     assert not needs_float32(functools.partial(token_cross_entropy), half)
@@ -67,7 +67,7 @@ def test_weft_converts_no_outputs_for_losses_of_its_own():
     assert not needs_float32(loss_fn, Plan.parse("precision=fp32"))
 
 
-def test_outputs_of_hugging_face_keep_their_kind():
+def test_hugging_face_outputs_keep_their_type():
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     output = CausalLMOutputWithPast(logits=torch.ones(2, dtype=torch.bfloat16), past_key_values="cache")
@@ -80,7 +80,7 @@ def test_outputs_of_hugging_face_keep_their_kind():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_model_in_float64_is_refused_by_name(precision):
+def test_float64_model_is_rejected_by_name(precision):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
     with pytest.raises(
         ModelError, match=rf"^precision={precision}: parameter '1.weight' is float64, .* Use precision=fp64, or call"
@@ -91,7 +91,7 @@ def test_a_model_in_float64_is_refused_by_name(precision):
 @pytest.mark.filterwarnings(f"ignore::{WeftWarning.__module__}.{WeftWarning.__name__}")
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("parts", ["all", "one"])
-def test_a_model_in_half_precision_trains_in_float32(cast, parts):
+def test_half_precision_model_trains_in_float32(cast, parts):
     run = start("dp_replicate=1")
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 128))
     (model if parts == "all" else model[0]).to(cast)
@@ -101,7 +101,7 @@ def test_a_model_in_half_precision_trains_in_float32(cast, parts):
     assert losses[0] > losses[2]
 
 
-def test_no_clipping_and_no_norm():
+def test_gradient_norm_without_clipping():
     run = start("dp_replicate=1")
     model = run.parallelize(layer())
     assert run.train_step(model, torch.optim.SGD, loss_fn, max_grad_norm=None).max_grad_norm == 0.0

@@ -1,4 +1,4 @@
-"""Scripts of one's own save, load, export and average under every plan."""
+"""Custom scripts save, load, export and average under every plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(plan_text: str) -> weft.Run:
 
 
 class Script:
-    """A script of one's own: model, step, scheduler and average."""
+    """Script with a model, a train step, a scheduler and an EMA."""
 
     def __init__(self, plan_text: str, case: DecoderCase = CASE):
         self.case = case
@@ -64,7 +64,7 @@ class Script:
         return {"weights": whole, "averages": averages, "loss": loss, "lr": self.scheduler.get_last_lr()}
 
     def evaluate(self) -> float:
-        """Of three batches, this rank's samples."""
+        """Evaluate this rank's samples of three batches."""
         axis, halves = self.run.mesh.data, []
         for index in range(3):
             batch = self.case.batch(10 + index)
@@ -78,8 +78,8 @@ def save_half(plan_text: str, folder: str) -> str:
     return str(script.run.save(folder, step=HALF, extra={"best": 0.5}, **script.state()))
 
 
-def go_on(plan_text: str, folders: list[str]) -> list[dict]:
-    """From each folder, in a script that has trained on something else."""
+def resume(plan_text: str, folders: list[str]) -> list[dict]:
+    """Resume from each folder in a script that has trained on something else."""
     script, found = Script(plan_text), []
     for folder in folders:
         loaded = script.run.load(folder, **script.state())
@@ -101,7 +101,7 @@ def assert_same(got: dict, want: dict, case: object) -> None:
 
 
 @pytest.mark.parametrize("pairs", ["a ring", pytest.param("all", marks=pytest.mark.full)])
-def test_what_one_plan_saved_another_goes_on_with(pairs, tmp_path, ranks2):
+def test_state_saved_under_one_plan_resumes_under_another(pairs, tmp_path, ranks2):
     script = Script("dp_replicate=1")
     script.train(0, HALF)
     want = {"losses": script.train(HALF, STEPS), **script.result()}
@@ -113,13 +113,13 @@ def test_what_one_plan_saved_another_goes_on_with(pairs, tmp_path, ranks2):
     for place, target in enumerate(plans):
         sources = plans if pairs == "all" else [plans[place - 1]]
         saved = [folders[source] for source in sources]
-        found = go_on(target, saved) if target == "dp_replicate=1" else ranks2.run(go_on, target, saved)[0]
+        found = resume(target, saved) if target == "dp_replicate=1" else ranks2.run(resume, target, saved)[0]
         for got, source in zip(found, sources, strict=True):
             assert_same(got, want, (source, target))
 
 
 def step_inside(plan_text: str) -> tuple[str, bool]:
-    """What a step inside `swapped` ends in, and whether the averages are out of the model again."""
+    """Return the error of a step inside `swapped`, and whether the averages were swapped back."""
     script = Script(plan_text)
     script.train(0, 1)
     try:
@@ -132,7 +132,7 @@ def step_inside(plan_text: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("plan", TWO)
-def test_a_step_that_trains_the_averages_is_told(plan, ranks2):
+def test_step_that_trains_the_averages_is_reported(plan, ranks2):
     for said, is_out in ranks2.run(step_inside, plan):
         assert "a step trained the averages" in said
         assert is_out
@@ -146,12 +146,12 @@ def full(plan_text: str) -> tuple[dict, dict, dict]:
 
 
 @pytest.mark.parametrize("plan", [*TWO, "cp=2"])
-def test_full_state_dict_is_that_of_the_plain_model(plan, ranks2):
+def test_full_state_dict_matches_the_plain_model(plan, ranks2):
     plain = CASE.model()
     (first, everywhere, _), (other, also, _) = ranks2.run(full, plan)
     assert other == {}
     assert list(first) == list(everywhere) == list(also) == list(plain.state_dict())
-    plain.load_state_dict(first)  # names and shapes
+    plain.load_state_dict(first)  # checks names and shapes
     assert first["head.weight"].data_ptr() == first["embed.weight"].data_ptr()
 
 
@@ -177,14 +177,14 @@ def averaged(plan_text: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "plan", ["dp_shard=2 zero=1", "dp_shard=2 zero=2 offload=optimizer", "dp_shard=2 zero=3 offload=optimizer"]
 )
-def test_the_average_is_torchs(plan, ranks2):
+def test_ema_matches_torch(plan, ranks2):
     want = averaged_by_torch()
     got = ranks2.run(averaged, plan)[0]
     assert all(float((got[name] - want[name]).abs().max()) < 1e-10 for name in want)
 
 
 def refusals(plan_text: str) -> dict[str, str]:
-    """What the usual ways say."""
+    """Return the error messages of PyTorch's usual functions."""
     script = Script(plan_text)
     script.train(0, 1)
     model, optimizer = script.model, script.step.optimizer
@@ -215,7 +215,7 @@ def refusals(plan_text: str) -> dict[str, str]:
         ("pp=2 accumulation=2", "pp=2", {"state_dict", "part", "load", "optimizer", "optimizer load"}),
     ],
 )
-def test_ways_that_give_pieces_refuse_and_name_the_right_one(plan, words, refused, ranks2):
+def test_functions_that_return_shards_are_rejected_with_the_right_one(plan, words, refused, ranks2):
     for found in ranks2.run(refusals, plan):
         found = {name: text for name, text in found.items() if "run." in text}
         assert found.keys() == refused
@@ -245,7 +245,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
-def test_save_pretrained_writes_what_transformers_writes_of_the_whole(kind, tmp_path, ranks2):
+def test_save_pretrained_matches_transformers_files(kind, tmp_path, ranks2):
     import transformers
 
     plain = HF[kind].model()
@@ -260,14 +260,14 @@ def test_save_pretrained_writes_what_transformers_writes_of_the_whole(kind, tmp_
     assert torch.equal(back(ids).logits, plain.eval()(ids).logits)
 
 
-def test_experts_of_several_ranks_are_written_as_transformers_writes_them(tmp_path, ranks2):
+def test_distributed_experts_are_saved_as_transformers_does(tmp_path, ranks2):
     HF["mixtral"].model().save_pretrained(tmp_path / "plain")
     for index, plan in enumerate(EXPERTS):
         ranks2.run(export, plan, "mixtral", str(tmp_path / str(index)))
         assert files(tmp_path / str(index)) == files(tmp_path / "plain"), plan
 
 
-def go_on_with_experts(plan_text: str, folder: str, first: int, last: int) -> dict:
+def resume_with_experts(plan_text: str, folder: str, first: int, last: int) -> dict:
     script = Script(plan_text, MoECase(MOE, num_steps=STEPS))
     loaded = script.run.load(folder, **script.state())
     assert (loaded.step if loaded else 0) == first
@@ -276,11 +276,11 @@ def go_on_with_experts(plan_text: str, folder: str, first: int, last: int) -> di
     return {"losses": losses, **script.result()}
 
 
-def test_experts_of_several_ranks_go_on_on_one(tmp_path, ranks2):
-    go_on_with_experts("dp_replicate=1", str(tmp_path / "plain"), 0, HALF)
-    want = go_on_with_experts("dp_replicate=1", str(tmp_path / "plain"), HALF, STEPS)
-    ranks2.run(go_on_with_experts, EXPERTS[0], str(tmp_path / "cut"), 0, HALF)
-    got = ranks2.run(go_on_with_experts, EXPERTS[1], str(tmp_path / "cut"), HALF, STEPS)[0]
+def test_distributed_experts_resume_on_one_rank(tmp_path, ranks2):
+    resume_with_experts("dp_replicate=1", str(tmp_path / "plain"), 0, HALF)
+    want = resume_with_experts("dp_replicate=1", str(tmp_path / "plain"), HALF, STEPS)
+    ranks2.run(resume_with_experts, EXPERTS[0], str(tmp_path / "cut"), 0, HALF)
+    got = ranks2.run(resume_with_experts, EXPERTS[1], str(tmp_path / "cut"), HALF, STEPS)[0]
     assert_same(got, want, EXPERTS)
 
 
@@ -294,7 +294,7 @@ def export_rounded(plan_text: str, folder: str) -> list[str]:
     return [str(one.message) for one in told]
 
 
-def test_a_model_loaded_in_bf16_says_what_it_takes_and_is_written_as_it_was(tmp_path, ranks2):
+def test_bf16_model_reports_its_memory_and_is_saved_in_bf16(tmp_path, ranks2):
     from safetensors.torch import load_file
 
     plain = HF["llama"].model().bfloat16()
@@ -310,7 +310,7 @@ def test_a_model_loaded_in_bf16_says_what_it_takes_and_is_written_as_it_was(tmp_
     assert "a float32 master too. Every plan keeps these masters. Use zero=1, 2 or 3" in line
 
 
-def test_a_model_of_bf16_under_fp32_is_told_of_precision():
+def test_bf16_model_under_fp32_suggests_bf16_precision():
     with pytest.warns(UserWarning, match=r"loaded in bfloat16 with .* all in float32. Use precision=bf16"):
         start("dp_replicate=1").parallelize(nn.Linear(8, 8).bfloat16())
 
@@ -319,7 +319,7 @@ def loss_fn(output, batch):
     return output.float().square().sum(), output.shape[0]
 
 
-def test_first_start_and_resume_are_the_same_lines(tmp_path):
+def test_first_start_and_resume_use_the_same_code(tmp_path):
     data = TensorDataset(torch.randn(24, 8))
     seen = []
     for _ in range(2):
@@ -344,7 +344,7 @@ def test_first_start_and_resume_are_the_same_lines(tmp_path):
     ]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path):
+def test_damaged_checkpoint_is_skipped_with_a_warning(tmp_path):
     run = start("dp_replicate=1")
     model = run.parallelize(nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -361,7 +361,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path):
         run.load(tmp_path, model=model, optimizer=optimizer, step=7)
 
 
-def test_wrong_use_ends_in_one_sentence(tmp_path):
+def test_misuse_raises_one_message(tmp_path):
     run = start("dp_replicate=1")
     plain = nn.Linear(8, 2)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -403,7 +403,7 @@ def fail_to_save(folder: str) -> str:
     return ""
 
 
-def test_what_the_first_rank_cannot_write_all_ranks_say(tmp_path, ranks2):
+def test_write_error_of_rank_0_is_raised_on_all_ranks(tmp_path, ranks2):
     first, other = ranks2.run(fail_to_save, str(tmp_path))
     assert first == other
     assert "the key 1 is not text" in first
@@ -422,7 +422,7 @@ def test_what_the_first_rank_cannot_write_all_ranks_say(tmp_path, ranks2):
         ),
     ],
 )
-def test_schedulers_go_on_where_they_were(make, tmp_path):
+def test_schedulers_resume_at_their_step(make, tmp_path):
     run = start("dp_replicate=1")
     model = run.parallelize(nn.Linear(2, 2))
 
@@ -448,8 +448,8 @@ def test_schedulers_go_on_where_they_were(make, tmp_path):
     assert isinstance(optimizer.param_groups[0]["betas"], tuple)
 
 
-def save_behind(plan_text: str, folder: str) -> dict:
-    """Save in the background, train on, save again, and then fail to."""
+def save_in_background(plan_text: str, folder: str) -> dict:
+    """Save in the background, train on, save again, and then let a save fail."""
     script = Script(plan_text)
     script.train(0, HALF)
     before = script.run.full_state_dict(script.model)
@@ -461,21 +461,21 @@ def save_behind(plan_text: str, folder: str) -> dict:
     with pytest.raises(CheckpointError, match=r"the checkpoint of step 3 could not be written"):
         script.run.save(folder, step=4, **script.state())
     script.run.save(folder, step=4, background=True, keep=1, **script.state())
-    loaded = script.run.load(folder, **script.state())  # waits
+    loaded = script.run.load(folder, **script.state())  # waits for the save
     return {"before": before, "step": loaded.step, "names": sorted(one.name for one in Path(folder).glob("step*"))}
 
 
-def test_a_save_behind_a_script_has_its_step_and_errors_come_at_the_next_call(tmp_path, ranks2):
-    got = ranks2.run(save_behind, TWO[2], str(tmp_path))
+def test_background_save_has_its_step_and_errors_are_raised_at_next_call(tmp_path, ranks2):
+    got = ranks2.run(save_in_background, TWO[2], str(tmp_path))
     assert [one["step"] for one in got] == [4, 4]
     assert got[0]["names"] == ["step_00000004"]
     saved = tmp_path / "once"
-    (told,) = {str(one) for one in ranks2.run(saved_behind, TWO[2], str(saved))}
+    (told,) = {str(one) for one in ranks2.run(background_save_result, TWO[2], str(saved))}
     weights = load_checkpoint(Path(told)).tensors("model")
     assert all(torch.equal(weights[name], one) for name, one in got[0]["before"].items() if name in weights)
 
 
-def saved_behind(plan_text: str, folder: str) -> str:
+def background_save_result(plan_text: str, folder: str) -> str:
     script = Script(plan_text)
     script.train(0, HALF)
     path = script.run.save(folder, step=HALF, background=True, **script.state())

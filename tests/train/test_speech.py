@@ -1,4 +1,4 @@
-"""`task = "classify_audio"` and `"transcribe"`: runs that learn, go on and are refused, and what people see of them."""
+"""`task=classify_audio` and `transcribe`: runs learn, resume, reject invalid settings, and show their samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def last_evaluation(folder: Any) -> dict[str, Any]:
     return [event for event in events if event["event"] == "eval"][-1]
 
 
-def test_the_network_does_not_see_what_batches_are_filled_up_with() -> None:
+def test_network_ignores_padding() -> None:
     torch.manual_seed(0)
     model = build_speech_model("speech-tiny", 5, 20).double().eval()
     sizes = (7, 30, 18)
@@ -61,7 +61,7 @@ def test_the_network_does_not_see_what_batches_are_filled_up_with() -> None:
         build_speech_model("speech-tony", 5, 20)
 
 
-def test_a_run_learns_words_of_tones_and_refuses_other_recordings(tmp_path: Path) -> None:
+def test_run_learns_tone_words_and_rejects_other_clips(tmp_path: Path) -> None:
     data = str(sound_folder(tmp_path / "folder", 8))
     made = config(tmp_path, "classify_audio", steps=45, data=data, mels=20, dropout=0.0, noise=0.1, holdout=0.34)
     folder = prepare_run(made, 1)
@@ -75,7 +75,7 @@ def test_a_run_learns_words_of_tones_and_refuses_other_recordings(tmp_path: Path
 
 
 def transcribing(tmp_path: Path, steps: int) -> tuple[Any, dict[str, Any], str]:
-    """A run's folder, its last evaluation, and its records."""
+    """Return a run's folder, its last evaluation, and its records."""
     whisper = str(save_whisper(tmp_path / "whisper", d_model=64))
     data = str(as_tar(tmp_path, spoken(30), "text"))
     more = {"data": data, "target_len": 8, "generate": 6, "holdout": 0.3, "gain": 3.0}
@@ -85,13 +85,13 @@ def transcribing(tmp_path: Path, steps: int) -> tuple[Any, dict[str, Any], str]:
 
 
 @pytest.mark.full
-def test_a_whisper_learns_to_write_what_is_said(tmp_path: Path) -> None:
+def test_whisper_learns_to_transcribe(tmp_path: Path) -> None:
     _, found, _ = transcribing(tmp_path, 200)
     assert found["character_error_rate"] <= 0.1
     assert found["token_accuracy"] >= 0.9
 
 
-def test_a_whisper_is_trained_and_measured(tmp_path: Path) -> None:
+def test_whisper_is_trained_and_evaluated(tmp_path: Path) -> None:
     folder, found, data = transcribing(tmp_path, 4)
     assert 0.0 < found["character_error_rate"] < 5.0
     assert 0.0 < found["token_accuracy"] < 1.0
@@ -105,14 +105,14 @@ def test_a_whisper_is_trained_and_measured(tmp_path: Path) -> None:
 
 
 def letters(one: str, other: str) -> int:
-    """The textbook's recursion."""
+    """Edit distance by the textbook's recursion."""
     if not one or not other:
         return len(one) + len(other)
     same = letters(one[1:], other[1:]) + (one[0] != other[0])
     return min(same, 1 + letters(one[1:], other), 1 + letters(one, other[1:]))
 
 
-def test_wrong_letters_are_counted_as_the_textbook_does() -> None:
+def test_edit_distance_matches_the_textbook() -> None:
     rng = np.random.default_rng(0)
     pairs = [tuple("".join(rng.choice(list("abcé"), rng.integers(0, 7))) for _ in range(2)) for _ in range(60)]
     assert [edit_distance(*pair) for pair in pairs] == [letters(*pair) for pair in pairs]
@@ -129,14 +129,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_a_wrong_option_is_one_sentence(tmp_path: Path, text: str) -> None:
+def test_invalid_option_is_one_message(tmp_path: Path, text: str) -> None:
     options = {"data": str(sound_folder(tmp_path / "folder", 3))} | REFUSED[text]
     with pytest.raises((ConfigError, DataError, ModelError)) as caught:
         find_task(config(tmp_path, "classify_audio", **options)).build()
     assert text in str(caught.value)
 
 
-def test_a_model_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_mismatched_model_and_data_are_rejected(tmp_path: Path) -> None:
     whisper = str(save_whisper(tmp_path / "whisper"))
     lines = [{"audio": "a.wav", "text": "ab"}, {"audio": "long.wav", "text": "ab"}, {"audio": "a.wav", "text": "abcd "}]
     (tmp_path / "a.wav").write_bytes(encoded(tones("ab", 1)))
@@ -156,7 +156,7 @@ def test_a_model_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "a.wav: its text has 5 tokens, more than target_len=4" in found
     assert "target_len=99: the model writes at most 64 tokens. Use 64 or less." in refusal(target_len=99)
     assert "data=nowhere: it names no .tar, .jsonl or .parquet file" in refusal(data="nowhere")
-    # Without a folder it is the task of Weft's own small model, which has options of its own.
+    # Without a folder the task uses Weft's own small model, which has other options.
     assert "task.options.target_len: transcribe has no such option. Did you mean 'text_len'?" in refusal(model="")
     (tmp_path / "whisper" / "preprocessor_config.json").write_text(
         (tmp_path / "whisper" / "preprocessor_config.json")
@@ -166,7 +166,7 @@ def test_a_model_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "its feature extractor gives 16 x 200 numbers, and its model reads 16 x 100." in refusal()
 
 
-def test_samples_are_shown_and_drawn(tmp_path: Path) -> None:
+def test_samples_are_shown_and_plotted(tmp_path: Path) -> None:
     sound, pictures = str(sound_folder(tmp_path / "sound", 4)), str(class_folder(tmp_path / "pictures"))
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     for name, data, option, shape in (

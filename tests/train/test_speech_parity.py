@@ -1,4 +1,4 @@
-"""Tasks on audio: ranks with audio clips of different lengths compute what one process does, in float64."""
+"""Tasks on audio: ranks with clips of different lengths match one process, in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.verify.verifier import Float64Throughout
 transformers = pytest.importorskip("transformers")
 
 STEPS = 3
-#: Samples of a step: no multiple of the ranks.
+#: Samples of a step: not a multiple of the ranks.
 BATCH = 7
 
 
@@ -73,7 +73,7 @@ def config(case: str, root: Path, **options: Any) -> RunConfig:
 
 
 def trained(plan_text: str, root: Path, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By case: losses and norms of some steps, weights after them, and an evaluation."""
+    """Return by case: losses and norms of some steps, final weights, and an evaluation."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh, found = build_mesh(plan), {}
@@ -100,13 +100,13 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-6, weight_decay=0.1)
 
 
-def plainly(case: str, root: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
-    """The same with PyTorch and transformers alone, an audio clip at a time, without anything that fills it up."""
+def train_reference(case: str, root: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
+    """Compute the same with only PyTorch and transformers, one unpadded clip at a time."""
     task = find_task(config(case, root))
     if case == "whisper":
         kind = transformers.WhisperForConditionalGeneration
         model = kind.from_pretrained(root / "whisper", dtype=torch.float64, attn_implementation="eager")
-        model.model.encoder.embed_positions.requires_grad_(False)  # as its code says, and from_pretrained forgets
+        model.model.encoder.embed_positions.requires_grad_(False)  # from_pretrained does not apply this
     else:
         model = task.initial_model(Plan()).double()
     optimizer, numbers, samples = optimizer_of(model), [], task.samples("train")
@@ -145,7 +145,7 @@ def accuracy(task: Any, model: torch.nn.Module) -> float:
 
 @torch.no_grad()
 def error_rate(task: Any, model: Any) -> float:
-    """Letters that greedy writing gets wrong, without a cache, by the textbook's recursion."""
+    """Return the letter error rate of greedy decoding without a cache, by the textbook's recursion."""
     model.eval()
     tokenizer, held = task.network.tokenizer(), task.samples("eval")
     edits = letters = 0
@@ -155,8 +155,8 @@ def error_rate(task: Any, model: Any) -> float:
         while len(ids) < 6 and ids[-1] != 3:
             logits = model(torch.from_numpy(made).double()[None], decoder_input_ids=torch.tensor([ids])).logits
             ids.append(int(logits[0, -1].argmax()))
-        said, true = (tokenizer.decode(each, skip_special_tokens=True).strip() for each in (ids, learnt.tolist()))
-        edits, letters = edits + distance(said, true), letters + len(true)
+        written, true = (tokenizer.decode(each, skip_special_tokens=True).strip() for each in (ids, learnt.tolist()))
+        edits, letters = edits + distance(written, true), letters + len(true)
     return edits / letters
 
 
@@ -180,24 +180,24 @@ def assert_equal(got: Any, wanted: Any, case: str) -> None:
 def check(plan: str, root: Path, ranks: Any) -> None:
     both: dict[str, dict[str, Any]] = {"speech-tiny": {}, "whisper": {}}
     with Float64Throughout():
-        wanted = {case: plainly(case, root) for case in both}
+        wanted = {case: train_reference(case, root) for case in both}
     for found in ranks.run(trained, plan, root, both):
         for case in both:
             assert_equal(found[case], wanted[case], case)
 
 
-def test_ranks_train_and_measure_what_one_process_does(root: Path, ranks2: Any) -> None:
+def test_ranks_train_and_evaluate_like_one_process(root: Path, ranks2: Any) -> None:
     check("dp_shard=2 zero=3", root, ranks2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=3 accumulation=3"])
-def test_under_every_plan(plan: str, root: Path, ranks2: Any) -> None:
+def test_results_match_under_every_plan(plan: str, root: Path, ranks2: Any) -> None:
     check(plan, root, ranks2)
 
 
 @pytest.mark.full
-def test_dropout_does_not_depend_on_the_cut(root: Path, ranks2: Any) -> None:
+def test_dropout_does_not_depend_on_the_plan(root: Path, ranks2: Any) -> None:
     more = {"speech-tiny": {"dropout": 0.2}}
     wanted = trained("dp_replicate=1", root, more)["speech-tiny"][0]
     for plan in ("dp_replicate=2", "dp_shard=2 zero=3 accumulation=2"):

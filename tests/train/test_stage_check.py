@@ -1,4 +1,4 @@
-"""Under a pipeline, results that depend on the microbatches are warned of or refused, and others equal one process."""
+"""Pipelines report results that depend on the microbatches; other results equal one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = 8
 
 @dataclass
 class Trained:
-    """What a rank warned of or refused, its losses, and its weights by name."""
+    """The warning or error of a rank, its losses, and its weights by name."""
 
     said: list[str] = field(default_factory=list)
     losses: list[float] | None = None
@@ -54,7 +54,7 @@ def train(run: Run, name: str, steps: int, **options: Any) -> Trained:
             return trained
     trained.said = [str(one.message) for one in caught if one.category is WeftWarning]
     trained.losses = losses
-    # A rank may hold a shared weight only under its second name.
+    # A rank may have a shared weight only under its second name.
     weights = model.named_parameters(remove_duplicate=False)
     kept = ((path, one.full_tensor() if isinstance(one, DTensor) else one) for path, one in weights if not one.is_meta)
     trained.weights = {path: one.detach().clone() for path, one in kept}
@@ -62,7 +62,7 @@ def train(run: Run, name: str, steps: int, **options: Any) -> Trained:
 
 
 def check(found: list[dict[str, Trained]], plain: dict[str, Trained]) -> None:
-    """Check the answers of all ranks of a pipeline."""
+    """Check the results of all ranks of a pipeline."""
     for name, expected in plain.items():
         answers = [one[name] for one in found]
         said = [text for one in answers for text in one.said]
@@ -80,7 +80,7 @@ def check(found: list[dict[str, Trained]], plain: dict[str, Trained]) -> None:
                 torch.testing.assert_close(value, expected.weights[path], rtol=1e-9, atol=1e-11, msg=f"{name} {path}")
 
 
-#: Run in every test; the others in the full tests.
+#: Cases of every test; `full` runs the others.
 SOME = [
     *("gelu", "dropout", "remembering", "weft noise", "tied attention", "inner gradient as it trains", "force"),
     *("centred at the end", "inner gradient of all samples", "its buffer", "counter in an attribute", "teacher"),
@@ -96,13 +96,13 @@ SCHEDULES = [
 ]
 
 
-def test_two_stages(ranks2):
+def test_two_stages_match_or_report(ranks2):
     check(ranks2.run(train_all, "pp=2 microbatches=2", SOME), train_all("", SOME))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=4"])
-def test_every_kind(plan, ranks2):
+def test_every_kind_under_every_plan(plan, ranks2):
     names = [*LEGAL, *INTERACTING]
     for start in range(0, len(names), 15):
         some = names[start : start + 15]
@@ -116,13 +116,13 @@ def test_every_schedule(plan, ranks2):
 
 
 @pytest.mark.full
-def test_four_stages_and_replicas_of_two(ranks4):
+def test_four_stages_and_two_replicas(ranks4):
     names = ["gelu", "one block many times", "centred", "its buffer", "random mask at the end"]
     for plan in ("pp=4 microbatches=2", "pp=2 dp_shard=2 zero=3 reshard=after_step microbatches=2"):
         check(ranks4.run(train_all, plan, names), train_all("", names))
 
 
-def test_a_stage_that_cannot_run_so_few_samples_blocks_no_rank(ranks2):
+def test_stage_with_fixed_batch_size_blocks_no_rank(ranks2):
     for answer in ranks2.run(train_fixed, "pp=2 microbatches=2"):
         assert answer == []
 
@@ -148,7 +148,7 @@ def test_state_is_named_as_the_cause_under_accumulation():
         assert not any(NOISE in one for one in trained.said), (name, trained.said)
 
 
-def test_the_check_restores_all_state():
+def test_check_restores_all_state():
     for name in ("teacher", "swapped teacher", "running norm in an attribute", "own generator", "remembering"):
         plan = Plan.parse("accumulation=2 precision=fp64")
         run = Run(plan, build_mesh(plan), Ledger(), 0)

@@ -1,4 +1,4 @@
-"""A checkpoint of one plan goes on under any other, exactly."""
+"""A checkpoint of one plan resumes exactly under any other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(plan_text: str, case_name: str) -> tuple[TrainStep, object, Plan]:
 
 
 def train(plan_text: str, case_name: str, first: int, last: int, load: str = "", save: str = "") -> dict | None:
-    """Train some steps from a checkpoint or from the start; save one, or return what a checkpoint would hold."""
+    """Train some steps from a checkpoint or from the start; save a checkpoint or return its contents."""
     step, case, plan = make(plan_text, case_name)
     if load:
         checkpoint = load_checkpoint(load)
@@ -69,7 +69,7 @@ PLANS = {
         pytest.param("dp_replicate=2", "cnn", marks=pytest.mark.full),
     ],
 )
-def test_a_run_goes_on_under_any_plan_as_if_undisturbed(source, case_name, tmp_path, ranks2, ranks4):
+def test_run_resumes_under_any_plan_like_an_undisturbed_run(source, case_name, tmp_path, ranks2, ranks4):
     undisturbed = train("precision=fp64", case_name, 0, STEPS)
     saved = ranks2.run(train, source + " precision=fp64", case_name, 0, HALF, save=str(tmp_path))[0]
     assert saved["losses"] == pytest.approx(undisturbed["losses"][:HALF], rel=1e-12)
@@ -90,7 +90,7 @@ def test_a_run_goes_on_under_any_plan_as_if_undisturbed(source, case_name, tmp_p
 
 
 def save_and_load_masters(plan_text: str) -> list[bool]:
-    """Under bf16 a checkpoint holds the fp32 masters, and gives them back to the bit."""
+    """Under bf16 a checkpoint stores the fp32 masters and restores them bitwise."""
     model, mesh = laid_out(plan_text, mlp(torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = TrainStep(model, optimizer, lambda out, _: (out.float().square().sum(), len(out)), mesh)
@@ -109,7 +109,7 @@ def save_and_load_masters(plan_text: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2"])
-def test_masters_come_back_to_the_bit(plan, ranks2):
+def test_masters_are_restored_bitwise(plan, ranks2):
     assert ranks2.run(save_and_load_masters, plan + " precision=bf16") == [[True, True, True]] * 2
 
 
@@ -124,7 +124,7 @@ def test_masters_come_back_to_the_bit(plan, ranks2):
         ),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(change, text):
+def test_checkpoint_of_another_model_is_rejected(change, text):
     model, _ = laid_out("precision=fp64", mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     groups = {"model": dict(capture(model, optimizer)["model"]), "optimizer": {}}
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_another_model_is_refused(change, text):
     assert str(caught.value).startswith(text)
 
 
-def test_a_state_of_an_unknown_parameter_is_refused():
+def test_state_of_an_unknown_parameter_is_rejected():
     model, _ = laid_out("precision=fp64", mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     groups = {"model": capture(model, optimizer)["model"], "optimizer": {"9.weight/exp_avg": torch.zeros(2)}}
@@ -143,7 +143,7 @@ def test_a_state_of_an_unknown_parameter_is_refused():
 
 
 def odd_states(plan_text: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the states of an optimizer that sees whole matrices."""
+    """Return the state shapes of an optimizer that needs full matrices."""
     torch.manual_seed(0)
     model, mesh = laid_out(plan_text, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
@@ -154,15 +154,15 @@ def odd_states(plan_text: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in groups["optimizer"].items()}
 
 
-def test_states_that_are_not_shaped_like_their_parameter_travel_whole(ranks2):
+def test_states_not_shaped_like_their_parameter_are_saved_unsharded(ranks2):
     want = odd_states("dp_replicate=1")
     assert want["0.weight/row_var"] == (16, 1)
     for got in ranks2.run(odd_states, "dp_shard=2 zero=1"):
         assert got == want
 
 
-def look_save_and_go_on(plan_text: str) -> list[float]:
-    """Evaluate, save on one rank, train: what a loop does when an evaluation was the best so far."""
+def evaluate_save_and_resume(plan_text: str) -> list[float]:
+    """Evaluate, save on one rank, train: what the loop does after the best evaluation so far."""
     step, case, plan = make(plan_text, "decoder")
     losses = []
     for index in range(3):
@@ -175,8 +175,8 @@ def look_save_and_go_on(plan_text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "dp_shard=2 zero=3 reshard=after_step", "dp_shard=2 zero=2"])
-def test_saving_on_one_rank_after_an_evaluation_leaves_the_ranks_alike(plan, ranks2):
-    """Under zero=3 the state dict of one rank alone let that rank's gathered weights go, and the next forward hung."""
-    (expected,) = [look_save_and_go_on("precision=fp64")]
-    for losses in ranks2.run(look_save_and_go_on, f"{plan} precision=fp64"):
+def test_saving_on_one_rank_after_an_evaluation_keeps_ranks_in_sync(plan, ranks2):
+    """Under zero=3, a state dict on one rank resharded only that rank's weights, and the next forward hung."""
+    (expected,) = [evaluate_save_and_resume("precision=fp64")]
+    for losses in ranks2.run(evaluate_save_and_resume, f"{plan} precision=fp64"):
         assert losses == pytest.approx(expected, rel=1e-10)

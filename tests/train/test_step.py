@@ -1,4 +1,4 @@
-"""TrainStep against torch's own loop, and what it does when numbers go wrong."""
+"""TrainStep compared with torch's own loop, and its handling of non-finite numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_step(plan_text: str, model: nn.Module, loss_fn=class_loss, lr: float = 
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
-def test_the_step_is_torchs_loop_with_mean_loss_and_clipping(accumulation):
+def test_step_matches_torch_loop_with_mean_loss_and_clipping(accumulation):
     plain = mlp().double()
     step = make_step(f"precision=fp64 accumulation={accumulation}", mlp(), max_grad_norm=0.2)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
@@ -68,9 +68,9 @@ def test_the_step_is_torchs_loop_with_mean_loss_and_clipping(accumulation):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
-# tanh hides an infinite input from the loss, and not from the gradient.
+# tanh hides an infinite input from the loss but not from the gradient.
 @pytest.mark.parametrize(("bad", "named"), [(math.nan, "loss is nan"), (math.inf, "gradient norm is nan")])
-def test_what_is_not_finite_leaves_weights_and_optimizer_alone(bad, named):
+def test_nonfinite_step_changes_no_weights_or_states(bad, named):
     step = make_step("dp_replicate=1", mlp())
     step(batch_of(8, 0, torch.float32))
     before = copy.deepcopy((step.model.state_dict(), step.optimizer.state_dict()))
@@ -79,19 +79,19 @@ def test_what_is_not_finite_leaves_weights_and_optimizer_alone(bad, named):
     metrics = step((x, y))
     assert metrics.skipped == named
     torch.testing.assert_close((step.model.state_dict(), step.optimizer.state_dict()), before, rtol=0, atol=0)
-    # The next good step is a step as ever: no bad number is left behind.
+    # The next good step is unaffected.
     assert step(batch_of(8, 2, torch.float32)).skipped is None
     assert all(torch.isfinite(p).all() for p in step.model.parameters())
 
 
-def test_a_gradient_that_is_not_finite_is_named_as_such():
+def test_nonfinite_gradient_is_reported():
     class SquareRoot(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(3))
 
         def forward(self, x):
-            return (self.weight * x).abs().sqrt()  # finite at zero, with a gradient that is not
+            return (self.weight * x).abs().sqrt()  # finite at zero, with an infinite gradient
 
     step = make_step("dp_replicate=1", SquareRoot(), lambda out, batch: (out.sum(), out.numel()))
     metrics = step(torch.ones(2, 3))
@@ -100,7 +100,7 @@ def test_a_gradient_that_is_not_finite_is_named_as_such():
     assert torch.equal(step.model.weight, torch.zeros(3))
 
 
-def test_a_batch_without_trained_tokens_changes_nothing():
+def test_batch_without_trained_tokens_changes_nothing():
     step = make_step("dp_replicate=1", mlp(), lambda out, batch: (out.sum() * 0, 0))
     before = copy.deepcopy(step.model.state_dict())
     metrics = step(batch_of(4, 0, torch.float32))
@@ -111,19 +111,19 @@ def test_a_batch_without_trained_tokens_changes_nothing():
 
 def test_fp16_finds_its_loss_scale_and_then_trains():
     model = mlp()
-    # Gradients of a loss this large overflow fp16 at the first scale, and fit after some halvings.
+    # Gradients of such a large loss overflow fp16 at the initial scale and fit after some halvings.
     step = make_step("precision=fp16", model, lambda out, batch: (out.float().pow(2).sum() * 300, len(batch[1])))
     seen = [step(batch_of(8, seed, torch.float32)) for seed in range(16)]
     skipped = [metrics.skipped is not None for metrics in seen]
     assert skipped[0]
     assert not skipped[-1]
-    assert skipped == sorted(skipped, reverse=True)  # first only overflows, then none
+    assert skipped == sorted(skipped, reverse=True)  # overflows come first
     assert seen[-1].loss_scale == 2.0**16 / 2 ** sum(skipped)
     assert step.loss_scale.num_skipped == sum(skipped)
     assert seen[-1].loss < seen[0].loss
 
 
-def test_bf16_computes_in_bf16_and_keeps_fp32_masters_gradients_and_states():
+def test_bf16_computes_in_bf16_with_fp32_masters_gradients_and_states():
     step = make_step("precision=bf16", mlp())
     assert step(batch_of(8, 0, torch.float32)).loss_scale is None
     assert {p.dtype for p in step.model.parameters()} == {torch.bfloat16}
@@ -137,7 +137,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters_gradients_and_states():
         assert not torch.equal(param.float(), master)
 
 
-def test_gradients_that_somebody_set_to_none_come_back():
+def test_gradients_set_to_none_are_restored():
     step = make_step("precision=fp64", mlp())
     other = make_step("precision=fp64", mlp())
     for seed in range(3):
@@ -146,14 +146,14 @@ def test_gradients_that_somebody_set_to_none_come_back():
 
 
 class Noise(nn.Module):
-    """Draws from torch's generator."""
+    """Add noise from torch's generator."""
 
     def forward(self, x):
         return x + torch.rand_like(x)
 
 
 @pytest.mark.parametrize(("layer", "name"), [(Noise, "seeds"), (lambda: nn.Dropout(0.5), "dropout_key")])
-def test_random_numbers_follow_what_the_step_is_given_alone(layer, name):
+def test_random_numbers_depend_only_on_the_step_seeds(layer, name):
     def loss(number):
         step = make_step("dp_replicate=1", nn.Sequential(mlp(), layer()))
         return step(batch_of(8, 0, torch.float32), **{name: [number] if name == "seeds" else number}).loss
@@ -167,8 +167,8 @@ def test_random_numbers_follow_what_the_step_is_given_alone(layer, name):
 @pytest.mark.parametrize(
     "plan", ["precision=fp32", "precision=bf16", "precision=fp16", "precision=fp64 accumulation=2"]
 )
-def test_what_the_device_decides_is_what_the_host_would(plan, optimizer):
-    """Weights, states, counts of steps, scale and metrics to the bit, with steps that are skipped among them."""
+def test_device_decision_equals_host_decision(plan, optimizer):
+    """Compare weights, states, step counts, scale and metrics bitwise; some steps are skipped."""
 
     def trained(reads_late):
         mesh = build_mesh(Plan.parse(plan))
@@ -206,7 +206,7 @@ def test_what_the_device_decides_is_what_the_host_would(plan, optimizer):
 
 
 def trained_decoder(plan: str, reads_late: bool, **options) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """What steps said of themselves, two of which are skipped, and weights and what wires carry at the end."""
+    """Return metrics of steps, two of them skipped, and the final weights and error-feedback residuals."""
     mesh = build_mesh(Plan.parse(plan))
     spec = DecoderSpec(vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8,
                        **options)  # fmt: skip
@@ -222,9 +222,9 @@ def trained_decoder(plan: str, reads_late: bool, **options) -> tuple[list[str], 
         with patch.object(step._loss, "loss_fn", infinite) if spoiled else contextlib.nullcontext():
             found.append(step(batch))
     assert any(isinstance(one, LateMetrics) for one in found) == reads_late
-    said = [str(one)[str(one).index("(") :] for one in found]
+    message = [str(one)[str(one).index("(") :] for one in found]
     engine = data_parallel(model)
-    return said, {**dict(engine.weights()), **engine.coders.states(), **dict(model.named_buffers())}
+    return message, {**dict(engine.weights()), **engine.coders.states(), **dict(model.named_buffers())}
 
 
 def infinite(output, batch):
@@ -232,7 +232,7 @@ def infinite(output, batch):
     return loss_sum * math.inf, number
 
 
-def the_same_late_and_not(plan: str, **options) -> tuple[int, set[str]]:
+def compare_late_decision(plan: str, **options) -> tuple[int, set[str]]:
     late, usual = trained_decoder(plan, True, **options), trained_decoder(plan, False, **options)
     assert late[0] == usual[0]
     assert late[1].keys() == usual[1].keys()
@@ -241,19 +241,19 @@ def the_same_late_and_not(plan: str, **options) -> tuple[int, set[str]]:
 
 
 @pytest.mark.parametrize("balance", ["aux_loss", "bias"])
-def test_the_device_decides_with_experts_whose_balance_has_a_scaled_loss(balance):
-    skipped, _ = the_same_late_and_not("precision=fp16", num_experts=4, balance=balance, balance_rate=0.01)
+def test_device_decides_with_scaled_balance_loss_of_experts(balance):
+    skipped, _ = compare_late_decision("precision=fp16", num_experts=4, balance=balance, balance_rate=0.01)
     assert skipped >= 2
 
 
-def test_the_device_decides_what_a_wire_carries_on(ranks2):
+def test_device_decides_error_feedback_residuals(ranks2):
     for plan in ("dp_replicate=2 reduce=block8", "dp_shard=2 zero=3 reduce=block8"):
-        for skipped, names in ranks2.run(the_same_late_and_not, plan):
+        for skipped, names in ranks2.run(compare_late_decision, plan):
             assert skipped >= 2
             assert any(name.endswith("residual") for name in names)
 
 
-def test_metrics_that_come_late_are_those_of_any_step_and_can_be_sent():
+def test_late_metrics_equal_others_and_can_be_pickled():
     step = make_step("dp_replicate=1", mlp(), reads_late=True)
     step(batch_of(8, 0, torch.float32))
     late = step(batch_of(8, 1, torch.float32))
@@ -277,7 +277,7 @@ def ask_on_one_rank(plan_text: str) -> list[bool]:
     return found
 
 
-def test_all_ranks_learn_at_the_same_step_that_one_wants_to_stop(ranks2):
+def test_all_ranks_see_a_stop_request_at_the_same_step(ranks2):
     assert ranks2.run(ask_on_one_rank, "dp_replicate=2") == [[False, True, True]] * 2
 
 
@@ -290,7 +290,7 @@ def overflow_on_one_rank(plan_text: str) -> list[object]:
     return [metrics.skipped is not None, step.loss_scale.scale]
 
 
-def test_one_rank_that_overflows_makes_all_skip(ranks2):
+def test_overflow_on_one_rank_skips_the_step_on_all(ranks2):
     assert ranks2.run(overflow_on_one_rank, "dp_replicate=2 precision=fp16") == [[True, 2.0**15]] * 2
 
 
@@ -301,7 +301,7 @@ def test_batches_are_split_along_their_first_dim():
     assert parts[3]["b"][1].tolist() == [7, 8]
 
 
-def test_a_batch_that_does_not_come_out_even_is_refused():
+def test_batch_not_divisible_by_the_split_is_rejected():
     with pytest.raises(ModelError) as caught:
         split_batch(torch.zeros(6, 2), 4)
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""A task of one's own, by the name of its class in a config: it trains, resumes, is planned and verified."""
+"""A user-defined task, selected by class name in a config: it trains, resumes, is planned and verified."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {**checkpoint.tensors("model"), **checkpoint.tensors("optimizer")}
 
 
-def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_images_are_trained_counted_and_measured(start):
+def test_images_are_trained_counted_and_evaluated(start):
     folder, shown = start()
     events = read_events(folder.events)
     steps = [event for event in events if event["event"] == "step"]
@@ -72,29 +72,29 @@ def test_images_are_trained_counted_and_measured(start):
     assert {path.name for path in folder.path.iterdir()}.isdisjoint({"model.json", "data.json", "tokenizer"})
 
 
-def test_a_run_in_two_halves_ends_on_the_same_bits(start):
-    whole, _ = start("run.name=whole")
+def test_run_in_two_parts_ends_with_equal_bits(start):
+    undisturbed, _ = start("run.name=undisturbed")
     halves, _ = start("run.name=halves", "checkpoint.keep=9")
     for step in (6, 9):  # as if the process had died before
         (halves.checkpoint(step) / "COMMIT").unlink()
     _, shown = start("run.name=halves", "checkpoint.keep=9")
     assert "resumed from step 3" in shown
-    assert_alike(saved(whole.path, 9), saved(halves.path, 9))
+    assert_equal(saved(undisturbed.path, 9), saved(halves.path, 9))
 
 
-def test_the_page_shows_this_task():
+def test_docs_page_contains_this_task():
     page = (HERE.parents[1] / "docs" / "how-to" / "own_task.md").read_text()
     assert f"```python\n{(HERE / 'image_task.py').read_text()}```" in page
     assert len((HERE / "image_task.py").read_text().splitlines()) < 50
 
 
-def test_epochs_are_of_the_tasks_samples(tmp_path):
+def test_epochs_count_the_tasks_samples(tmp_path):
     words = [word for word in IMAGES if not word.startswith("train.steps")]
     config = load_config(None, [*words, f"run.dir={tmp_path}", "train.epochs=0.5"]).config
     assert prepare_run(config, world_size=1).config().train.steps == 4
 
 
-def test_the_planner_chooses_for_it_and_reads_its_config(tmp_path, capsys):
+def test_planner_chooses_a_plan_and_reads_its_config(tmp_path, capsys):
     config, best = resolve_plan(load_config(None, [*IMAGES, f"run.dir={tmp_path}", "plan=auto"]).config, 2, 2)
     assert best is not None
     assert config.plan == best.plan.format()
@@ -104,10 +104,10 @@ def test_the_planner_chooses_for_it_and_reads_its_config(tmp_path, capsys):
     assert run(["plan", str(file), "8xh100", "--top", "1", "--out", str(out)]) == 0
     assert "ImageTask, " in (shown := capsys.readouterr().out)
     assert "64 images a step" in shown
-    find_task(load_config(out).config)  # and that config trains it
+    find_task(load_config(out).config)  # the written config trains the task
 
 
-def test_the_planner_counts_in_the_tasks_own_words(tmp_path, capsys):
+def test_planner_uses_the_tasks_name_for_samples(tmp_path, capsys):
     file = tmp_path / "images.toml"
     file.write_text('task = "tests.train.image_task:ImageTask"\n[train]\nglobal_batch = 8\n')
     assert run(["plan", str(file), "2xh100", "--top", "1"]) == 0
@@ -118,7 +118,7 @@ def test_the_planner_counts_in_the_tasks_own_words(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("def build(self): raise ValueError('odd')", "build raised ValueError at own.py:3 (odd). Correct it;"),
         ("def build(self): return __import__('torch').nn.Linear(-1)", "build raised TypeError at own.py:3 ("),
@@ -126,19 +126,19 @@ def test_the_planner_counts_in_the_tasks_own_words(tmp_path, capsys):
         ("def samples(self, split): return [0]", "it has 1 training samples, and tracing takes 2. Add some."),
     ],
 )  # fmt: skip
-def test_a_task_that_fails_while_it_is_planned_is_told_in_a_sentence(tmp_path, capsys, body, told):
+def test_task_error_during_planning_is_one_message(tmp_path, capsys, body, message):
     code = tmp_path / "own.py"
     code.write_text(f"from tests.train.image_task import ImageTask\nclass Own(ImageTask):\n    {body}\n")
     file = tmp_path / "own.toml"
     file.write_text(f'task = "{code}:Own"\n')
     assert run(["plan", str(file), "2xh100"]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(f"error: task.name={code}:Own: {told}")
+    assert shown.startswith(f"error: task.name={code}:Own: {message}")
     assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3"])
-def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
+def test_two_ranks_train_like_one_process(tmp_path, ranks2, plan):
     file = tmp_path / "run.toml"
     file.write_text('task = "tests.train.image_task:ImageTask"\n')
     with Verifier(find_subject(str(file), Settings()), 2, ranks2) as verifier:
@@ -147,7 +147,7 @@ def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (["task.options.sise=8"], r"task\.options\.sise: .*has no such option\. Did you mean 'side'\?"),
         (["task.options.side=big"], r"task\.options\.side=big: .* takes a whole number"),
@@ -165,12 +165,12 @@ def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
         (["model.dim=64", "sample.prompt=a"], r"model\.dim: only the text decoder reads it, .*\n.*sample\.prompt: "),
     ],
 )
-def test_what_a_config_may_not_say_of_a_task(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_task_settings_are_rejected(settings, message):
+    with pytest.raises(ConfigError, match=message):
         find_task(load_config(None, [*IMAGES, *settings]).config)
 
 
-def test_options_without_a_task_and_another_task_in_a_folder_are_refused(start):
+def test_options_without_task_and_other_task_in_folder_are_rejected(start):
     with pytest.raises(ConfigError, match=r"task\.options=\{side = 8\}: only a task with a task.name"):
         load_config(None, ["task.options.side=8"])
     start("train.steps=3")
@@ -179,20 +179,20 @@ def test_options_without_a_task_and_another_task_in_a_folder_are_refused(start):
 
 
 @pytest.mark.full
-def test_a_killed_command_goes_on_from_its_config(tmp_path):
-    """`weft train` on two ranks, with a task in a file beside the config; killed, and typed again."""
+def test_killed_command_resumes_from_its_config(tmp_path):
+    """Run `weft train` on two ranks with a task in a file next to the config; kill it and run it again."""
     shutil.copy(HERE / "image_task.py", tmp_path / "images.py")
     text = '[task]\nname = "images.py:ImageTask"\n[task.options]\nside = 16\n[train]\nsteps = 40\nglobal_batch = 8\n'
     (tmp_path / "run.toml").write_text(text + "[checkpoint]\nevery = 4\nkeep = 99\n")
     words = [sys.executable, "-m", "weft", "train", "run.toml", "launch.device=cpu", "launch.ranks=2"]
-    subprocess.run([*words, "run.name=whole"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=200)
+    subprocess.run([*words, "run.name=undisturbed"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=200)
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         until = time.monotonic() + 100
         while not list(tmp_path.glob("runs/run/checkpoints/step_*/COMMIT")) and time.monotonic() < until:
             time.sleep(0.01)
         first.send_signal(signal.SIGKILL)
     subprocess.run([*words, "plan=dp_shard=2 zero=1"], cwd=tmp_path, check=True, capture_output=True, timeout=200)
-    ours, theirs = saved(tmp_path / "runs" / "run", 40), saved(tmp_path / "runs" / "whole", 40)
+    ours, theirs = saved(tmp_path / "runs" / "run", 40), saved(tmp_path / "runs" / "undisturbed", 40)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)

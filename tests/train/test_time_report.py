@@ -1,4 +1,4 @@
-"""The report's line about a pipeline: what its schedule leaves empty, and what was."""
+"""Pipeline line of the time report: idle time of the schedule and measured idle time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.train.loop.time_report import _bubble_line, _on_a_clock
 
 
 def actions_of(name: str, slower: float):
-    """Spans of a pipeline that ran as on a clock, each rank's last action `slower` seconds late."""
+    """Return timed actions of a simulated pipeline; each rank's last action is `slower` seconds late."""
     schedule = build_schedule(name, 2, 2)
     timeline = simulate(schedule, Durations(1.0, 1.0, 1.0))
     lists = [
@@ -23,13 +23,13 @@ def actions_of(name: str, slower: float):
     return SimpleNamespace(schedule=schedule), lists
 
 
-def test_a_pipeline_that_runs_as_its_schedule():
+def test_pipeline_on_schedule():
     pipeline, lists = actions_of("1f1b", 0.0)
     line = _bubble_line(pipeline, _on_a_clock(pipeline, lists), lists)
     assert line == "        last step: 1f1b by itself leaves 33% of it idle; measured: 33%"
 
 
-def test_what_else_was_waited_for():
+def test_pipeline_with_other_waits():
     pipeline, lists = actions_of("zb_h1", 2.0)
     line = _bubble_line(pipeline, _on_a_clock(pipeline, lists), lists)
     assert line == "        last step: zb_h1 by itself leaves 14% of it idle; measured: 33%"

@@ -1,4 +1,4 @@
-"""A step that goes wrong is traced to module, rank and samples, under any plan; `weft runs explain` shows them."""
+"""A step with non-finite values is traced to module, rank and samples under any plan; `weft runs explain` shows it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHT = "blocks.1.mlp.down.weight"
 
 
 @pytest.mark.parametrize(("plan", "late"), [("", False), ("", True), ("accumulation=4", False)])
-def test_a_sample_whose_loss_is_not_finite_is_named(plan, late):
+def test_sample_with_nonfinite_loss_is_named(plan, late):
     event, (loss, _), place = traced(plan, "loss", late=late)
     assert math.isnan(loss)
     assert (event["event"], event["step"], event["kind"], event["cause"]) == ("trace", place // 8 + 1, "loss", "loss")
@@ -38,7 +38,7 @@ def test_samples_that_raise_the_loss_are_named():
     assert event["cause"] == "weights"  # no sample stands out
 
 
-def test_a_module_whose_output_is_not_finite_is_named(monkeypatch):
+def test_module_with_nonfinite_output_is_named(monkeypatch):
 
     build = trace_cases.build_decoder
 
@@ -54,7 +54,7 @@ def test_a_module_whose_output_is_not_finite_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_gradient_that_is_not_finite_is_named(late):
+def test_nonfinite_gradient_is_named(late):
     event, (loss, grad_norm), _ = traced("", "gradient", "gradient", late=late)
     assert math.isfinite(loss)
     assert not math.isfinite(grad_norm)
@@ -65,7 +65,7 @@ def test_a_gradient_that_is_not_finite_is_named(late):
     [(plan, late) for late in (True, False) for plan in
      ("dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2", "pp=2 microbatches=2")], 0,
 ))  # fmt: skip
-def test_a_gradient_is_named_under_plans(plan, late, ranks2):
+def test_nonfinite_gradient_is_named_under_plans(plan, late, ranks2):
     (event, (loss, grad_norm), _), (other, _, _) = ranks2.run(traced, plan, "gradient", "gradient", late=late)
     assert event == other
     assert math.isfinite(loss)
@@ -75,7 +75,7 @@ def test_a_gradient_is_named_under_plans(plan, late, ranks2):
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp_shard=4 ep=2", "dp_shard=4 ep=4 zero=3", "dp_shard=2 tp=2 ep=2 zero=1"])
-def test_plans_of_experts_name_the_same(plan, ranks4):
+def test_expert_parallel_plans_name_the_same_cause(plan, ranks4):
     event, _, place = ranks4.run(traced, plan, "loss")[0]
     assert (event["cause"], event["samples"]) == ("loss", [place])
     assert event["rank"] == (2 if "tp" in plan else 3)
@@ -88,12 +88,12 @@ def test_plans_of_experts_name_the_same(plan, ranks4):
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3 accumulation=2", "tp=2", "pp=2 microbatches=2"])
-def test_two_ranks_name_what_one_does(ranks2, plan):
+def test_two_ranks_name_the_same_cause_as_one(ranks2, plan):
     (event, (loss, _), place), (other, _, _) = ranks2.run(traced, plan, "loss")
     assert math.isnan(loss)
     assert event == other
     assert (event["cause"], event["samples"], event["step"]) == ("loss", [place], place // 8 + 1)
-    # The sample is in the second half of its batch; the last stage knows the loss, and the first rank of tp does.
+    # The sample is in the second half of its batch. The last stage has the loss, and so does the first rank of tp.
     assert event["rank"] == (0 if plan.startswith("tp") else 1)
     (event, _, _), (other, _, _) = ranks2.run(traced, plan, "", weight=WEIGHT, on_rank=1)
     assert event == other
@@ -106,19 +106,19 @@ def test_two_ranks_name_what_one_does(ranks2, plan):
     "plan", ["cp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2 accumulation=2", "tp=2 sp=on", "compile=on dp_replicate=2",
              "recompute=full dp_shard=2 zero=3", "precision=bf16 dp_shard=2 zero=3"],
 )  # fmt: skip
-def test_other_plans_name_the_same(ranks2, plan):
+def test_other_plans_name_the_same_cause(ranks2, plan):
     event, _, place = ranks2.run(traced, plan, "loss")[0]
     assert (event["cause"], event["samples"]) == ("loss", [place])
     event, _, _ = ranks2.run(traced, plan, "", weight=WEIGHT, on_rank=1)[0]
     assert (event["cause"], event["module"], event["rank"]) == ("weights", "blocks.1.mlp.down", 1)
 
 
-# --- what the ranks found, as an event ---
+# --- events from the findings of ranks ---
 
 SAMPLES = TracedSamples(0, 1, [3], math.nan, [2.0, 2.1, 9.0], False)
 
 
-def test_the_earliest_stage_and_call_is_named():
+def test_earliest_stage_and_call_is_named():
     finds = [
         RankFinding(0, 1, 0, order=0, module="late"),
         RankFinding(0, 0, 1, order=4, module="slow"),
@@ -134,7 +134,7 @@ def test_the_earliest_stage_and_call_is_named():
     assert found["cause"] == "input"
 
 
-def test_what_cannot_be_traced_is_said():
+def test_untraceable_step_is_reported():
     found = judge("loss", SAMPLES, [RankFinding(0, 0, 0), RankFinding(0, 0, 1, error="ValueError: odd")])
     assert found["text"] == "the second forward that looks for the cause failed (ValueError: odd)"
     finite = TracedSamples(0, 0, [3], 2.0, [2.0], False)
@@ -143,7 +143,7 @@ def test_what_cannot_be_traced_is_said():
     assert "no other samples" in judge("spike", alone, [RankFinding(0, 0, 0)])["text"]
 
 
-def test_a_spike_is_laid_beside_ranks_with_other_samples():
+def test_spike_is_compared_with_ranks_of_other_samples():
     spike = TracedSamples(0, 0, [3], 9.0, [2.0, 2.1, 9.0], False)
     finds = [RankFinding(0, 0, 0, sizes={"a": 1.0, "b": 70.0, "c": 71.0}),
              *(RankFinding(data, 0, 0, sizes={"a": 1.1, "b": 7.0, "c": 7.0}) for data in (1, 2)),
@@ -153,7 +153,7 @@ def test_a_spike_is_laid_beside_ranks_with_other_samples():
     assert found["figures"]["usual_loss"] == pytest.approx(2.05)
 
 
-def test_the_worst_part_is_the_first_that_is_not_finite_else_the_highest():
+def test_worst_part_is_the_first_nonfinite_or_the_highest():
     parts = [LossPart(4.0, 2.0), LossPart(9.0, 3.0), LossPart(0.0, 0.0)]
     assert worst(parts) == 1
     assert worst([*parts, LossPart(1.0, 1.0, False), LossPart(math.nan, 1.0)]) == 3
@@ -162,11 +162,11 @@ def test_the_worst_part_is_the_first_that_is_not_finite_else_the_highest():
     assert unusual({"a": 1.0}, [{"b": 1.0}]) is None
 
 
-def test_an_evaluation_that_is_not_finite_can_be_told_at_the_end():
+def test_nonfinite_evaluation_is_reported_at_the_end():
     assert evaluation_text({"step": 14, "loss": "nan"}, []) == "step 14: loss nan"
 
 
-# --- a run, and what is shown of it ---
+# --- a run and its report ---
 
 TASK = """
 import torch
@@ -182,7 +182,7 @@ class Spoilt(DecoderTask):
 
 @pytest.fixture
 def spoilt_run(tmp_path, text, start):
-    """A run on documents of which some hold a Z, which spoils the loss."""
+    """Run on documents of which some contain a Z, which makes the loss non-finite."""
     lines = text.read_text().splitlines()
     text.write_text("\n".join(line.replace("loom", "ZOOM", place % 3 == 0) for place, line in enumerate(lines)) + "\n")
     (tmp_path / "spoilt.py").write_text(TASK)
@@ -193,7 +193,7 @@ def spoilt_run(tmp_path, text, start):
     return folder, shown
 
 
-def test_a_run_is_explained_and_so_is_what_is_amiss(tmp_path, spoilt_run, capsys):
+def test_explain_shows_traces_and_invalid_requests(tmp_path, spoilt_run, capsys):
     folder, shown = spoilt_run
     traces = [event for event in read_events(folder.events) if event["event"] == "trace"]
     bad = [event["step"] for event in read_events(folder.events) if event["event"] == "step" and event["loss"] == "nan"]
@@ -202,18 +202,18 @@ def test_a_run_is_explained_and_so_is_what_is_amiss(tmp_path, spoilt_run, capsys
     step = bad[0]
     assert f"weft runs explain {folder.path} --step {step} shows the samples." in shown
     assert run(["runs", "explain", str(folder.path), "--step", str(step)]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"step {step}: all modules have finite outputs, but the loss")
-    assert f"--- sample {traces[0]['samples'][0]}\n" in told
-    assert "ZOOM" in told.replace("[[", "").replace("]]", "")
-    assert "tokens trained" in told
+    message = capsys.readouterr().out
+    assert message.startswith(f"step {step}: all modules have finite outputs, but the loss")
+    assert f"--- sample {traces[0]['samples'][0]}\n" in message
+    assert "ZOOM" in message.replace("[[", "").replace("]]", "")
+    assert "tokens trained" in message
     assert run(["runs", "explain", str(folder.path)]) == 0
     assert capsys.readouterr().out.startswith(f"step {bad[-1]}: ")
 
     sound = next(number for number in range(1, 14) if number not in bad)
     assert run(["runs", "explain", str(folder.path), "--step", str(sound)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {folder.path}, --step {sound}: this step has no trace. Use ")
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {folder.path}, --step {sound}: this step has no trace. Use ")
     assert run(["runs", "explain", str(tmp_path / "none")]) == 2
     assert "it has no config.toml, so it is not a run folder of Weft." in capsys.readouterr().err
 
@@ -227,15 +227,15 @@ def test_a_run_is_explained_and_so_is_what_is_amiss(tmp_path, spoilt_run, capsys
     )
     shutil.rmtree(tmp_path / "cache")
     assert run(["runs", "explain", str(folder.path), "--step", str(step)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
     folder.events.write_text("\n".join(json.dumps({"event": "step", "step": one}) for one in (1, 2)) + "\n")
     assert run(["runs", "explain", str(folder.path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {folder.path}: none of its steps went wrong")
 
 
-def test_the_first_bad_steps_in_a_row_are_traced(tmp_path, text, start):
+def test_first_consecutive_bad_steps_are_traced(tmp_path, text, start):
     (tmp_path / "always.py").write_text(TASK.replace('encode("Z")', 'encode("a")'))
     with pytest.raises(TrainingHalted):
         start(f"task={tmp_path / 'always.py'}:Spoilt", "run.name=always", "train.max_bad_steps=5")

@@ -1,4 +1,4 @@
-"""Tasks on Hugging Face folders: from a command to a folder that transformers loads, and what goes wrong before."""
+"""Tasks on Hugging Face folders: from a command to an exported folder, and errors before training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def refused(kind: type[WeftError], config) -> str:
     return str(caught.value)
 
 
-# --- whole runs ---
+# --- full runs ---
 
 
 def finished(config):
@@ -70,7 +70,7 @@ def finished(config):
     return folder, terminal.getvalue()
 
 
-def test_a_classifier_is_trained_told_of_and_exported(config, tmp_path, capsys):
+def test_classifier_is_trained_reported_and_exported(config, tmp_path, capsys):
     folder, shown = finished(config("classify", "optimizer.lr=1e-3", f"data.cache_dir={tmp_path / 'cache'}"))
     assert "BertForSequenceClassification" in shown
     assert "weights: 'bert.pooler.dense.bias', 'bert.pooler.dense.weight', 'classifier.bias' and 1 more not in" in shown
@@ -85,9 +85,9 @@ def test_a_classifier_is_trained_told_of_and_exported(config, tmp_path, capsys):
     shutil.rmtree(tmp_path / "cache")  # an export needs no data
     assert weft_run(["export", str(folder.path), str(out)]) == 0
     capsys.readouterr()
-    said = json.loads((out / "config.json").read_text())
-    assert said["id2label"] == {"0": "bad", "1": "good"}
-    assert said["architectures"] == ["BertForSequenceClassification"]
+    saved_config = json.loads((out / "config.json").read_text())
+    assert saved_config["id2label"] == {"0": "bad", "1": "good"}
+    assert saved_config["architectures"] == ["BertForSequenceClassification"]
     assert "train: " in (out / "README.md").read_text()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
     right, losses = 0, 0.0
@@ -112,9 +112,9 @@ def test_every_export_loads_with_the_weights_of_the_run(case, config, root, tmp_
     task = find_task(folder.config())
     task.open(folder)
     kind = getattr(transformers, f"AutoModelFor{task.head}" if task.head else "AutoModel")
-    model, told = kind.from_pretrained(out, output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    model, message = kind.from_pretrained(out, output_loading_info=True)
+    assert not message["missing_keys"]
+    assert not message["unexpected_keys"]
     last = [event for event in read_events(folder.events) if event["event"] == "eval"][-1]
     total = count = 0.0
     with torch.no_grad():
@@ -126,9 +126,9 @@ def test_every_export_loads_with_the_weights_of_the_run(case, config, root, tmp_
 
 
 @pytest.mark.full
-def test_a_run_goes_on_under_another_plan(root, tmp_path, capfd):
+def test_run_resumes_under_another_plan(root, tmp_path, capfd):
     words = [*typed("embed", root), f"run.dir={tmp_path}", "train.steps=6", "schedule.kind=constant"]
-    words.append("schedule.warmup_steps=1")  # so that the first part of the run has the rates of the whole
+    words.append("schedule.warmup_steps=1")  # the first part has the learning rates of the full run
     assert weft_run(["train", *words, "run.name=whole", "plan=dp_replicate=1", "launch.ranks=1"]) == 0
     assert weft_run(["train", *words, "run.name=parts", "train.steps=3", "launch.ranks=2", "plan=dp_replicate=2"]) == 0
     assert weft_run(["train", *words, "run.name=parts", "launch.ranks=2", "plan=dp_shard=2 zero=3 accumulation=2"]) == 0
@@ -167,7 +167,7 @@ def test_verify_trains_the_folders_model_on_the_tasks_batches(root, tmp_path):
 # --- rows and batches ---
 
 
-def test_a_heads_new_values_depend_on_seed_and_name_alone(config):
+def test_initial_head_depends_only_on_seed_and_name(config):
     task = find_task(config("classify"))
     source = task.initial_weights(task.shapes())
     assert source.new_names == [
@@ -181,7 +181,7 @@ def test_a_heads_new_values_depend_on_seed_and_name_alone(config):
     assert not torch.equal(weight, read_full(other.initial_weights(other.shapes()), "bert.pooler.dense.weight"))
 
 
-def test_masks_follow_from_seed_epoch_row_and_position(config):
+def test_masks_depend_on_seed_epoch_row_and_position(config):
     folder = prepare_run(config("masked"), world_size=1)
     task = find_task(folder.config())
     task.open(folder)
@@ -212,7 +212,7 @@ def test_masks_follow_from_seed_epoch_row_and_position(config):
     assert rows_of == [row[row != 0].tolist() for row in whole["input_ids"]]
 
 
-def test_ids_and_labels_are_those_of_transformers(config, root):
+def test_ids_and_labels_match_transformers(config, root):
     tokenizer = transformers.AutoTokenizer.from_pretrained(root / "bert")
     texts = [json.loads(line) for line in (root / "texts.jsonl").read_text().splitlines()]
     folder = prepare_run(config("classify", "task.options.pair=other"), world_size=1)
@@ -238,7 +238,7 @@ def test_ids_and_labels_are_those_of_transformers(config, root):
         seen = word
 
 
-def test_targets_are_moved_by_one_and_padding_is_not_counted(config):
+def test_targets_are_shifted_and_padding_is_not_counted(config):
     folder = prepare_run(config("t5"), world_size=1)
     task = find_task(folder.config())
     task.open(folder)
@@ -263,11 +263,11 @@ def test_targets_are_moved_by_one_and_padding_is_not_counted(config):
     cut=st.integers(0, 40),
 )
 @settings(max_examples=60, deadline=None)
-def test_scores_add_up_over_parts(pairs, cut):
-    said, true = (torch.tensor(each) for each in zip(*pairs, strict=True))
+def test_scores_are_additive_over_parts(pairs, cut):
+    predicted, true = (torch.tensor(each) for each in zip(*pairs, strict=True))
     sums = dict.fromkeys(classification.class_sum_names(4), 0.0)
     for part in (slice(None, cut), slice(cut, None)):
-        for name, value in classification.class_sums(said[part], true[part], 4).items():
+        for name, value in classification.class_sums(predicted[part], true[part], 4).items():
             sums[name] += float(value)
     counted = [(one, other) for one, other in pairs if other >= 0]
     if not counted:
@@ -283,7 +283,7 @@ def test_scores_add_up_over_parts(pairs, cut):
 
 @given(values=st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=3, max_size=20))
 @settings(max_examples=40, deadline=None)
-def test_correlation_is_pearsons(values):
+def test_correlation_matches_pearson(values):
     x, y = (torch.tensor(each, dtype=torch.float64) for each in zip(*values, strict=True))
     found = classification.correlation(
         {name: float(value) for name, value in classification.pair_sums(x, y).items()}, len(values)
@@ -293,14 +293,14 @@ def test_correlation_is_pearsons(values):
     assert found == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-6)
 
 
-def test_labels_have_an_order_that_people_expect():
+def test_labels_are_sorted_numerically_or_alphabetically():
     assert ordered_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert ordered_labels(["b", "a", "10"]) == ["10", "a", "b"]
     assert perplexity({"loss": 2.0, "count": 4.0}) == pytest.approx(math.exp(0.5))
     assert perplexity({"loss": 0.0, "count": 0.0}) is None
 
 
-# --- what goes wrong ---
+# --- errors ---
 
 
 def table(tmp_path: Path, *rows: dict) -> str:
@@ -312,48 +312,48 @@ def table(tmp_path: Path, *rows: dict) -> str:
 GOOD, BAD = {"text": "good film", "label": "good"}, {"text": "bad film", "label": "bad"}
 
 
-def test_each_mistake_in_the_data_is_one_sentence_with_its_place(config, tmp_path):
-    def said(case, *rows, more=()):
+def test_each_data_error_is_one_message_with_its_record(config, tmp_path):
+    def error_of(case, *rows, more=()):
         return refused(WeftError, config(case, table(tmp_path, *rows), "data.eval=[]", *more))
 
     file = tmp_path / "own.jsonl"
-    assert said("classify", GOOD, {"text": "a", "lable": "b"}) == (
+    assert error_of("classify", GOOD, {"text": "a", "lable": "b"}) == (
         f"{file}, record 2: it has no column 'label'; it has 'lable', 'text'. Did you mean 'lable'? Give the column's "
         "name with task.options.label=NAME."
     )
-    assert said("classify", GOOD, BAD, {"text": "  ", "label": "bad"}) == (
+    assert error_of("classify", GOOD, BAD, {"text": "  ", "label": "bad"}) == (
         f"{file}, record 3: column 'text' is empty. Leave the record out, or add a text."
     )
-    assert said("classify", GOOD, BAD, {"text": 3, "label": "bad"}) == (
+    assert error_of("classify", GOOD, BAD, {"text": 3, "label": "bad"}) == (
         f"{file}, record 3: column 'text' holds 3, and a text is needed."
     )
-    assert said("classify", GOOD, BAD, more=["task.options.labels=good,fine"]) == (
+    assert error_of("classify", GOOD, BAD, more=["task.options.labels=good,fine"]) == (
         f"{file}, record 2: label 'bad' is not one of the known labels (good, fine). Correct it, or name all labels "
         "with task.options.labels=FIRST,SECOND."
     )
-    assert said("classify", GOOD, {**BAD, "label": 0.37}) == (
+    assert error_of("classify", GOOD, {**BAD, "label": 0.37}) == (
         f"{file}, record 2: column 'label' holds the number 0.37, and a class is a name or a whole number. To train "
         "on numbers, use task.name=classify_text with task.options.regression=true."
     )
-    assert said("classify", GOOD, GOOD) == (
+    assert error_of("classify", GOOD, GOOD) == (
         "task.options.labels=: there are 1 classes (good), and a classifier needs 2 to 10000 that differ. Name all "
         "of them."
     )
-    assert said("classify", GOOD, BAD, more=["task.options.regression=true"]) == (
+    assert error_of("classify", GOOD, BAD, more=["task.options.regression=true"]) == (
         f"{file}, record 1: column 'label' holds 'good', and a number is needed. Leave the record out."
     )
-    assert said("tokens", {"tokens": ["a", "b"], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
+    assert error_of("tokens", {"tokens": ["a", "b"], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
         f"{file}, record 1: it has 2 words in 'tokens' and 1 labels in 'tags'. Give each word a label."
     )
-    assert said("tokens", {"tokens": [], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
+    assert error_of("tokens", {"tokens": [], "tags": ["x"]}, {"tokens": ["a"], "tags": ["y"]}) == (
         f"{file}, record 1: column 'tokens' has no list of words or labels, or an empty one. Leave the record out."
     )
-    assert said("classify", GOOD, BAD, more=["data.train.0.weight=2"]).startswith(
+    assert error_of("classify", GOOD, BAD, more=["data.train.0.weight=2"]).startswith(
         "data.train.0.weight=2.0: this task reads columns that task.options name, of all records once an epoch. Leave"
     )
 
 
-def test_class_names_in_the_metadata_of_a_parquet_file_are_used(config, tmp_path):
+def test_class_names_in_parquet_metadata_are_used(config, tmp_path):
     names = {"names": ["bad", "good"], "_type": "ClassLabel"}
     texts = pa.table({"text": [f"text {n}" for n in range(8)], "label": [n % 2 for n in range(8)]})
     described = {"info": {"features": {"text": {"dtype": "string"}, "label": names}}}
@@ -365,14 +365,14 @@ def test_class_names_in_the_metadata_of_a_parquet_file_are_used(config, tmp_path
     assert task.tables.found["labels"] == ["bad", "good"]
 
 
-def test_a_label_that_only_the_evaluation_has_is_refused(config, tmp_path):
+def test_label_only_in_evaluation_data_is_rejected(config, tmp_path):
     own = tmp_path / "eval.jsonl"
     own.write_text(json.dumps({"text": "a", "label": "unheard"}) + "\n")
-    said = refused(DataError, config("classify", f"data.eval={own}"))
-    assert said.startswith(f"{own}, record 1: label 'unheard' is not one of the known labels (bad, good). ")
+    message = refused(DataError, config("classify", f"data.eval={own}"))
+    assert message.startswith(f"{own}, record 1: label 'unheard' is not one of the known labels (bad, good). ")
 
 
-def test_what_a_folder_or_plan_cannot_do_is_refused(config, root, tmp_path):
+def test_unsupported_folders_and_plans_are_rejected(config, root, tmp_path):
     assert refused(ConfigError, config("classify", "train.seq_len=65")) == (
         "train.seq_len=65: the model reads at most 64 tokens. Use 64 or less."
     )
@@ -402,14 +402,14 @@ def test_what_a_folder_or_plan_cannot_do_is_refused(config, root, tmp_path):
     small = tmp_path / "small"
     save_model(small, "bert")
     assert save_tokenizer(small, "bert") > 0
-    said = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps({**said, "num_hidden_layers": 3}))
+    original = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**original, "num_hidden_layers": 3}))
     assert "the files lack 'bert.encoder.layer.2" in refused(WeftError, config("classify", f"model.path={small}"))
 
 
-def test_a_run_does_not_go_on_with_other_rows(config, tmp_path):
+def test_run_does_not_resume_with_other_rows(config, tmp_path):
     rows = [GOOD, BAD] * 8
     prepare_run(config("classify", table(tmp_path, *rows)), world_size=1)
-    said = refused(DataError, config("classify", table(tmp_path, *rows[:-1])))
-    assert said.startswith("data: the rows are not those that the run in ")
-    assert "run.name=classify-2 for a new run" in said
+    message = refused(DataError, config("classify", table(tmp_path, *rows[:-1])))
+    assert message.startswith("data: the rows are not those that the run in ")
+    assert "run.name=classify-2 for a new run" in message

@@ -1,4 +1,4 @@
-"""Heads of Hugging Face folders: padding, names of classes and starts of decoders, beside plain transformers."""
+"""Heads of Hugging Face folders compared with transformers: padding, class names, decoder start tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepared(folder: Path, task: str, *words: str):
 
 
 def loaded(task):
-    """The task's model with the weights of its folder."""
+    """Return the task's model with the weights of its folder."""
     from weft.train.weights.published_weights import fill_full
 
     shapes = task.shapes()
@@ -45,8 +45,8 @@ def loaded(task):
 
 
 @pytest.mark.parametrize("pad", [0, 7, -1])
-def test_a_text_is_judged_by_its_last_token_whatever_the_padding(tmp_path, pad):
-    """The config's padding is not the tokenizer's ([PAD], 0): the head would find the last of the padding."""
+def test_classification_uses_the_last_token_with_any_padding(tmp_path, pad):
+    """The config's padding id is not the tokenizer's ([PAD], 0), so the head would use the last padding token."""
     entries = save_tokenizer(tmp_path, "llama")
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
@@ -70,7 +70,7 @@ def test_a_text_is_judged_by_its_last_token_whatever_the_padding(tmp_path, pad):
         torch.testing.assert_close(row, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_names_of_classes_are_those_of_the_head():
+def test_class_names_are_those_of_the_head():
     wanted = {"contradiction": 0, "neutral claim": 1, "entailment": 2}
     found = settled_labels("", wanted, HEAD)
     assert found["labels"] == [*HEAD.values()]
@@ -84,7 +84,7 @@ def test_names_of_classes_are_those_of_the_head():
     assert settled_labels("c,b,a", "abc", HEAD)["labels"] == ["c", "b", "a"]
     assert settled_labels("", "abc", HEAD, new_head=True)["labels"] == ["a", "b", "c"]
     assert settled_labels("", "abcd", HEAD)["labels"] == ["a", "b", "c", "d"]
-    # Classes without names, and classes that differ in case alone.
+    # Classes without names, and classes that differ only in case.
     assert settled_labels("", ["x", "y"], {0: "LABEL_0", 1: "LABEL_1"})["labels"] == ["x", "y"]
     assert settled_labels("", ["A", "a"], {0: "a", 1: "A"})["ids"] == {"a": 0, "A": 1}
     record = TableRecord("f", 1, {})
@@ -94,7 +94,7 @@ def test_names_of_classes_are_those_of_the_head():
 
 
 @pytest.mark.parametrize("family", ["mbart", "bart", "t5", "plbart"])
-def test_the_decoder_reads_what_the_model_makes_of_its_labels(tmp_path, family):
+def test_decoder_inputs_are_derived_from_labels_like_the_model(tmp_path, family):
     entries = save_tokenizer(tmp_path, "bart")
     ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,

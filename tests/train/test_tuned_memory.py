@@ -1,4 +1,4 @@
-"""What the planner expects of an adapter's memory, beside the live tensors of a real step."""
+"""Expected memory of an adapter in the planner, compared with the live tensors of a real step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = DecoderSpec(
     tied=True,
 )  # fmt: skip
 ROWS, SEQ_LEN, RANK = 4, 256, 8
-#: Of a GPU's process, and no tensors of the step.
+#: Memory of a GPU process, which is not part of the step's tensors.
 _BESIDE = ("context", "communicators", "reserve")
 
 
@@ -38,7 +38,7 @@ def measured(plan: Plan, rank: int) -> int:
     step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
     ids = torch.randint(SPEC.vocab_size, (ROWS, SEQ_LEN))
     batch = {"input_ids": ids, "labels": ids.clone(), "positions": torch.arange(SEQ_LEN).repeat(ROWS, 1)}
-    step(batch)  # optimizer states are made in the first
+    step(batch)  # the first step creates optimizer states
     return peak_of_step(step, batch)
 
 
@@ -57,9 +57,9 @@ def expected(plan: Plan, rank: int) -> float:
         *(pytest.param(text, marks=pytest.mark.full) for text in ("recompute=full", "", "precision=bf16")),
     ],
 )
-def test_frozen_weights_save_what_the_planner_says(text):
+def test_frozen_weights_save_the_memory_that_the_planner_expects(text):
     plan = Plan.parse(text)
     full, adapter = (measured(plan, rank) for rank in (0, RANK))
     assert expected(plan, RANK) == pytest.approx(adapter, rel=0.25)
-    # Masters, gradients and states of the weights are gone, and nothing else.
+    # Only masters, gradients and states of the weights are missing.
     assert expected(plan, 0) - expected(plan, RANK) == pytest.approx(full - adapter, rel=0.12)

@@ -1,4 +1,4 @@
-"""Tasks on Hugging Face folders: ranks train and measure what plain transformers does in one process, in float64."""
+"""Tasks on Hugging Face folders: ranks match plain transformers in one process, in float64."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from weft.verify.verifier import Float64Throughout
 transformers = pytest.importorskip("transformers")
 
 STEPS = 3
-#: One case of each task, in the gate.
+#: One case of each task, for the gate.
 CHOSEN = ("tokens", "masked", "t5", "embed", "classify")
 
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
-    """Folders of all families and the tables; evaluation sets have eleven rows, no whole number of batches."""
+    """Write folders of all families and the tables. Evaluation sets have eleven rows, which batches do not divide."""
     found = tmp_path_factory.mktemp("tuned")
     (found / "eval").mkdir()
     write_tables(found)
@@ -44,7 +44,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def opened(case: str, root: Path):
-    """A case's task as ranks open it."""
+    """Open a case's task as ranks do."""
     family = CASES[case][1]
     if not (root / family).exists():
         save_model(root / family, family)
@@ -57,10 +57,10 @@ def opened(case: str, root: Path):
 
 
 def trained(plan_text: str, root: Path, cases: tuple[str, ...]):
-    """By case: losses and norms of some steps, weights after them, loss and scores of an evaluation."""
+    """Return by case: losses and norms of some steps, final weights, and loss and scores of an evaluation."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
-    with Float64Throughout():  # what models compute in float32 would round by the plan
+    with Float64Throughout():  # float32 parts of the models would round differently by plan
         return _trained(plan, build_mesh(plan), root, cases)
 
 
@@ -88,7 +88,7 @@ def optimizer_of(model):
 
 
 def contrastive(model, batch, temperature: float, pooling: str):
-    """InfoNCE over the batch, and its products of vectors."""
+    """Return InfoNCE over the batch, and the products of its vectors."""
     counted = batch["is_counted"].bool()
     inputs = {name: value for name, value in batch.items() if name != "is_counted"}
     states, mask = model(**inputs).last_hidden_state, batch["attention_mask"]
@@ -101,18 +101,18 @@ def contrastive(model, batch, temperature: float, pooling: str):
     return F.cross_entropy(logits, torch.arange(len(query))), query, texts[0]
 
 
-def plainly(case: str, root: Path):
-    """The same with transformers and PyTorch alone, on the task's batches."""
+def train_reference(case: str, root: Path):
+    """Compute the same with only transformers and PyTorch, on the task's batches."""
     task = opened(case, root)
     kind = {"": "AutoModel"}.get(task.head, f"AutoModelFor{task.head}")
     changes = dict(task.model_changes())
     if transformers.AutoConfig.from_pretrained(root / CASES[case][1]).pad_token_id is None:
-        changes["pad_token_id"] = task.pad_id  # without one transformers refuses batches
+        changes["pad_token_id"] = task.pad_id  # transformers rejects batches without a padding id
     model = getattr(transformers, kind).from_pretrained(root / CASES[case][1], dtype=torch.float64, **changes)
-    model.double()  # the frequencies of rotary embeddings too, which from_pretrained leaves in float32
+    model.double()  # includes the rotary frequencies, which from_pretrained leaves in float32
     source = task.initial_weights(task.shapes())
     state = model.state_dict()
-    for name in source.new_names:  # the head that the folder lacks
+    for name in source.new_names:  # the new head, which the folder does not have
         state[name].copy_(read_full(source, name))
     for name, param in model.named_parameters():
         param.requires_grad_("pooler." not in name or task.head != "")
@@ -147,7 +147,7 @@ def assert_equal(got, numbers, model) -> None:
 
 
 def measured(task, model) -> tuple[float, int, dict[str, float]]:
-    """Loss, count and scores of the evaluation set, by the shortest way."""
+    """Return loss, count and scores of the evaluation set by direct formulas."""
     losses, outputs, rows = [], [], []
     with torch.no_grad():
         for batch in task.eval_batches(Share(8)):
@@ -172,31 +172,31 @@ def measured(task, model) -> tuple[float, int, dict[str, float]]:
         rank = (products > products.diagonal()[:, None]).sum(1)
         scores = {f"recall_at_{most}": (rank < most).double().mean().item() for most in (1, 10)}
         return sum(losses).item() / len(queries), len(queries), scores
-    said, true = torch.cat(outputs), torch.cat(rows)
+    message, true = torch.cat(outputs), torch.cat(rows)
     mean = sum(losses).item() / len(true)
     if true.is_floating_point():
-        scores = {"pearson": torch.corrcoef(torch.stack([said, true.double()]))[0, 1].item()}
+        scores = {"pearson": torch.corrcoef(torch.stack([message, true.double()]))[0, 1].item()}
     elif "perplexity" in {metric.name for metric in task.metrics}:
         scores = {
             "perplexity": math.exp(mean),
-            "token_accuracy": (said == true).double().mean().item(),
+            "token_accuracy": (message == true).double().mean().item(),
         }
     else:
         each = []
-        for one in torch.cat([said, true]).unique():
-            hit = ((said == one) & (true == one)).sum().item()
-            each.append(2 * hit / ((said == one).sum().item() + (true == one).sum().item()))
-        scores = {"accuracy": (said == true).double().mean().item(), "macro_f1": sum(each) / len(each)}
+        for one in torch.cat([message, true]).unique():
+            hit = ((message == one) & (true == one)).sum().item()
+            each.append(2 * hit / ((message == one).sum().item() + (true == one).sum().item()))
+        scores = {"accuracy": (message == true).double().mean().item(), "macro_f1": sum(each) / len(each)}
     return mean, len(true), scores
 
 
 def check(plan: str, root: Path, cases: tuple[str, ...], ranks) -> None:
-    for case in cases:  # before the ranks, which open what is ready
+    for case in cases:  # before the ranks, which open prepared data
         opened(case, root)
     results = ranks.run(trained, plan, root, cases) if ranks else [trained(plan, root, cases)]
     for case in cases:
         with Float64Throughout():
-            task, model, numbers = plainly(case, root)
+            task, model, numbers = train_reference(case, root)
             mean, count, scores = measured(task, model)
         for result in results:
             assert_equal(result[case], numbers, model)
@@ -206,11 +206,11 @@ def check(plan: str, root: Path, cases: tuple[str, ...], ranks) -> None:
                 assert value == pytest.approx(scores[name], rel=1e-6), (case, name)
 
 
-def test_ranks_train_and_measure_what_transformers_does(root, ranks2):
+def test_ranks_train_and_evaluate_like_transformers(root, ranks2):
     check("dp_shard=2 zero=3 accumulation=2", root, CHOSEN, ranks2)
 
 
-def test_tensor_parallel_ranks_do_too(root, ranks2):
+def test_tensor_parallel_ranks_match_transformers(root, ranks2):
     check("tp=2", root, ("classify", "embed"), ranks2)
 
 
@@ -235,7 +235,7 @@ def test_one_process_with_accumulation(root):
 
 
 @pytest.mark.full
-def test_dropout_does_not_depend_on_the_cut(tmp_path, ranks2):
+def test_dropout_does_not_depend_on_the_plan(tmp_path, ranks2):
     (tmp_path / "eval").mkdir()
     write_tables(tmp_path)
     write_tables(tmp_path / "eval", 11)

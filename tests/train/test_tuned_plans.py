@@ -1,4 +1,4 @@
-"""What the planner is told of tasks on Hugging Face folders."""
+"""Planner descriptions of tasks on Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from weft.train.tasks.registry import find_task
 transformers = pytest.importorskip("transformers")
 
 
-def test_the_planner_takes_the_runs_length_of_texts(tmp_path):
-    """And not the longest text that the model reads: a step over that would be planned four times as long."""
+def test_planner_uses_the_runs_sequence_length(tmp_path):
+    """The model's maximum length would make planned steps four times as long."""
     entries = save_tokenizer(tmp_path / "bert", "bert")
     layers = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     transformers.BertConfig(vocab_size=entries + 960, max_position_embeddings=512, **layers).save_pretrained(

@@ -1,4 +1,4 @@
-"""Fingerprints of batches, added up over ranks."""
+"""Fingerprints of batches, summed over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sums(*batches) -> list[float]:
     return torch.stack([fingerprint(batch) for batch in batches]).sum(0).tolist()
 
 
-def said(*batches) -> bool:
+def are_equal(*batches) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_if_identical(sums(*batches), len(batches), len(batches))
@@ -23,18 +23,18 @@ def said(*batches) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
-def test_equal_batches_of_many_ranks_are_seen_whatever_their_format(dtype):
+def test_equal_batches_of_many_ranks_are_detected_in_any_dtype(dtype):
     x = torch.rand(1000).round().to(dtype)
     batch = [x, {"y": (x[:3], torch.tensor(2.0)), "name": "cats"}]
-    assert said(*[batch] * 4096)
+    assert are_equal(*[batch] * 4096)
 
 
-def test_one_rank_with_another_value_is_enough():
+def test_one_rank_with_another_value_is_detected():
     batch = [torch.arange(8), torch.arange(3)]
     for changed in ([torch.arange(8), torch.tensor([0, 2, 1])], [torch.arange(8).flip(0), torch.arange(3)]):
-        assert not said(*[batch] * 7, changed)
+        assert not are_equal(*[batch] * 7, changed)
 
 
-def test_batches_without_tensors_say_nothing():
-    assert not said("cats", "cats")
-    assert not said([torch.ones(3)], "cats")
+def test_batches_without_tensors_are_not_compared():
+    assert not are_equal("cats", "cats")
+    assert not are_equal([torch.ones(3)], "cats")

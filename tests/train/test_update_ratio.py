@@ -1,4 +1,4 @@
-"""How far a step moves the weights: the same number under every plan, and on a sample about the same."""
+"""Ratio of update to weight norm: equal under every plan, and about equal on a sample of the weights."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def ratios(plan_text: str, case: Case, late: bool = False, muon: bool = False, s
     return [one.update_ratio for one in found]
 
 
-def by_hand(case: Case) -> list[float | None]:
-    """One process, whose weights are compared as they are before and after."""
+def reference_ratios(case: Case) -> list[float | None]:
+    """Compute the ratios in one process from the weights before and after each step."""
     mesh = build_mesh(Plan.parse("precision=fp64"))
     model = parallelize(case.model(), mesh)
     step = TrainStep(model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=0.5)
@@ -56,26 +56,26 @@ def by_hand(case: Case) -> list[float | None]:
 
 
 def is_near(ours: list[float | None], theirs: list[float | None], rel: float) -> bool:
-    """Whether both say the same; the second step is not measured."""
+    """Return whether both agree. The second step is not measured."""
     assert ours[1] is theirs[1] is None
     return ours[::2] == pytest.approx(theirs[::2], rel=rel)
 
 
 @functools.cache
-def alone(case_name: str) -> list[float | None]:
-    return by_hand(DENSE if case_name == "dense" else EXPERTS)
+def reference_of(case_name: str) -> list[float | None]:
+    return reference_ratios(DENSE if case_name == "dense" else EXPERTS)
 
 
 def over_ranks(plans: list[tuple[str, bool]], case: Case) -> list[list[float | None]]:
     return [ratios(f"precision=fp64 {plan}", case, late) for plan, late in plans]
 
 
-#: Each with whether the device decides.
+#: Plans, with whether the device decides the step.
 SOME = [
     ("dp_shard=4 zero=1", True),
     ("dp_replicate=2 dp_shard=2 zero=3", False),
     ("tp=2 dp_shard=2 zero=2", False),
-    ("pp=2 tp=2 accumulation=2", False),  # the embedding is tied: both ends hold it
+    ("pp=2 tp=2 accumulation=2", False),  # the tied embedding is on the first and the last stage
 ]
 MORE = [
     ("dp_replicate=4", False),
@@ -91,27 +91,27 @@ MORE = [
 
 
 @pytest.mark.parametrize("plans", [SOME, pytest.param(MORE, marks=pytest.mark.full)], ids=["some", "more"])
-def test_it_is_that_of_one_process_under_every_plan(plans, ranks4):
+def test_ratio_matches_one_process_under_every_plan(plans, ranks4):
     for found in ranks4.run(over_ranks, plans, DENSE):
         for (plan, _), ours in zip(plans, found, strict=True):
-            assert is_near(ours, alone("dense"), 1e-9), plan
+            assert is_near(ours, reference_of("dense"), 1e-9), plan
 
 
-def test_experts_count_once(ranks4):
+def test_experts_are_counted_once(ranks4):
     plans = [("dp_shard=4 ep=2 zero=1", False), ("dp_shard=4 ep=4 zero=3", False)]
     for found in ranks4.run(over_ranks, plans, EXPERTS):
         for (plan, _), ours in zip(plans, found, strict=True):
-            assert is_near(ours, alone("experts"), 1e-9), plan
+            assert is_near(ours, reference_of("experts"), 1e-9), plan
 
 
-def test_an_optimizer_of_whole_matrices_and_masters_that_are_rounded():
+def test_ratio_with_muon_and_rounded_masters():
     assert (ratios("precision=fp64", DENSE, muon=True)[2] or 0.0) > 0
     mixed = ratios("precision=bf16", DENSE)
     assert is_near(mixed, ratios("precision=fp64", DENSE), 0.05)
     assert mixed != ratios("precision=fp64", DENSE)
 
 
-def test_a_sample_gives_about_the_same(monkeypatch):
+def test_sampled_ratio_is_about_the_exact_one(monkeypatch):
     spec = dataclasses.replace(LLAMA, dim=128, ffn_dim=384, vocab_size=600)
     whole = ratios("precision=fp64", DecoderCase(spec), steps=range(2))[0]
     monkeypatch.setattr(update_ratio, "MOST_ELEMENTS", 1)
@@ -123,12 +123,12 @@ def test_a_sample_gives_about_the_same(monkeypatch):
     assert float(weights.sum()) == pytest.approx(every)
 
 
-def test_the_way_from_one_run_to_the_next_is_an_odd_prime():
+def test_stride_between_sampled_runs_is_an_odd_prime():
     assert [update_ratio._stride(count, 10) for count in (0, 10, 11, 30, 40, 80, 900)] == [0, 1, 3, 3, 5, 11, 97]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_step_that_is_not_taken_has_none(late):
+def test_skipped_step_has_no_ratio(late):
     factor = [1.0]
 
     def spoiled(output, batch):

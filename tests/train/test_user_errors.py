@@ -1,4 +1,4 @@
-"""Errors of Weft in a user's script: one message, no traceback, and the exit code of the command line."""
+"""Weft's errors in a user's script: one message, no traceback, and the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def raised(error):
         return type(caught), caught, caught.__traceback__
 
 
-def test_one_message_on_two_ranks(tmp_path):
+def test_two_ranks_print_one_message(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
@@ -49,32 +49,32 @@ def test_one_message_on_two_ranks(tmp_path):
 
 
 @pytest.mark.usefixtures("plain_hook")
-def test_a_message_and_an_exit_code(capsys):
+def test_error_prints_its_message_and_sets_the_exit_code(capsys):
     report_user_errors()
     with pytest.raises(SystemExit) as ended:
         sys.excepthook(*raised(DataError("data.train=x: no such file. Name one.")))
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("weft: error: data.train=x: no such file. Name one.\n  (DataError at ")
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert message.startswith("weft: error: data.train=x: no such file. Name one.\n  (DataError at ")
+    assert "Traceback" not in message
 
 
 @pytest.mark.usefixtures("plain_hook")
-def test_other_errors_are_shown_as_ever(capsys):
+def test_other_errors_keep_their_traceback(capsys):
     report_user_errors()
     sys.excepthook(*raised(KeyError("own")))
     assert "KeyError: 'own'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("plain_hook")
-def test_hooks_of_others_stay(monkeypatch):
+def test_excepthooks_of_others_are_not_replaced(monkeypatch):
     def own(*args):
         pass
 
     monkeypatch.setattr(sys, "excepthook", own)
     report_user_errors()
     assert sys.excepthook is own
-    # torch.distributed wraps the hook that it finds.
+    # torch.distributed wraps an existing hook.
     wrapped: dict[str, object] = {"__name__": "torch.distributed.distributed_c10d"}
     exec("def wrap(old):\n    def hook(*args):\n        old(*args)\n    return hook", wrapped)
     for inside, is_taken in ((own, False), (sys.__excepthook__, True)):
@@ -85,7 +85,7 @@ def test_hooks_of_others_stay(monkeypatch):
 
 
 @pytest.mark.usefixtures("plain_hook")
-def test_tracebacks_on_request(monkeypatch):
+def test_traceback_is_printed_on_request(monkeypatch):
     monkeypatch.setenv("WEFT_TRACEBACK", "1")
     report_user_errors()
     assert sys.excepthook is sys.__excepthook__
@@ -94,7 +94,7 @@ def test_tracebacks_on_request(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "name"), [("transformers.trainer", "transformers.Trainer"), ("lightning.pytorch.loops", "Lightning")]
 )
-def test_trainers_of_other_libraries_are_refused(module, name):
+def test_trainers_of_other_libraries_are_rejected(module, name):
     library: dict[str, object] = {"__name__": module}
     exec("def run(model, x):\n    return model(x)", library)
     model = nn.Linear(2, 2)
@@ -104,4 +104,4 @@ def test_trainers_of_other_libraries_are_refused(module, name):
     own = nn.Linear(2, 2)
     refuse_other_trainers(own)
     own(torch.ones(1, 2))
-    library["run"](own, torch.ones(1, 2))  # looked at once
+    library["run"](own, torch.ones(1, 2))  # checked only once

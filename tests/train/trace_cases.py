@@ -1,4 +1,4 @@
-"""A small decoder whose steps go wrong in a way that is known: what a trace of them must name."""
+"""A small decoder whose steps fail in a known way that a trace must name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM, BATCH, BAD = 64, 8, 37
 
 
 class SpoiltGradient(torch.autograd.Function):
-    """Infinite gradients."""
+    """Identity with infinite gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -44,8 +44,8 @@ class SpoiltGradient(torch.autograd.Function):
 class SpoiltTask(Task):
     """Random tokens.
 
-    how: "loss": the loss of sample BAD is not finite; "spike": its labels count a thousand times; "gradient": that of
-    what goes into an MLP is not finite in its batch.
+    how: "loss": sample BAD has a non-finite loss; "spike": its labels count a thousand times; "gradient": the
+    gradient of an MLP's input is not finite in its batch.
     """
 
     how: str = ""
@@ -77,15 +77,15 @@ class SpoiltTask(Task):
     loss.takes_head_loss = True
 
 
-def place_of_bad(task: Task) -> int:
-    """Where the bad sample stands in the order of training, in the first epoch."""
+def position_of_bad(task: Task) -> int:
+    """Return the position of the bad sample in the training order of the first epoch."""
     samples: Any = task.samples("train")
     found = (sample_in_order(samples, task.config.seed, place)[0] for place in range(NUM))
     return list(found).index(f"epoch 0, number {BAD} of {NUM}")
 
 
 def spoil_weight(model: nn.Module, name: str) -> bool:
-    """Make the last value of a parameter NaN, on the rank that holds it; whether this one does."""
+    """Set the last value of a parameter to NaN on the rank that has it; return whether this rank does."""
     from weft.train.step.tracer import local_part
 
     param = dict(model.named_parameters()).get(name)
@@ -99,14 +99,14 @@ def spoil_weight(model: nn.Module, name: str) -> bool:
 def traced(
     plan: str, how: str, kind: Any = "loss", *, on_rank: int | None = None, weight: str = "", late: bool = False
 ) -> tuple[Any, Any, int]:
-    """One step of the plan that goes wrong, on every rank: its trace, what the step gave, the place of the bad sample.
+    """Run one failing step of the plan on every rank; return its trace, result, and the bad sample's position.
 
-    on_rank: whose part of a weight is spoilt.
+    on_rank: whose shard of a weight gets a NaN.
     """
     task = SpoiltTask(how, SPEC if "ep=" not in plan else EXPERTS)
     task.config = RunConfig.model_validate({"train": {"global_batch": BATCH}, "optimizer": {"name": "adamw"}})
     mesh = build_mesh(Plan.parse(plan))
-    place = place_of_bad(task)
+    place = position_of_bad(task)
     number = place // BATCH if how else 0
     batches = task.batches(Share(BATCH, mesh.plan.microbatches_per_step, mesh.data.rank, mesh.data.size))
     model = task.initial_model(mesh.plan)
@@ -129,5 +129,5 @@ def traced(
     if late and kind == "gradient":
         step.compute_again(Microbatches(own))
     event = StepTracer(model, mesh, task, batches).trace(kind, kept)
-    step(Microbatches(batches.batches(number + 3)))  # a trace leaves nothing that the next step minds
+    step(Microbatches(batches.batches(number + 3)))  # a trace must not affect the next step
     return event, (done.loss, done.grad_norm), place

@@ -15,7 +15,7 @@ WORDS = [
     "red", "house", "tree", "in", "on", "under", "paris", "london", "berlin", "john", "mary", "visits", "likes",
 ]  # fmt: skip
 TAGS = {"paris": "PLACE", "london": "PLACE", "berlin": "PLACE", "john": "PERSON", "mary": "PERSON"}
-#: Task and options of each case, the family of its folder, and the table that it reads.
+#: Task and options of each case, the family of its folder, and its table.
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "classify": ("classify_text", "bert", "texts.jsonl", {}),
     "classify-pairs": ("classify_text", "roberta", "texts.csv", {"pair": "other"}),
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def save_tokenizer(folder: Path, family: str) -> int:
-    """A word-piece tokenizer that cuts unknown words into letters; the number of its entries."""
+    """Save a word-piece tokenizer that splits unknown words into letters; return its vocabulary size."""
     import transformers
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -54,10 +54,10 @@ def save_tokenizer(folder: Path, family: str) -> int:
 
 
 def save_model(folder: Path, family: str, dropout: float = 0.0) -> None:
-    """A random model of a family, as it was pretrained: with the head of a language model."""
+    """Save a random model of a family as if pretrained, with a language model head."""
     import transformers
 
-    entries = save_tokenizer(folder, family) + 5  # some rows of the table belong to no token
+    entries = save_tokenizer(folder, family) + 5  # some embedding rows belong to no token
     layers = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     off = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3}
@@ -90,7 +90,7 @@ def save_model(folder: Path, family: str, dropout: float = 0.0) -> None:
 
 
 def write_tables(folder: Path, number: int = 40) -> None:
-    """Every table of the cases, with lengths that differ, and one long text."""
+    """Write every table of the cases, with different lengths and one long text."""
     rng = random.Random(1)
 
     def text() -> str:
@@ -119,7 +119,7 @@ def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def settings(case: str, root: Path) -> list[str]:
-    """What is typed for a case, whose folders and tables lie below `root`."""
+    """Return the settings of a case whose folders and tables are in `root`."""
     task, family, table, options = CASES[case]
     words = {
         "task": task, "model.path": root / family, "data.train": root / table, "data.eval": root / "eval" / table,

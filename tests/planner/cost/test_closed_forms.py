@@ -1,4 +1,4 @@
-"""Every closed form of a pipeline is what its schedule takes on the clock, action by action."""
+"""Closed forms of pipelines match the simulated schedule, action by action."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARTS = st.tuples(*[st.floats(0.05, 3.0)] * 3)
 
 @st.composite
 def shapes(draw, name: str) -> tuple[int, int, int]:
-    """Ranks, passes and chunks of a rank that a schedule allows."""
+    """Draw ranks, passes and chunks per rank that a schedule allows."""
     p = draw(st.integers(2, 8))
     chunks = draw(st.integers(2, 4)) if name in _LOOPED else 2 if name in _V_SHAPED else 1
     if name in _LOOPED:
@@ -27,7 +27,7 @@ def shapes(draw, name: str) -> tuple[int, int, int]:
 
 
 def both(name: str, shape: tuple[int, int, int], parts: tuple[float, float, float]) -> tuple[Columns, Timeline]:
-    """A pipeline of equal stages as a row, and on the clock. parts: seconds of a rank's pass."""
+    """Return a pipeline of equal stages as a row and as a simulated timeline. parts: seconds of a rank's pass."""
     p, m, chunks = shape
     columns = Columns.make(1, pp=p, num_micro=m, schedule=SCHEDULES.index(name), virtual_stages=chunks)
     return columns, simulate(build_schedule(name, p, m, chunks), Durations(*(part / chunks for part in parts)))
@@ -39,7 +39,7 @@ def closed(columns: Columns, parts: tuple[float, float, float]) -> float:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_bubbles(name):
+def test_bubble_matches_simulation(name):
     @settings(deadline=None, max_examples=60, derandomize=True)
     @given(shapes(name), _PARTS)
     def check(shape, parts):
@@ -47,7 +47,7 @@ def test_bubbles(name):
         columns, timeline = both(name, shape, parts)
         found = closed(columns, parts)
         if name == "zb_v" and p < m < 2 * p - 1:
-            assert timeline.bubble_s - 1e-9 <= found <= 1.5 * timeline.bubble_s + 1e-9  # drawn straight, from above
+            assert timeline.bubble_s - 1e-9 <= found <= 1.5 * timeline.bubble_s + 1e-9  # linear, from above
         else:
             assert found == pytest.approx(timeline.bubble_s, abs=1e-9)
         assert timeline.makespan_s == pytest.approx(m * sum(parts) + timeline.bubble_s)
@@ -56,7 +56,7 @@ def test_bubbles(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_passes_in_flight(name):
+def test_passes_in_flight_match_simulation(name):
     @settings(deadline=None, max_examples=40, derandomize=True)
     @given(shapes(name))
     def check(shape):
@@ -74,7 +74,7 @@ def test_passes_in_flight(name):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_messages_that_the_step_waits_for(name):
+def test_exposed_messages_match_simulation(name):
     @settings(deadline=None, max_examples=30, derandomize=True)
     @given(st.integers(2, 8), st.integers(1, 6))
     def check(p, rounds):

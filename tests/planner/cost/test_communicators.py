@@ -1,6 +1,6 @@
-"""Communicators of a rank: lanes as schedules ask for them, sets of ranks that axes share, other software as it was.
+"""Communicators of a rank: lanes that schedules require, rank sets that axes share, and those of other software.
 
-tests/tools/gpu_sim compares the counts with what ranks on the simulated GPU make and use.
+tests/tools/gpu_sim compares the counts with what ranks on the simulated GPU create and use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_each_content_and_direction_between_stages_has_a_lane(schedule, p):
     ("text", "number"),
     [
         ("precision=bf16", 0),
-        ("dp_shard=8 zero=1", 1),  # all of them are the default group
+        ("dp_shard=8 zero=1", 1),  # all are the default group
         ("dp_replicate=8", 1),
         ("tp=8", 1),
         ("tp=2 dp_shard=4 zero=1", 3),
@@ -52,12 +52,12 @@ def test_each_content_and_direction_between_stages_has_a_lane(schedule, p):
         ("pp=2 tp=2 dp_shard=2 zero=1", 4),
     ],
 )
-def test_axes_that_differ_in_axes_of_one_rank_alone_share_a_communicator(text, number):
+def test_axes_with_equal_rank_sets_share_a_communicator(text, number):
     assert axis_groups(JOB, Columns.of([Plan.parse(text)], JOB), end=True)[0] == number
 
 
 @pytest.mark.parametrize(("text", "more"), [("pp=2", 0), ("pp=3", 1), ("pp=2 tp=2", 1), ("tp=2", 0)])
-def test_ends_that_share_a_weight_meet_in_a_group_of_their_own_unless_they_are_all_ranks(text, more):
+def test_tied_ends_use_their_own_group_unless_it_has_all_ranks(text, more):
     tied = replace(JOB, shape=Shape.of_decoder(replace(decoder_spec("llama3-8b"), tied=True)))
     columns = Columns.of([Plan.parse(text)], JOB)
     inner, end = (axis_groups(tied, columns, end=end)[0] for end in (False, True))
@@ -72,13 +72,13 @@ def communicators(text: str, stack: Stack) -> float:
     return estimate(job, cluster, columns, Tables.of(cluster.device)).memory["communicators"][0] / EACH
 
 
-def test_a_rank_has_a_communicator_for_each_set_of_ranks():
+def test_rank_has_a_communicator_for_each_set_of_ranks():
     text = "pp=4 dp_shard=4 zero=1 microbatches=8 schedule=zb_v virtual_stages=2 precision=bf16"
-    # All ranks and dp_shard; four lanes at the ends, eight between them.
+    # All ranks and dp_shard; four lanes on the end stages, eight between them.
     assert communicators(text, Stack()) in (pytest.approx(6), pytest.approx(10))
 
 
-def test_a_rank_in_the_middle_has_twice_the_lanes_of_one_at_an_end():
+def test_middle_rank_has_twice_the_lanes_of_an_end_rank():
     question = Question.of("llama3-8b", "4xh100", global_batch=64)
     plan = Plan.parse("pp=4 microbatches=16 precision=bf16 recompute=full")
     counts = [each["communicators"] / EACH for each in memory_by_rank(estimated([plan], question)[0])]

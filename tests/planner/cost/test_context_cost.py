@@ -1,4 +1,4 @@
-"""Context parallelism costs what the runtime does: its bytes, its pieces, and nothing is free."""
+"""Cost of context parallelism matches the runtime: its bytes and blocks, with no free operations."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
 JOB = Job(shape=SHAPE, seq_len=8192, global_batch=64)
 CLUSTER = ClusterSpec.parse("8xh100")
 TABLES = Tables.of(CLUSTER.device)
-#: One byte takes one second, and nothing else takes any.
+#: One byte takes one second; everything else is free.
 BYTES = Fabric(link_rate=1.0, link_alpha_s=0.0, nic_rate=1.0, nic_alpha_s=0.0, half_bytes=0.0, domain=8, mesh=False)
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
 @pytest.mark.parametrize("mode", CP_MODES)
-def test_bytes_are_those_of_the_ledger(mode, cp):
-    """The ledger counts the larger side of a collective, of which a rank's own share does not travel."""
+def test_bytes_match_the_communication_ledger(mode, cp):
+    """The ledger counts the larger side of a collective; a rank's own share is not sent."""
     columns = Columns.make(1, cp=cp, cp_mode=CP_MODES.index(mode))
     tokens = np.array([8192.0 / cp])
     q, kv = (np.array([float(heads * SHAPE.head_dim)]) for heads in (SHAPE.heads, SHAPE.kv_heads))
@@ -45,7 +45,7 @@ def test_bytes_are_those_of_the_ledger(mode, cp):
         assert seconds[0] == pytest.approx(counted * travels)
 
 
-def test_a_ring_under_long_attention_leaves_its_last_gradients_in_the_open():
+def test_ring_with_long_attention_exposes_only_its_last_gradients():
     columns = Columns.make(1, cp=4, cp_mode=CP_MODES.index("ring"))
     tokens, width, long = np.array([2048.0]), np.array([1024.0]), np.array([1e12])
     even = TABLES.changed(overlap_comm=1.0, overlap_compute=1.0)
@@ -54,8 +54,8 @@ def test_a_ring_under_long_attention_leaves_its_last_gradients_in_the_open():
     assert backward[0] == 2 * 2048 * 1024 * 4
 
 
-def test_pieces_do_the_same_arithmetic_as_the_whole():
-    """The own triangle and half of what the others hold: without ramps, gains and launches the same seconds."""
+def test_blocks_of_ring_attention_have_the_arithmetic_of_full_attention():
+    """Own triangle and half of the others' blocks: equal time without ramps, gains and launches."""
     flat = TABLES.changed(attn_s0=0.0, flash2_gain=1.0, launch_s=0.0)
     columns = Columns.make(3, cp=[2, 4, 8], cp_mode=CP_MODES.index("ring"))
     width = np.full(3, 4096.0)
@@ -65,7 +65,7 @@ def test_pieces_do_the_same_arithmetic_as_the_whole():
     assert found == pytest.approx(whole)
 
 
-def test_pieces_take_the_kernels_of_an_older_generation_on_newer_devices():
+def test_ring_blocks_use_older_kernels_on_newer_devices():
     columns = Columns.make(2, cp=2, cp_mode=[CP_MODES.index("ring"), CP_MODES.index("ulysses")])
     ring, ulysses = estimate(JOB, CLUSTER, columns, TABLES).terms["attention"]
     assert ring > 1.3 * ulysses
@@ -77,15 +77,15 @@ def test_pieces_take_the_kernels_of_an_older_generation_on_newer_devices():
     assert ring < 1.1 * ulysses
 
 
-def test_cutting_a_sequence_that_fits_is_never_better_than_more_sequences():
-    """The same tokens on a rank in a pass: cp ranks on one sequence, or each its own half of the batch."""
+def test_context_parallelism_is_slower_if_the_sequence_fits():
+    """Equal tokens per rank and pass: cp ranks share one sequence, or each has its own half of the batch."""
     for mode in range(len(CP_MODES)):
         columns = Columns.make(2, dp_shard=[8, 4], cp=[1, 2], cp_mode=mode, microbatch=[1, 2], num_micro=8, zero=3)
         whole, cut = estimate(JOB, CLUSTER, columns, TABLES).step_s
         assert cut > 1.03 * whole
 
 
-def test_backward_holds_what_travels():
+def test_backward_memory_includes_communication_buffers():
     columns = Columns.make(4, cp=[1, 4, 4, 4], cp_mode=[0, 0, 1, 2], dp_shard=2, zero=3)
     none, ring, gather, ulysses = layer_bytes(JOB, columns).beside
     assert none == 0
@@ -93,7 +93,7 @@ def test_backward_holds_what_travels():
     assert ulysses > 0
 
 
-def test_short_sequences_are_not_cut_and_long_ones_are():
+def test_only_long_sequences_are_sharded():
     assert search("llama3-8b", "8xh100", seq_len=8192, global_batch=128)[0].plan.cp == 1
     longer = replace(decoder_spec("llama3-8b"), max_seq_len=131_072)
     long = search(longer, "8xh100", seq_len=131_072, global_batch=8, fixed="offload=none")

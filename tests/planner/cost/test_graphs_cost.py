@@ -1,4 +1,4 @@
-"""What `graphs=on` changes of an estimate: no waiting for launches, traffic in the open, memory that graphs keep."""
+"""Effect of `graphs=on` on estimates: no launch waits, exposed communication, memory of graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPEC = DecoderSpec(
     vocab_size=50304, dim=768, num_layers=12, num_heads=12, num_kv_heads=6, ffn_dim=1536, max_seq_len=1024
 )
 SHAPE = Shape.of_decoder(SPEC)
-#: What the simulated GPU takes without and with graphs, in ms (the same table).
+#: Times of the simulated GPU without and with graphs, in ms (the same table).
 SIMULATED = {
     "precision=bf16": (9.94, 7.49),
     "accumulation=4 precision=bf16": (39.19, 27.15),
@@ -46,7 +46,7 @@ def estimates(*texts: str) -> list[Estimates]:
 
 
 @pytest.mark.parametrize("text", SIMULATED)
-def test_the_share_of_a_step_that_graphs_save_is_near_that_of_the_simulated_gpu(text):
+def test_time_saved_by_graphs_is_near_the_simulated_gpu(text):
     eager, recorded = estimates(text, f"{text} graphs=on")
     before, after = SIMULATED[text]
     assert recorded.terms["host"][0] == 0.0 < eager.terms["host"][0]
@@ -54,27 +54,27 @@ def test_the_share_of_a_step_that_graphs_save_is_near_that_of_the_simulated_gpu(
 
 
 @pytest.mark.parametrize("text", ["dp_shard=8 zero=1", "dp_shard=8 zero=2", "dp_replicate=8"])
-def test_over_ranks_all_that_travels_is_in_the_open(text):
+def test_graphs_over_ranks_expose_all_communication(text):
     eager, recorded = estimates(f"{text} precision=bf16", f"{text} precision=bf16 graphs=on")
     assert recorded.terms["contention"][0] == 0.0 < eager.terms["contention"][0]
     bus = ClusterSpec.parse("8xh100").device.scale_up_bytes_per_s
-    # Gradients of blocks travel in bf16 within a node, those of embedding and head in fp32; then weights in bf16.
+    # Gradients of blocks are sent in bf16 within a node, embedding and head gradients in fp32; then weights in bf16.
     ends = 2 * SPEC.vocab_size * SPEC.dim
     to_ranks = 4 * SHAPE.num_params if text == "dp_replicate=8" else 2 * (SHAPE.num_params - ends) + 4 * ends
     bytes_sent = (to_ranks + (4 if text == "dp_replicate=8" else 2) * SHAPE.num_params) * 7 / 8
     assert recorded.terms["dp_exposed"][0] > bytes_sent / bus > eager.terms["dp_exposed"][0]
 
 
-def test_over_ranks_gradients_stay_until_the_pass_is_over_and_lie_beside_those_on_their_way():
+def test_graphs_over_ranks_keep_gradients_and_buckets_until_the_pass_ends():
     eager, recorded = estimates("dp_shard=8 zero=1 precision=bf16", "dp_shard=8 zero=1 precision=bf16 graphs=on")
     for name in ("parameters", "optimizer"):
         assert recorded.memory[name][0] == eager.memory[name][0]
-    # All of them in bf16 where autograd puts them, or what the allocator keeps for them; buckets in fp32 beside.
+    # All gradients in bf16, or what the allocator caches for them, and buckets in fp32.
     kept = sum(recorded.memory[name][0] - eager.memory[name][0] for name in ("gradients", "buffers", "reserve"))
     assert kept > 4 * SHAPE.num_params
 
 
-def test_on_one_rank_a_graph_keeps_what_a_pass_needs():
+def test_graph_on_one_rank_keeps_the_memory_of_a_pass():
     eager, recorded = estimates("precision=bf16", "precision=bf16 graphs=on")
     assert {name: array[0] for name, array in recorded.memory.items()} == {
         name: array[0] for name, array in eager.memory.items()
@@ -93,14 +93,14 @@ def test_on_one_rank_a_graph_keeps_what_a_pass_needs():
         ("dp_replicate=8 accumulation=2", 1),
     ],
 )
-def test_passes_that_lie_in_memory_at_once(text, times):
+def test_passes_in_memory_under_graphs(text, times):
     eager, recorded = estimates(f"{text} precision=bf16", f"{text} precision=bf16 graphs=on")
     assert recorded.memory["activations"][0] == times * eager.memory["activations"][0]
 
 
-def test_an_eager_pass_lies_beside_a_recorded_one_where_those_between_are_seen_often_enough_first():
+def test_eager_and_recorded_passes_coexist_if_warm_up_is_complete():
     for count in range(1, 12):
-        # In step WARM_UPS + 1 the last pass is recorded; those between were seen so often before.
+        # In step WARM_UPS + 1 the last pass is recorded. Earlier steps warmed up the passes between.
         beside = (count - 2) * WARM_UPS >= WARM_UPS + 1
         assert passes_in_flight(Columns.make(1, num_micro=count, graphs=True))[0] == (2 if beside else 1)
 
@@ -109,7 +109,7 @@ def question(text: str = "", **options) -> Question:
     return Question.of(SPEC, "8xh100", seq_len=1024, global_batch=8, fixed=text, **options)
 
 
-def test_a_search_tries_no_graphs_unless_it_is_asked_to_and_then_only_those_that_rules_allow():
+def test_search_tries_graphs_only_on_request_and_within_the_rules():
     found = answer(question("precision=bf16"))
     assert not any(one.plan.graphs for one in (*found, *found.pareto))
     asked = answer(question("precision=bf16 graphs=on"))
@@ -124,15 +124,15 @@ def test_a_search_tries_no_graphs_unless_it_is_asked_to_and_then_only_those_that
     assert scenario.answer.best.plan == asked.best.plan
 
 
-def test_a_measured_host_records_none():
-    """Estimates for a CPU must not look as if graphs were free there."""
+def test_measured_cpu_host_records_no_graphs():
+    """Estimates for a CPU must not make graphs look free."""
     facts = Facts(device=cluster_of(profile(), "2xhere").device)
     assert facts.device.is_cpu
     assert not question().cluster.device.is_cpu
     assert [each.rule for each in check(Plan.parse("graphs=on"), facts)] == ["graphs-on-device"]
 
 
-def test_what_graphs_would_change_is_told_where_kernels_wait_for_the_host():
+def test_effect_of_graphs_is_reported_if_launches_limit_the_step():
     asked = question("precision=bf16 compile=off")
     best = answer(asked).best
     assert best is not None

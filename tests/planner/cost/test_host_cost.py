@@ -1,4 +1,4 @@
-"""What saving memory costs: offload and budgets are never free, and cost more where more is saved."""
+"""Cost of saving memory: offload and budgets are never free, and cost more if they save more."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weft.planner.search.refine import estimated
 from weft.planner.space.columns import Columns
 
 
-def test_a_replay_stops_before_what_backward_does_not_ask_for():
-    """Of a layer's forward: no last product, nor the sum after it; a stack that makes all of it makes these too."""
+def test_recompute_stops_before_outputs_that_backward_does_not_need():
+    """A layer's last product and the sum after it are not recomputed, except by a stack that recomputes everything."""
     plans = [read_plan(f"tp=8 precision=bf16 {word}", QUESTION) for word in ("", "sp=on")]
     columns = Columns.of(plans, QUESTION.job)
     fabric = Fabric.of(QUESTION.tables, QUESTION.cluster.devices_per_node)
@@ -51,7 +51,7 @@ def candidates(words, zero=1):
         (["recompute=none", "recompute=90%", "recompute=60%", "recompute=30%", "recompute=10%"], 1),
     ],
 )
-def test_the_more_memory_is_saved_the_more_time_it_takes(words, zero):
+def test_more_saved_memory_costs_more_time(words, zero):
     found = candidates(words, zero)
     for less, more in pairwise(found):
         assert more.total_bytes < less.total_bytes
@@ -59,24 +59,24 @@ def test_the_more_memory_is_saved_the_more_time_it_takes(words, zero):
     assert found[-1].step_s > found[0].step_s
 
 
-def test_a_budget_lies_between_the_policies():
+def test_budget_lies_between_the_policies():
     none, half, selective, full = candidates(["", "recompute=15%", "recompute=selective", "recompute=full"])
     assert none.terms["recompute"] == 0
     assert selective.terms["recompute"] < half.terms["recompute"] < full.terms["recompute"]
 
 
-def test_offloaded_activations_cost_time_even_where_their_transfers_hide():
+def test_offloaded_activations_cost_time_even_if_transfers_overlap():
     none, eighth = candidates(["", "offload=activations:0.125"])
     assert eighth.step_s > none.step_s
 
 
-def test_short_transfers_hide_under_compute():
+def test_short_transfers_overlap_with_compute():
     eighth, whole = candidates(["offload=activations:0.125", "offload=activations"])
     assert eighth.terms["offload"] < whole.terms["offload"] / 8
 
 
-def test_a_budget_costs_what_the_runtime_would_choose():
-    """The knapsack of `memory/budget.py` over the layers' menus, against the estimate's lower hull."""
+def test_budget_cost_matches_the_runtimes_choice():
+    """Compare the knapsack of `memory/budget.py` over the layers' options with the estimate's lower hull."""
     for plan in ("recompute=80%", "recompute=50%", "recompute=30%", "recompute=20GiB"):
         one = candidates([plan])[0]
         job = one.question.job
@@ -89,12 +89,12 @@ def test_a_budget_costs_what_the_runtime_would_choose():
         choice = cheapest_choice([listed] * job.shape.layers, budget)
         assert choice is not None
         chosen = sum(listed[index][1] for index in choice) * one.plan.accumulation
-        # A layer more or less with the next option is all that whole layers add.
+        # The difference is at most one layer with the next option.
         grain = max(seconds for _, seconds in listed) * one.plan.accumulation
         assert chosen - grain <= one.terms["recompute"] <= chosen + 1e-9
 
 
-def test_selective_recompute_keeps_what_products_make():
+def test_selective_recompute_keeps_outputs_of_products():
     none, selective, full = candidates(["", "recompute=selective", "recompute=full"])
     assert none.total_bytes > selective.total_bytes > full.total_bytes
     assert 0 < selective.terms["recompute"] < full.terms["recompute"] / 3
@@ -108,8 +108,8 @@ def test_recompute_of_some_blocks_lies_between_none_and_all():
     assert eight.terms["recompute"] == pytest.approx(full.terms["recompute"] * 8 / 32)
 
 
-def test_a_host_has_only_so_much_memory():
-    """Eight ranks that keep a 405B model's states in one host's memory: more than it can pin."""
+def test_pinned_host_memory_is_limited():
+    """Eight ranks that offload a 405B model's states to one host need more memory than it can pin."""
     words = "dp_shard=8 zero=3 accumulation=8 precision=bf16 recompute=full offload=params"
     for model, fits_there in (("llama3-405b", False), ("llama3-8b", True)):
         asked = Question.of(model, "8xh100", seq_len=8192, global_batch=64, built_only=False)

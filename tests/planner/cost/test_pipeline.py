@@ -1,4 +1,4 @@
-"""Pipelines in closed form against figures of event simulations, and how layers fall on stages."""
+"""Closed forms of pipelines against event simulations, and the split of layers into stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def piped(schedule="1f1b", pp=8, num_micro=32, virtual_stages=1) -> Columns:
         ("dualpipe_v", 1, 3.5),
     ],
 )
-def test_bubbles_of_eight_stages_with_equal_parts(schedule, chunks, bubble):
+def test_bubbles_of_eight_equal_stages(schedule, chunks, bubble):
     """Forward, input gradient and weight gradient of one unit each: 8 ranks, 32 passes."""
     columns = piped(schedule, virtual_stages=chunks)
     assert bubble_s(columns, 1.0, 2.0, 1.0, 7 * 3.0) == pytest.approx(bubble)
@@ -56,24 +56,24 @@ def test_bubbles_of_eight_stages_with_equal_parts(schedule, chunks, bubble):
         ("gpipe", 1, 32, 32),
     ],
 )
-def test_passes_in_flight(schedule, chunks, first, last):
+def test_passes_in_flight_on_first_and_last_rank(schedule, chunks, first, last):
     columns = piped(schedule, virtual_stages=chunks)
     assert (in_flight(columns, 0)[0], in_flight(columns, 7)[0]) == (first, last)
 
 
-def test_few_passes_are_all_that_can_be_in_flight():
+def test_passes_in_flight_are_at_most_all_passes():
     assert in_flight(piped(num_micro=3), 0) == 3
     assert in_flight(piped(pp=1), 0) == 1
 
 
-def test_an_incomplete_round_of_an_interleaved_schedule_costs_chunks():
+def test_incomplete_interleaved_round_costs_chunks():
     whole, ragged = (bubble_s(piped("interleaved", 4, m, 2), 1.0, 2.0, 1.0, 9.0)[0] for m in (8, 9))
     assert ragged == whole + 3 * 3.0 / 2
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 130), st.integers(1, 32), st.integers(1, 6))
-def test_every_layer_lies_on_a_stage(layers, pp, chunks):
+def test_every_layer_is_on_a_stage(layers, pp, chunks):
     columns = piped("interleaved", pp=pp, virtual_stages=chunks)
     stages = split_layers(layers, columns)
     fullest = float(stages.middle[0])
@@ -87,21 +87,21 @@ def test_every_layer_lies_on_a_stage(layers, pp, chunks):
 
 
 @given(st.integers(1, 16), st.integers(0, 60))
-def test_the_closed_form_is_as_even_as_the_runtime_divides_equal_layers(pp, more):
+def test_closed_form_split_is_as_even_as_the_runtimes(pp, more):
     stages = split_layers(pp + more, piped(pp=pp))
     fullest = max(stages.first[0], stages.last[0]) if pp == 2 else stages.middle[0]
     assert fullest == max(divide_layers([1.0] * (pp + more), pp))
 
 
-def test_the_ends_have_less_where_layers_do_not_come_out_even():
+def test_end_stages_have_fewer_layers_if_the_split_is_uneven():
     stages = split_layers(126, piped(pp=16))
     assert (stages.first[0], stages.middle[0], stages.last[0]) == (7, 8, 7)
     stages = split_layers(22, piped("interleaved", pp=8, virtual_stages=3))
     assert (stages.first[0], stages.middle[0], stages.last[0]) == (2, 3, 2)
 
 
-def test_sends_in_the_open():
-    """2 ((p - 1)(1 + m / p) - 1), as 96 simulated schedules have it."""
+def test_exposed_sends_match_simulations():
+    """2 ((p - 1)(1 + m / p) - 1), as in 96 simulated schedules."""
     assert sends(piped(pp=4, num_micro=8))[0] == 2 * (3 * 3 - 1)
     assert sends(piped(pp=1))[0] == 0
 
@@ -114,8 +114,8 @@ def test_sends_in_the_open():
     st.integers(1, 4),
     st.floats(0.05, 20.0),
 )
-def test_the_fullest_moment_is_that_of_the_schedule(name, p, v, rounds, weight):
-    """Passes in flight and gradients that are made, counted action by action: none of them is ever more."""
+def test_peak_memory_matches_the_schedule(name, p, v, rounds, weight):
+    """Passes in flight and pending gradients, counted per action, never exceed the closed form."""
     v = max(2, v) if name == "interleaved" else 1
     columns = piped(name, p, rounds * p, v)
     for rank, steps in enumerate(build_schedule(name, p, rounds * p, v).ranks):

@@ -1,4 +1,4 @@
-"""The clock agrees with the closed forms of each schedule."""
+"""The simulation matches the closed form of each schedule."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weft.config.pipeline_schedule import Action, Schedule, build_schedule
 from weft.planner.cost.pipeline import Durations, makespan_s, simulate
 
 
-def test_what_a_pair_hides_makes_its_forward_leave_later():
-    """Between overlapped pairs the paper's bubble: (p - 1)(F&B + B - 3W), with a pair F&B as long as its parts."""
+def test_overlap_in_a_pair_delays_its_forward():
+    """The paper's bubble with overlapped pairs: (p - 1)(F&B + B - 3W). A pair F&B takes the sum of its parts."""
     timeline = simulate(build_schedule("dualpipe_v", 4, 16, 2), Durations(1, 1, 1, hidden=1e-9))
     assert timeline.bubble_s == pytest.approx(3 * (3 + 2 - 3))
 
 
-def test_the_figures_of_the_study():
+def test_figures_of_the_study():
     """p=8, m=32, F = B = W: bubbles, and activations in flight on the first and the last rank."""
     found = {}
     for name, v in [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_interleaved", 2), ("zb_v", 2)]:
@@ -36,8 +36,8 @@ def test_the_figures_of_the_study():
 
 @pytest.mark.parametrize("latency_s", [0.01, 0.1])
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 16), (8, 32), (8, 64)])
-def test_latency_of_messages(p, m, latency_s):
-    """It adds 2[(p - 1)(1 + m / p) - 1] of them to 1F1B, and 2(vp - 1) to interleaving, whatever m."""
+def test_message_latency(p, m, latency_s):
+    """Adds 2[(p - 1)(1 + m / p) - 1] latencies to 1F1B, and 2(vp - 1) to interleaving for any m."""
     step = Durations(1.0, 1.0, 1.0, latency_s=latency_s)
     extra = simulate(build_schedule("1f1b", p, m), step).makespan_s - 3 * (m + p - 1)
     assert extra == pytest.approx(2 * ((p - 1) * (1 + m / p) - 1) * latency_s)
@@ -53,7 +53,7 @@ def test_uneven_stages_wait_for_the_slowest():
     assert timeline.idle_s.index(min(timeline.idle_s)) == 2
 
 
-def test_a_pair_hides_the_shorter_part():
+def test_pair_hides_the_shorter_part():
     plain, hidden = (
         simulate(build_schedule("dualpipe_v", 4, 32, 2), Durations(1, 1, 1, hidden=share)).makespan_s
         for share in (0.0, 1.0)
@@ -63,14 +63,14 @@ def test_a_pair_hides_the_shorter_part():
 
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules(), times=st.tuples(*[st.floats(0.1, 3.0)] * 3), latency_s=st.floats(0, 0.5))
-def test_no_step_starts_before_what_it_needs(schedule, times, latency_s):
+def test_no_action_starts_before_its_inputs(schedule, times, latency_s):
     timeline = simulate(schedule, Durations(*times, latency_s=latency_s))
     for starts, ends in zip(timeline.starts_s, timeline.ends_s, strict=True):
         assert all(end <= start + 1e-9 for end, start in zip(ends, starts[1:], strict=False))
     assert min(timeline.idle_s) >= -1e-9
 
 
-def test_ranks_that_wait_for_each_other_are_found():
+def test_deadlocked_schedule_is_detected():
     ranks = ((Action("F", 0, 0), Action("BW", 0, 0)), (Action("BW", 1, 0), Action("F", 1, 0)))
     with pytest.raises(ValueError, match="wait for each other"):
         simulate(Schedule("1f1b", 2, 1, 1, ranks), Durations(1, 1, 1))
@@ -81,7 +81,7 @@ def test_ranks_that_wait_for_each_other_are_found():
     [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 4, 8, 3), ("zb_h1", 4, 8, 1), ("zb_interleaved", 4, 8, 2),
      ("zb_v", 4, 9, 2), ("dualpipe_v", 4, 10, 2)],
 )  # fmt: skip
-def test_the_makespan_alone_is_that_of_the_timeline(name, p, m, v):
+def test_makespan_equals_the_timelines(name, p, m, v):
     schedule, draw = build_schedule(name, p, m, v), random.Random(0)
     for _ in range(20):
         forward, backward, weights = ([draw.random() for _ in range(p * v)] for _ in range(3))
@@ -89,7 +89,7 @@ def test_the_makespan_alone_is_that_of_the_timeline(name, p, m, v):
         assert makespan_s(schedule, seconds) == simulate(schedule, seconds).makespan_s
 
 
-def test_the_makespan_of_ranks_that_wait_for_each_other_is_an_error():
+def test_makespan_of_deadlocked_schedule_is_an_error():
     ranks = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(ValueError, match="wait for each other"):
         makespan_s(Schedule("1f1b", 2, 1, 1, ranks), Durations(1, 1, 1))

@@ -1,4 +1,4 @@
-"""Groups of the optimizer with lr=0: what the planner counts of the weights that they freeze."""
+"""Optimizer groups with lr=0: the planner's cost of frozen weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SPECS = {
 
 
 def frozen(*patterns: str) -> list[OptimizerGroup]:
-    """Groups that freeze what fits these patterns."""
+    """Return groups that freeze parameters of these patterns."""
     return [OptimizerGroup(match=pattern, lr=0.0) for pattern in patterns]
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_names_and_sizes_are_those_of_the_model(name: str) -> None:
+def test_names_and_sizes_match_the_model(name: str) -> None:
     pytest.importorskip("torch")
     import torch
 
@@ -49,7 +49,7 @@ def test_names_and_sizes_are_those_of_the_model(name: str) -> None:
     assert {name: size for _, name, size in parameters_of(SPECS[name])} == wanted
 
 
-def test_shares_of_usual_ways_to_freeze() -> None:
+def test_shares_of_common_freezing_patterns() -> None:
     spec = SPECS["llama"]
     assert TrainedPart.of(spec, [OptimizerGroup(match="*", lr=1e-3)]) is None
     assert TrainedPart.of(spec, frozen("embed.*")) == TrainedPart(embedding=0.0)
@@ -59,7 +59,7 @@ def test_shares_of_usual_ways_to_freeze() -> None:
     head = TrainedPart.of(spec, frozen("embed.*", "blocks.*"))
     assert head is not None
     assert (head.layers, head.reach, head.head) == (0.0, 0.0, 1.0)
-    # The first group that fits counts.
+    # The first matching group applies.
     kept = TrainedPart.of(spec, [OptimizerGroup(match="blocks.2.*", lr=1e-4), *frozen("blocks.*")])
     assert kept is not None
     assert kept.layers == pytest.approx(1 / 3)
@@ -78,15 +78,15 @@ def test_frozen_weights_cost_no_states_and_less_time(text: str) -> None:
 
     (whole_s, whole), (none_s, none) = step(), step("embed.*", "head.*", "norm.*", "blocks.?.*", "blocks.[12]?.*")
     states, all_states = (each["gradients"] + each["optimizer"] for each in (none, whole))
-    assert states < (0.1 if plan.pp == 1 else 0.9) * all_states  # of a stage, the layer that trains most stands for all
+    assert states < (0.1 if plan.pp == 1 else 0.9) * all_states  # a stage's most trained layer represents all
     assert none_s < 0.6 * whole_s  # forward, and backward of the last two of 32 layers and through the head
     nothing_s, nothing = step("nothing.of.this.name")
     assert nothing_s == pytest.approx(whole_s)
     assert nothing == pytest.approx(whole)
 
 
-def test_a_config_says_it(tmp_path) -> None:
+def test_config_defines_frozen_groups(tmp_path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[model]\nname = "tiny"\n[optimizer]\ngroups = [{match = "embed.*", lr = 0.0}]\n')
     asked = Question.of(str(config), "1xh100")
-    assert asked.job.trained == TrainedPart(embedding=0.0, head=0.0)  # which are one
+    assert asked.job.trained == TrainedPart(embedding=0.0, head=0.0)  # they are tied

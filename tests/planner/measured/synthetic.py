@@ -1,4 +1,4 @@
-"""A machine made up for tests: two cores whose primitives follow laws exactly, so that estimates can be reckoned."""
+"""A synthetic machine: two cores whose primitives follow laws exactly, so that estimates can be computed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.planner.measured.laws import BETWEEN
 from weft.planner.measured.machine_profile import Lesson, Machine, Measurement, Profile
 from weft.planner.measured.profile_tables import this_host
 
-#: Operations a second of a core, values a second through memory, bytes a second between ranks, seconds of a call.
+#: Operations per second of a core, values per second through memory, bytes per second between ranks, seconds per call.
 FLOPS, VALUES, BYTES, CALL = 5e10, 1e9, 2e9, 1e-5
 CORES = 2
 PASSES = ("norm_f", "norm_b", "layer_norm_f", "layer_norm_b", "rope_f", "rope_b", "swiglu_f", "swiglu_b", "gelu_f",
@@ -20,11 +20,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shif
 
 
 def machine() -> Machine:
-    """This host's software with a processor that is nobody's."""
+    """Return this host's software with a processor that does not exist."""
     return replace(this_host(), device="loom", cores=CORES)
 
 
-#: Operations -> (their sizes, the work of one in seconds).
+#: Operation -> (its sizes, the time of one in seconds).
 COMPUTE: tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], Callable[..., float]], ...] = (
     (
         ("linear_f", "linear_dx", "linear_dw"),
@@ -46,10 +46,10 @@ COMPUTE: tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], Callable[...,
 def profile(
     counts: tuple[int, ...] = (1, 2, 4), learned: tuple[Lesson, ...] = (), waiting: float | None = None
 ) -> Profile:
-    """Compute slows down where ranks are more than cores; collectives take as long in any crowd.
+    """Compute slows down with more ranks than cores; collectives do not depend on contention.
 
-    waiting: seconds that ranks wait for each other after a second of compute, less after less as its root; None where
-    nobody measured it.
+    waiting: seconds that ranks wait for each other after a second of compute. It scales with the root of the compute
+    time. None: not measured.
     """
     samples = [
         Measurement(op=op, size=size, seconds=max(1.0, ranks / CORES) * (CALL + work(*size)), ranks=ranks)

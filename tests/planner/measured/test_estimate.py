@@ -1,4 +1,4 @@
-"""Estimates for a host: what follows from a made-up machine's laws, whatever its figures."""
+"""Estimates for a measured host: consequences of a synthetic machine's laws."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ JOB = Job(shape=SHAPE, seq_len=128, global_batch=8)
 
 
 def step(text: str, known: Profile | None = None, job: Job = JOB) -> dict[str, float]:
-    """Seconds by term, and `step` and `bytes`, of one plan."""
+    """Return the seconds by term, and `step` and `bytes`, of one plan."""
     known = known or profile()
     plan = Plan.parse(text)
     cluster = cluster_of(known, f"{max(1, plan.world_size)}xhere")
@@ -33,11 +33,11 @@ def step(text: str, known: Profile | None = None, job: Job = JOB) -> dict[str, f
     return classes | terms | {"step": float(found.step_s[0]), "bytes": float(found.total_bytes[0])}
 
 
-def test_terms_are_those_of_every_estimate_and_sum_up() -> None:
+def test_terms_are_complete_and_sum_to_the_step() -> None:
     found = step("dp_shard=2 tp=2 zero=1")
     assert set(TERMS) <= set(found)
     assert sum(found[name] for name in TERMS) == pytest.approx(found["step"])
-    assert found["contention"] == found["offload"] == found["host"] == 0.0  # of a host there are none
+    assert found["contention"] == found["offload"] == found["host"] == 0.0  # a host has none of these
 
 
 def test_two_cores_take_half_and_four_ranks_no_less() -> None:
@@ -46,7 +46,7 @@ def test_two_cores_take_half_and_four_ranks_no_less() -> None:
     assert compute[2] == pytest.approx(compute[1], rel=0.02)
 
 
-def test_sgd_updates_faster_than_adamw_and_keeps_less_and_muon_turns_its_matrices() -> None:
+def test_optimizers_differ_in_update_time_and_memory() -> None:
     adamw, sgd, muon = (
         step("dp_shard=2 zero=1", job=replace(JOB, optimizer=name)) for name in ("adamw", "sgd", "muon")
     )
@@ -58,13 +58,13 @@ def test_sgd_updates_faster_than_adamw_and_keeps_less_and_muon_turns_its_matrice
 
 
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3"])
-def test_gradients_travel_as_the_wire_says(layout: str) -> None:
+def test_gradient_traffic_depends_on_the_wire_format(layout: str) -> None:
     exact, half = step(layout)["dp_exposed"], step(f"{layout} reduce=bf16")["dp_exposed"]
-    assert half != exact  # half of the bytes, and two copies more
+    assert half != exact  # half of the bytes, and two more copies
     assert step("reduce=bf16") == step("")
 
 
-def test_weights_travel_as_gather_says() -> None:
+def test_weight_traffic_depends_on_gather() -> None:
     exact, coded = step("dp_shard=2 zero=3"), step("dp_shard=2 zero=3 gather=int8")
     assert {name for name in TERMS if coded[name] != exact[name]} == {"dp_exposed"}
     once = step("dp_shard=2 zero=3 reshard=after_step")["dp_exposed"]
@@ -72,38 +72,38 @@ def test_weights_travel_as_gather_says() -> None:
     assert exact["dp_exposed"] - coded["dp_exposed"] == pytest.approx(2 * (once - coded_once))  # of two gathers, of one
 
 
-def test_low_rank_costs_its_products() -> None:
+def test_powersgd_costs_its_products() -> None:
     exact, low = step("dp_replicate=2"), step("dp_replicate=2 compress=powersgd:1")
     one, many = (step(f"dp_replicate=2 compress=powersgd:{rank}")["dp_exposed"] for rank in (1, 64))
     assert {name for name in TERMS if low[name] != exact[name]} == {"dp_exposed"}
     assert one < many
 
 
-def test_replicas_that_meet_rarely_share_a_meeting_among_its_steps() -> None:
+def test_local_sgd_sync_is_amortized_over_its_steps() -> None:
     every = step("dp_replicate=2 dp_shard=2 zero=1")
     ten, hundred = (step(f"dp_replicate=2 dp_shard=2 zero=1 sync=diloco:{every}") for every in (10, 100))
     assert every["dp_exposed"] > ten["dp_exposed"] > hundred["dp_exposed"]
 
 
-def test_fragments_cost_a_call_each_and_travel_in_the_open_on_a_host() -> None:
+def test_fragments_cost_one_exposed_call_each() -> None:
     def over_dp(fragments: str, extra: str = "") -> float:
         return step(f"dp_replicate=2 dp_shard=2 zero=1 sync=diloco:100{fragments}{extra}")["dp_exposed"]
 
-    # As many bytes: what more fragments cost is the start of their calls, a hundredth of it in each step.
+    # Equal bytes: more fragments only cost the start of their calls, a hundredth of it per step.
     assert over_dp("/1") == pytest.approx(over_dp(""), rel=1e-9)
     assert over_dp("") < over_dp("/50") < 1.5 * over_dp("")
-    # Each rank encodes its part of what meets, once in a hundred steps, also where microbatches are several.
+    # Each rank encodes its shard of the synchronized values once per hundred steps, also with several microbatches.
     assert 0 < over_dp("/50", " compress=int8") - over_dp("/50", "") < 0.01 * over_dp("")
 
 
-def test_replicas_that_train_by_themselves_wait_for_each_other_rarely() -> None:
+def test_local_sgd_replicas_rarely_wait_for_each_other() -> None:
     def waited(plan: str) -> float:
         return step(plan, profile(waiting=0.03))["step"] - step(plan)["step"]
 
     assert waited("dp_replicate=2 sync=diloco:50") < waited("dp_replicate=2")
 
 
-def test_communication_is_added_never_hidden() -> None:
+def test_communication_is_added_never_overlapped() -> None:
     whole, cut = step("dp_replicate=2"), step("tp=2")
     assert whole["tp"] == 0.0
     assert cut["tp"] > 0.0
@@ -117,13 +117,13 @@ def test_communication_is_added_never_hidden() -> None:
      ("dp_shard=2 tp=2 zero=1", {"tp", "dp_exposed"}), ("cp=4 zero=1", {"cp", "dp_exposed"}),
      ("cp=4 zero=3", {"cp", "dp_exposed"})],
 )  # fmt: skip
-def test_ranks_that_meet_wait_for_each_other(plan: str, term: set[str]) -> None:
+def test_synchronizing_ranks_wait_for_each_other(plan: str, term: set[str]) -> None:
     plain, known = step(plan), step(plan, profile(waiting=0.03))
     assert {name for name in TERMS if known[name] > plain[name]} == term
     assert {name for name in TERMS if known[name] < plain[name]} == set()
 
 
-def test_who_meets_more_often_waits_more() -> None:
+def test_waiting_time_grows_with_synchronizations() -> None:
     def waited(plan: str) -> float:
         return step(plan, profile(waiting=0.03))["step"] - step(plan)["step"]
 
@@ -143,7 +143,7 @@ def test_recompute_costs_time_and_saves_bytes() -> None:
     assert full["bytes"] < plain["bytes"]
 
 
-def test_ranks_that_wait_leave_their_cores_to_others() -> None:
+def test_waiting_ranks_free_their_cores() -> None:
     # Four stages on two cores: filling and draining run with fewer ranks, each of them faster.
     crowded = step("pp=4 microbatches=4")
     roomy = step("pp=2 microbatches=4")
@@ -151,7 +151,7 @@ def test_ranks_that_wait_leave_their_cores_to_others() -> None:
     assert crowded["bubble"] > 0.0
 
 
-def test_stages_are_divided_as_the_runtime_divides_them() -> None:
+def test_stages_are_split_as_in_the_runtime() -> None:
     columns = Columns.of([Plan.parse("pp=4 microbatches=4")], JOB)
     layers = [float(values[0]) for _, values, _, _ in ranks_of(JOB, columns)]
     layer, head = float(SHAPE.dense_layer_params), float(SHAPE.vocab * SHAPE.hidden)
@@ -159,14 +159,14 @@ def test_stages_are_divided_as_the_runtime_divides_them() -> None:
     assert contention_of(JOB, columns).layers[0] in layers
 
 
-def test_what_runs_taught_scales_its_part() -> None:
+def test_run_corrections_scale_their_part() -> None:
     lesson = Lesson(run="a", plan="", model="m", steps=9, ratios=(("compute", 1.21),))
     plain, taught = step("dp_replicate=2"), step("dp_replicate=2", profile(learned=(lesson,)))
-    assert taught["gemm"] == pytest.approx(1.1 * plain["gemm"])  # half of the way, in logarithms
+    assert taught["gemm"] == pytest.approx(1.1 * plain["gemm"])  # half of the correction, in logarithms
     assert taught["optimizer"] == plain["optimizer"]
 
 
-def test_every_estimate_says_what_it_rests_on() -> None:
+def test_every_estimate_reports_its_sources() -> None:
     from weft.planner.report.explanation import time_by_rung
 
     known = profile()
@@ -179,7 +179,7 @@ def test_every_estimate_says_what_it_rests_on() -> None:
         assert sum(shares.values()) == pytest.approx(1.0)
 
 
-def test_many_plans_at_once_are_what_each_is_alone() -> None:
+def test_vectorized_estimate_equals_single_estimates() -> None:
     texts = ["dp_shard=4 zero=3", "tp=4 sp=on", "pp=2 dp_shard=2 zero=1 microbatches=4", "cp=4"]
     plans = [Plan.parse(text) for text in texts]
     cluster = cluster_of(profile(), "4xhere")
@@ -188,7 +188,7 @@ def test_many_plans_at_once_are_what_each_is_alone() -> None:
     assert np.isfinite(found.total_bytes).all()
 
 
-def test_several_hosts_were_not_measured() -> None:
+def test_unmeasured_multi_host_is_rejected() -> None:
     cluster = replace(cluster_of(profile(), "2xhere"), nodes=2)
     with pytest.raises(
         ConfigError, match="nodes=2: the profile has measurements of one host only, not of the network between 2 hosts"
@@ -196,7 +196,7 @@ def test_several_hosts_were_not_measured() -> None:
         measured_tables(profile(), cluster, "tables")
 
 
-def test_a_gpu_profile_gives_constants() -> None:
+def test_gpu_profile_gives_constants() -> None:
     from weft.config.cluster import ClusterSpec
     from weft.planner.measured.machine_profile import Measurement
 
@@ -210,7 +210,7 @@ def test_a_gpu_profile_gives_constants() -> None:
             Measurement(op="all_gather", size=(n,), seconds=1e-5 + n / 2 / 3e11, ranks=2, group=2)
             for n in (1 << 12, 1 << 18, 1 << 24, 1 << 28)
         ),
-        # Alone a device has more of the host than beside another; the slower direction and the larger size count.
+        # A single device gets more of the host than one of two; the slower direction and the larger size are used.
         Measurement(op="to_host", size=(1 << 28,), seconds=2**28 / 50e9, ranks=1),
         Measurement(op="to_host", size=(1 << 28,), seconds=2**28 / 24e9, ranks=2),
         Measurement(op="to_device", size=(1 << 28,), seconds=2**28 / 30e9, ranks=2),
@@ -228,7 +228,7 @@ def test_a_gpu_profile_gives_constants() -> None:
 
 
 @pytest.mark.parametrize("layout", ["", "tp=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "pp=2 microbatches=2"])
-def test_frozen_weights_have_no_gradients_no_states_and_no_products_for_them(layout: str) -> None:
+def test_frozen_weights_have_no_gradients_states_or_weight_gradient_products(layout: str) -> None:
     adapter = AdapterSize.of_shape(SHAPE, 4)
     whole, lora = step(layout), step(layout, job=replace(JOB, adapter=adapter))
     assert lora["parameters"] > 0.9 * whole["parameters"] * (1.0 if "zero=3" not in layout else 0.9)
@@ -238,7 +238,7 @@ def test_frozen_weights_have_no_gradients_no_states_and_no_products_for_them(lay
     assert lora["step"] < whole["step"]
 
 
-def test_a_packed_base_takes_less_memory_and_more_time() -> None:
+def test_packed_base_takes_less_memory_and_more_time() -> None:
     stored, packed = (
         step("", job=replace(JOB, adapter=AdapterSize.of_shape(SHAPE, 4, base))) for base in ("stored", "nf4")
     )

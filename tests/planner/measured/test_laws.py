@@ -1,4 +1,4 @@
-"""Laws: they give back what made the samples, never a negative cost, and follow the crowd."""
+"""Cost laws: they reproduce their samples, are never negative, and depend on contention."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from weft.planner.measured.laws import Laws, fit_law
 from weft.planner.measured.machine_profile import Measurement
 
 
-def test_a_law_gives_back_what_made_its_samples() -> None:
+def test_law_reproduces_its_samples() -> None:
     laws = Laws.of(profile())
     product = laws.seconds("linear_f", 300.0, 200.0, 100.0, active=1)
     assert float(product) == pytest.approx(CALL + 12e6 / FLOPS, rel=1e-6)
@@ -33,13 +33,13 @@ def test_more_ranks_than_cores_share_them() -> None:
     assert one == pytest.approx(two)
     assert three == pytest.approx(1.5 * two)
     assert four == pytest.approx(2 * two)
-    assert eight == pytest.approx(4 * two)  # beyond what was measured, in proportion
+    assert eight == pytest.approx(4 * two)  # extrapolated in proportion
 
 
-def test_who_computes_for_longer_waits_for_longer() -> None:
+def test_longer_computation_waits_longer() -> None:
     laws = Laws.of(profile(waiting=0.03))
     short, long = laws.waiting(np.array([1.0, 4.0]), group=4, active=4)
-    assert long == pytest.approx(0.03 * 2.0, rel=0.1)  # less what is waited after one product
+    assert long == pytest.approx(0.03 * 2.0, rel=0.1)  # minus the wait after one product
     assert long == pytest.approx(2 * short, rel=0.1)
     assert laws.waiting(4.0, group=4, active=8) == pytest.approx(2 * long)
     assert laws.waiting(1e-6, group=4, active=4) == 0.0
@@ -47,7 +47,7 @@ def test_who_computes_for_longer_waits_for_longer() -> None:
     assert Laws.of(profile()).waiting(4.0, group=4, active=4) == 0.0  # a profile of an earlier version
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_unmeasured_operations_are_reported() -> None:
     with pytest.raises(ConfigError, match="no all_reduce between ranks"):
         Laws.of(profile((1,))).transfer_s("all_reduce", 100.0, group=2, active=2)
     made = profile((1, 2))
@@ -59,7 +59,7 @@ def test_what_was_not_measured_is_said() -> None:
         laws.seconds("linear_f", *size, active=2, dtype="bf16")
     with pytest.raises(ConfigError, match="linear_f in bf16 is not measured with 1 rank at work"):
         Laws.of(made).seconds("linear_f", *size, active=1, dtype="bf16")
-    assert float(laws.seconds("adamw", 1024.0, active=2, dtype="bf16")) > 0  # the optimizer works in fp32
+    assert float(laws.seconds("adamw", 1024.0, active=2, dtype="bf16")) > 0  # the optimizer computes in fp32
     one = profile((1,))
     bare = type(one)(machine=one.machine, samples=(), made="", took_s=0.0, path="p.json")
     with pytest.raises(ConfigError, match="it has no measured matrix products"):

@@ -1,4 +1,4 @@
-"""Profiles as files: what is written is read, and what somebody broke is refused with a sentence."""
+"""Profile files: round trip, and errors for damaged ones."""
 
 import json
 from dataclasses import replace
@@ -12,15 +12,15 @@ from weft.planner.measured.machine_profile import Lesson, load_profile
 from weft.planner.measured.profile_tables import cluster_of, local_profile, stale
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_profile_round_trip(tmp_path: Path) -> None:
     lesson = Lesson(run="runs/a", plan="tp=2", model="tiny", steps=5, ratios=(("compute", 1.1),))
     written = profile((1, 2)).with_lesson(lesson)
     written.save(tmp_path / "here.json")
     assert replace(load_profile(tmp_path / "here.json"), path="") == written
-    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]  # no draft is left
+    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]  # no temporary file remains
 
 
-def test_a_run_that_is_learned_again_takes_its_own_place() -> None:
+def test_relearned_run_replaces_its_correction() -> None:
     lessons = [Lesson(run="a", plan="", model="tiny", steps=n, ratios=()) for n in (5, 6)]
     assert profile((1,)).with_lesson(lessons[0]).with_lesson(lessons[1]).learned == (lessons[1],)
 
@@ -33,7 +33,7 @@ def _broken(path: Path, **changes: object) -> str:
     return str(error.value)
 
 
-def test_a_broken_profile_is_refused_with_what_to_type(tmp_path: Path) -> None:
+def test_invalid_profile_is_rejected_with_a_command(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     good = json.loads(profile((1,)).to_text())
     cases = [
@@ -55,7 +55,7 @@ def test_a_broken_profile_is_refused_with_what_to_type(tmp_path: Path) -> None:
         load_profile(tmp_path / "none.json")
 
 
-def test_a_profile_of_another_machine_is_stale(tmp_path: Path) -> None:
+def test_profile_of_another_machine_is_stale(tmp_path: Path) -> None:
     found = profile((1,))
     assert any(told.startswith("device loom, here ") for told in stale(found))
     found.save(tmp_path / "p.json")
@@ -63,7 +63,7 @@ def test_a_profile_of_another_machine_is_stale(tmp_path: Path) -> None:
         local_profile(tmp_path / "p.json")
 
 
-def test_without_a_profile_nothing_is_guessed(tmp_path: Path) -> None:
+def test_missing_profile_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"this machine has not been measured: .* Measure it first: weft calibrate"):
         local_profile(tmp_path / "none.json")
 

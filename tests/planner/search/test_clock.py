@@ -1,4 +1,4 @@
-"""Pipelines on a clock: agreement with the closed forms, uneven layers, memory rank by rank."""
+"""Simulated pipelines: agreement with closed forms, uneven layers, memory per rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def candidate(text):
 
 
 @pytest.mark.parametrize("text", PLANS)
-def test_the_clock_agrees_with_the_closed_form(text):
+def test_simulation_agrees_with_the_closed_form(text):
     one = candidate(text)
     found = clocked(one)
     assert found.clocked
@@ -34,13 +34,13 @@ def test_the_clock_agrees_with_the_closed_form(text):
     assert clocked(found) is found
 
 
-def test_a_plan_without_a_pipeline_stays_as_it_is():
+def test_plan_without_pipeline_is_unchanged():
     one = candidate("dp_shard=64 zero=3 precision=bf16")
     assert clocked(one) is one
     assert memory_by_rank(one) == [dict(one.memory)]
 
 
-def test_a_bad_split_is_slower_and_the_layers_are_those_of_the_plan():
+def test_bad_split_is_slower_and_uses_the_plans_layers():
     text = "pp=4 tp=8 dp_shard=2 sp=on zero=1 microbatches=64 precision=bf16"
     bad = candidate(f"{text} split=8+24+24+24")
     assert stage_layers(bad) == [8, 24, 24, 24]
@@ -48,7 +48,7 @@ def test_a_bad_split_is_slower_and_the_layers_are_those_of_the_plan():
     assert clocked(bad).step_s > clocked(candidate(text)).step_s * 1.1
 
 
-def test_early_ranks_hold_more_and_all_ranks_are_told():
+def test_early_ranks_use_more_memory_and_all_ranks_are_listed():
     ranks = memory_by_rank(candidate("pp=8 tp=8 sp=on microbatches=64 precision=bf16"))
     activations = [each["activations"] for each in ranks]
     assert len(ranks) == 8
@@ -57,12 +57,12 @@ def test_early_ranks_hold_more_and_all_ranks_are_told():
     assert ranks[0]["logits"] == 0
 
 
-def test_the_schedule_that_is_drawn_is_the_plan_s():
+def test_plotted_schedule_is_that_of_the_plan():
     schedule, seconds = timed_schedule(candidate(PLANS[3]))
     assert (schedule.name, schedule.num_ranks, schedule.virtual_stages) == ("interleaved", 4, 5)
     assert len(seconds.forward_s) == 20
 
 
-def test_a_better_split_has_all_layers():
+def test_best_split_has_all_layers():
     one = candidate(PLANS[1])
     assert sum(best_split(one, passes(one))) == 80

@@ -21,7 +21,7 @@ QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128)
 
 def test_flops_of_a_dense_decoder():
     shape = QUESTION.job.shape
-    # All weights but the embedding and the norms are multiplied with each token once.
+    # Each token is multiplied once with all weights except embedding and norms.
     assert matmul_params(shape) == pytest.approx(shape.num_params - shape.vocab * shape.hidden, rel=1e-4)
     whole = flops_per_token(shape, 8192, causal=False)
     half = flops_per_token(shape, 8192, causal=True)
@@ -29,14 +29,14 @@ def test_flops_of_a_dense_decoder():
     assert whole - half == 6 * 32 * 4096 * 8192
 
 
-def test_a_window_bounds_attention_and_experts_count_as_chosen():
+def test_window_bounds_attention_and_only_chosen_experts_count():
     shape = replace(QUESTION.job.shape, window=1024, windowed_layers=32)
     assert flops_per_token(shape, 8192, causal=False) == flops_per_token(QUESTION.job.shape, 1024, causal=False)
     mixture = replace(QUESTION.job.shape, num_experts=8, top_k=2, expert_ffn=14336, ffn=0)
     assert matmul_params(mixture) < matmul_params(replace(mixture, top_k=4)) < mixture.num_params
 
 
-def test_utilisation_is_work_over_peak():
+def test_utilization_is_work_over_peak():
     job, cluster = QUESTION.job, QUESTION.cluster
     tokens = job.global_batch * job.seq_len
     ideal = flops_per_token(job.shape, job.seq_len, causal=False) * tokens / (8 * 989e12)
@@ -55,6 +55,6 @@ def test_price_and_energy():
     assert step_cost(unknown, 1.0, 1.0).energy_kwh is None
 
 
-def test_prices_are_of_known_devices():
+def test_known_devices_have_prices():
     priced = [name for name in devices() if usual_price(ClusterSpec.parse(name)) is not None]
     assert {"h100", "a100", "rtx4090"} <= set(priced)

@@ -1,4 +1,4 @@
-"""What stands for a model: sizes, Hugging Face configs, configs of Weft; and what is said of everything else."""
+"""Model arguments: sizes, Hugging Face configs and Weft configs; and errors for everything else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path, table):
     return str(tmp_path)
 
 
-def test_a_size_a_spec_and_its_hugging_face_config_are_one(tmp_path):
+def test_size_spec_and_hugging_face_config_are_equal(tmp_path):
     named = read_model("llama3-8b")
     assert named.shape.num_params == ModelSpec.named("llama3-8b").num_params
     assert read_model(decoder_spec("llama3-8b")).shape == named.shape
@@ -57,7 +57,7 @@ def test_gpt2_has_its_124_million_parameters(tmp_path):
 
 
 @pytest.mark.parametrize(("table", "billions"), [(MIXTRAL, 46.7), (QWEN_MOE, 30.5), (DEEPSEEK, 671)])
-def test_mixtures(tmp_path, table, billions):
+def test_mixtures_of_experts_have_their_published_size(tmp_path, table, billions):
     shape = read_model(folder(tmp_path, table)).shape
     assert shape.num_experts in (8, 128, 256)
     assert shape.num_params / 1e9 == pytest.approx(billions, rel=0.02)
@@ -72,7 +72,7 @@ def test_windows_are_counted_by_layer(tmp_path):
     assert read_model(folder(tmp_path, off)).shape.window == 0
 
 
-def test_a_config_brings_its_batch_and_optimizer(tmp_path):
+def test_config_defines_batch_and_optimizer(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "small"\n[train]\nseq_len = 512\nglobal_batch = 24\n[optimizer]\nname = "sgd"\n')
     question = Question.of(str(path), "8xh100")
@@ -82,7 +82,7 @@ def test_a_config_brings_its_batch_and_optimizer(tmp_path):
     assert Question.of(str(path), "8xh100", seq_len=256).job.seq_len == 256
 
 
-def test_what_nobody_says_is_assumed_and_told():
+def test_defaults_are_assumed_and_reported():
     question = Question.of("llama3-405b", "2048x8xh100")
     assert (question.job.seq_len, question.job.global_batch) == (8192, 2048)
     assert question.assumed == ("--seq-len 8192", "--global-batch 2048")
@@ -103,7 +103,7 @@ def test_what_nobody_says_is_assumed_and_told():
         ({**LLAMA, "num_attention_heads": 3}, "num_attention_heads=3: it must divide hidden_size=4096. Correct"),
     ],
 )
-def test_bad_hugging_face_configs(tmp_path, table, message):
+def test_invalid_hugging_face_configs_are_rejected(tmp_path, table, message):
     with pytest.raises(WeftError) as caught:
         read_model(folder(tmp_path, table))
     assert message in str(caught.value)
@@ -125,14 +125,14 @@ def test_bad_hugging_face_configs(tmp_path, table, message):
         ("tiny", "machines.toml", "the file cannot be read"),
     ],
 )
-def test_bad_models_and_clusters(model, cluster, message):
+def test_invalid_models_and_clusters_are_rejected(model, cluster, message):
     with pytest.raises(WeftError) as caught:
         Question.of(model, cluster)
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
 
 
-def test_bad_sizes_of_a_job():
+def test_invalid_job_sizes_are_rejected():
     with pytest.raises(ConfigError, match="seq-len=0: a whole number from 1"):
         Question.of("tiny", "8xh100", seq_len=0)
     with pytest.raises(ConfigError, match="seq-len=2048: tiny reads at most 1024 tokens"):
@@ -141,15 +141,15 @@ def test_bad_sizes_of_a_job():
         Question.of("tiny", "8xh100", global_batch=-1)
 
 
-def test_a_description_without_a_shape_is_refused():
+def test_description_without_a_shape_is_rejected():
     with pytest.raises(WeftError, match="not its shape"):
         read_model(ModelSpec(name="mine", layers=()))
     assert isinstance(read_model("tiny").spec, DecoderSpec)
 
 
 @pytest.mark.parametrize("family", sorted(_FAMILIES))
-def test_a_config_of_each_family_has_the_parameters_of_its_model(family, tmp_path):
-    """The config.json alone, as transformers writes it with that family's defaults, against the model it builds."""
+def test_family_config_has_the_parameters_of_its_model(family, tmp_path):
+    """Compare config.json with the family's defaults, as transformers writes it, with the model that it builds."""
     config = transformers.AutoConfig.for_model(family)
     for name in ("num_hidden_layers", "n_layer"):
         if hasattr(config, name):
@@ -166,7 +166,7 @@ def test_a_config_of_each_family_has_the_parameters_of_its_model(family, tmp_pat
     assert found.num_params == pytest.approx(sum(param.numel() for param in model.parameters()), rel=0.001)
 
 
-def test_a_family_that_is_not_known_is_sent_to_tracing(tmp_path):
+def test_error_for_unknown_family_suggests_tracing(tmp_path):
     with pytest.raises(WeftError, match=r"model_type=t5 .* weft plan package.module:function"):
         read_model(folder(tmp_path, {"model_type": "t5", "d_model": 512}))
     with pytest.raises(WeftError, match="lacks num_experts_per_tok"):
@@ -175,7 +175,7 @@ def test_a_family_that_is_not_known_is_sent_to_tracing(tmp_path):
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_rounded_moments_take_less_memory(on_host, tmp_path):
-    """Of masters and moments, 12 bytes: 8 are left with bf16, 6 with one byte each."""
+    """Masters and moments take 12 bytes: 8 with bf16, 6 with one byte each."""
     found = []
     for states in ("fp32", "bf16", "fp8"):
         path = tmp_path / f"{states}.toml"
@@ -190,7 +190,7 @@ def test_rounded_moments_take_less_memory(on_host, tmp_path):
     assert found[1:] == pytest.approx([found[0] * 8 / 12, found[0] * 6 / 12])
 
 
-def test_a_scale_a_row_multiplies_slower_than_one_scale(tmp_path):
+def test_rowwise_scales_multiply_slower_than_tensorwise(tmp_path):
     step = {}
     for recipe in ("rowwise", "tensorwise"):
         path = tmp_path / f"{recipe}.toml"

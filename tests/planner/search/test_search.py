@@ -1,4 +1,4 @@
-"""What the search answers: legal, ranked, monotone, and an account of everything else."""
+"""Search results: legal, ranked, monotonic, and a reason for every rejected plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def six() -> Answer:
     return search("llama3.2-1b", "6xa100-40", built_only=False, **SMALL)
 
 
-def test_the_best_plans_are_legal_fit_and_come_fastest_first(six):
+def test_best_plans_are_legal_fit_and_are_sorted_by_speed(six):
     assert len(six) > 20
     speeds = [one.rank_s for one in six]  # a plan with offload must be 2 % faster
     assert all(later >= earlier * 0.999 for earlier, later in pairwise(speeds))
@@ -50,7 +50,7 @@ def test_every_plan_is_accounted_for(six):
     assert all(each.count > 0 and each.message.endswith(".") for each in six.refused)
 
 
-def test_the_border_trades_memory_for_speed(six):
+def test_pareto_front_trades_memory_for_speed(six):
     memory = [one.total_bytes for one in six.pareto]
     speed = [one.step_s for one in six.pareto]
     assert memory == sorted(memory)
@@ -60,7 +60,7 @@ def test_the_border_trades_memory_for_speed(six):
     assert memory[0] <= least
 
 
-def test_layouts_are_the_first_of_each():
+def test_layouts_are_the_first_plan_of_each():
     found = search("small", "4xa100", **SMALL)
     shown = found.layouts(50)
     kinds = [(one.plan.axis_sizes().items(), one.plan.zero) for one in shown]
@@ -69,7 +69,7 @@ def test_layouts_are_the_first_of_each():
     assert layouts([]) == []
 
 
-def test_only_what_is_built_unless_all_is_asked_for():
+def test_only_implemented_plans_are_listed_by_default():
     built = search("small", "4xa100", **SMALL)
     assert built.question.built_only
     assert all(not check(one.plan, built.question.facts, RULES) and one.built for one in built)
@@ -80,7 +80,7 @@ def test_only_what_is_built_unless_all_is_asked_for():
     gate_runs(["precision=fp32", "zero=2", "zero=1 dp_shard=2", "recompute=full offload=optimizer"], 2, 3),
 )
 @pytest.mark.parametrize("built_only", [True, False])
-def test_decided_fields_stay(fixed, built_only):
+def test_fixed_fields_are_unchanged(fixed, built_only):
     found = search("small", "4xa100", fixed=fixed, built_only=built_only, **SMALL)
     wanted = Plan.parse(fixed)
     names = [word.partition("=")[0] for word in fixed.split()]
@@ -88,7 +88,7 @@ def test_decided_fields_stay(fixed, built_only):
     assert all(getattr(one.plan, name) == getattr(wanted, name) for one in found for name in names)
 
 
-@pytest.mark.full  # of any change: tests/planner/tell/test_what_if.py
+@pytest.mark.full  # with any change: tests/planner/report/test_what_if.py
 def test_more_memory_never_makes_the_best_plan_slower():
     question = Question.of("llama3-8b", "8xa100-40", seq_len=4096, global_batch=32, built_only=False, most_plans=30_000)
     before = np.inf
@@ -113,7 +113,7 @@ def test_offload_is_chosen_only_if_it_gains_2_percent():
         assert "preferred only if it gains 2 %" in why_not(text, question, found).sentence
 
 
-def test_a_narrow_search_finds_nearly_what_the_whole_space_has():
+def test_narrow_search_is_near_the_full_space():
     whole = search("llama3.2-1b", "8xh100", built_only=False, most_plans=10**7, **SMALL)
     narrow = search("llama3.2-1b", "8xh100", built_only=False, most_plans=20_000, **SMALL)
     assert whole.left_out == ()
@@ -134,7 +134,7 @@ def test_descent_and_annealing_only_improve_and_stay_legal():
     assert anneal([], question, 1.0) == []
 
 
-def test_a_question_that_nothing_fits_has_its_nearest_plan():
+def test_question_without_fitting_plan_has_a_nearest_plan():
     found = search("llama3-70b", "1xrtx4090", built_only=False)
     assert found.best is None
     assert found.num_fit == 0
@@ -142,7 +142,7 @@ def test_a_question_that_nothing_fits_has_its_nearest_plan():
     assert sum(each.count for each in found.refused) == found.num_plans
 
 
-def test_the_python_door():
+def test_python_api_of_search():
     found = weft.search("tiny", "2xh100")
     text = found[0].explain()
     assert text.startswith(f"plan    {found[0].plan}\n")
@@ -150,14 +150,14 @@ def test_the_python_door():
     assert found.question.assumed == ("--seq-len 1024", "--global-batch 512")
 
 
-def test_searching_needs_no_torch():
+def test_search_does_not_import_torch():
     code = "import weft, sys; assert weft.search('tiny', '2xh100').best; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_orders_of_the_axes_are_tried_and_cost_by_where_neighbours_lie():
-    """Eight devices to a node: what travels most belongs inside, unless the links of a node are no faster."""
+def test_axis_orders_are_tried_and_priced_by_placement():
+    """Eight devices per node: the axis with most traffic belongs inside, unless links inside are no faster."""
     asked = Question.of("llama3-8b", "4x8xh100", seq_len=4096, global_batch=64)
     usual = Plan.parse("dp_shard=16 tp=2 sp=on zero=3 recompute=full accumulation=4 precision=bf16")
     turned = usual.replace(order=("tp", "dp_shard"))
@@ -174,7 +174,7 @@ def test_orders_of_the_axes_are_tried_and_cost_by_where_neighbours_lie():
         assert not check(plan, asked.facts)
 
 
-def test_an_order_can_be_decided():
+def test_axis_order_can_be_fixed():
     found = search("llama3-8b", "2x8xl40s", seq_len=4096, global_batch=32, fixed="order=tp+dp_shard")
     assert found.best is not None
     assert {one.plan.order for one in found.ranked} == {("tp", "dp_shard")}
@@ -184,8 +184,8 @@ def test_an_order_can_be_decided():
 @pytest.mark.parametrize(
     ("model", "cluster", "fixed"), [("llama3-8b", "4xa100", "zero=3"), ("llama2-13b", "3x4xa100-40", "pp=3")]
 )
-def test_recompute_of_some_layers_is_tried_and_only_gains(model, cluster, fixed):
-    """Refined plans are as fast as those of the enumeration or faster, legal, and fit, on twelve devices too."""
+def test_recompute_of_some_layers_is_tried_and_only_improves(model, cluster, fixed):
+    """Refined plans are legal, fit, and are at least as fast as the enumerated ones, also on twelve devices."""
     asked = Question.of(model, cluster, seq_len=4096, global_batch=96, fixed=fixed)
     found = answer(asked)
     assert found.best is not None

@@ -1,4 +1,4 @@
-"""Fine-tuning as a question to the planner: what is trained, what is frozen, and what fits on what."""
+"""Fine-tuning in the planner: trained and frozen parts, and which devices fit which method."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("size", ["llama3-8b", "gpt2"])
-def test_the_size_by_widths_is_that_of_the_layers_one_by_one(size):
+def test_adapter_size_by_widths_equals_the_sum_over_layers(size):
     spec = decoder_spec(size)
     wanted = AdapterSize.of(spec, AdapterSection(rank=8))
     assert wanted is not None
@@ -47,7 +47,7 @@ def test_the_size_by_widths_is_that_of_the_layers_one_by_one(size):
     assert (found.params, found.products) == (wanted.params, wanted.products)
 
 
-def test_latent_attention_has_five_products_and_stacked_experts_none():
+def test_adapter_products_of_latent_attention_and_stacked_experts():
     shape = Shape(
         vocab=100, hidden=64, layers=2, heads=4, kv_heads=4, head_dim=8, ffn=128, q_rank=24, kv_rank=16, rope_dim=4,
         num_experts=4, top_k=2, expert_ffn=32, shared_ffn=48, dense_layers=1,
@@ -58,11 +58,11 @@ def test_latent_attention_has_five_products_and_stacked_experts_none():
     assert size.width == attention + 3 * (64 + 128) / 2 + 3 * (64 + 48) / 2
 
 
-def test_an_adapter_fits_where_all_weights_do_not(folder):
+def test_adapter_fits_if_full_training_does_not(folder):
     found = {(str(one.question.cluster), one.tune): one for one in what_fits(folder, "1xrtx4090,1xa100", fixed=FIXED)}
     assert found["1xrtx4090", "full"].answer.best is None
     full, lora = (found["1xa100", tune].smallest for tune in ("full", "lora"))
-    # An 8 B base in bf16 is 15 GiB; trained, each weight has its gradient, and 12 bytes of master and moments.
+    # An 8B base in bf16 is 15 GiB; each trained weight adds its gradient and 12 bytes of master and moments.
     assert lora.memory["parameters"] == pytest.approx(2 * 8.03e9, rel=0.02)
     trained = 41.9e6
     assert lora.memory["optimizer"] == pytest.approx(12 * trained, rel=0.01)
@@ -74,14 +74,14 @@ def test_an_adapter_fits_where_all_weights_do_not(folder):
     assert asked.assumed == ("--seq-len 2048", "--global-batch 16")
 
 
-def test_a_larger_rank_trains_more(folder):
+def test_larger_rank_trains_more_parameters(folder):
     sizes = [tuned_question(folder, "1xh100", tune).job.adapter.params for tune in ("lora", "lora=64")]
     assert sizes[1] == 4 * sizes[0]
     assert tuned_question(folder, "1xh100", "full").job.adapter is None
 
 
 @pytest.mark.parametrize(
-    "tune, said",
+    "tune, message",
     [
         ("lroa", "it is full, lora, lora=RANK, qlora, qlora=RANK or all. Did you mean 'lora'? Use --tune lora."),
         ("full=3", "it is full, lora, lora=RANK, qlora, qlora=RANK or all. Did you mean 'full'? Use --tune lora."),
@@ -89,12 +89,12 @@ def test_a_larger_rank_trains_more(folder):
         ("qlora=x", "an adapter's rank is a whole number from 1 to 65536. Use --tune lora=64."),
     ],
 )
-def test_another_word_is_refused(folder, capsys, tune, said):
+def test_invalid_tune_value_is_rejected(folder, capsys, tune, message):
     assert run(["plan", folder, "1xh100", "--tune", tune]) == 2
-    assert capsys.readouterr().err == f"error: tune={tune}: {said}\n"
+    assert capsys.readouterr().err == f"error: tune={tune}: {message}\n"
 
 
-def test_the_table_of_what_fits(folder, capsys):
+def test_table_of_fitting_methods(folder, capsys):
     fixed = ["--fix", FIXED]
     assert run(["plan", folder, "1xrtx4090,1xa100", "--tune", "all", *fixed]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -108,8 +108,8 @@ def test_the_table_of_what_fits(folder, capsys):
     assert tables[1]["num_trained"] == 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
 
 
-def test_a_base_in_four_bits_fits_where_a_stored_one_does_not(tmp_path, capsys):
-    """A 20 B model on a GPU of 24 GiB: 37 GiB of weights in bf16, 12 GiB in nf4."""
+def test_four_bit_base_fits_if_a_stored_one_does_not(tmp_path, capsys):
+    """A 20B model on a GPU of 24 GiB: 37 GiB of weights in bf16, 12 GiB in nf4."""
     folder = tmp_path / "large"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 85, "vocab_size": 32000}))
@@ -128,7 +128,7 @@ def test_a_base_in_four_bits_fits_where_a_stored_one_does_not(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_a_family_that_must_be_traced_takes_an_adapter(tmp_path, capsys):
+def test_traced_family_supports_an_adapter(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=20, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
@@ -142,13 +142,13 @@ def test_a_family_that_must_be_traced_takes_an_adapter(tmp_path, capsys):
     model = read_model(str(saved))
     asked = tuned_question(model, "1xh100", "qlora=2", seq_len=16)
     adapter = asked.job.adapter
-    layers = 3 * (4 * (32 + 32) + 2 * (32 + 64)) + (32 + 32)  # the last is of the head, before the logits
+    layers = 3 * (4 * (32 + 32) + 2 * (32 + 64)) + (32 + 32)  # the last one is in the head, before the logits
     assert adapter.params * 3 == pytest.approx(2 * layers)
     assert adapter.packed * 3 == pytest.approx(3 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 32)
     assert model.adapter is None
 
 
-def test_it_needs_no_torch(folder):
+def test_tuning_search_does_not_import_torch(folder):
     code = (
         "import sys; from weft.cli.app import run; "
         f"code = run(['plan', {folder!r}, '1xh100', '--tune', 'lora', '--fix', {FIXED!r}]); "
@@ -159,7 +159,7 @@ def test_it_needs_no_torch(folder):
 
 
 def test_gpt2_of_transformers_has_no_packed_base(tmp_path):
-    """The runtime refuses it (models/adapters/packed_linear.py), so the planner does."""
+    """The runtime rejects it (models/adapters/packed_linear.py), so the planner does too."""
     numbers = {
         "model_type": "gpt2",
         "vocab_size": 50257,
@@ -175,7 +175,7 @@ def test_gpt2_of_transformers_has_no_packed_base(tmp_path):
     assert [one.tune for one in found] == ["full", "lora"]
 
 
-def test_a_frozen_base_in_host_memory_is_read_twice_in_every_pass():
+def test_offloaded_frozen_base_is_read_twice_per_pass():
     """The largest model that fits is not priced as if its weights were on the device."""
     asked = tuned_question("llama3-70b", "a100", "lora")
     plans = [

@@ -1,4 +1,4 @@
-"""Plans as columns: nothing is lost on the way there and back."""
+"""Plans as columns: lossless round trip."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLANS = st.builds(
 
 @settings(deadline=None, max_examples=60)
 @given(PLANS, SIZES)
-def test_a_plan_comes_back(plan, passes):
+def test_plan_round_trip(plan, passes):
     plan = plan.replace(**{"microbatches" if plan.pp > 1 else "accumulation": passes})
     columns = Columns.of([plan, Plan()], JOB)
     again = columns.plan(0)
@@ -52,21 +52,21 @@ def test_a_plan_comes_back(plan, passes):
         ("cp=2 cp_mode=ulysses", "ulysses"),
         ("cp=2", "ring"),  # 4096 tokens on a rank
         ("cp=4", "gather"),  # 2048
-        ("cp=8", "ulysses"),  # as many ranks as key-value heads: queries and outputs are less than all keys and values
+        ("cp=8", "ulysses"),  # one rank per key-value head: queries and outputs are smaller than all keys and values
     ],
 )
-def test_the_way_of_context_parallelism_is_the_one_that_the_runtime_takes(text, mode):
+def test_context_parallel_mode_matches_the_runtime(text, mode):
     columns = Columns.of([Plan.parse(text)], JOB)
     assert CP_MODES[columns.cp_mode[0]] == mode
     assert columns.plan(0).cp_mode == mode
 
 
-def test_the_batch_is_shared_by_ranks_and_passes():
+def test_batch_is_divided_by_ranks_and_passes():
     columns = Columns.of([Plan(dp_shard=4, dp_replicate=2, accumulation=4)], JOB)
     assert (columns.microbatch[0], columns.num_micro[0]) == (2, 4)
 
 
-def test_rows_are_taken_by_mask_and_joined():
+def test_rows_are_selected_by_mask_and_joined():
     columns = Columns.of([Plan(tp=2), Plan(pp=2, microbatches=4), Plan(tp=4)], JOB)
     assert len(columns[columns.tp > 1]) == 2
     assert [str(columns[np.array([1])].plan(0))] == ["pp=2 microbatches=4"]
@@ -74,17 +74,17 @@ def test_rows_are_taken_by_mask_and_joined():
     assert [str(joined.plan(row)) for row in range(4)] == ["tp=2", "pp=2 microbatches=4", "tp=4", "tp=2"]
 
 
-def test_no_plans_make_empty_columns():
+def test_no_plans_give_empty_columns():
     assert len(Columns.of([], JOB)) == 0
 
 
-def test_unknown_columns_are_refused():
+def test_unknown_columns_are_rejected():
     with pytest.raises(TypeError, match="no such columns: dp"):
         Columns.make(1, dp=2)
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_parameters_are_those_of_the_formula(name):
+def test_parameter_count_matches_the_formula(name):
     assert Shape.of_decoder(decoder_spec(name)).num_params == ModelSpec.named(name).num_params
 
 
@@ -96,8 +96,8 @@ def mixture(**changes) -> Shape:
     return Shape(**(base | changes))
 
 
-def test_parameters_of_mixtures():
-    """As the model cards say: Mixtral 8x7B 46.7 G, DeepSeek-V3 671 G, Qwen3-235B."""
+def test_parameter_counts_of_mixtures():
+    """From the model cards: Mixtral 8x7B 46.7 G, DeepSeek-V3 671 G, Qwen3-235B."""
     assert mixture().num_params == pytest.approx(46.7e9, rel=1e-3)
     deepseek = mixture(
         vocab=129_280, hidden=7168, layers=61, heads=128, kv_heads=128, ffn=18_432, num_experts=256, top_k=8,
@@ -112,7 +112,7 @@ def test_parameters_of_mixtures():
 
 @settings(deadline=None, max_examples=60)
 @given(st.tuples(*[st.integers(1, 3)] * len(AXES)), st.permutations(AXES))
-def test_strides_are_those_of_the_mesh(sizes, order):
+def test_strides_match_the_mesh(sizes, order):
     named = dict(zip(AXES, sizes, strict=True))
     plan = Plan(**named, order=tuple(name for name in order if named[name] > 1))
     columns = Columns.of([Plan(), plan, plan.replace(order=())], JOB)

@@ -1,4 +1,4 @@
-"""Documents packed into sequences: what attention sees of them, and what that does to a step."""
+"""Documents packed into sequences: their attention, and the effect on a step."""
 
 from dataclasses import replace
 
@@ -31,13 +31,13 @@ def terms(documents: str | None, text: str = "dp_shard=8 zero=1 precision=bf16",
 
 
 @given(mixes, st.integers(1, 20_000))
-def test_pieces_hold_all_tokens_and_are_no_longer_than_a_sequence(counts: dict[int, float], seq_len: int) -> None:
+def test_segments_contain_all_tokens_and_fit_the_sequence(counts: dict[int, float], seq_len: int) -> None:
     mix = DocumentMix(tuple(sorted(counts.items())))
-    pieces = list(mix.segments(seq_len))
-    assert sum(share for _, share in pieces) == pytest.approx(1)
-    assert all(0 < length <= seq_len and share > 0 for length, share in pieces)
+    segments = list(mix.segments(seq_len))
+    assert sum(share for _, share in segments) == pytest.approx(1)
+    assert all(0 < length <= seq_len and share > 0 for length, share in segments)
     mean = sum(length * count for length, count in counts.items())
-    for length, share in pieces:  # by hand: whole sequences of longer documents, and rests
+    for length, share in segments:  # by hand: full sequences of longer documents, and remainders
         of_it = sum(
             count * (length * (each // seq_len) if length == seq_len else 0)
             + count * length * (each % seq_len == length)
@@ -46,37 +46,37 @@ def test_pieces_hold_all_tokens_and_are_no_longer_than_a_sequence(counts: dict[i
         assert share == pytest.approx(of_it / mean)
 
 
-def test_one_document_a_sequence_changes_nothing() -> None:
+def test_one_document_per_sequence_changes_nothing() -> None:
     assert terms("8192") == terms(None) == terms("81920")
 
 
-def test_attention_alone_takes_less_and_as_its_keys_do() -> None:
+def test_only_attention_gets_faster_in_proportion_to_its_keys() -> None:
     whole, halves, short = terms(None), terms("4096"), terms("512")
     assert {name for name in whole if short[name] != whole[name]} <= {"attention", "straggler"}
     assert short["attention"] < halves["attention"] < whole["attention"]
-    # Half of the keys at the rate that 4096 tokens reach.
+    # Half of the keys at the rate of 4096 tokens.
     longer = terms(None, job=replace(JOB, seq_len=4096, global_batch=16))
     assert halves["attention"] == pytest.approx(longer["attention"], rel=0.01)
 
 
-def test_a_mix_lies_between_its_lengths() -> None:
+def test_mix_lies_between_its_lengths() -> None:
     long, short, mixed = terms("8192"), terms("512"), terms("512:16,8192:1")
-    mean = np.mean([long["attention"], short["attention"]])  # half of the tokens are in either
+    mean = np.mean([long["attention"], short["attention"]])  # half of the tokens are in each
     assert mixed["attention"] == pytest.approx(mean, rel=0.01)
 
 
-def test_pieces_of_ranks_are_whole_and_ulysses_gains() -> None:
+def test_only_ulysses_gains_from_short_documents() -> None:
     ring, ulysses = ("cp=8 cp_mode=ring precision=bf16", "cp=8 cp_mode=ulysses precision=bf16")
     assert terms("512", ring)["attention"] == terms(None, ring)["attention"]
     assert terms("512", ulysses)["attention"] < terms(None, ulysses)["attention"]
 
 
 @pytest.mark.parametrize("text", ["", "x", "512:", "512:0", "512:-1", "0:1", "512:nan", "512:1:2", "512:1,,8k"])
-def test_another_text_is_refused_in_one_sentence(text: str) -> None:
+def test_invalid_text_is_rejected_with_one_message(text: str) -> None:
     with pytest.raises(ConfigError, match=r"documents=.*numbers above 0.*Write e\.g\. --documents 512:9,8k:1\."):
         DocumentMix.parse(text)
 
 
-def test_a_question_tells_its_documents() -> None:
+def test_question_reports_its_documents() -> None:
     asked = Question.of("llama3-8b", "8xh100", documents="512:9,8k:1")
     assert asked.work == "128 sequences of 8192 tokens a step, documents of 1261 tokens on average"

@@ -1,4 +1,4 @@
-"""The enumeration holds every legal plan of the space, nothing illegal, and a reason for each plan that is out."""
+"""The enumeration has every legal plan of the space, no illegal one, and a reason for each rejected plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def enumerated(world: int, built_only: bool = False, fixed: str = "") -> tuple[Q
 
 
 def row_of(columns: Columns, plan: Plan) -> np.ndarray:
-    """Which rows are this plan."""
+    """Return the rows that are this plan."""
     wanted = {
         **{name: getattr(plan, name) for name in (*plan.axis_sizes(), "ep", "zero", "sp", "compile", "virtual_stages")},
         "num_micro": plan.microbatches_per_step,
@@ -54,7 +54,7 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def plans_of_the_space(draw) -> tuple[int, Plan]:
-    """Any plan for one of the worlds, made without the enumeration; most of them are legal."""
+    """Draw any plan for one of the world sizes without the enumeration; most are legal."""
     world = rest = draw(st.sampled_from(WORLDS))
     sizes = {}
     for axis in ("pp", "tp", "cp", "dp_shard"):
@@ -86,7 +86,7 @@ def plans_of_the_space(draw) -> tuple[int, Plan]:
 
 @settings(deadline=None, max_examples=150)
 @given(plans_of_the_space())
-def test_random_legal_plans_are_found_once_and_illegal_ones_are_not(drawn):
+def test_random_legal_plans_are_listed_once_and_illegal_ones_never(drawn):
     world, plan = drawn
     question, _, columns, _ = enumerated(world)
     assume(question.job.global_batch // max(1, plan.dp_size * plan.microbatches_per_step) <= 2**18 // 1024)
@@ -95,7 +95,7 @@ def test_random_legal_plans_are_found_once_and_illegal_ones_are_not(drawn):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("built_only", [True, False])
-def test_what_is_called_legal_keeps_the_rules(world, built_only):
+def test_listed_plans_satisfy_the_rules(world, built_only):
     question, _, columns, _ = enumerated(world, built_only)
     rules = RULES if built_only else LASTING
     for row in np.random.default_rng(0).integers(0, len(columns), 400):
@@ -107,7 +107,7 @@ def test_what_is_called_legal_keeps_the_rules(world, built_only):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("built_only", [True, False])
-def test_every_plan_is_either_kept_or_has_a_reason(world, built_only):
+def test_every_plan_is_either_listed_or_has_a_reason(world, built_only):
     question, space, columns, tally = enumerated(world, built_only)
     without_rules = enumerate_space(space, question.job, question.cluster, [], Tally(question.facts))
     refused = sum(each.count for each in tally.refused.values())
@@ -124,7 +124,7 @@ def test_every_reason_has_an_example_that_breaks_the_rule(world):
         assert refused.message == violation.message
 
 
-def test_fixed_fields_are_kept():
+def test_fixed_fields_are_unchanged():
     _, _, columns, _ = enumerated(12, fixed="tp=2 zero=3 recompute=50% offload=optimizer:0.5 precision=fp32")
     assert set(columns.tp) == {2}
     assert set(columns.zero) == {3}
@@ -132,7 +132,7 @@ def test_fixed_fields_are_kept():
     assert set(columns.offload_optimizer) == {0.5}
 
 
-def test_a_narrower_space_is_a_part_of_the_wider_one():
+def test_narrower_space_is_a_subset():
     question, space, columns, _ = enumerated(12)
     rows = len(columns)
     while (smaller := space.narrower()) is not None:
@@ -147,7 +147,7 @@ def test_a_narrower_space_is_a_part_of_the_wider_one():
     assert len(space.left_out) == len(set(space.left_out)) > 5
 
 
-def test_mixtures_divide_their_experts():
+def test_expert_parallel_sizes_divide_the_experts():
     from weft.planner.space.shape import Shape
 
     shape = Shape(vocab=32_000, hidden=1024, layers=8, heads=16, kv_heads=4, head_dim=64, ffn=0, num_experts=6, top_k=2,

@@ -1,4 +1,4 @@
-"""Layers that stay in bf16 under precision=fp8, as the planner counts them without a model."""
+"""Layers that stay in bf16 under precision=fp8, counted by the planner without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECS = {
 
 @pytest.mark.parametrize("words", [("first:1", "last:2"), ("*.down",), ("blocks.1.attn.*", "*.up")])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_share_is_that_of_the_layers_that_the_runtime_leaves(name, words):
+def test_share_matches_the_layers_that_the_runtime_skips(name, words):
     model = build_decoder(SPECS[name], seed=0)
     choose_float8(model, torch.device("cpu"), speaks=False)
     could = [path for path, module in model.named_modules() if hasattr(module, "_weft_float8")]
@@ -39,12 +39,12 @@ def test_the_share_is_that_of_the_layers_that_the_runtime_leaves(name, words):
     assert half_share(SPECS[name], words) == pytest.approx(share)
 
 
-def test_names_of_transformers_count_too_and_unknown_ones_for_nothing():
+def test_names_of_transformers_count_and_unknown_names_are_ignored():
     assert half_share(LLAMA, ["*.down_proj"]) == half_share(LLAMA, ["*.down"])
     assert half_share(LLAMA, ["*.nothing"]) == half_share(LLAMA, []) == 0
 
 
-def test_products_take_longer_by_what_stays_and_experts_gain_nothing():
+def test_fp8_gain_shrinks_with_bf16_layers_and_is_zero_for_experts():
     def gemm_s(question: Question, precision: str) -> float:
         plan = Plan.parse(f"dp_shard=8 zero=3 accumulation=16 compile=on precision={precision}")
         return estimated([plan], question)[0].terms["gemm"]
@@ -59,6 +59,6 @@ def test_products_take_longer_by_what_stays_and_experts_gain_nothing():
 
 
 def _with_one_scale(question: Question) -> Question:
-    """As under train.fp8_recipe=tensorwise."""
+    """Return the question with train.fp8_recipe=tensorwise."""
     stack = dataclasses.replace(question.job.stack, row_scales=False)
     return dataclasses.replace(question, job=dataclasses.replace(question.job, stack=stack))

@@ -1,4 +1,4 @@
-"""Rules asked of whole tables say what they say of each plan alone."""
+"""Rules evaluated on tables match the rules on each plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table_of(some: list[Plan]) -> PartialPlans:
     return PartialPlans(codes, levels)
 
 
-def alone(rule: Rule, plan: Plan, facts: Facts) -> bool:
+def is_broken(rule: Rule, plan: Plan, facts: Facts) -> bool:
     try:
         return rule.predicate(plan, facts)
     except UnknownFact:
@@ -43,17 +43,17 @@ def crossed_rows(left: PartialPlans, right: PartialPlans) -> PartialPlans:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(plans, min_size=1, max_size=12), st.sampled_from([FACTS, Facts(), Facts(world_size=4)]))
-def test_every_rule_says_of_a_table_what_it_says_of_each_plan(some, facts):
+def test_every_rule_on_a_table_matches_each_plan(some, facts):
     table = table_of(some)
     for rule in RULES:
         found = verdicts(rule, table, RuleReader(facts))
-        assert [code == BROKEN for code in found] == [alone(rule, plan, facts) for plan in some], rule.name
+        assert [code == BROKEN for code in found] == [is_broken(rule, plan, facts) for plan in some], rule.name
         assert OPEN not in found
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(plans, min_size=1, max_size=6), st.lists(plans, min_size=1, max_size=6))
-def test_every_rule_says_of_two_crossed_tables_what_it_says_of_each_pair(some, others):
+def test_every_rule_on_crossed_tables_matches_each_pair(some, others):
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "microbatches", "accumulation", "schedule")
     left, right = table_of(some), table_of(others)
     left = PartialPlans({name: left.codes[name] for name in axes}, left.levels)
@@ -64,10 +64,10 @@ def test_every_rule_says_of_two_crossed_tables_what_it_says_of_each_pair(some, o
         for row, one in enumerate(some):
             for column, other in enumerate(others):
                 plan = one.replace(**{name: getattr(other, name) for name in rest})
-                assert found[row, column] == alone(rule, plan, FACTS), rule.name
+                assert found[row, column] == is_broken(rule, plan, FACTS), rule.name
 
 
-def test_a_rule_stays_open_until_all_that_it_reads_is_decided():
+def test_rule_stays_open_until_all_its_fields_are_set():
     rule = next(rule for rule in RULES if rule.name == "zero-needs-shard")
     table = PartialPlans.product({"zero": [0, 3]})
     assert verdicts(rule, table, RuleReader(FACTS)).tolist() == [KEPT, OPEN]
@@ -76,7 +76,7 @@ def test_a_rule_stays_open_until_all_that_it_reads_is_decided():
     assert still_open == [rule]
 
 
-def test_a_plan_that_breaks_several_rules_is_counted_once():
+def test_plan_that_breaks_several_rules_is_counted_once():
     table = table_of([Plan(tp=3, sp=True, dp_shard=2), Plan(dp_replicate=8)])
     found, _ = broken(RULES, table, RuleReader(FACTS))
     masks = np.array([mask for _, mask in found])
@@ -92,7 +92,7 @@ def test_values_and_crosses_keep_the_rows():
 
 
 @pytest.mark.parametrize("rows", [1, 50_000])
-def test_a_rule_is_asked_once_for_each_combination_that_it_reads(rows):
+def test_rule_is_evaluated_once_per_combination_of_its_fields(rows):
     asked = []
     rule = Rule(
         name="counts",

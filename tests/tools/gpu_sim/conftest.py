@@ -1,4 +1,4 @@
-"""Paper devices need g++; where there is none, what needs one is skipped with the reason."""
+"""Skip tests that need a simulated GPU if g++ is missing, with the reason."""
 
 from __future__ import annotations
 

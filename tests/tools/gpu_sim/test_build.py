@@ -1,4 +1,4 @@
-"""Where no simulated GPU can be had, one sentence says why."""
+"""If no simulated GPU is available, one message gives the reason."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tools.gpu_sim.stub_library import why_not
 from weft.errors import LaunchError
 
 
-def test_without_a_compiler_it_says_what_to_install(monkeypatch):
+def test_missing_compiler_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert why_not() == "g++ is not on PATH; install it (Debian: apt install g++)"
     with pytest.raises(LaunchError, match=r"^paper device: g\+\+ is not on PATH; install it"):
         build.built_stub()
 
 
-def test_torch_for_cuda_keeps_its_own_devices(monkeypatch, tmp_path):
+def test_cuda_build_of_torch_keeps_its_own_devices(monkeypatch, tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libtorch_cuda.so").touch()
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
@@ -29,7 +29,7 @@ def test_torch_for_cuda_keeps_its_own_devices(monkeypatch, tmp_path):
     assert why_not().endswith("is built for CUDA, and a simulated GPU needs torch's build for CPUs")
 
 
-def test_a_process_that_has_torch_cannot_get_one():
+def test_process_that_imported_torch_cannot_load_the_stub():
     import torch  # noqa: F401
 
     with pytest.raises(LaunchError, match=r"torch is loaded already.*python tools/gpu_sim script SCRIPT"):
@@ -37,15 +37,15 @@ def test_a_process_that_has_torch_cannot_get_one():
 
 
 @pytest.mark.paper
-def test_what_cannot_be_compiled_is_told_and_leaves_nothing(monkeypatch, tmp_path):
+def test_compile_error_is_reported_and_leaves_no_files(monkeypatch, tmp_path):
     monkeypatch.setattr(build.env, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(build, "_torch_dir", lambda: tmp_path)  # no headers there
+    monkeypatch.setattr(build, "_torch_dir", lambda: tmp_path)  # no headers
     with pytest.raises(LaunchError, match=r"g\+\+ cannot build it for torch .* Use a g\+\+ that supports C\+\+20"):
         build.built_stub()
     assert list((tmp_path / "paper").iterdir()) == []
 
 
-def test_a_plan_that_breaks_a_rule_is_no_traceback():
+def test_plan_that_breaks_a_rule_prints_no_traceback():
     if why_not():
         pytest.skip(why_not())
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Every way in which sources write rates of links and memories, sizes, lengths and batches."""
+"""Notations of link and memory rates, sizes, lengths and batches in published sources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GIGA = 1e9
         ("MP mode DEFAULT (amp_bf16); grp=2866cefa; MBS 1", None),
     ],
 )
-def test_networks_of_a_node_of_eight(text, rate):
+def test_network_rates_of_an_eight_gpu_node(text, rate):
     found = network_bytes_per_s(text, 8)
     assert found == (rate if rate is None else pytest.approx(rate))
 
@@ -49,7 +49,7 @@ _TIMES = st.sampled_from([" x ", "x", " × ", "*"])
 
 @given(_COUNTS, _GIGABYTES, _PER_NODE, _TIMES, st.sampled_from(["", " "]), st.sampled_from(["IB", "RoCE", "EFA"]))
 def test_bits_and_bytes_agree(count, gigabytes, per_node, times, space, net):
-    """The same link in bytes, bits, kilo- and terabits: one rate."""
+    """One link in bytes, bits, kilobits and terabits gives one rate."""
     expected = pytest.approx(count * gigabytes * GIGA / per_node)
     bits = gigabytes * 8
     for text in (
@@ -66,27 +66,27 @@ def test_bits_and_bytes_agree(count, gigabytes, per_node, times, space, net):
 
 
 @given(_GIGABYTES, _PER_NODE, st.sampled_from(["GPU", "gpu", "device", "accelerator"]))
-def test_a_rate_for_a_device_is_not_divided(gigabytes, per_node, word):
+def test_rate_per_device_is_not_divided(gigabytes, per_node, word):
     for text in (f"{gigabytes} GB/s per {word}", f"{gigabytes * 8} Gb/s per {word}", f"{gigabytes * 8}Gbps/{word}"):
         assert network_bytes_per_s(text, per_node) == pytest.approx(gigabytes * GIGA), text
 
 
 @given(st.floats(0.5, 20).map(lambda value: round(value, 2)))
-def test_memory_has_its_own_words(terabytes):
+def test_memory_rate_is_distinguished_from_links(terabytes):
     text = f"H100, HBM3 {terabytes} TB/s, NVLink 900 GB/s, 8x50GB/s IB"
     assert memory_bytes_per_s(text) == pytest.approx(terabytes * 1e12)
     assert network_bytes_per_s(text, 8) == pytest.approx(50e9)
 
 
 @given(st.integers(8, 300))
-def test_device_memories(gib):
+def test_device_memory_is_read_from_names(gib):
     for name in (f"a100-{gib}gb-sxm", f"H100 {gib}G", f"h200_{gib}GiB", f"b200 {gib} GB"):
         assert device_gib(name) == gib, name
     assert device_gib("h100-sxm-700w") is None
 
 
 @given(st.floats(1, 2000).map(lambda value: round(value, 2)))
-def test_sizes_of_memory(value):
+def test_memory_size_notations(value):
     assert gibibytes(f"{value}") == value
     assert gibibytes(f"{value} GiB") == gibibytes(f"{value}GiB") == pytest.approx(value)
     assert gibibytes(f"{value} GB") == pytest.approx(value * 1e9 / 2**30)
@@ -109,17 +109,17 @@ def test_sizes_of_memory(value):
         ("", None),
     ],
 )
-def test_lengths(text, length):
+def test_sequence_length_notations(text, length):
     assert tokens(text) == length
 
 
 @given(st.integers(1, 4096).map(lambda n: 1024 * n))
-def test_a_length_reads_the_same_plain_and_with_commas(length):
+def test_length_with_commas_reads_equal(length):
     assert tokens(str(length)) == tokens(f"{length:,}") == length
 
 
 @given(st.integers(0, 7).map(lambda n: 2**n), st.sampled_from([2048, 4096, 8192]))
-def test_batches_in_tokens_are_batches_in_sequences(millions, seq_len):
+def test_batches_in_tokens_equal_batches_in_sequences(millions, seq_len):
     count = millions * 2**20 / seq_len
     assert sequences(f"{millions}M tokens", seq_len) == sequences(f"{millions}M", seq_len) == count
     assert sequences(f"{count:,.0f}", seq_len) == sequences(f"{count:.0f} sequences", seq_len) == count

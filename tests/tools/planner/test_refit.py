@@ -1,4 +1,4 @@
-"""What is fitted without a publisher, and what the errors teach: nothing of a publisher reaches its own score."""
+"""Fitting without a publisher: its own runs never affect its score."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE = Path(__file__).with_name("sample_runs.csv")
 @pytest.fixture(scope="module")
 def predictions():
     runs, _ = read_runs(SAMPLE)
-    new = device("b200")  # a generation with a factor
+    new = device("b200")  # a generation with a correction factor
     moved = [replace(run, cluster=replace(run.cluster, device=new)) for run in runs if run.measured_s]
     return [predict_run(run, "tables") for run in moved]
 
@@ -34,7 +34,7 @@ def slower(predictions, source: str, factor: float):
     ]
 
 
-def test_a_publisher_does_not_reach_its_own_prediction(predictions):
+def test_publisher_does_not_affect_its_own_prediction(predictions):
     plain, changed = refit(predictions), refit(slower(predictions, "made", 1.3))
     own = [each.run.id for each in predictions if each.run.source == "made"]
     others = [each.run.id for each in predictions if each.run.source != "made"]
@@ -47,8 +47,8 @@ def test_a_publisher_does_not_reach_its_own_prediction(predictions):
         assert changed.publisher_out[name] > plain.publisher_out[name]
 
 
-def drawn(seed: int, wide: float = 1.0) -> list[Residual]:
-    """Forty sources of ten runs each: a bias of the source and an error of the run; those with experts are wider."""
+def sample_residuals(seed: int, wide: float = 1.0) -> list[Residual]:
+    """Sample forty sources of ten runs: a bias per source and an error per run, larger for experts."""
     draw = np.random.default_rng(seed)
     found: list[Residual] = []
     for source in range(40):
@@ -63,25 +63,25 @@ def drawn(seed: int, wide: float = 1.0) -> list[Residual]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_bands_hold_on_publishers_that_took_no_part(seed):
-    held = coverage(drawn(seed, wide=3.0))
+def test_bands_cover_excluded_publishers(seed):
+    held = coverage(sample_residuals(seed, wide=3.0))
     assert 0.72 <= held[0.8]["sources"] <= 0.88
     assert held[0.5]["runs"] < held[0.8]["runs"] < held[0.95]["runs"]
 
 
-def test_what_is_less_certain_gets_a_wider_scale():
-    even, uneven = experience(drawn(0), []), experience(drawn(0, wide=3.0), [])
+def test_less_certain_runs_get_a_wider_scale():
+    even, uneven = experience(sample_residuals(0), []), experience(sample_residuals(0, wide=3.0), [])
     assert uneven.time.weights["experts"] > 0.5
     assert even.time.weights.get("experts", 0.0) < 0.3
     assert (uneven.runs, uneven.sources) == (400, 40)
 
 
-def test_experience_is_written_as_it_is_read():
+def test_experience_round_trip():
     import tomllib
 
     from weft.planner.uncertainty import experience_of
 
-    known = experience(drawn(1, wide=2.0), drawn(2))
+    known = experience(sample_residuals(1, wide=2.0), sample_residuals(2))
     again = experience_of(tomllib.loads(experience_text(known)))
     assert again.time.spread == pytest.approx(known.time.spread, abs=1e-4)
     assert again.quantiles[0.8] == pytest.approx(known.quantiles[0.8], abs=1e-3)

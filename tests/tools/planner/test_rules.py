@@ -1,4 +1,4 @@
-"""What rows of published tables mean: devices, networks, software, shapes, and settings that are left out."""
+"""Interpretation of published tables: devices, networks, software, shapes, and missing settings."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from weft.planner.space.columns import Job
         ("a10g", "a10g", 24),
     ],
 )
-def test_devices_by_the_names_of_tables(name, device, gib):
+def test_devices_are_found_by_table_names(name, device, gib):
     found = device_named(name)
     assert (found.name, found.memory_bytes) == (device, gib * 2**30)
 
 
-def test_a_name_may_change_the_device():
+def test_device_name_may_change_its_specs():
     capped = device_named("h100-96gb-hbm2e-500w")
     plain = device_named("h100-80gb-sxm")
     assert (capped.memory_bytes, capped.memory_bytes_per_s, capped.watts) == (96 * 2**30, 2.4e12, 500)
@@ -59,11 +59,11 @@ def test_a_name_may_change_the_device():
         ("nothing is said", None),
     ],
 )
-def test_networks(text, rate):
+def test_network_notations(text, rate):
     assert network_bytes_per_s(text, 8) == rate
 
 
-def test_a_small_cluster_has_no_larger_nodes():
+def test_small_cluster_has_no_larger_nodes():
     cluster = cluster_of("h100-80gb-sxm", 4, 8, "")
     assert (cluster.nodes, cluster.devices_per_node) == (1, 4)
     assert cluster_of("h100-80gb-sxm", 20, 8, "").nodes == 3
@@ -73,7 +73,7 @@ def stack(source: str, gpu: str, **cells: str):
     return stack_of({"source": source, "gpu": gpu, **cells})
 
 
-def test_software_by_its_words():
+def test_software_is_recognized_by_name():
     old = stack("Megatron-LM SC21 (2021)", "a100-80gb-sxm")
     assert (old.flash, old.overlap_data, old.overlap_tp) == (False, False, False)
     new = stack("NVIDIA dgxc-benchmarking; NeMo", "h100-80gb-sxm")
@@ -86,16 +86,16 @@ def test_software_by_its_words():
     assert not stack("Aleph Alpha", "a100", notes="kernel=fused").flash
 
 
-def test_attention_is_that_of_the_kernel_or_the_year_and_never_of_the_framework():
+def test_attention_kernel_depends_on_kernel_or_year_not_framework():
     assert stack("an engineer, 2026", "b200", notes="DeepSpeed ZeRO-3, Liger, FA4").attention == "best"
     assert stack("a report", "h100", notes="DeepSpeed; FA2").attention == "flash2"
     assert stack("DeepSpeed blog 2025", "a100").attention == "best"
     assert stack("DeepSpeed paper (arXiv:2201.11990)", "a100").attention == "unfused"
-    assert stack("torchtitan", "h100").attention == "flash2"  # torch's own, before 2.11
+    assert stack("torchtitan", "h100").attention == "flash2"  # torch's own kernel, before 2.11
     assert year_of({"source": "NeMo performance summary (24.07 container)"}) == 2024
 
 
-def test_a_column_wins_over_words_and_has_a_closed_vocabulary():
+def test_column_overrides_text_and_allows_known_values_only():
     assert stack("Megatron-LM 2021", "a100", attention="best").attention == "best"
     with pytest.raises(ConfigError, match="attention=magic: not one of best, flash2, flash1, unfused"):
         stack("Megatron-LM 2021", "a100", attention="magic")
@@ -103,13 +103,13 @@ def test_a_column_wins_over_words_and_has_a_closed_vocabulary():
     assert unread({"notes": "q=A; DeepEP; on a rainy day"}) == ["on a rainy day"]
 
 
-def test_the_longer_of_two_phrases_wins():
+def test_longer_of_two_phrases_applies():
     assert value_in("tp_overlap", "TP comm overlap on") == "yes"
     assert value_in("tp_overlap", "no TP comm overlap") == "no"
     assert value_in("offload_optimizer", "no offload") is None
 
 
-def test_a_phrase_belongs_to_one_value_of_a_column():
+def test_phrase_belongs_to_one_value_of_a_column():
     for column, values in vocabulary().items():
         phrases = [phrase for each in values.values() for phrase in each]
         assert len(phrases) == len(set(phrases)), column
@@ -118,7 +118,7 @@ def test_a_phrase_belongs_to_one_value_of_a_column():
 @pytest.mark.parametrize(
     "text", ["causal attention flops", "attention flops counted causally", "attention flops causal"]
 )
-def test_causal_counts_of_flops(text):
+def test_causal_flop_convention_is_recognized(text):
     assert counts_causal_half(text)
     assert not counts_causal_half(text.replace("causal", "non-causal"))
     assert not counts_causal_half("causal attention; model flops")
@@ -129,7 +129,7 @@ def row(**changes: object) -> dict[str, str]:
     return {name: str(value) for name, value in (base | changes).items()}
 
 
-def test_shapes_of_rows_that_say_little():
+def test_shapes_of_rows_with_few_columns():
     gpt = shape_of(row())
     assert (gpt.gated, gpt.ffn, gpt.kv_heads, gpt.vocab, gpt.tied) == (False, 16_384, 32, 50_257, True)
     llama = shape_of(row(ffn_hidden=11_008))
@@ -139,7 +139,7 @@ def test_shapes_of_rows_that_say_little():
     assert (oss.head_dim, oss.window, oss.windowed_layers, oss.moe_layers) == (64, 128, 16, 32)
 
 
-def test_flops_by_the_formula_of_the_paper():
+def test_flops_match_the_papers_formula():
     """96 B s l h^2 (1 + s / 6 h + V / 16 l h): Narayanan et al. 2021 (arXiv 2104.04473), equation 3."""
     shape = shape_of(row(hidden=12_288, heads=96, layers=96, seq_len=2048, vocab=51_200))
     h, layers, s, vocab = 12_288, 96, 2048, 51_200
@@ -147,7 +147,7 @@ def test_flops_by_the_formula_of_the_paper():
     assert step_flops(shape, s, s, with_recompute=True) == pytest.approx(expected, rel=1e-3)
 
 
-def test_settings_that_are_left_out_are_chosen_so_that_they_fit(tmp_path):
+def test_missing_settings_are_chosen_to_fit(tmp_path):
     path = tmp_path / "open.csv"
     head = "id,layers,hidden,heads,seq_len,gpu,gpus,tp,dp,zero_stage,global_batch,precision"
     path.write_text(f"{head}\nx-1,48,8192,64,4096,a100-80gb-sxm,32,8,4,1,128,bf16\n")
@@ -162,8 +162,8 @@ def test_settings_that_are_left_out_are_chosen_so_that_they_fit(tmp_path):
     assert estimates.step_s[chosen] == estimates.step_s[fits].min()
 
 
-def test_speeds_of_kernels_multiply():
-    """The first FlashAttention on Hopper is both: half of the second's speed, which was made for Ampere."""
+def test_kernel_speed_factors_multiply():
+    """FlashAttention 1 on Hopper has both factors: half the speed of version 2, which was written for Ampere."""
     first, second = (stack("torch", "h100-80gb-sxm", attention=kernel) for kernel in ("flash1", "flash2"))
     tables = Tables.of(device_named("h100-80gb-sxm"))
     shape = shape_of(row())
@@ -174,7 +174,7 @@ def test_speeds_of_kernels_multiply():
     assert speeds[0] == pytest.approx(0.62 * 0.55)
 
 
-def test_a_token_that_goes_to_a_node_once_crosses_the_network_less():
+def test_deduplicated_tokens_reduce_network_traffic():
     fabric = Fabric.of(Tables.of(device_named("h100-80gb-sxm")), 8)
     each, once = (float(fabric.all_to_all_s(1e9, 32, 1, copies)) for copies in (None, 8))
     assert once < 0.6 * each
@@ -185,20 +185,20 @@ def test_a_token_that_goes_to_a_node_once_crosses_the_network_less():
 
 
 @pytest.mark.parametrize(("nodes", "line"), [(4, 58e9), (8, 51e9)])
-def test_a_dispatch_takes_as_long_as_deepep_measured(nodes, line):
+def test_dispatch_time_matches_deepep(nodes, line):
     """4,096 tokens of 7,168 values in fp8 to 4 nodes at most, H800 with 50 GB/s: DeepEP's docs/legacy.md, which counts
     the rank's own node in its rates. Over 2 nodes it measured half of the formula's speed, its
     second version did not."""
     fabric = Fabric.of(Tables.of(device_named("h800-80gb")), 8)
     token = 4096 * 7168.0
     measured = token * 4 / line
-    copies = 8 if nodes == 4 else 5  # over 8 nodes routing is limited to 4: as many as 5 free choices reach
+    copies = 8 if nodes == 4 else 5  # over 8 nodes routing is limited to 4, as many as 5 free choices reach
     reached = nodes * (1 - (1 - 1 / nodes) ** copies)
     found = float(fabric.all_to_all_s(token * copies, 8 * nodes, 1, copies))
     assert found * 4 / reached == pytest.approx(measured, rel=0.12)
 
 
-def test_what_a_row_leaves_out_is_inferred(tmp_path):
+def test_missing_columns_are_inferred(tmp_path):
     path = tmp_path / "open.csv"
     head = (
         "id,source,layers,hidden,heads,seq_len,gpu,gpus,tp,pp,dp,zero_stage,global_batch,precision,experts,top_k,ep,"
@@ -220,7 +220,7 @@ def test_what_a_row_leaves_out_is_inferred(tmp_path):
     assert (candidates(mixture).offload_optimizer == 1).all()
 
 
-def test_shapes_that_notes_tell():
+def test_shapes_are_read_from_notes():
     found = shape_of(row(notes="head_dim=128; local/global attention 5:1 with 1024 window", layers=48))
     assert (found.head_dim, found.window, found.windowed_layers) == (128, 1024, 40)
     half = shape_of(row(experts=128, top_k=1, ffn_hidden=8192, notes="MoE every other layer", layers=48))

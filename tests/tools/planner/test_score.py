@@ -1,4 +1,4 @@
-"""`tools/planner/score.py`: its contract, on a made-up table; and how near it is to two published ones."""
+"""`tools/planner/score.py`: its contract on a synthetic table, and its accuracy on two published ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report():
     return score(SAMPLE).to_json()
 
 
-def test_every_row_is_predicted_in_every_tier_or_listed_with_the_reason(report):
+def test_every_row_is_predicted_in_every_tier_or_skipped_with_a_reason(report):
     ids = [row["id"] for row in csv.DictReader(SAMPLE.read_text().splitlines())]
     skipped = {each["id"]: each["reason"] for each in report["skipped"]}
     assert Counter(row["id"] for row in report["rows"]) == {name: 2 for name in ids if name not in skipped}
@@ -40,7 +40,7 @@ def test_every_row_is_predicted_in_every_tier_or_listed_with_the_reason(report):
     assert skipped["bad-004"] == "hidden='many' is not a number"
 
 
-def test_rows_hold_what_the_contract_says(report):
+def test_rows_have_the_documented_fields(report):
     for row in report["rows"]:
         assert row.keys() >= FIELDS
         assert row["predicted_iter_s"] > 0
@@ -53,7 +53,7 @@ def test_rows_hold_what_the_contract_says(report):
     json.dumps(report, allow_nan=False)
 
 
-def test_measured_times_from_whatever_was_printed(report):
+def test_measured_time_is_derived_from_any_reported_metric(report):
     measured = {row["id"]: row["measured_iter_s"] for row in report["rows"]}
     assert measured["made-001"] == 9.0
     assert measured["made-004"] == pytest.approx(64 * 8192 / (7500 * 8))
@@ -64,7 +64,7 @@ def test_measured_times_from_whatever_was_printed(report):
     assert measured["other-001"] == pytest.approx(flops / (300e12 * 64))
 
 
-def test_the_summary_weighs_configurations_and_sources_alike(report):
+def test_summary_weighs_configurations_and_sources_equally(report):
     rows = {row["id"]: abs(row["error"]) for row in report["rows"] if row["tier"] == "tables" and row["error"]}
     signed = {row["id"]: row["error"] for row in report["rows"] if row["tier"] == "tables" and row["error"]}
     again = abs(signed["made-004"] + signed["made-005"]) / 2
@@ -77,7 +77,7 @@ def test_the_summary_weighs_configurations_and_sources_alike(report):
     assert report["summary"]["tables"]["memory"].keys() == {"allocated"}
 
 
-def test_verdicts(report):
+def test_fit_verdicts_are_scored(report):
     chances = {row["id"]: row["fits_probability"] for row in report["rows"] if row["tier"] == "tables"}
     assert chances["made-006"] < 0.05
     assert chances["made-007"] > 0.99
@@ -86,7 +86,7 @@ def test_verdicts(report):
     assert judged == {"count": 2, "accuracy": 1.0, "precision": 1.0, "recall": 1.0, "surely_wrong": 0}
 
 
-def test_columns_that_are_missing_have_defaults_and_needed_ones_are_named(tmp_path):
+def test_missing_columns_have_defaults_and_required_ones_are_named(tmp_path):
     path = tmp_path / "few.csv"
     path.write_text("layers,hidden,heads,seq_len,gpu,gpus\n32,4096,32,2048,a100-80gb-sxm,8\n32,4096,32,2048,,8\n")
     found = score(path)
@@ -95,19 +95,19 @@ def test_columns_that_are_missing_have_defaults_and_needed_ones_are_named(tmp_pa
     assert found.summary()["tables"]["time"]["count"] == 0
 
 
-def test_a_file_that_is_not_there():
+def test_missing_file_raises_config_error():
     with pytest.raises(ConfigError, match=r"score=nowhere\.csv: the file cannot be read .* Check its path\."):
         score("nowhere.csv")
 
 
-def test_a_file_without_a_row_to_score_is_refused(tmp_path, capsys):
+def test_file_without_scorable_row_is_rejected(tmp_path, capsys):
     path = tmp_path / "nothing.csv"
     path.write_text("id,layers,hidden,heads,seq_len,gpu,gpus\nx-1,32,4096,,2048,a100-80gb-sxm,8\n")
     assert score_program.main([str(path)]) == 2
     assert "no row can be scored. The first of 1 rows: no heads. Check the columns." in capsys.readouterr().err
 
 
-def test_fine_tuning_rows_are_scored_or_refused_with_the_reason(tmp_path):
+def test_fine_tuning_rows_are_scored_or_rejected_with_a_reason(tmp_path):
     path = tmp_path / "tuned.csv"
     head = (
         "id,source,model,gpu,gpus,method,quantization,precision,lora_r,micro_batch,grad_accum,seq_len,sharding,"
@@ -132,12 +132,12 @@ def test_fine_tuning_rows_are_scored_or_refused_with_the_reason(tmp_path):
     assert abs(lora.memory_error) < 0.12
     assert abs(lora.time_error) < 0.25
     assert packed.memory_gib < 0.7 * lora.memory_gib
-    # Weights, gradients and two moments in bf16, and the copy of a moment that torch's update makes: 10 bytes each.
+    # Weights, gradients and two moments in bf16, and the moment copy of torch's update: 10 bytes each.
     assert full.memory_gib == pytest.approx(10 * full.run.job.shape.num_params / 2**30, rel=0.05)
     assert found.summary()["finetune"]["lora time"]["count"] == 1
 
 
-def test_the_command_prints_a_page_and_json(capsys):
+def test_command_prints_a_page_and_json(capsys):
     score_runs([SAMPLE])
     page = capsys.readouterr().out
     assert "9 runs, 4 skipped" in page
@@ -148,7 +148,7 @@ def test_the_command_prints_a_page_and_json(capsys):
     assert json.loads(capsys.readouterr().out)["summary"]["num_runs"] == 9
 
 
-# Narayanan et al. 2021 (arXiv 2104.04473), table 1, with microbatch and chunks of the script that belongs to it:
+# Narayanan et al. 2021 (arXiv 2104.04473), table 1, with microbatch and chunks of its script:
 # heads, hidden, layers, tp, pp, devices, batch, TFLOP/s, microbatch, chunks.
 SC21 = (
     (24, 2304, 24, 1, 1, 32, 512, 137, 16, 1),
@@ -163,7 +163,7 @@ SC21 = (
     (160, 25600, 128, 8, 64, 3072, 3072, 163, 1, 1),
 )
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 5: heads, hidden, layers, pp, chunks, batch, microbatch,
-# seconds with full recompute and with sequence parallel and the recompute of attention alone.
+# seconds with full recompute, and with sequence parallelism and recompute of attention only.
 SEQPAR = (
     (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10),
     (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
@@ -203,8 +203,8 @@ def published() -> list[dict[str, object]]:
     return rows
 
 
-def test_published_runs_are_met(tmp_path):
-    """18 runs of up to 3072 devices; no constant of the model was fitted to one of them alone."""
+def test_published_runs_are_predicted(tmp_path):
+    """18 runs of up to 3072 devices. No model constant was fitted to only one of them."""
     rows = published()
     names = sorted({name for row in rows for name in row})
     path = tmp_path / "published.csv"
@@ -222,19 +222,19 @@ def test_published_runs_are_met(tmp_path):
     assert all(math.isfinite(each.memory_gib) for each in found.predictions)
 
 
-def test_the_program_takes_any_number_of_files_from_any_folder(tmp_path):
+def test_program_accepts_several_files_from_any_folder(tmp_path):
     command = [sys.executable, score_program.__file__, *[str(SAMPLE)] * 4]
     done = subprocess.run(command, cwd=tmp_path, env=env.child_env(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "36 runs, 16 skipped" in done.stdout
 
 
-def test_a_file_that_is_not_there_is_one_sentence(capsys):
+def test_missing_file_is_one_message(capsys):
     assert score_program.main(["nowhere.csv"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_weft_plan_names_the_program(capsys):
     assert run(["plan", "--score", str(SAMPLE)]) == 2
-    said = capsys.readouterr().err
-    assert "Run this in a checkout of Weft: python tools/planner/score.py FILES [--json]." in said
+    message = capsys.readouterr().err
+    assert "Run this in a checkout of Weft: python tools/planner/score.py FILES [--json]." in message
