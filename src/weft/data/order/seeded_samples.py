@@ -22,7 +22,7 @@ from weft.data.random_state import preserve_generators, seed_generators
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """Position of a sample in the order (epoch, batch, position in the batch), and its index in the dataset."""
+    """Position of a sample in training (epoch, batch, position in the batch), and its index in the dataset."""
 
     epoch: int
     batch: int
@@ -32,7 +32,7 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Samples as the dataset returned them, with one seed for each."""
+    """Samples as the dataset returned them, with the seed of each."""
 
     samples: Any
     seeds: Sequence[int]
@@ -71,7 +71,7 @@ class SeededSamples(Dataset[Any]):
         return self._dataset[index]
 
     def _fetch_batch(self, fetch: Callable[[list[Any]], Any], indices: list[Any], seeds: list[int]) -> Any:
-        """Fetch the samples in one call, or one by one after a call has drawn random numbers."""
+        """Fetch the samples in one call, or one by one once a call is known to use random numbers."""
         if not self._draws:
             return fetch(indices)
         if not getattr(self, "_draws_together", False):
