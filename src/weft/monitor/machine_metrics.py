@@ -1,6 +1,6 @@
-"""Figures of a GPU through nvidia-ml-py, and of the process and the machine through psutil.
+"""Metrics of a GPU through nvidia-ml-py, and of the process and the machine through psutil.
 
-Figures that a GPU or system does not report are omitted.
+Metrics that a GPU or system does not report are omitted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-#: Reasons for a slow clock that indicate a problem: heat, a power brake, a failing supply. A power cap does not.
+#: Reasons for a low GPU clock that indicate a problem: heat, a power brake, a failing supply. A power cap is no
+#: problem.
 _TROUBLE = (
     "nvmlClocksEventReasonHwThermalSlowdown",
     "nvmlClocksEventReasonSwThermalSlowdown",
@@ -26,7 +27,7 @@ class GpuSource:
     Args:
         uuid: the GPU's UUID, as torch reports it, with or without "GPU-"; or its NVML index.
         nvml: replaces pynvml in tests.
-        clock: in seconds, for tests.
+        clock: returns the current time (s); replaced in tests.
     """
 
     def __init__(self, uuid: str | int, *, nvml: Any = None, clock: Callable[[], float] = time.monotonic):
@@ -69,7 +70,7 @@ class GpuSource:
         }
         found: dict[str, float] = {}
         for name, read in readers.items():
-            # Each separately: a card without NVLink still has a temperature.
+            # Read each metric separately: a GPU without NVLink still has a temperature.
             with contextlib.suppress(nvml.NVMLError, AttributeError):
                 if (value := read()) is not None:
                     found[name] = float(value)
@@ -101,7 +102,7 @@ class GpuSource:
         return True
 
     def _nvlink_rate(self) -> float | None:
-        """Return the NVLink rate. NVLink counts kilobytes since the driver was loaded, over all links of the GPU."""
+        """Return the NVLink bytes per second over all links, from the driver's counters of kilobytes."""
         nvml, total = self._nvml, 0.0
         fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
         for value in nvml.nvmlDeviceGetFieldValues(self._handle, fields):
@@ -134,13 +135,13 @@ _LOOPBACK = ("lo", "lo0")
 
 
 class HostSource:
-    """Reads the process, and on one rank of each machine the machine.
+    """Reads metrics of the process, and on one rank of each machine, metrics of the machine.
 
     Args:
-        folder: its disk's free space is reported.
-        with_machine: True if this rank reads the machine's figures too.
+        folder: folder on the disk whose free space is reported.
+        with_machine: whether this rank reads the machine's metrics too.
         system: replaces psutil in tests.
-        clock: in seconds, for tests.
+        clock: returns the current time (s); replaced in tests.
     """
 
     def __init__(

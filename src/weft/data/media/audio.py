@@ -325,7 +325,7 @@ def _last_page_end(encoded: Encoded) -> int:
 
 
 def _frames_end(encoded: Encoded) -> int:
-    """Return the byte offset at which an MP3 should end by the Xing header in its first frame, or 0 without a header."""
+    """Return the byte offset at which an MP3 should end by the Xing header of its first frame, or 0 without one."""
     head = encoded.part(0, 10)
     start = 0
     if head[:3] == b"ID3" and len(head) == 10:  # ID3 tag: four bytes with 7 bits of the length each

@@ -139,7 +139,7 @@ class MediaRecords:
         return self._row(index)["tokens"]
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each sample, int64 (samples,), including markers for images and audio clips."""
+        """Return the number of tokens of each sample, int64 (samples,), with markers of images and audio clips."""
         return self._lengths("tokens")
 
     def _lengths(self, column: str) -> NDArray[np.int64]:

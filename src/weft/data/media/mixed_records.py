@@ -368,7 +368,7 @@ def _row(survey: MixedSurvey, file: int, sample: FoundSample) -> tuple[dict[str,
     }, ""
 
 
-# Features that a frozen encoder computed from images or audio clips, stored once in safetensors shards, read by
+# Features that a frozen encoder computed from images or audio clips. They are stored in safetensors shards, and read by
 # number.
 
 #: Number of items per shard, and of shards that a process keeps open.

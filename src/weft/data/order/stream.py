@@ -161,7 +161,7 @@ class Mixture:
         return counts
 
     def _due(self, tick: int) -> list[int]:
-        """Return the number of samples of each source that are due at a tick: its share of the elapsed time, rounded."""
+        """Return the number of samples of each source that are due at a tick: its share of the time, rounded."""
         return [(2 * tick * part + _GRID * _SCALE) // (2 * _GRID * _SCALE) for part in self._parts]
 
 

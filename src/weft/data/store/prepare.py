@@ -261,7 +261,7 @@ def _add(
     for place in longer[each[longer] > 0]:
         begin, end = int(offsets[place]), int(offsets[place + 1])
         where = np.flatnonzero(trained[begin:end])
-        # In a preference, the start of the prompt is dropped. Other documents are split, and later parts lack the
+        # A long preference loses the start of its prompt. Other documents are split, and later parts lack the
         # beginning.
         first = max(0, int(where[0]) - 1) if source.kind in _PREFERENCES else 0
         look.cut += int(where[-1]) - first > seq_len

@@ -191,7 +191,7 @@ class MarkedAnswers:
             done = high
 
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return the indices of assistant's messages that are not rendered, and the kinds of parts missing from others."""
+        """Return the indices of assistant's messages that are not rendered, and kinds of parts missing from others."""
         missing, kinds = [], set()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
             if role != "assistant":
