@@ -133,7 +133,7 @@ def without_modes() -> Generator[None]:
 
 
 def is_watched() -> bool:
-    """Return True if a dispatch mode is active, such as that of selective recomputation, that does not emulate a device."""
+    """Return True if a dispatch mode is active that does not emulate a device, such as for selective recomputation."""
     mode = current_mode()
     return mode is not None and not _stands_for_device(mode)
 

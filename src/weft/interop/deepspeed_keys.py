@@ -33,7 +33,7 @@ _LEXEME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A parsed config file. tables: its contents. name: its path, or '' for a dict. lines: line number of each dotted key."""
+    """A parsed config file. tables: its contents. name: its path, or ''. lines: line number of each dotted key."""
 
     tables: Mapping[str, object]
     name: str = ""
@@ -96,7 +96,7 @@ def _parsed(text: str, name: str) -> Source:
 
 
 def _as_json(text: str) -> str:
-    """Replace comments and trailing commas (valid in DeepSpeed's hjson) by spaces, so that line numbers do not change."""
+    """Replace comments and trailing commas, which DeepSpeed accepts, by spaces, so that line numbers do not change."""
     kept: list[str] = []
     for match in _LEXEME.finditer(text):
         lexeme = match[0]

@@ -65,7 +65,7 @@ class StragglerWatch:
         self._ranks = [_OneRank() for _ in groups]
 
     def observe(self, reports: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-        """Take the newest report of each rank, and return a "slow_rank" event for each one that became slow or recovered.
+        """Take the newest report of each rank, and return a "slow_rank" event per rank that became slow or recovered.
 
         Args:
             reports: reports of all ranks, in order; {} for a silent rank.
