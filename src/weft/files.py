@@ -100,7 +100,7 @@ def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES)
     """Return the contents of a regular file of `folder`.
 
     Args:
-        file, max_bytes: the file, and the size above which it is refused.
+        file, max_bytes: the file, and the size above which it is rejected.
         folder: links must not lead out of it, see `resolved_inside`.
 
     Raises:
@@ -114,7 +114,7 @@ def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_CO
     """Copy the contents of a regular file of `folder` to `target`.
 
     Args:
-        file, target, max_bytes: the file, the path of the copy, and the size above which a file is refused.
+        file, target, max_bytes: the file, the path of the copy, and the size above which the file is rejected.
         folder: links must not lead out of it, see `resolved_inside`.
 
     Raises:

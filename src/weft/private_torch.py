@@ -113,7 +113,8 @@ foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
 #: Returns the innermost active dispatch mode, or None.
 current_mode = _get_current_dispatch_mode
 
-#: Returns the id of the current backward pass, or -1 outside one. A forward with an id is a recomputation.
+#: Returns the id of the current backward pass, or -1 outside one. A forward that runs inside a backward pass is a
+#: recomputation.
 graph_task = torch._C._current_graph_task_id
 
 

@@ -126,7 +126,7 @@ def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
 
 
 def _rendezvous(spec: LaunchSpec) -> AbstractContextManager[None]:
-    """Return a context that serves the replicas' rendezvous, if this machine starts replica 0 and its parent does not."""
+    """Return a context that serves the replicas' rendezvous, if this machine starts replica 0 and no parent does."""
     if spec.world is None or spec.parent is not None:
         return nullcontext()
     from weft.cli.launch.replicas import rendezvous_server

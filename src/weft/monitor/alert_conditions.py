@@ -76,7 +76,7 @@ class TimeWindow:
                 self._values.popleft()
         most = MOST_KEPT if self._span.unit == "s" else math.ceil(self._span.amount / self._stride)
         if len(self._values) > most:
-            # If a span of time has too many readings, every other one is dropped.
+            # If a span of time has too many readings, drop every other one of the older half.
             if self._span.unit == "s":
                 half = len(self._values) // 2
                 self._values = deque([*list(self._values)[:half:2], *list(self._values)[half:]])

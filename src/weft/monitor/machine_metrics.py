@@ -157,14 +157,14 @@ class HostSource:
         self._before: dict[str, tuple[float, float]] = {}
 
     def of_process(self) -> Mapping[str, float]:
-        """Return the figures of this process that the system reports."""
+        """Return the metrics of this process that the system reports."""
         times = self._process.cpu_times()
         found = {"process.memory_bytes": float(self._process.memory_info().rss)}
         cores = self._rate("cpu", times.user + times.system)
         return found if cores is None else {**found, "process.cpu": cores}
 
     def of_machine(self) -> Mapping[str, float]:
-        """Return the figures of the machine; {} on ranks that do not read them."""
+        """Return the metrics of the machine; {} on ranks that do not read them."""
         if not self._with_machine:
             return {}
         system, found = self._system, dict[str, float]()

@@ -87,7 +87,7 @@ class FigureReading:
 
 
 def readings(event: Mapping[str, Any]) -> Iterator[FigureReading]:
-    """Yield the figures of an event. Unknown figures are ignored."""
+    """Yield the metrics of an event. Unknown metrics are ignored."""
     step, time = event.get("step"), number(event.get("time"))
     at = (step if type(step) is int else None, time)
     for text, value in _values(event):

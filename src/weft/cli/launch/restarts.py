@@ -175,7 +175,7 @@ class Restarts:
 
 
 def cause_of(failure: Failure) -> str:
-    """Return the kind of failure: "died", "hang", "data", "bad steps", "failed", or "refused", which would recur."""
+    """Return the kind of failure: "died", "hang", "data", "bad steps", "failed", or "refused" if it would recur."""
     if failure.in_data:
         return "data"
     if failure.kind == "TrainingHalted" and failure.first_bad is not None:

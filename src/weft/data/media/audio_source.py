@@ -1,4 +1,4 @@
-"""Features of a source's audio clips, by index. Random draws are a function of (seed, epoch, index)."""
+"""Features of a source's audio clips, by index. Augmentation is a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 

@@ -411,7 +411,7 @@ class SampleStream:
             may be empty.
 
     Raises:
-        DataError: if shards are missing or cut off, or `sources` is empty with shuffle.
+        DataError: if shards are missing or truncated, or `sources` is empty with shuffle.
     """
 
     def __init__(

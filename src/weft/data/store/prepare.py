@@ -63,9 +63,9 @@ class _Look:
 def resolve_holdout(wanted: Sequence[RequestedSource]) -> tuple[list[RequestedSource], list[str]]:
     """Return the sources with the share of documents to hold out, and notes for the user.
 
-    The requested share is kept if it holds out some documents and leaves some. If it holds out none of ten or more
-    documents, those with the smallest hashes are held out: the share's number, at least one. With fewer documents, or
-    if all are equal, none is held out.
+    If the requested share holds out some documents but not all, it is used. Else, of ten or more documents of a source,
+    the ones with the smallest hashes are held out: as many as requested, at least one. With fewer documents, or if all
+    are equal, none is held out.
     """
     looks = [_look(source) for source in wanted]
     has_kept = any(look.num_kept and look.num_trained for look in looks)

@@ -90,7 +90,7 @@ class ChatTemplate:
         tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            RefusedConversation: if the template refuses the conversation, or leaves out or repeats answers.
+            RefusedConversation: if the template rejects the conversation, or omits or repeats answers.
             DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
@@ -118,7 +118,7 @@ class ChatTemplate:
         tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            RefusedConversation: if the template refuses the conversation.
+            RefusedConversation: if the template rejects the conversation.
             DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text

@@ -128,7 +128,7 @@ class Sandbox:
             input_chars: number of characters in them. The limits are proportional to it.
 
         Raises:
-            jinja2.TemplateError: if the template refuses the conversation or exceeds a limit.
+            jinja2.TemplateError: if the template rejects the conversation or exceeds a limit.
         """
         budget = _Budget(input_chars)
         token = _budget.set(budget)
@@ -380,7 +380,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Variables that survive a loop. Names with a leading underscore are refused."""
+    """Variables that survive a loop. Names with a leading underscore are rejected."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)

@@ -285,7 +285,7 @@ class _Router:
 
     Args:
         opened: exit stack that closes the files of the splits, also after an error.
-        refuse: called with a document and the reason for which the chat template refuses it.
+        refuse: called with a document that the chat template rejects, and the reason.
     """
 
     def __init__(
@@ -440,7 +440,7 @@ Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
     """Return (ids, weights) of each document, including the tokens that begin it, without its end token.
 
-    Weights are bool or float32, or None if all are 1. For a conversation that the chat template refuses, the result is
+    Weights are bool or float32, or None if all are 1. For a conversation that the chat template rejects, the result is
     its RefusedConversation.
 
     Raises:

@@ -189,7 +189,7 @@ class Tokenizer:
             tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: if the template refuses the conversation.
+            DataError: if the template rejects the conversation.
         """
         if self.template is None:
             return _chatml(turns)
@@ -210,7 +210,7 @@ class Tokenizer:
             tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: if the template refuses the conversation.
+            DataError: if the template rejects the conversation.
         """
         return self.encode_marked([self.marked_turns(turns, tools)])[0]
 
@@ -222,7 +222,7 @@ class Tokenizer:
             tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: if the template refuses the conversation.
+            DataError: if the template rejects the conversation.
         """
         template = self.template
         if template is None:

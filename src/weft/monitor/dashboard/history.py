@@ -315,7 +315,7 @@ class StepColumns:
 def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[float | None], list[float | None]]:
     """Return (mean, minimum, maximum) of at most `points` buckets of equal numbers of rows.
 
-    A bucket without finite values is None. Non-finite values are left out; the page marks them from the events.
+    A bucket without finite values is None. Non-finite values are skipped; the page marks them from the events.
     """
     edges = bucket_edges(len(values), points)
     if len(edges) == len(values):

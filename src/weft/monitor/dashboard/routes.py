@@ -88,7 +88,7 @@ def ledger_view(ledger: TimeLedger, price: Price | None) -> dict[str, Any]:
 
 
 def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, Any]:
-    """Return a run's curves between two steps, in at most `points` buckets, with evaluations and figures."""
+    """Return a run's curves between two steps, in at most `points` buckets, with evaluations and metrics."""
     points = max(2, min(points, MOST_POINTS))
     with run.lock:
         rows = run.steps.rows(first, last)

@@ -58,7 +58,7 @@ def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: boo
 
     Args:
         root, out, price: a run folder or folder of run folders, the output, and the price of one device.
-        as_json: print one JSON value with the state, figures and time of each run.
+        as_json: whether to print one JSON value with the state, metrics and time of each run.
 
     Raises:
         ConfigError: if there is no run.

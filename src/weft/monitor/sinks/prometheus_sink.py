@@ -111,7 +111,7 @@ class PushedSink(FigureSink):
             self._push()
 
     def close(self) -> None:
-        """Send the newest figures a last time."""
+        """Send the newest metrics a last time."""
         self._push()
 
     def _push(self) -> None:

@@ -26,7 +26,7 @@ class TensorboardSink(FigureSink):
         self._file: BinaryIO | None = None
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Append the figures of the events, in one write."""
+        """Append the metrics of the events, in one write."""
         buffer = io.BytesIO()
         writer = self._writer_type(buffer)
         if self._file is None:

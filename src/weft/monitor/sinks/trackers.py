@@ -36,7 +36,7 @@ class OtlpSink(FigureSink):
         self._poster = Poster.of(job.settings)
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Post the figures of the events."""
+        """Post the metrics of the events."""
         points: dict[str, list[dict[str, Any]]] = {}
         for event in events:
             for reading in readings(event):
@@ -88,7 +88,7 @@ class MlflowSink(FigureSink):
         self._poster = Poster.of(job.settings)
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Send the figures of the events. Start, failure and end events also update the run's status."""
+        """Send the metrics of the events. Start, failure and end events also update the run's status."""
         run = self.job.kept.get("run_id") or self._create(events)
         metrics = [
             {"key": name, "value": _value(value), "timestamp": round(event["time"] * 1000), "step": step_of(event) or 0}
@@ -153,7 +153,7 @@ class _TrackerSink(FigureSink):
         self._run: Any = None
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Log the figures of the events."""
+        """Log the metrics of the events."""
         try:
             if self._run is None:
                 self._run = self._begin()
