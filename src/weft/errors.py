@@ -139,10 +139,7 @@ class ActionAsked(WeftError):
 
 
 class OutOfMemory(WeftError, MemoryError):
-    """A rank is out of memory, and a restart with the same plan would not help.
-
-    The message lists the memory in use and fixes.
-    """
+    """A rank is out of memory and would be again with this plan. The message lists memory in use and fixes."""
 
     exit_code = 4
 

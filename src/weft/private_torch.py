@@ -78,10 +78,7 @@ if TYPE_CHECKING:
         def __get__(self, instance: None, owner: type[_HasForward[P, R]]) -> Callable[P, R]: ...
 
     class Function(torch.autograd.Function):
-        """torch.autograd.Function with types:
-
-        `apply` takes the arguments of `forward` after `ctx`, and returns its result.
-        """
+        """torch.autograd.Function whose `apply` has types: the arguments of `forward` after `ctx`, and its result."""
 
         apply: ClassVar[_Apply]  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares it with any types
 
@@ -181,10 +178,7 @@ def named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place writes to a tensor.
-
-    The notes on autograd in torch's documentation describe the attribute.
-    """
+    """Return the number of in-place writes to a tensor (documented in torch's notes on autograd)."""
     return tensor._version
 
 

@@ -142,10 +142,7 @@ def _one(path: Location, step: int, is_aside: bool) -> ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ShownTensor:
-    """A tensor in the table of `weft ckpt show`.
-
-    `name` is "group/name". `same_as`: the tensor with the same memory, or None.
-    """
+    """A row of `weft ckpt show`. `name` is "group/name". `same_as` is the tensor that shares its memory, or None."""
 
     name: str
     dtype: str

@@ -447,10 +447,7 @@ class TwoRanks:
 
 
 def main() -> None:
-    """Run one of the two ranks.
-
-    Prints 'sum 3.0 met SECONDS reduced SECONDS', the times to connect and to all-reduce.
-    """
+    """Run one of the two ranks. Prints 'sum 3.0 met SECONDS reduced SECONDS' (connecting, all-reduce)."""
     import torch
 
     from weft.comm.collectives import all_reduce

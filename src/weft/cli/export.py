@@ -221,9 +221,7 @@ def _write_adapter(
 
 
 def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Merge an adapter into its base `model`, in place, and return the model's tensors.
-
-    Shared tensors are returned once.
+    """Merge an adapter into its base `model`, in place, and return the model's tensors without duplicates.
 
     Raises:
         CheckpointError: if the model is not the base that the adapter was trained on.

@@ -274,10 +274,7 @@ class SplitReader:
         return self._read(self._tokens, start, length)
 
     def trained(self, start: int, length: int) -> np.ndarray | None:
-        """Return the mask of the same range as `tokens`, uint8 [length]: 0 for untrained tokens.
-
-        None if all are trained.
-        """
+        """Return the loss mask of a range, uint8 [length], 0 for untrained tokens; or None if all are trained."""
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:

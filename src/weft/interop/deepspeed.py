@@ -268,10 +268,7 @@ def _read_experts(reading: Reading) -> None:
 
 
 def read_zero(reading: Reading, dp: int | None) -> None:
-    """Read the ZeRO stage and its groups into zero, dp_shard and dp_replicate.
-
-    `dp` is the data-parallel size or None.
-    """
+    """Read the ZeRO stage and groups into zero, dp_shard and dp_replicate. dp: data-parallel size, or None."""
     stage_key = _ZERO if _ZERO in reading.values else f"{_ZERO}.stage"
     if stage_key == _ZERO:
         old = reading.switch(_ZERO)

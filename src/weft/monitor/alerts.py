@@ -323,10 +323,7 @@ class AlertDesk:
         return self._changed(now)
 
     def reset_sent(self) -> None:
-        """Forget when alerts were last sent, but keep the state of conditions.
-
-        Used after past events, for which none were sent.
-        """
+        """Forget when alerts were last sent, but keep the state of conditions. For past events, none were sent."""
         for alert in self._alerts:
             alert.sent_at = -math.inf
 

@@ -19,10 +19,7 @@ from weft.monitor.stragglers import StragglerWatch, median_without
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A metric reduced over ranks or machines.
-
-    `at_min` and `at_max` name the owners of the extremes, such as "rank 3".
-    """
+    """A metric over ranks or machines. `at_min` and `at_max` name the owners of the extremes, such as "rank 3"."""
 
     min: float
     median: float

@@ -25,10 +25,7 @@ _MAX_SPANS = 4096
 
 
 class StepClock(Protocol):
-    """Clock of a device:
-
-    `mark` records a point in its work, and `seconds_between` returns the time between two marks.
-    """
+    """Clock of a device. `mark` records a point in its work; `seconds_between` returns the time between two."""
 
     def mark(self) -> Any: ...
 
@@ -429,10 +426,7 @@ def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _over_wide(rank: Mapping[str, float], sizes: Mapping[str, int] | None) -> dict[str, float]:
-    """Rename kinds: axes of size 1 are omitted from the names of joined axes.
-
-    Kinds that get the same name are summed.
-    """
+    """Omit axes of size 1 from names of joined axes, and sum the seconds of kinds that get the same name."""
     sizes, found = sizes or {}, dict[str, float]()
     for kind, seconds in rank.items():
         if kind.startswith("over "):

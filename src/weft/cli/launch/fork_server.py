@@ -55,9 +55,7 @@ def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -
 
 
 class ForkServer:
-    """Launcher's side of the fork server.
-
-    The constructor returns at once; `start` waits until the modules are imported.
+    """Launcher's side of the fork server. The constructor does not block; `start` waits for the imports.
 
     Args:
         run_dir: the run's folder, which ranks get as an argument.

@@ -131,10 +131,7 @@ class Replicas:
             return bool(told.read(1))
 
     def _start(self, one: _Replica, writes: int | None = None) -> None:
-        """Start the launcher of a replica.
-
-        Only the first replica uses the terminal. Errors of the others are printed too.
-        """
+        """Start the launcher of a replica. Only the first one gets the terminal; of others, errors are printed."""
         variables = dict(self._threads)
         if self._gpus:
             own = self._gpus[one.number * self._ranks : (one.number + 1) * self._ranks]

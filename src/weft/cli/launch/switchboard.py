@@ -126,10 +126,7 @@ def switchboard(settings: bytes = b"", lock: int | None = None) -> Generator[Swi
 
 
 class LauncherLine:
-    """Rank's side of the connection.
-
-    `settings` are those of the launcher. The received lock is held until this process ends.
-    """
+    """Rank's side of the connection, with the launcher's settings. It holds the received lock until it exits."""
 
     def __init__(self, address: str):
         self._call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -146,10 +143,7 @@ class LauncherLine:
             self.settings += part
 
     def report_failure(self, failure: Failure) -> None:
-        """Send this rank's failure record to the launcher, as the last message.
-
-        If the launcher has ended, do nothing.
-        """
+        """Send this rank's failure record to the launcher, as the last message, if it is still running."""
         with contextlib.suppress(OSError):
             self._call.settimeout(_TELL_S)
             self._call.sendall(json.dumps(asdict(failure)).encode())

@@ -148,10 +148,7 @@ def _chat_parts(chat: list[Any], given: _Media) -> Iterator[SamplePart]:
 
 
 def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
-    """Yield the parts for one element of a content list.
-
-    An element without media takes the next media of the record.
-    """
+    """Yield the parts of an element of a content list. An element without media takes the record's next media."""
     kind = each.get("type") if isinstance(each, Mapping) else None
     if kind == "text":
         yield SamplePart("text", str(each.get("text", "")), is_learnt=is_learnt)

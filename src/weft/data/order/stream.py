@@ -514,10 +514,7 @@ class SampleStream:
         return size, has_border
 
     def _write_positions(self, rows: Rows, row: int, size: int, borders: np.ndarray) -> None:
-        """Write positions and document ids of a row.
-
-        `borders` has the positions (1 .. size - 1) at which documents start.
-        """
+        """Write positions and document ids of a row. `borders`: positions (1 .. size - 1) at which documents start."""
         seq_len = self.seq_len
         positions, documents = rows.positions[row], rows.document_ids[row]
         positions[:] = np.arange(seq_len)

@@ -70,10 +70,7 @@ class TurnFormat:
 
 @dataclass
 class _Part:
-    """A text of a message with marks in it.
-
-    `lead` is the text before its first mark, `trail` the text after its last mark.
-    """
+    """A text with marks in a message. `lead` is the text before the first mark, `trail` that after the last."""
 
     lead: str = ""
     trail: str = ""
@@ -92,9 +89,7 @@ class _Marked:
 
 
 class MarkedAnswers:
-    """Messages of a conversation with marks in them.
-
-    After `locate`, it also has the positions of the assistant's turns.
+    """Messages of a conversation with marks in them, and the assistant's turns, which `locate` finds.
 
     Args:
         messages: messages in the template's format.
@@ -163,10 +158,7 @@ class MarkedAnswers:
         return text[done - offset :] == shadow[done:]
 
     def _nearest(self, number: int, last: int) -> tuple[int, _Marked] | None:
-        """Return the message that a mark belongs to, with its index.
-
-        Very long conversations use the same mark several times.
-        """
+        """Return the index and the message of a mark. Very long conversations use the same mark several times."""
         places = range(number, len(self._marked), _NUM_TURNS)
         place = next((one for one in places if one >= last), places[-1] if places else -1)
         return (place, self._marked[place]) if place >= 0 else None

@@ -124,9 +124,7 @@ class ChatTemplate:
         return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
 
     def split_literals(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
-        """Return the text as parts (text, is literal).
-
-        A literal part is message content that looks like a special token.
+        """Return the text as parts (text, is literal). A literal part is content that equals a special token's text.
 
         Args:
             turns: the turns of the conversation.

@@ -61,10 +61,7 @@ _SPACE = " \t\r\n"
 
 
 class BadArray(Exception):
-    """Raised if a JSON array cannot be read further.
-
-    `reason` is one of a few texts, and `excerpt` is the text at the error.
-    """
+    """Raised if a JSON array cannot be read further. `excerpt` is the text at which reading failed."""
 
     def __init__(self, reason: str, excerpt: str):
         super().__init__(reason)
@@ -83,10 +80,7 @@ class _Text:
         self.buffer, self.position, self.ended = "", 0, False
 
     def grow(self) -> bool:
-        """Append more text.
-
-        Return False at the end of the file. Block sizes double, so that the total work is linear.
-        """
+        """Append text; return False at the end of the file. Block sizes double, so that the total work is linear."""
         if len(self.buffer) - self.position > self._max_chars:
             raise BadArray("too long", self.buffer[self.position : self.position + 200])
         if self.ended:

@@ -116,10 +116,7 @@ class Schema:
 
     @property
     def packing(self) -> str:
-        """Default of data.packing.
-
-        Answers stay in one sequence with their questions; plain text fills every sequence.
-        """
+        """Default of data.packing: keep answers with their questions, but fill every sequence with plain text."""
         if self.is_preference:
             return "pad"
         return "fit" if self.is_chat or self.kind == "completion" else "concat"
@@ -297,10 +294,7 @@ def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], a
 
 
 def _detect_instruction(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
-    """Return the schema of instructions and answers, or None.
-
-    If there is a text column, only Alpaca's column names match.
-    """
+    """Return the schema of instructions and answers, or None. With a text column, only Alpaca's names match."""
     texts = _text_columns(first, names)
     plain = not asked and bool(_pick(texts, _TEXT_COLUMNS))
     instruction = columns.get("instruction") or _pick(texts, _QUESTION_COLUMNS[: 1 if plain else None])

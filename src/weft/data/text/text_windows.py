@@ -63,10 +63,7 @@ class WindowCodec(Protocol):
 
 
 class _Window(NamedTuple):
-    """The encoded characters low..high of the buffer.
-
-    Those before `begin` are context, which belongs to the window before.
-    """
+    """The encoded characters low..high of the buffer. Those before `begin` are only context."""
 
     low: int
     begin: int

@@ -191,10 +191,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """Lines read by `RunIndex.fetch`.
-
-    If `void`, the log was replaced. `old`: lines of the background read of a long log.
-    """
+    """Lines read by `RunIndex.fetch`. `void`: the log was replaced. `old`: lines of a long log's beginning."""
 
     lines: list[bytes]
     void: bool = False

@@ -13,10 +13,7 @@ _Jobs = queue.SimpleQueue[tuple["Future[Any]", Callable[[], Any]] | None]
 
 
 class Late(Exception):
-    """Raised if a call has not returned in time.
-
-    It continues, and a later call with the same key returns its result.
-    """
+    """Raised if a call is not over in time. It continues, and a later call with the same key returns its result."""
 
 
 class TimedCalls:
