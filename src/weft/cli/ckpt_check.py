@@ -115,7 +115,7 @@ def inspect(paths: list[Location], *, digests: bool = True) -> Inspection:
 
 
 def damage_of(path: Location, problem: str) -> DamagedFile:
-    """Return a problem with the lost tensors: those of its file, or those beyond the end of a truncated file."""
+    """Return a problem with the lost tensors: all of its file, or the ones beyond the end of a truncated file."""
     file = problem.split(" ", 1)[0].removesuffix(":")
     try:
         opened = load_checkpoint(path, lazily=True)

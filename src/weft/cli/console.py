@@ -130,7 +130,6 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _is_file(text: str) -> bool:
-    """Return True if the text is the path of a file, and False if it is not a valid path."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):

@@ -101,7 +101,7 @@ class DrillRow:
         detected_s: time until the run reported the fault.
         back_s: time until the first step that was not done before the fault.
         steps_lost: steps that were done twice.
-        state: begins with "equal" if the last checkpoint equals that of the undisturbed run, else the difference.
+        state: begins with "equal" if the last checkpoint equals the undisturbed run's, else the difference.
         left: number of processes that the run left behind.
     """
 
@@ -259,7 +259,7 @@ class _FailureSummary:
 
 
 def state_of(folder: RunFolder, sound: RunFolder, kind: str) -> str:
-    """Compare the last checkpoint with that of the undisturbed run by digests, or by loss if the plan differs."""
+    """Compare the last checkpoint with the undisturbed run's, by digests, or by loss if the plan differs."""
     try:
         ours, theirs = ((_newest(one) / "manifest.json").read_text() for one in (folder, sound))
     except (OSError, IndexError):

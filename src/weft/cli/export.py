@@ -195,7 +195,6 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
 def _write_adapter(
     checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run."""
     import torch
 
     from weft.models.adapters import Adapted
@@ -221,7 +220,7 @@ def _write_adapter(
 
 
 def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Merge an adapter into its base `model`, in place, and return the model's tensors without duplicates.
+    """Merge an adapter into its base `model`, which is changed, and return the model's tensors without duplicates.
 
     Raises:
         CheckpointError: if the model is not the base that the adapter was trained on.

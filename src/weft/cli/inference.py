@@ -217,7 +217,6 @@ def _known_tasks(folder: Path | None) -> Any:
 
 
 def _expect_data(known: Any, names: Sequence[str]) -> None:
-    """Raise ConfigError if the data of a task is not on this machine."""
     try:
         known.load(known.match_tasks(list(names)))
     except Exception as error:  # data readers may raise any exception

@@ -307,7 +307,6 @@ def write_files(found: Findings, hour_price: float | None, **paths: Path | None)
 
 
 def _write_config(best: Candidate, path: Path) -> None:
-    """Write a config file for `weft train` with the best plan."""
     from weft.planner.report.write_config import config_text
 
     if path.suffix != ".toml":

@@ -20,7 +20,7 @@ from weft.config.run_config import RunConfig
 from weft.env import is_secret
 from weft.errors import ConfigError, Problem, did_you_mean, nearest_name
 
-#: Maximum nesting depth, far above that of any config. It keeps recursion well below Python's limit.
+#: Maximum nesting depth, far above the depth of any config. It keeps recursion well below Python's limit.
 _MOST_DEPTH = 40
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
@@ -109,7 +109,6 @@ def _as_json(text: str) -> str:
 
 
 def _last_solid(lexemes: list[str]) -> int | None:
-    """Return the index of the last lexeme that is not blank."""
     return next((index for index in range(len(lexemes) - 1, -1, -1) if lexemes[index].strip()), None)
 
 
@@ -171,7 +170,6 @@ def _tokens(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _check_depth(tables: Mapping[str, object]) -> None:
-    """Raise ConfigError for a dict that is nested too deep or contains itself."""
     level: list[object] = [tables]
     for _ in range(_MOST_DEPTH + 1):
         level = list({id(inside): inside for value in level for inside in _inside(value)}.values())
@@ -245,7 +243,10 @@ _ELSEWHERE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """An entry of keys.toml: keys of one table that are converted alike. The top of keys.toml describes the fields."""
+    """An entry of keys.toml: keys of one table that have the same meaning in Weft.
+
+    The top of keys.toml describes the fields.
+    """
 
     keys: tuple[str, ...]  # dotted
     outcome: str
@@ -455,7 +456,7 @@ class Reading:
         return None
 
     def choice(self, key: str, known: Sequence[str]) -> str | None:
-        """Return the element of `known` that the value equals, ignoring case."""
+        """Return the choice that the value equals, ignoring case."""
         value = self._raw_value(key)
         if value is None:
             return None

@@ -139,7 +139,7 @@ class Judge:
         """Update the current time, for conditions about missing events."""
 
     def all(self) -> Iterator[Judge]:
-        """Yield this evaluator and those of the parts of its condition."""
+        """Yield this evaluator and the evaluators of its condition's parts."""
         yield self
 
 
@@ -198,7 +198,7 @@ class _CompareJudge(Judge):
             if math.isfinite(value):
                 window.add(value, reading.time)
         else:
-            # Outliers are not added to the window, until so many come in a row that they are the new usual value.
+            # Outliers are not added to the window, until enough of them in a row show that the usual value has changed.
             self._out[label] = self._out.get(label, 0) + 1
             most = condition.over.amount if condition.over.unit != "s" else MOST_KEPT
             if self._out[label] > most:

@@ -116,7 +116,6 @@ class GpuSource:
         return (total - before[1]) / (now - before[0])
 
     def _xid_errors(self) -> float | None:
-        """Return the number of Xid errors since the run began, without waiting."""
         if self._events is None:
             return None
         for _ in range(_XID_EVENTS):

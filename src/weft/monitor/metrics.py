@@ -153,8 +153,8 @@ _MICRO = 1e6
 class PaceWriter:
     """Selects some of the steps since the last report.
 
-    All ranks select the same ones, even if some have done more steps. They are multiples of a power of two, so the
-    steps of one rank are a subset of those of another.
+    All ranks select the same ones, even if some have done more steps. They are multiples of a power of two, so one of
+    two ranks' sets of steps is a subset of the other.
     """
 
     def __init__(self) -> None:

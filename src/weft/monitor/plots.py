@@ -72,7 +72,6 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
 
 
 def _subtitle(events: list[Mapping[str, Any]], last: Mapping[str, Any]) -> str:
-    """Return model, plan, steps and date of the curve, as far as the events contain them."""
     start = next((event for event in reversed(events) if event.get("event") == "start"), {})
     where = f"on {start.get('world_size', '?')} {start.get('device', '')} ranks"
     plan = f"{start['plan']} {where}" if "plan" in start else ""
@@ -301,7 +300,6 @@ def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
 
 
 def _lines(text: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """Split the text into lines of `_COLUMNS` columns."""
     lines: list[list[tuple[str, float]]] = [[]] if text else []
     left = _COLUMNS
     for stretch, weight in text:

@@ -139,7 +139,7 @@ class Meter:
     """Measures the times of one rank's steps.
 
     A step lasts from `begin_step` (by default the last `end_step`) to `end_step`, so evaluation and saving before
-    `begin_step` do not count. On a GPU, times are those of the device.
+    `begin_step` do not count. On a GPU, times are measured on the device.
 
     Args:
         device: "cpu", "cuda:0" or a torch.device.
@@ -293,7 +293,7 @@ class TimeBook:
                 self.add(f"over {axis}", spent)
             self.add(kind, max(0.0, seconds - sum(inside.values())))
         spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in self._seconds.items() if kind != "host"}
-        # Time outside all phases is that of Python code.
+        # Time outside all phases is spent in Python code.
         spent["host"] = max(0.0, times.total_s - sum(spent.values()))
         self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
 

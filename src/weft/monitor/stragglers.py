@@ -19,7 +19,7 @@ from weft.units import format_seconds
 
 #: Number of recent steps for a decision, and the minimum.
 _WINDOW, _LEAST = 16, 6
-#: A rank becomes slow if its time is above SLOW times that of its peers, and recovers below OVER times.
+#: A rank becomes slow if its time relative to its peers is above SLOW, and recovers if it is below OVER.
 SLOW, OVER = 1.10, 1.05
 #: With at least _MANY ranks, their variation is measured, and a slow rank must exceed _DEVIATIONS deviations.
 _MANY, _DEVIATIONS = 5, 5.0
@@ -149,7 +149,6 @@ class StragglerWatch:
                 "part": part, "text": text}  # fmt: skip
 
     def _words(self, rank: int, lag: float, reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """Return the slow part, and a sentence for the user."""
         one = self._ranks[rank]
         own_s, peers_s = statistics.median(list(one.own_s)[-_LEAST:]), statistics.median(list(one.peers_s)[-_LEAST:])
         peers = [other for other in range(len(reports)) if other != rank and reports[other]

@@ -337,7 +337,7 @@ def _host_store(parent: int, told: int, held: int) -> None:
 
 
 def _load(modules: Sequence[str]) -> str:
-    """Import the ranks' modules, and return what they printed, for the ranks' logs."""
+    """Import the ranks' modules, and return their printed output, for the ranks' logs."""
     kept = [os.dup(1), os.dup(2)]
     with tempfile.TemporaryFile() as said:
         for stream in (1, 2):

@@ -36,7 +36,7 @@ class JobAsked:
         time_s: the scheduler's time limit for one job, or None.
         warn_s: time before the limit at which the run saves and stops.
         workdir: folder on storage that all machines share.
-        head: name of the first machine, if known.
+        head: name of the first machine, or None.
     """
 
     name: str

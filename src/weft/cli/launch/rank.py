@@ -68,7 +68,7 @@ class RankInputs:
     """Inputs of one rank, as JSON values.
 
     Attributes:
-        texts: contents of the run folder's files (see `RunFolder`).
+        texts: contents of the run folder's files, as in `RunFolder`.
         began: time.monotonic at the start of the command.
         command: the command line of the user.
         copies: `CopyHome` of this host, if any.

@@ -149,7 +149,6 @@ class LogMel:
         return self.mels, max(most_samples, self.filled, self.hop) // self.hop
 
     def __call__(self, wave: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the features of a wave, (M, T)."""
         wanted = max(self.filled, self.hop)  # at least one frame
         if len(wave) < wanted:
             wave = np.concatenate((wave, np.zeros(wanted - len(wave), np.float32)))
@@ -188,7 +187,6 @@ class FolderFeatures:
         return self(np.zeros(most_samples, np.float32)).shape
 
     def __call__(self, wave: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the features of a wave, bands and frames."""
         made = _extractor(self.folder)(wave, sampling_rate=self.rate, return_tensors="np")[self.name][0]
         found = np.asarray(made, np.float32)
         return np.ascontiguousarray(found.T if self.is_turned else found)
@@ -206,7 +204,7 @@ Features = LogMel | FolderFeatures
 
 
 def parse_features(told: dict[str, Any]) -> Features:
-    """Return the features that the JSON values `told` describe (the output of `to_json`)."""
+    """Return the features that the JSON values `told` (the output of `to_json`) describe."""
     kinds = {kind.kind: kind for kind in (LogMel, FolderFeatures)}
     return kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})
 

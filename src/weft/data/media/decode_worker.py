@@ -53,7 +53,7 @@ class Decodable(Protocol):
         ...
 
     def decoded(self, epoch: int, index: int) -> NDArray[Any]:
-        """Return a decoded sample in an epoch. No dim is larger than that of `shape`."""
+        """Return a decoded sample in an epoch, with at most the size `shape` in each dim."""
         ...
 
     def to_json(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from weft.units import format_bytes
 
 #: (epoch, index) of a sample.
 Key = tuple[int, int]
-#: Slots per process, in addition to those of the requested samples.
+#: Slots per process, in addition to one slot per requested sample.
 _SPARE = 4
 #: Number of processes that must die on a sample before it is reported as faulty.
 _MOST_DEATHS = 3
@@ -245,7 +245,6 @@ class _Worker:
         self._since, self._used_s = time.monotonic(), self._cpu_s()
 
     def _cpu_s(self) -> float:
-        """Return the processor time of the process in seconds, or 0 if it has ended."""
         try:
             used = psutil.Process(self.process.pid).cpu_times()
         except psutil.Error:

@@ -147,7 +147,7 @@ def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns
     Args:
         path: the file of records.
         name: name of the record.
-        kind: how the media is stored, see `FoundRecord`.
+        kind: how the media is stored, as in `FoundRecord`.
         offset: byte offset in the file, or row index.
         length: number of bytes.
         columns: columns of media and labels.

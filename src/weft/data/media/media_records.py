@@ -80,7 +80,6 @@ class MediaRecords:
 
     @cached_property
     def _chosen(self) -> NDArray[np.int64] | None:
-        """Row indices of this part in the table, or None for all."""
         if not self.held_out:
             return None
         total = len(self.table)

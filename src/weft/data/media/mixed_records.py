@@ -49,7 +49,7 @@ class FoundMedia:
 
     Attributes:
         name: name for messages.
-        kind: how the media is stored, see `FoundRecord`.
+        kind: how the media is stored, as in `FoundRecord`.
         offset: byte offset in the file, or row index.
         length: number of bytes.
         number: index among the media of its record.
@@ -116,7 +116,7 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
     Args:
         path: the file of records.
         name: name in `FoundMedia`.
-        kind: how the media is stored, see `FoundRecord`.
+        kind: how the media is stored, as in `FoundRecord`.
         offset: byte offset in the file, or row index.
         length: number of bytes.
         number: index among the media of its record.
@@ -407,7 +407,6 @@ class FeatureShards:
         self._open: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of shards."""
         return len(self._names)
 
     def items_of(self, shard: int) -> list[int]:

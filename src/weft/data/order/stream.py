@@ -172,7 +172,7 @@ def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Count the rows of each sample in tensors that a collate function concatenates, such as image patches.
 
     The result has one tuple of counts for each tensor, array or list in the samples, except if its length is 1 in all
-    samples or its counts repeat those of another. The count is 0 for a sample without that item.
+    samples or its counts equal an earlier tuple. The count is 0 for a sample without that item.
     """
     found: dict[tuple[int, ...], None] = {}
     for names in _columns(samples):

@@ -204,7 +204,7 @@ class AsBatch(Protocol):
             batches: the rank's microbatches.
             numbers: indices in the global batch of each microbatch's samples. Empty for a dummy microbatch, which a
                 rank without enough samples gets.
-            rows: number of rows of each sample, see `rows_of`.
+            rows: number of rows of each sample, as `rows_of` returns them.
             is_plain: whether the rank's samples are in one batch and every rank has samples.
             total: number of samples of the global batch.
         """

@@ -54,7 +54,7 @@ class TurnFormat:
     Attributes:
         header: function from the role of the preceding message to the text before an assistant's turn.
         ends: special tokens that end an assistant's turn.
-        stops: those of `ends` that end the last turn of a conversation.
+        stops: tokens among `ends` that end the last turn of a conversation.
         closers: texts between an answer and the token that ends its turn.
         call_closer: text after the last argument of a tool call, if no special token ends the call.
         specials: special tokens, longest first.

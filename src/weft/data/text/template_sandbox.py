@@ -364,7 +364,6 @@ def _counted(values: Iterator[Any], budget: _Budget) -> Iterator[Any]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON without HTML escapes, as the filter of transformers does."""
     if isinstance(indent, int | str) and (indent if isinstance(indent, int) else len(indent)) > _MAX_INDENT:
         raise TemplateLimit(_SIZE)
     _current().spend(1)

@@ -2,7 +2,7 @@
 
 A table (parquet, arrow) has the same columns in each row, at every depth. Arguments of different tools become one
 struct with the keys of all tools, and a row has null for keys that it did not have. These nulls are dropped. Nulls of
-the original data are kept if they can be told apart: always in JSON text, and in objects if nothing indicates that a
+the original data are kept if they can be distinguished: always in JSON text, and in objects if nothing indicates that a
 table wrote the record.
 """
 

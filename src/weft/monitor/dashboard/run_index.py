@@ -356,7 +356,7 @@ class RunCatalog:
         return found
 
     def scan(self) -> None:
-        """Find the runs. If a folder does not respond, its known runs are kept."""
+        """Find the runs. If a folder does not respond, its previous runs are kept."""
         if self.is_one:
             found = {self.root.resolve().name or "run": self.root}
         else:

@@ -249,7 +249,6 @@ def _ledger_text(run: RunIndex, price: Price | None) -> Any:
 
 
 def _ranks_text(run: RunIndex) -> Any:
-    """Return a character for each rank: its busy time relative to the median."""
     from rich.text import Text
 
     steps, picture = run.heat.picture()

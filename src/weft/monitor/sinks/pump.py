@@ -127,7 +127,6 @@ class Pump(threading.Thread):
         self._close()
 
     def _send(self) -> bool:
-        """Send one batch. Return True if there was one."""
         if self._sink is None:
             self._sink = self._make(self._job)
             if self._sink.is_current:

@@ -132,7 +132,6 @@ class MlflowSink(FigureSink):
 
 
 def _value(value: float) -> float | str:
-    """Return a float in protobuf's JSON format."""
     return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
