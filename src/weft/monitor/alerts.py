@@ -409,14 +409,17 @@ class Companion:
         self._desk.reset_sent()
 
     def look(self) -> None:
-        """Evaluate the alerts on new events."""
+        """Read new events and check all alerts on them."""
         while self._read(self._act):
             pass
         for notice in self._desk.tick(time.time()):
             self._act(notice)
 
     def finish(self, grace_s: float) -> list[str]:
-        """Evaluate new events and send the queue, for at most `grace_s`. Return the names of unfinished sinks."""
+        """Check alerts on new events, and send the queues for at most `grace_s`.
+
+        Return the names of unfinished sinks.
+        """
         self.look()
         threads = [*self._pumps, *self._senders.values()]
         for thread in threads:

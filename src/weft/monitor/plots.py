@@ -369,7 +369,7 @@ class Artist:
             self.draw_soon()
 
     def close(self) -> None:
-        """Kill the drawing process, if any. May be called more than once."""
+        """End the drawing process, if any. May be called more than once."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

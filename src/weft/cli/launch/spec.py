@@ -110,7 +110,7 @@ class LaunchSpec:
         return cls(config, command, world=own, parent=parent, prepared=prepared)
 
     def report_prepared(self) -> None:
-        """Notify the parent that the run is checked and its data is ready. Call it once."""
+        """Send the parent a notification that the run is checked and its data is ready. Call it once."""
         if self.prepared is not None:
             os.write(self.prepared, b"1")
             os.close(self.prepared)
