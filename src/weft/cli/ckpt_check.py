@@ -129,7 +129,6 @@ def damage_of(path: Location, problem: str) -> DamagedFile:
 
 
 def _complete_tensors(file: Location, num_bytes: int) -> set[str]:
-    """Return names of tensors whose bytes are complete in a truncated file."""
     try:
         size = file.lstat().st_size
         if size >= num_bytes:

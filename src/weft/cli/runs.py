@@ -184,7 +184,6 @@ def _print_changes(run: Path, started: Mapping[str, Any], changes: list[tuple[st
 
 
 def _print_rows(rows: list[tuple[str, ...]], if_none: str) -> None:
-    """Print the first rows of a table with a header, or a line if it has only the header."""
     if len(rows) == 1:
         print(if_none)
         return

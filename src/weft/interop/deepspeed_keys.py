@@ -243,10 +243,7 @@ _ELSEWHERE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """An entry of keys.toml: keys of one table that have the same meaning in Weft.
-
-    The top of keys.toml describes the fields.
-    """
+    """Keys of one table that have the same meaning in Weft. The top of keys.toml describes the fields."""
 
     keys: tuple[str, ...]  # dotted
     outcome: str
@@ -476,7 +473,6 @@ class Reading:
 
 
 def _number_in_quotes(value: object) -> object:
-    """Return the number if the value is a number in quotes, else the value."""
     if not isinstance(value, str) or len(value) > 40 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?", value):
         return value
     return int(value) if value.isdecimal() else float(value)

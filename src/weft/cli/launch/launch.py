@@ -178,7 +178,7 @@ def launch_ranks(
         logs: folder in which ranks write rank_N.log and, on failure, rank_N.error.json.
         cores: number of this machine's cores, which the ranks share; None to not set their number of threads.
         settings: bytes that each rank receives.
-        lock: descriptor of a locked file that each rank receives and keeps open; None for no lock.
+        lock: descriptor of a locked file that each rank receives and keeps open, or None.
         notice: called with one line when a signal asks the ranks to stop.
         grace_s: seconds from the first signal to SIGKILL, which must suffice for a step and a large checkpoint.
         peer_grace_s: seconds until SIGKILL after another rank has failed; at most 1 s if a signal killed that rank.

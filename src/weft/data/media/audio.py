@@ -92,7 +92,6 @@ def _page_at(data: bytes, at: int) -> _Page | None:
 
 
 def _first_sound(head: bytes, first: _Page) -> _Page | None:
-    """Return the first page with samples, after the three header packets."""
     packets, page = first.packets, _page_at(head, first.end)
     while page is not None and packets + page.packets <= 3 and page.granule <= 0:
         packets, page = packets + page.packets, _page_at(head, page.end)

@@ -274,7 +274,6 @@ class ShardedLoader:
         slices.next_batch = 0
 
     def __len__(self) -> int:
-        """Return the number of batches in a full epoch."""
         return self._slices.num_batches
 
     def state_dict(self) -> dict[str, int]:

@@ -346,7 +346,6 @@ def _calling(arguments: Any) -> dict[str, Any]:
 
 
 def _with_arguments(calls: Any, *, as_text: bool) -> Any:
-    """Return tool calls with all arguments as objects, or all as JSON text."""
     if not isinstance(calls, list):
         return calls
     return [_with_one(call, as_text=as_text) for call in calls]

@@ -228,7 +228,6 @@ class JsonCodec:
         return Tokens(np.concatenate(out_ids), np.concatenate(out_offsets))
 
     def _special_indices(self, ids: np.ndarray, offsets: np.ndarray, text: str) -> Iterator[int]:
-        """Yield the indices of tokens that encode the names of special tokens in a text."""
         for index in np.flatnonzero(np.isin(ids, self.special_ids())).tolist():
             low, high = offsets[index]
             if text[low:high].strip() == (self._library.id_to_token(int(ids[index])) or "").strip():
