@@ -1,6 +1,6 @@
 """Weft: one plan for training PyTorch models, from a laptop to a cluster.
 
-Names are loaded at first use, so that `import weft` stays fast and free of torch.
+Names are imported at first use, so that `import weft` is fast and does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The only reader of os.environ.
+"""Environment variables. No other module reads or writes os.environ.
 
 | variable | meaning |
 |---|---|
@@ -56,7 +56,7 @@ class RankEnv:
 
 def weft_version() -> str:
     """Return the version of the installed distribution, or "not installed" if Weft runs from a source tree."""
-    from importlib.metadata import PackageNotFoundError, version  # it parses mail headers: slow to load
+    from importlib.metadata import PackageNotFoundError, version  # a slow import
 
     try:
         return version("weft-train")
@@ -139,7 +139,7 @@ def _slurm_local_tasks(world_size: int, num_nodes: int) -> int:
 
 
 def _number(name: str, default: int | None = None, lowest: int = 0, highest: int = 10**9) -> int:
-    """Return one variable as an integer."""
+    """Return a variable as an integer, or `default` if it is not set. Raise LaunchError for other texts."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
@@ -194,7 +194,7 @@ def default_for_libraries(**values: str) -> None:
 
 
 def keeps_agent_store() -> bool:
-    """Return True if the launcher of this rank hosts the process group's store (torchrun, `weft train`)."""
+    """Return True if this rank's launcher (torchrun, `weft train`) hosts the process group's store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -220,7 +220,7 @@ def bare_env() -> dict[str, str]:
 
 
 def take_over(environment: Mapping[str, str]) -> None:
-    """Replace the environment by one that another process made with `child_env`."""
+    """Replace the environment of this process by the result of `child_env` in another process."""
     os.environ.clear()
     os.environ.update(environment)
 
@@ -264,7 +264,7 @@ def own_rank(rank: int, num_ranks: int, port: int, parent: int) -> dict[str, str
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        # torch's variables: the first rank connects to the store like all others, and does not host it.
+        # With this variable of torch, the first rank connects to the store like all others and does not host it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WEFT_PARENT": str(parent),
@@ -272,7 +272,7 @@ def own_rank(rank: int, num_ranks: int, port: int, parent: int) -> dict[str, str
 
 
 def pretended_host() -> str:
-    """Return the host that this rank pretends to be on, or ""."""
+    """Return the host that WEFT_HOST simulates for this rank, or ""."""
     return os.environ.get("WEFT_HOST", "")
 
 
@@ -285,7 +285,7 @@ def cache_dir() -> Path:
 
 
 def is_ci() -> bool:
-    """Return True in a CI system, in which progress bars are noise."""
+    """Return True in a CI system, in which progress bars are not shown."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 
 

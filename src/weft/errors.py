@@ -11,7 +11,7 @@
     ├── LaunchError                    ranks could not be started, or the machine lacks a requested resource
     ├── TrainingHalted                 the run stopped: non-finite values, a limit
     ├── ActionAsked                    the run stopped on request: to pause, or to roll back to an older checkpoint
-    ├── OutOfMemory (MemoryError)      a rank is out of memory; the message lists live memory and remedies
+    ├── OutOfMemory (MemoryError)      a rank is out of memory; the message lists the memory in use and fixes
     └── MissingExtra (ImportError)     an optional dependency is not installed
 
     WeftWarning (UserWarning)          training continues, with other numbers than the user may expect
@@ -34,11 +34,11 @@ class WeftError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake of the user.
+    """A mistake in the user's config or command.
 
     Attributes:
         field: dotted key, such as "optimizer.lr".
-        message: the sentence.
+        message: sentence that describes the problem and the fix.
         origin: "train.toml:14", "command line", or "" if unknown.
     """
 
@@ -48,10 +48,10 @@ class Problem:
 
     @classmethod
     def of(cls, field: str, value: object, rule: str) -> Problem:
-        """Return the problem of one value: "<field>=<value>: <rule>". The rule ends with the remedy.
+        """Return the problem with the message "<field>=<value>: <rule>". The rule ends with a suggested fix.
 
         Args:
-            field, value, rule: the dotted key, its value, and the rule with the remedy.
+            field, value, rule: the dotted key, its value, and the rule with the fix.
         """
         return cls(field, f"{field}={value}: {rule}")
 
@@ -97,14 +97,14 @@ class CheckpointError(WeftError):
 
 
 class UnfitError(CheckpointError):
-    """The values to save are useless for training. Nothing was committed."""
+    """The state to save is unusable, such as non-finite weights. No checkpoint was committed."""
 
 
 class CommError(WeftError):
     """Ranks cannot connect to each other, or disagree.
 
-    `peer_ends` is True if the other rank is still running and will end. It may then finish background work that both
-    had started.
+    `peer_ends` is True if the other rank is still running and will end. It may then first finish background work of
+    both ranks.
     """
 
     exit_code = 1
@@ -122,24 +122,24 @@ class TrainingHalted(WeftError):
 
 
 class ActionAsked(WeftError):
-    """The run left its loop on request of a user, a page or an alert, on all ranks after the same step.
+    """The run left its loop on request of a user, the dashboard or an alert, on all ranks after the same step.
 
     Args:
         text: the message.
-        action: "hold": everything is saved, and the user decides when the run continues. "roll_back": the next start
-            continues from an older checkpoint.
-        step: the steps done.
+        action: "hold": the run has saved and pauses until the user continues it. "roll_back": the next start continues
+            from an older checkpoint.
+        step: number of steps done.
     """
 
     def __init__(self, text: str, action: str = "hold", step: int | None = None):
         super().__init__(text)
         self.action, self.step = action, step
-        # 75 (EX_TEMPFAIL) makes schedulers and torchrun start the job again.
+        # With exit code 75 (EX_TEMPFAIL), schedulers and torchrun start the job again.
         self.exit_code = 3 if action == "hold" else 75
 
 
 class OutOfMemory(WeftError, MemoryError):
-    """A rank is out of memory, and would be again under this plan. The message lists live memory and remedies."""
+    """A rank is out of memory and would be again with this plan. The message lists memory in use and fixes."""
 
     exit_code = 4
 
@@ -165,7 +165,7 @@ def install_extra(extra: str) -> str:
 
 
 class WeftWarning(UserWarning):
-    """Training continues, and its numbers may differ from the user's expectation. The message has the remedy."""
+    """Training continues, but its numbers may differ from the user's expectation. The message suggests a fix."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -182,6 +182,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def shown(value: object) -> str:
     """Return a value for an error message: short and on one line."""
     if isinstance(value, int) and abs(value) > 10**18:
-        return "(a huge number)"  # str() of an int refuses thousands of digits
+        return "(a huge number)"  # str() of an int raises an error for thousands of digits
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""File locks, and access to regular files only: no pipes, no devices, no links that leave their folder."""
+"""File locks, and functions that open only regular files: no pipes, devices or links that lead out of a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.units import format_bytes
 
 #: Files of a model's folder that are not weights: config, tokenizer, chat template.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-#: Companion files larger than this are refused.
+#: Maximum size of a companion file. Larger ones are rejected.
 MAX_COMPANION_BYTES = 2**30
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
@@ -51,7 +51,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
-    """Open a regular file for reading and return its descriptor. It never blocks, unlike opening a pipe.
+    """Open a regular file for reading and return its descriptor. Opening never blocks.
 
     Args:
         path: path of the file.
@@ -100,7 +100,7 @@ def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES)
     """Return the contents of a regular file of `folder`.
 
     Args:
-        file, max_bytes: the file, and the size above which it is refused.
+        file, max_bytes: the file, and the size above which it is rejected.
         folder: links must not lead out of it, see `resolved_inside`.
 
     Raises:
@@ -114,7 +114,7 @@ def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_CO
     """Copy the contents of a regular file of `folder` to `target`.
 
     Args:
-        file, target, max_bytes: the file, the path of the copy, and the size above which a file is refused.
+        file, target, max_bytes: the file, the path of the copy, and the size above which the file is rejected.
         folder: links must not lead out of it, see `resolved_inside`.
 
     Raises:
@@ -126,7 +126,7 @@ def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_CO
 
 
 def copy_companions(source: Path, out: Path, *, overwrite: bool = True) -> None:
-    """Copy the files of a model's folder that are not weights, such as config and tokenizer. Index files are left out.
+    """Copy the files of a model's folder that are not weights, such as config and tokenizer. Index files are skipped.
 
     Args:
         source: a folder in the format of Hugging Face.
@@ -134,7 +134,7 @@ def copy_companions(source: Path, out: Path, *, overwrite: bool = True) -> None:
         overwrite: replace files that `out` already has.
 
     Raises:
-        CheckpointError: if `copy_regular` refuses a file.
+        CheckpointError: if `copy_regular` raises it.
         OSError: if a copy cannot be written.
     """
     for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern)}):

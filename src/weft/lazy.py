@@ -11,9 +11,9 @@ from typing import Any
 
 
 def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of `package`.
+    """Return the `__getattr__` function for a package whose public names are imported at first use.
 
-    An imported name becomes an attribute of the package, so the function is called once for each.
+    An imported name becomes an attribute of the package, so the function is called once per name.
 
     Args:
         package: name of the package.
@@ -31,7 +31,7 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def named_object(source: str) -> Any:
-    """Return the object of `package.module:name` or `path/to/file.py:name`.
+    """Return the object that `package.module:name` or `path/to/file.py:name` refers to.
 
     The working directory is on the import path. Exceptions of the import propagate. A missing name is an
     AttributeError.
@@ -48,7 +48,7 @@ def named_object(source: str) -> Any:
 
 
 def _module_in(file: Path) -> ModuleType:
-    """Return the module of a file, which is loaded once. Its folder is added to the import path, as for a script."""
+    """Load the module of a file, only once, and return it. Its folder is added to the import path, as for a script."""
     import hashlib
     import importlib.util
 

@@ -1,11 +1,11 @@
-"""Private names of torch that several packages use, or that the mesh uses, and types that torch lacks.
+"""Private names of torch that several packages or the mesh use, and typed versions of untyped torch functions.
 
-A package that needs other private names has them in its `private_torch.py`. No other file of Weft uses one.
-`tests/repo/test_private_torch.py` checks that, and reports names that a release of torch has moved. Verified in
-torch 2.11 and torch 2.13 unless noted.
+Other private names are in the `private_torch.py` of the package that needs them. No other file of Weft uses private
+names. `tests/repo/test_private_torch.py` checks this, and fails if a release of torch moves a name. Verified in torch
+2.11 and torch 2.13 unless noted.
 """
 
-# This file is where private names are used.
+# This file may use private names.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ if TYPE_CHECKING:
         def __get__(self, instance: None, owner: type[_HasForward[P, R]]) -> Callable[P, R]: ...
 
     class Function(torch.autograd.Function):
-        """torch.autograd.Function with types: `apply` has the arguments of `forward` after `ctx`, and its result."""
+        """torch.autograd.Function whose `apply` has types: the arguments of `forward` after `ctx`, and its result."""
 
-        apply: ClassVar[_Apply]  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's takes and gives anything
+        apply: ClassVar[_Apply]  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares it with any types
 
 else:
     Function = torch.autograd.Function
@@ -91,7 +91,7 @@ class _Split(Protocol):
 
 
 _untyped: Any = torch
-#: `torch.split` with types. `sizes` are the sizes of all parts, or the size of all but the last.
+#: `torch.split` with types. `sizes` has the sizes of all parts, or is the size of each part but the last.
 split: _Split = _untyped.split
 
 
@@ -99,10 +99,10 @@ class _Wrapper(Protocol):
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
 
 
-#: `torch.compiler.disable` with types that preserve the function's types.
+#: `torch.compiler.disable`, typed so that it preserves the decorated function's type.
 uncompiled: _Wrapper = _untyped.compiler.disable
 
-#: Operations on many tensors in one call. torch documents them, but type checkers report their names as private.
+#: Operations on many tensors in one call. They are public, but type checkers report their names as private.
 foreach_lerp_: Callable[[list[torch.Tensor], list[torch.Tensor], float], None] = _untyped._foreach_lerp_
 foreach_mul_: Callable[[list[torch.Tensor], float | list[float] | torch.Tensor], None] = _untyped._foreach_mul_
 foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
@@ -110,18 +110,19 @@ foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
 #: Returns the innermost active dispatch mode, or None.
 current_mode = _get_current_dispatch_mode
 
-#: Returns the number of the current backward pass, or -1 outside one. It distinguishes a recomputed forward.
+#: Returns the id of the current backward pass, or -1 outside one. A forward that runs inside a backward pass is a
+#: recomputation.
 graph_task = torch._C._current_graph_task_id
 
 
 @contextmanager
 def without_modes() -> Generator[None]:
-    """Hide operations inside the block from dispatch modes, such as those that count operations.
+    """Disable dispatch modes inside the block, such as those that count operations.
 
-    It is used for collectives in recomputed regions. Modes that emulate a device stay active, such as torch's
-    FakeTensorMode, since fake tensors do not work without it.
+    It is used for collectives in recomputed regions. Modes that emulate a device, such as torch's FakeTensorMode, stay
+    active: fake tensors do not work without them.
     """
-    disabled: Any = _disable_current_modes()  # pyright: ignore[reportUnknownVariableType] - torch leaves it untyped
+    disabled: Any = _disable_current_modes()  # pyright: ignore[reportUnknownVariableType] - untyped in torch
     with disabled as modes, ExitStack() as stays:
         for mode in reversed(modes):
             if _stands_for_device(mode):
@@ -130,13 +131,13 @@ def without_modes() -> Generator[None]:
 
 
 def is_watched() -> bool:
-    """Return True if a dispatch mode is active that does not emulate a device, such as selective recompute's."""
+    """Return True if a dispatch mode is active that does not emulate a device, such as for selective recomputation."""
     mode = current_mode()
     return mode is not None and not _stands_for_device(mode)
 
 
 def _stands_for_device(mode: Any) -> bool:
-    """Return True if the mode executes operations, and neither records nor rewrites them."""
+    """Return True if the mode only emulates a device: it executes operations and does not record or change them."""
     key = getattr(mode, "_mode_key", None)
     return mode.is_infra_mode() and key in (None, torch._C._TorchDispatchModeKey.FAKE)
 
@@ -164,7 +165,7 @@ def backward_calls(record: Callable[[type], None]) -> Generator[None]:
 
 
 def hooks_of_parameter(param: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """Return the hooks that get a gradient of the parameter, and those that run after it is accumulated."""
+    """Return the parameter's gradient hooks, and its hooks that run after the gradient is accumulated."""
     before: Any = param._backward_hooks
     after: Any = getattr(param, "_post_accumulate_grad_hooks", None)
     return [*(before or {}).values()], [*(after or {}).values()]
@@ -177,7 +178,7 @@ def named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place writes to a tensor. torch's notes on autograd document the attribute."""
+    """Return the number of in-place writes to a tensor (documented in torch's notes on autograd)."""
     return tensor._version
 
 
@@ -187,7 +188,7 @@ def viewed(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a key that is unique among living storages, also on the meta device, whose addresses are all 0."""
+    """Return a key that is unique among existing storages, also on the meta device, whose addresses are all 0."""
     return storage._cdata
 
 
@@ -198,11 +199,11 @@ def groups_made() -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def naming_group(description: str) -> Generator[None]:
-    """Use `description` as the name of process groups created inside the block, by only their members.
+    """Use `description` as the name of process groups that only their members create inside the block.
 
     torch names a group by its ranks and by the number of groups that this rank has created. If only members create a
-    group, that number differs between ranks, and they would wait under different names. `new_group` has no name
-    argument.
+    group, that number differs between ranks, so they would use different names and wait forever. `new_group` has no
+    name argument.
 
     If the default group is bound to a device, torch creates the NCCL communicator of a new group with ncclCommSplit, in
     which all ranks must take part, and the members would wait forever. The block unbinds the device, so the members
@@ -223,7 +224,7 @@ def naming_group(description: str) -> Generator[None]:
 def default_timeout() -> timedelta | None:
     """Return the timeout of the default group's collectives, or None if its backend has no timeout.
 
-    `new_group` ignores it: groups created without a timeout use 30 minutes.
+    `new_group` does not use it as the default: groups created without a timeout use 30 minutes.
     """
     world = dist.distributed_c10d._get_default_group()
     backends = (world._get_backend(kind) for kind in world._device_types)

@@ -1,6 +1,6 @@
 """Parsing and formatting of bytes, seconds and counts.
 
-GiB is 2**30 bytes and GB is 10**9. A plain number of bytes has no suffix.
+GiB is 2**30 bytes and GB is 10**9. A number without a suffix is in bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BYTE_UNITS = {
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-# At most 18 digits: a longer number is a typing error, and the product stays far below the limits of a float.
+# At most 18 digits: a longer number is a typing error. With a unit, the value stays far below the limits of a float.
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]{0,17}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*([A-Za-z]*)\s*$", re.ASCII)
 _SCIENTIFIC = re.compile(r"\s*[0-9]{1,18}(?:\.[0-9]{1,18})?[eE]\+?[0-9]{1,2}\s*", re.ASCII)
 _MEASURED = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z/]*)\s*", re.ASCII)
@@ -70,7 +70,7 @@ def parse_count(text: str | int) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Parse bytes per second: '300GB/s' -> 3e11; '400Gb/s' and '400Gbps' -> 5e10, as b is a bit and B a byte.
+    """Parse bytes per second: '300GB/s' -> 3e11; '400Gb/s' and '400Gbps' -> 5e10 (b is a bit, B a byte).
 
     Raises:
         ValueError: for any other text.

@@ -1,1 +1,1 @@
-"""Command line verbs."""
+"""Commands of the command line."""

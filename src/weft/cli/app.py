@@ -1,4 +1,4 @@
-"""The `weft` command: finds the verb, imports only its module, and reports every expected error as one sentence."""
+"""The `weft` command: finds the subcommand, imports only its module, and prints expected errors as one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.errors import ConfigError, WeftError, did_you_mean
 
 
 class Verb(NamedTuple):
-    """Location of a verb: a function, or a typer.Typer with subcommands."""
+    """Location of a subcommand: a function, or a typer.Typer with further subcommands."""
 
     help: str
     module: str
@@ -48,19 +48,19 @@ VERBS = {
     "version": Verb("Print Weft's version.", "weft.cli.app", "version"),
 }
 
-# Older versions of typer depend on click, newer ones include it. The bases of the public BadParameter work with both.
+# Older versions of typer depend on click, newer versions include it. The base classes of BadParameter work with both.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class LazyGroup(TyperGroup):
-    """The verbs. A verb's module is imported when it is called, not to print the list."""
+    """Command group that imports a subcommand's module only when it runs. Listing the subcommands imports nothing."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
-        """Return a label for the list of verbs. `resolve_command` finds the real command."""
+        """Return a placeholder for the list of subcommands. `resolve_command` returns the real command."""
         return TyperCommand(cmd_name, help=VERBS[cmd_name].help) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Any, list[str]]:
@@ -104,7 +104,7 @@ def run(args: Sequence[str]) -> int:
             print(error.ctx.get_help())
             return 0
         text = _usage_text(error)
-        if "--json" in args:  # no verb has started that would print the error as JSON
+        if "--json" in args:  # no subcommand has started, so none prints the error as JSON
             names = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None) or ""]
             option = max(names, key=len).lstrip("-")
             print(json.dumps({"errors": [{"field": option, "message": text.partition("\n")[0]}]}, indent=2))
@@ -120,8 +120,8 @@ def run(args: Sequence[str]) -> int:
         code = 130
     except (BrokenPipeError, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
-            raise  # click exits with 1 only for a broken pipe
-        # The reader, such as `head`, has closed the pipe. Nothing may be written after that, including at exit.
+            raise  # otherwise; click exits with 1 for a broken pipe
+        # The reader, such as `head`, has closed the pipe. Discard all further output, including that at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     if code == 130:
@@ -129,7 +129,7 @@ def run(args: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-# Old commands, which go in the next release.
+# Old commands, which the next release removes.
 
 _MOVED = {
     "send": "runs send",
@@ -151,7 +151,7 @@ _ASK_OPTIONS = ("--why", "--factor", "--since")
 
 
 def _current_form(args: list[str]) -> list[str]:
-    """Return a command line without old commands, and print the new form of those on stderr.
+    """Return the command line with old commands replaced by new ones, and print the replacement on stderr.
 
     Raises:
         ConfigError: for an unknown action of `weft ask`.
@@ -185,8 +185,8 @@ def main() -> None:
 
 
 def show_error(error: WeftError) -> None:
-    """Print an expected error, one line per problem. For a rank's failure, add the location of its output."""
-    from weft.cli.launch.launch import RankFailed, Stopped  # not imported for commands without ranks
+    """Print an expected error, one line per problem. For a failed rank, also print the path of its output."""
+    from weft.cli.launch.launch import RankFailed, Stopped  # imported late, for fast commands without ranks
 
     if isinstance(error, Stopped):
         print_line(str(error))
@@ -228,10 +228,10 @@ def _command(group: typer.Typer, name: str | None = None) -> Any:
 
 
 def _without_conversion(parameter: Any) -> Any:
-    """Return the parameter, changed to accept values that need no conversion as they are.
+    """Return the parameter, changed so that it does not convert values that need no conversion.
 
     Newer versions of typer convert every value, including defaults, with a pydantic adapter. Importing pydantic and
-    making one adapter per parameter took a tenth of a second of every command.
+    making the adapters took a tenth of a second of every command.
     """
     convert, finish = parameter.process_value, parameter.callback
     described: Any = getattr(parameter, "type_descriptor", None)

@@ -85,7 +85,7 @@ def calibrate(
 
 
 def _measure_links(seconds: float, out: Path | None) -> None:
-    """Measure links with the other ranks. The first rank of each host writes the file, and rank 0 prints it."""
+    """Measure links with the other ranks. The first rank of each host writes the profile, and rank 0 prints it."""
     from weft.calibrate.links import calibrate_links
     from weft.planner.measured.links import LinkProfile
 

@@ -1,4 +1,4 @@
-"""`weft ckpt`: checkpoints by name (a run, its folder of checkpoints, or one step of either), and its verbs."""
+"""`weft ckpt` and its subcommands, and checkpoints by name: a run, its folder of checkpoints, or a step of either."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE_HELP = f"{RUN_HELP} RUN@120 is its step 120; without @STEP, the newest intac
 
 
 def root_of(word: str | Location) -> Location:
-    """Return the folder with the checkpoints of a run or a script. Raise ConfigError if it does not exist."""
+    """Return the folder of checkpoints that an argument names. Raise ConfigError if it does not exist."""
     word = located(word)
     if not word.is_dir():
         if isinstance(word, StorePath) and not word.bucket.exists():
@@ -56,7 +56,7 @@ def one_of(word: str) -> Location:
     if at and not path.exists():
         return _of_step(root_of(run), step, word)
     if step_in_name(path.name) is not None and path.is_dir():
-        load_checkpoint(path, lazily=True)  # raises with the missing file
+        load_checkpoint(path, lazily=True)  # raises an error that names the missing file
     root = root_of(path)
     found = newest_checkpoint(root, verify=False)
     if found is None:
@@ -90,7 +90,7 @@ def _of_step(root: Location, step: str, word: str) -> Location:
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """A line of the list.
+    """A checkpoint in the list of `weft ckpt list`.
 
     `state` is "committed", "unfinished", "set aside" or "unreadable: ...". `when` is local time in ISO format.
     """
@@ -122,7 +122,7 @@ def _one(path: Location, step: int, is_aside: bool) -> ListedCheckpoint:
     moment = commit if "COMMIT" in sizes else path / next(iter(sizes)) if sizes else path
     try:
         when = datetime.fromtimestamp(moment.lstat().st_mtime).isoformat(sep=" ", timespec="seconds")
-    except FileNotFoundError:  # deleted meanwhile
+    except FileNotFoundError:  # deleted in the meantime
         when = "-"
     plan = written_by = ""
     state = "set aside" if is_aside else "committed" if "COMMIT" in sizes else "unfinished"
@@ -142,7 +142,7 @@ def _one(path: Location, step: int, is_aside: bool) -> ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ShownTensor:
-    """A tensor of the table. `name` is "group/name". `same_as` is the tensor that shares its memory, or None."""
+    """A row of `weft ckpt show`. `name` is "group/name". `same_as` is the tensor that shares its memory, or None."""
 
     name: str
     dtype: str
@@ -153,7 +153,7 @@ class ShownTensor:
 
 
 def shown_tensors(checkpoint: Checkpoint, pattern: str) -> Iterator[ShownTensor]:
-    """Return tensors whose "group/name" matches the pattern.
+    """Yield the tensors whose "group/name" matches the pattern.
 
     A pattern without *, ? and [ matches any part of the name.
     """
@@ -167,7 +167,7 @@ def shown_tensors(checkpoint: Checkpoint, pattern: str) -> Iterator[ShownTensor]
 
 
 def contents_text(found: list[ShownTensor]) -> list[str]:
-    """Return a table as lines, with a total."""
+    """Return the table of tensors as lines, with the total size."""
     rows = [("tensor", "dtype", "shape", "size", "files")]
     for one in found:
         files = ", ".join(one.files[:2]) + (f" and {len(one.files) - 2} more" if len(one.files) > 2 else "")
@@ -190,7 +190,7 @@ def retained_steps(root: Location, every: int) -> set[int]:
         try:
             states[step] = load_checkpoint(path, lazily=True).state
         except CheckpointError:
-            continue  # damaged, so there is no reason to keep it
+            continue  # a damaged checkpoint is not retained
     evaluated = [step for step, state in states.items() if state.get("evaluated")]
     progress = states[max(states)].get("progress") if states else None
     best = progress.get("best_step") if isinstance(progress, dict) else None
@@ -308,7 +308,7 @@ def _trained(run: str) -> RunFolder | None:
     folder = RunFolder(path if path.is_dir() else Path(run.rpartition("@")[0]))
     if not (folder.path / "config.toml").is_file():
         return None
-    from weft.train.tasks.export import is_exportable  # which needs torch
+    from weft.train.tasks.export import is_exportable  # imported late, because it needs torch
 
     return folder if is_exportable(folder) else None
 

@@ -30,7 +30,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class DamagedFile:
-    """A problem, the affected file, and the tensors that are lost with it."""
+    """A damaged file: the problem, and the tensors that are lost."""
 
     problem: str
     file: str
@@ -55,13 +55,13 @@ class CheckedCheckpoint:
 
     @property
     def verdict(self) -> str:
-        """The verdict in short form."""
+        """Verdict: "unfinished", "damaged" or "whole" (valid)."""
         return "unfinished" if not self.finished else "damaged" if self.damages else "whole"
 
 
 @dataclass
 class Inspection:
-    """Results by checkpoint, oldest step first."""
+    """Results of checking several checkpoints, oldest step first."""
 
     verdicts: list[CheckedCheckpoint] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ class Inspection:
 
 
 def inspect(paths: list[Location], *, digests: bool = True) -> Inspection:
-    """Verify checkpoints one after the other, with a progress bar on stderr."""
+    """Check checkpoints one after the other, with a progress bar on stderr."""
     found = Inspection()
     with progress_report(sys.stderr) as report:
         for path in paths:
@@ -115,7 +115,7 @@ def inspect(paths: list[Location], *, digests: bool = True) -> Inspection:
 
 
 def damage_of(path: Location, problem: str) -> DamagedFile:
-    """Return a problem with the tensors of its file. For a truncated file, these are the tensors beyond its end."""
+    """Return a problem with the lost tensors: all of its file, or the ones beyond the end of a truncated file."""
     file = problem.split(" ", 1)[0].removesuffix(":")
     try:
         opened = load_checkpoint(path, lazily=True)
@@ -129,7 +129,6 @@ def damage_of(path: Location, problem: str) -> DamagedFile:
 
 
 def _complete_tensors(file: Location, num_bytes: int) -> set[str]:
-    """Return names of tensors whose bytes are complete in a truncated file."""
     try:
         size = file.lstat().st_size
         if size >= num_bytes:
@@ -173,7 +172,7 @@ _ABSENT = object()
 class NumbersDiffer:
     """Difference between the values of a tensor.
 
-    `largest` is the maximum of |a - b|, nan if only one of them is a number. `scale` is the maximum of |a|.
+    `largest` is the maximum of |a - b|, or nan if only one of a and b is a number. `scale` is the maximum of |a|.
     """
 
     name: str
@@ -198,7 +197,7 @@ class Differences:
 
     Attributes:
         only_left, only_right: names of tensors in one checkpoint.
-        layout: name, and dtype and shape on either side.
+        layout: name of each tensor whose dtype or shape differs, with both dtypes and shapes.
         settings: key, left value, right value.
     """
 
@@ -236,7 +235,7 @@ class Differences:
         return [*told, f"identical: {counted(self.num_equal, 'tensor')}"]
 
     def as_json(self) -> dict[str, object]:
-        """Return the result for --json. A difference of nan is text."""
+        """Return the result for --json. Non-finite differences are text, because JSON has no such numbers."""
         largest = {one.name: one.largest if math.isfinite(one.largest) else str(one.largest) for one in self.numbers}
         numbers = [{"name": name, "largest": value} for name, value in largest.items()]
         return {**asdict(self), "numbers": numbers}
@@ -272,7 +271,7 @@ def _names(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _numbers(name: str, left: np.ndarray, right: np.ndarray) -> NumbersDiffer | None:
-    """Return the difference of a tensor's values, or None if they are equal. nan equals nan."""
+    """Return the difference between two tensors, or None if they are equal. nan counts as equal to nan."""
     import numpy as np
 
     largest = scale = 0.0
@@ -290,7 +289,7 @@ def _numbers(name: str, left: np.ndarray, right: np.ndarray) -> NumbersDiffer | 
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the saved state except tensors, the versions, and the run's config if it is next to the checkpoint."""
+    """Return the saved state without tensors, the versions, and the run's config if it is next to the checkpoint."""
     found = {f"state.{key}": value for key, value in flat(checkpoint.state).items()}
     found |= {f"written_by.{key}": value for key, value in checkpoint.written_by.items()}
     config = checkpoint.path.parent.parent / "config.toml"

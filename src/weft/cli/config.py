@@ -22,8 +22,8 @@ _STYLES = {"became": "green", "follows": "cyan", "nothing": "dim", "not built": 
 def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
     """Print the outcome of every key and the config, and write the config to `out`.
 
-    Without a terminal, standard output is a TOML file whose comments are the report, so that it can be redirected to a
-    file.
+    If stdout is not a terminal, it gets the config as TOML with the report as comments, so that it can be redirected to
+    a file.
     """
     config = imported.config()
     run = config.run.model_copy(update={"name": run_name(out or Path(imported.name)) or config.run.name})
@@ -53,7 +53,7 @@ def refusals(imported: Imported) -> list[str]:
 
 
 def sections(imported: Imported) -> list[tuple[str, Sequence[str]]]:
-    """Return notes for the user in addition to the table, as title and lines, without empty ones."""
+    """Return the non-empty sections of notes that follow the table, as (title, lines)."""
     every = [
         ("Warning: typos", [f"{line.key}: {line.text[:1].upper()}{line.text[1:]}" for line in imported.typos]),
         ("Refused today", refusals(imported)),

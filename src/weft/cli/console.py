@@ -14,7 +14,7 @@ from typing import TextIO
 from weft import env
 from weft.errors import ConfigError, shown
 
-#: report(stage, done, total), as data preparation calls it.
+#: Progress callback of data preparation: report(stage, done, total).
 Report = Callable[[str, int, int], None]
 
 _STYLES = {"error": "1;31", "fail": "1;31", "warn": "1;33", "weft": "1;36", "faint": "2"}
@@ -27,17 +27,17 @@ def paint(text: str, style: str, stream: TextIO) -> str:
 
 
 def print_line(text: str) -> None:
-    """Print one line of the command on stderr."""
+    """Print one line of text on stderr, after "weft:"."""
     print(f"{paint('weft:', 'weft', sys.stderr)} {_wrapped('weft: ', text)}", file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
-    """Print one error on stderr. Further lines of it follow unchanged."""
+    """Print one error on stderr. Only its first line gets the label."""
     print(f"{paint('error:', 'error', sys.stderr)} {_wrapped('error: ', text)}", file=sys.stderr, flush=True)
 
 
 def _wrapped(label: str, text: str) -> str:
-    from weft.monitor.terminal import columns_of, wrapped  # many commands print nothing
+    from weft.monitor.terminal import columns_of, wrapped  # imported late, because many commands print nothing
 
     return wrapped(label + text, columns_of(sys.stderr), indent=2)[len(label) :]
 
@@ -82,7 +82,7 @@ def _plain_report(stream: TextIO) -> Report:
 
 
 def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Return rows of equal length as lines with aligned columns; those in `right` are aligned to the right."""
+    """Return rows of equal length as lines with aligned columns. Columns in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     form = [f"{{:{'>' if column in right else '<'}{width}}}" for column, width in enumerate(widths)]
     return ["  ".join(form).format(*row).rstrip() for row in rows]
@@ -102,7 +102,7 @@ def seconds_of(option: str, text: str) -> float:
         raise ConfigError(f"{option} {text}: {error}.") from error
 
 
-# Positional arguments of commands with a config: one file, and overrides.
+# Positional arguments of commands with a config: one file, and settings that override it.
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -130,7 +130,6 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _is_file(text: str) -> bool:
-    """Return True if the text names a file. Text that no file system accepts as a path does not."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):

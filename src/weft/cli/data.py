@@ -159,7 +159,7 @@ def _prepare(task: DecoderTask) -> PreparedData:
 
     with progress_report(sys.stderr) as report:
         prepared = task.tokens(report)
-    # Report problems without refusing the data, because the samples show them.
+    # Report problems as warnings instead of errors, so that the samples are shown.
     section = task.config.data
     told = section if section.check == "off" else section.model_copy(update={"check": "warn"})
     prepared = check_trainable(prepared, told, task.config.train.seq_len)
@@ -191,7 +191,7 @@ def _sequences(
 def _answers(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
-    """Return the number of answers, and some preferences of the first epoch with both answers of a pair."""
+    """Return the number of answers as text, and the preferences `which` of the first epoch with all their answers."""
     from weft.data.order.loader import view_answer
     from weft.data.order.stream import permutation
     from weft.data.token_files import SplitReader

@@ -27,13 +27,13 @@ from weft.errors import install_extra
 from weft.monitor.terminal import print_wrapped
 from weft.units import format_bytes
 
-#: fail: training cannot work here. warn: it works completely or in part, but a change is recommended.
+#: fail: training cannot work on this machine. warn: training works, maybe in part, but a change is recommended.
 Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckLine:
-    """One fact about the machine. `remedy` is the recommended action if the status is not ok."""
+    """A line of the report: a fact about the machine. `remedy` is the recommended action if the status is not ok."""
 
     section: str
     name: str
@@ -42,22 +42,22 @@ class CheckLine:
     remedy: str = ""
 
 
-#: A section of the report.
+#: A check: a function that returns lines of the report.
 Check = Callable[[], Iterable[CheckLine]]
 
 
 def examine(section: str, check: Check) -> list[CheckLine]:
-    """Return the lines of one check, or one line with the error if the check cannot run."""
+    """Run a check and return its lines, or one line with the error if it fails."""
     try:
         return list(check())
-    # A report about unknown machines must complete, so an error is also a finding.
+    # The report must be complete on any machine, so an error of a check becomes a line.
     except Exception as error:
         text = f"could not be read ({type(error).__name__}: {error})"
         return [CheckLine(section, check.__name__, text, "warn", "Please report this line.")]
 
 
 def gpus() -> Iterator[CheckLine]:
-    """Driver and, for each GPU: name, memory, power limit, PCIe link, active NVLinks."""
+    """Yield the driver and, for each GPU, name, memory, power limit, PCIe link, active NVLinks."""
     import pynvml
     import torch
 
@@ -110,7 +110,7 @@ def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
 
 
 def _pci_id(bus_id: str | bytes) -> str:
-    """Return a bus id in the format of the system's files, with four digits of the domain if they suffice."""
+    """Return a PCI bus id in the format of /sys, with a domain of four digits if possible."""
     text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
     domain, _, rest = text.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
@@ -121,7 +121,7 @@ def _describe(nvml: Any, gpu: Any) -> str:
         try:
             return getattr(nvml, call)(gpu, *args)
         except nvml.NVMLError:
-            return None  # not every GPU, driver or virtual machine answers every question
+            return None  # some GPUs, drivers and virtual machines do not support every query
 
     parts = [str(read("nvmlDeviceGetName") or "unnamed")]
     memory = read("nvmlDeviceGetMemoryInfo")
@@ -142,14 +142,14 @@ def _describe(nvml: Any, gpu: Any) -> str:
 
 # Processor, memory, disks and limits.
 
-#: CPU features that determine the speed of matrix products.
+#: CPU features that determine the speed of matmuls.
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "bf16", "sve")
 _WRITE_BYTES = 32 * 2**20
 _GIB = 2**30
 
 
 def system() -> Iterator[CheckLine]:
-    """Operating system, and the type of container, if any."""
+    """Yield the operating system, and whether this is a container."""
     libc = " ".join(platform.libc_ver()).strip()
     container = ", in a container" if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() else ""
     text = f"{platform.system()} {platform.release()} {platform.machine()} {libc}{container}"
@@ -157,7 +157,7 @@ def system() -> Iterator[CheckLine]:
 
 
 def processor() -> Iterator[CheckLine]:
-    """Model, cores and the features that matter."""
+    """Yield the processor's model, its cores, and the features that affect matmuls."""
     model, flags = _cpu()
     physical = psutil.cpu_count(logical=False)
     cores = f"{usable_cores()} usable of {psutil.cpu_count()} logical, {physical or '?'} physical"
@@ -167,7 +167,7 @@ def processor() -> Iterator[CheckLine]:
 
 
 def memory() -> Iterator[CheckLine]:
-    """RAM, the container's limit, and shared memory."""
+    """Yield RAM, the container's limit, and shared memory."""
     ram = psutil.virtual_memory()
     limit = None
     for file in ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory.max"):
@@ -188,13 +188,13 @@ def memory() -> Iterator[CheckLine]:
 
 
 def disks() -> Iterator[CheckLine]:
-    """Free space and write speed of the folders for runs and tokenised data."""
+    """Yield free space and write speed of the folders for runs and tokenised data."""
     for name, folder in (("disk for runs", Path.cwd()), ("disk for data", env.cache_dir())):
         yield _disk(name, folder)
 
 
 def limits() -> Iterator[CheckLine]:
-    """Process limits that training can exceed."""
+    """Yield process limits that training can exceed."""
     if sys.platform == "win32":
         return
     import resource
@@ -253,7 +253,7 @@ def _write_speed(folder: Path) -> float:
 
 
 def shown(path: Path) -> str:
-    """Return a path without private data: the home folder, whose name is often a user's, becomes ~."""
+    """Return a path with the home folder, which may contain the user's name, replaced by ~."""
     home = Path.home()
     return f"~/{path.relative_to(home)}" if home != Path("/") and path.is_relative_to(home) else str(path)
 
@@ -264,7 +264,7 @@ def shown(path: Path) -> str:
 _PREFIXES = ("WEFT_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GOMP_", "SLURM_",
              "NVIDIA_", "HF_", "TOKENIZERS_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "UCX_", "FI_", "LD_PRELOAD",
              "PYTHON", "XDG_CACHE_HOME", "TRITON_", "CI")  # fmt: skip
-#: Variables whose values are hidden, because they name users, hosts and folders.
+#: Prefixes of variables whose values are hidden, because they may name users, hosts and folders.
 _PRESENCE = ("SLURM_", "MASTER_ADDR", "PYTHON", "XDG_CACHE_HOME", "LD_PRELOAD", "WEFT_HOME", "HF_HOME")
 
 
@@ -295,7 +295,7 @@ def loopback() -> Iterator[CheckLine]:
 
 
 def interfaces() -> Iterator[CheckLine]:
-    """Names of the interfaces, their speed, and InfiniBand devices."""
+    """Yield the names of the network interfaces, their speed, and InfiniBand devices."""
     parts = []
     for name, state in sorted(psutil.net_if_stats().items()):
         speed = f" {state.speed} Mb/s" if state.speed else ""
@@ -318,7 +318,7 @@ def hostname() -> Iterator[CheckLine]:
 
 
 def variables() -> Iterator[CheckLine]:
-    """Environment variables that affect training, without secrets."""
+    """Yield the environment variables that affect training, without secrets."""
     shown = []
     for name, value in env.report(_PREFIXES).items():
         shown.append(f"{name} is set" if name.startswith(_PRESENCE) else f"{name}={value}")
@@ -332,7 +332,7 @@ _NEEDED = ("numpy", "fsspec", "pydantic", "typer", "rich", "safetensors", "token
 _OPTIONAL = ("transformers",)
 
 
-#: This project's distribution. The one called `weft` is another project.
+#: Name of Weft's distribution, and the unrelated distribution that is called `weft`.
 _DISTRIBUTION, _STRANGER = "weft-train", "weft"
 
 
@@ -350,7 +350,7 @@ def namesake() -> Iterator[CheckLine]:
 
 
 def versions() -> Iterable[CheckLine]:
-    """Versions of Weft, Python and the packages that Weft depends on."""
+    """Yield the versions of Weft, Python and the packages that Weft depends on."""
     yield CheckLine("software", "weft", weft.__version__)
     home = "virtual environment" if sys.prefix != sys.base_prefix else "system"
     yield CheckLine("software", "python", f"{platform.python_version()} ({platform.python_implementation()}, {home})")
@@ -371,7 +371,7 @@ def versions() -> Iterable[CheckLine]:
 
 
 def torch_build() -> Iterator[CheckLine]:
-    """torch, its CUDA version, its devices, and its communication backends."""
+    """Yield the version of torch, its CUDA version, its devices, and its communication backends."""
     import torch
     import torch.distributed as dist
     from torch.cuda import nccl
@@ -399,7 +399,7 @@ _REMEDY = "See the lines about network and limits; GLOO_SOCKET_IFNAME=lo keeps g
 
 
 class TwoRanks:
-    """Two gloo ranks, started early to run during the other checks."""
+    """Two gloo ranks, started before the other checks to run at the same time."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
@@ -436,7 +436,7 @@ class TwoRanks:
         yield CheckLine("network", "two ranks", text)
 
     def close(self) -> None:
-        """Kill remaining processes."""
+        """Kill the processes that are still running."""
         for process in self._ranks:
             if process.poll() is None:
                 process.kill()
@@ -447,7 +447,7 @@ class TwoRanks:
 
 
 def main() -> None:
-    """Run one of the two ranks. Prints 'sum 3.0 met SECONDS reduced SECONDS'."""
+    """Run one of the two ranks. Prints 'sum 3.0 met SECONDS reduced SECONDS' (connecting, all-reduce)."""
     import torch
 
     from weft.comm.collectives import all_reduce

@@ -27,7 +27,7 @@ from weft.errors import ConfigError, LaunchError, did_you_mean
 from weft.monitor.events import read_events
 from weft.train.folder import RunFolder
 
-#: Fault name -> its description in the report.
+#: Description in the report of each kind of fault.
 KINDS: dict[str, str] = {
     "kill_rank": "a rank is killed (SIGKILL), as by the kernel when memory is short",
     "kill_in_save": "a rank is killed while a checkpoint is written",
@@ -61,12 +61,12 @@ KINDS: dict[str, str] = {
     "lose_rank": "a rank dies at every start: the run continues with fewer",
 }  # fmt: skip
 
-#: Faults that need a second rank, or that lose a rank permanently.
+#: Kinds of fault that need a second rank, or lose a rank permanently.
 NEED_TWO_RANKS = frozenset({"stop_rank", "cut_link", "lose_rank", "hang"})
 
 
 def chosen(words: str, num_ranks: int) -> list[str]:
-    """Return the faults of --faults, or by default all that work with this number of ranks.
+    """Return the kinds of fault of --faults, or by default all that work with this number of ranks.
 
     Raises:
         ConfigError: for an unknown fault.
@@ -86,23 +86,23 @@ def chosen(words: str, num_ranks: int) -> list[str]:
 # One fault in one run: start the command as a user does, watch its events, and start it again.
 
 _LOOK_S = 0.05
-#: Maximum number of starts: the first one, and those that a user types after a fault that ends the command.
+#: Maximum number of starts: the first one, and those after faults that end the command.
 _MOST_STARTS = 3
 _STOPPED_S = 2.0
-#: Tolerance of the last loss if fewer ranks finish the run, because sums have another order.
+#: Tolerance of the last loss if fewer ranks finish the run, because their sums have another order.
 _OTHER_PLAN = 1e-3
 
 
 @dataclass
 class DrillRow:
-    """Result of one fault. Times are in seconds since the fault; None if the event did not occur.
+    """Result of one fault. Times are in seconds since the fault, or None if the event did not occur.
 
     Attributes:
         detected_s: time until the run reported the fault.
-        back_s: time until the first new step after it.
+        back_s: time until the first step that was not done before the fault.
         steps_lost: steps that were done twice.
-        state: "equal" if the bytes equal the undisturbed run's, or the difference.
-        left: number of remaining processes.
+        state: begins with "equal" if the last checkpoint equals the undisturbed run's, else the difference.
+        left: number of processes that the run left behind.
     """
 
     kind: str
@@ -127,7 +127,7 @@ class DrillRow:
 
 @dataclass
 class Trial:
-    """A fault, with the folders and settings of its run. `words` are the arguments of `weft train`."""
+    """A run with one fault: its folders and settings. `words` are the arguments of `weft train`."""
 
     words: list[str]
     place: Path
@@ -139,13 +139,13 @@ class Trial:
     _starts: int = 0
 
     def run(self, sound: RunFolder) -> DrillRow:
-        """Run the command with the fault. `sound` is the folder of the undisturbed run."""
+        """Run `weft train` with the fault, and return the result. `sound` is the folder of the undisturbed run."""
         row = DrillRow(self.kind, rank=self.rank)
         folder = RunFolder(self.place / self.kind)
         try:
             with socket.socket() as taken:
                 if self.kind == "port_taken":
-                    with contextlib.suppress(OSError):  # already in use, which has the same effect
+                    with contextlib.suppress(OSError):  # it may exist; nothing to do
                         taken.bind(("", 29500))
                         taken.listen()
                 self._to_the_end(row, folder)
@@ -209,7 +209,7 @@ class Trial:
     def _note(self, row: DrillRow, folder: RunFolder, ended: bool) -> None:
         told = _FailureSummary.of(folder)
         if told.starts != self._starts:
-            # The other ranks were a step ahead of the fault, so only steps of the new start count.
+            # Other ranks may have been a step ahead of the fault, so count only steps of the new start.
             self._starts, row.back_s = told.starts, None
         passed = time.time() - self._mark.stat().st_mtime
         if row.detected_s is None and (told.failures or told.warnings or ended):
@@ -218,7 +218,7 @@ class Trial:
             row.back_s = passed
 
     def _act(self, process: subprocess.Popen[bytes], row: DrillRow) -> None:
-        """Do the part of a fault that happens outside the run, once the rank has reached the step."""
+        """Once the rank has reached the step, do the part of a fault that the rank cannot do."""
         if self.kind == "stop_launcher":
             time.sleep(_STOPPED_S)
             process.send_signal(signal.SIGCONT)
@@ -234,7 +234,7 @@ class Trial:
 
 @dataclass
 class _FailureSummary:
-    """Summary of a run's failure events: their number, the last step, and repeated steps."""
+    """Summary of a run's events: number of failures, last step, and repeated steps."""
 
     failures: int = 0
     warnings: int = 0
@@ -259,7 +259,7 @@ class _FailureSummary:
 
 
 def state_of(folder: RunFolder, sound: RunFolder, kind: str) -> str:
-    """Compare the last checkpoint with the undisturbed run's by bytes, or by loss if the plan differs."""
+    """Compare the last checkpoint with the undisturbed run's, by digests, or by loss if the plan differs."""
     try:
         ours, theirs = ((_newest(one) / "manifest.json").read_text() for one in (folder, sound))
     except (OSError, IndexError):
@@ -285,7 +285,7 @@ def end_all(folder: Path) -> int:
         words = process.info["cmdline"] or []
         if str(folder) in words and process.status() != psutil.STATUS_ZOMBIE:
             found.append(process)
-    # Processes that the kernel is ending need a moment.
+    # Killed processes need a moment to end.
     _, alive = psutil.wait_procs(found, timeout=5.0)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -299,7 +299,7 @@ def _newest(folder: RunFolder) -> Path:
 
 # `weft drill`.
 
-#: A drill needs two checkpoints before its fault and a step after it.
+#: Minimum number of steps: two checkpoints before the fault, and a step after it.
 _FEWEST_STEPS = 10
 #: File in the folder of the runs, with one line of JSON per finished fault.
 ROWS_NAME = "drill.jsonl"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from weft.train.folder import RunFolder
 
-#: Size at which Hugging Face splits its files.
+#: Maximum size of a file of weights. Larger models are split, as Hugging Face does.
 MAX_FILE_BYTES = 4 * 2**30
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -43,22 +43,22 @@ def export_weights(
     run: RunFolder | None = None,
     merged: bool = False,
 ) -> list[Path]:
-    """Write a group's full tensors into a new folder, which appears when it is complete. Return its files.
+    """Write a group's full tensors into a new folder, which is renamed to `out` when complete. Return its files.
 
     Args:
         checkpoint: an open checkpoint.
         out: output folder.
         group: group of the checkpoint.
-        dtype: a key of DTYPES for floating tensors; None to keep the saved one.
-        like: a Hugging Face folder with the model's class and tokenizer.
-        run: a `weft train` run whose model transformers supports, to write a folder that it loads.
-        merged: merge an adapter into the base of its run.
+        dtype: key of DTYPES to convert floating-point tensors to, or None to keep their dtype.
+        like: Hugging Face folder whose form, config and tokenizer the output gets.
+        run: a `weft train` run whose model transformers supports. The output is then a folder that transformers loads.
+        merged: whether to merge an adapter into its base model.
 
     Raises:
         ConfigError, CheckpointError, MissingExtra: if the weights cannot be exported this way.
     """
     if group not in checkpoint.groups:
-        checkpoint.tensors(group)  # raises with the existing groups
+        checkpoint.tensors(group)  # raises an error that lists the groups
     adapter = checkpoint.state.get("adapter") if group == "model" else None
     if merged and (adapter is None or run is None):
         what = "this checkpoint has a full model. Leave --merge out"
@@ -87,7 +87,7 @@ def export_weights(
 
 @contextmanager
 def _new_folder(out: Path) -> Generator[Path]:
-    """Yield a folder that becomes `out` at the end of the block. Raise ConfigError if `out` is not empty."""
+    """Yield a temporary folder that is renamed to `out` after the block. Raise ConfigError if `out` is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
@@ -109,10 +109,10 @@ def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, d
     """Write files with Hugging Face's names, with an index if there are several. Return the dtype of the first tensor.
 
     Args:
-        tensors: tensors in order. Those of one file are in memory together.
+        tensors: names and tensors in order. Those of one file are in memory at the same time.
         stem: start of the file names.
         out: output folder.
-        dtype: a key of DTYPES; None to keep the tensors' own.
+        dtype: key of DTYPES to convert to, or None to keep the tensors' dtypes.
     """
     drafts: list[tuple[Path, list[str], int]] = []
     held: dict[str, RawArray] = {}
@@ -144,7 +144,7 @@ def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, d
 
 
 def converted(block: RawArray, dtype: str | None) -> RawArray:
-    """Return a block with floating values rounded to nearest in `dtype`. Integers are unchanged."""
+    """Return a tensor with floating-point values rounded to `dtype`. Integers are unchanged."""
     wanted = None if dtype is None else DTYPES[dtype]
     if wanted is None or wanted == block.dtype or block.dtype not in ("F64", "F32", "F16", "BF16"):
         return block
@@ -155,7 +155,7 @@ def converted(block: RawArray, dtype: str | None) -> RawArray:
         return RawArray.of(values.astype({"F32": np.float32, "F16": np.float16}[wanted]))
     bits = values.view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0  # rounding may turn a nan into an infinity
+    rounded[np.isnan(values)] = 0x7FC0  # rounding the bits could turn a nan into an infinity
     plain = RawArray.of(np.ascontiguousarray(rounded))
     return RawArray("BF16", block.shape, plain.data)
 
@@ -195,7 +195,6 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
 def _write_adapter(
     checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, and a model card for a run."""
     import torch
 
     from weft.models.adapters import Adapted
@@ -221,7 +220,7 @@ def _write_adapter(
 
 
 def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter's base with the adapter merged, each once. `model` is that base, and is changed.
+    """Merge an adapter into its base `model`, which is changed, and return the model's tensors without duplicates.
 
     Raises:
         CheckpointError: if the model is not the base that the adapter was trained on.
@@ -231,7 +230,7 @@ def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, An
 
     record = Adapted.read(said)
     modules = dict(model.named_modules())
-    # `restore_model` reports tensors that the model lacks.
+    # `restore_model` reports tensors that are missing from the model.
     adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
     for name, param in model.named_parameters():
         if name in checkpoint.entries("model"):
@@ -244,12 +243,12 @@ def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, An
 
 
 def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: float) -> tuple[list[Path], list[str]]:
-    """Write a new folder, which appears when it is complete. Return its files and the names that were left out.
+    """Write a new folder, which is renamed to `out` when complete. Return its files and the skipped names.
 
     Args:
         source: folder of a Hugging Face model.
         out: output folder.
-        dtype: a key of DTYPES for floating tensors; None to keep their own.
+        dtype: key of DTYPES to convert floating-point tensors to, or None to keep their dtype.
         limit_s: maximum time for reading in seconds.
 
     Raises:

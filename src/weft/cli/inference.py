@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.train.tasks.generation import TextModel
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
-# lm-eval is an extra that no other part of Weft needs.
+# lm-eval is an optional dependency that only this module uses.
 
 
 def generate(
@@ -155,7 +155,7 @@ def refuse_no_run(run: Path) -> None:
 
 # `weft eval`: tasks of EleutherAI's lm-evaluation-harness, with data on this machine.
 
-#: Columns that are left out of a table: names, and standard errors, which are shown next to their value.
+#: Columns that are omitted from the table. Standard errors are omitted too: they are shown next to their values.
 _SILENT = ("alias", "sample_len", "name")
 
 
@@ -192,7 +192,7 @@ def evaluate(
         found = _figures(model, known, names, batch_size, settings)
     file = folder.path / "evals" / f"step_{opened.step:08d}.json"
     file.parent.mkdir(exist_ok=True)
-    before = json.loads(file.read_text()) if file.is_file() else {}  # results of other tasks at the same step
+    before = json.loads(file.read_text()) if file.is_file() else {}  # earlier results of other tasks at this step
     draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     draft.write_text(json.dumps(before | found, indent=1) + "\n")
     os.replace(draft, file)
@@ -217,10 +217,9 @@ def _known_tasks(folder: Path | None) -> Any:
 
 
 def _expect_data(known: Any, names: Sequence[str]) -> None:
-    """Raise ConfigError if the data of a task is not on this machine."""
     try:
         known.load(known.match_tasks(list(names)))
-    except Exception as error:  # data readers may raise anything
+    except Exception as error:  # data readers may raise any exception
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"--tasks={','.join(names)}: their data cannot be read ({said.rstrip('.')}). Weft downloads nothing: "

@@ -46,7 +46,7 @@ def layout(
 
 
 def build_model(name: str) -> tuple[Any, Any]:
-    """Return a model without values, and example arguments if its function provides them.
+    """Return a model on the meta device, and example arguments if its function provides them.
 
     Raises:
         ModelError: if the name is not a model.

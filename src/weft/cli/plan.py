@@ -179,7 +179,7 @@ def learn_from(run: Path, path: Path | None) -> None:
 
 # `weft plan`: the best plans for a model on a cluster, with reasons. Does not import torch.
 
-#: Exit code if no plan fits: the code of a rank that runs out of memory.
+#: Exit code if no plan fits. It is also the exit code of a rank that runs out of memory.
 NOTHING_FITS = 4
 
 
@@ -215,7 +215,7 @@ def plan(
     learn: Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, with reasons."""
-    if "numpy" not in sys.modules:  # threads for matrix products would take a third of the startup and stay idle
+    if "numpy" not in sys.modules:  # starting BLAS threads, which stay idle, takes a third of the startup
         env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     with _errors_as_json() if json else nullcontext(), _without_collections():
         if learn is not None:
@@ -273,7 +273,7 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _errors_as_json() -> Iterator[None]:
-    """Print an error as an object on standard output too, for programs."""
+    """Print an error also as a JSON object on standard output, for programs."""
     try:
         yield
     except WeftError as error:
@@ -287,7 +287,7 @@ def _answer_several_clusters(
     model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
     as_json: bool,
 ) -> bool:  # fmt: skip
-    """Answer for each of several clusters. Return True if the command asked for that."""
+    """Print plans for each of several clusters, if the command requests that. Return True if it does."""
     tune, run, price = asked
     if tune is not None and run is not None:
         raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
@@ -302,7 +302,7 @@ def _answer_several_clusters(
 
 
 def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:
-    """Return the model's name, or its traced spec if the name is code or a config with a custom task.
+    """Return the model's name, or a traced spec if `model` is user code or a config with a custom task.
 
     Only tracing needs torch.
     """
@@ -345,7 +345,7 @@ def _task_of(file: str) -> Task | None:
 
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
-    """Search for plans, and evaluate the named ones. If no implemented plan fits, search all plans."""
+    """Search for plans, and evaluate the plans named in options. If no implemented plan fits, search all plans."""
     found = answer(asked)
     if found.best is None and asked.built_only:
         asked = replace(asked, built_only=False)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All results of one command."""
+    """All results of one `weft plan` command."""
 
     answer: Answer[Candidate]
     why_not: WhyNot | None = None
@@ -41,13 +41,13 @@ class Findings:
 
     @property
     def only_judges(self) -> bool:
-        """True if the user asked about given plans and not for the best one."""
+        """True if the user requested an evaluation of given plans, not the best plan."""
         return self.why_not is not None or self.comparison is not None
 
 
-# Text output of `weft plan`: the ranked table, and details of the best plan or of the named ones.
+# Text output of `weft plan`: the ranked table, and details of the best plan or of the plans named in options.
 
-#: Text width without a terminal, so that files have no broken lines.
+#: Text width without a terminal, so that lines in files are not wrapped.
 _WIDE = 150
 
 
@@ -74,7 +74,7 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
     """Print all results."""
     console = _console()
     _heading(console, found.answer)
-    if found.scenarios:  # the results that the user requested, before those of the unchanged question
+    if found.scenarios:  # requested variants are printed before the results of the unchanged query
         console.print(_scenarios(found.answer, found.scenarios))
         console.print()
     if found.answer.best is None:
@@ -177,13 +177,13 @@ def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Ta
     return table
 
 
-# Output of `weft plan --run`: a complete run on each cluster, the cheapest first, and details of the first.
+# Output of `weft plan --run`: a full training run on each cluster, the cheapest first, and details of the first.
 
 
 def print_runs(
     model: Any, clusters: str, text: str, price: float | None, settings: dict[str, Any], *, as_json: bool
 ) -> bool:
-    """Print the runs, and return True if any cluster can hold the model."""
+    """Print the best full training run on each cluster. Return True if the model fits on any of them."""
     found = full_runs(model, clusters, text, price, **settings)
     if as_json:
         rows = [
@@ -213,7 +213,7 @@ def print_runs(
     return best is not None
 
 
-# Output of `weft plan --tune all`: fine-tuning methods by machine, with the best fitting plan of each.
+# Output of `weft plan --tune all`: fine-tuning methods by machine, with the best plan of each that fits.
 
 
 def print_fits(found: Sequence[Fit], *, as_json: bool) -> None:
@@ -270,11 +270,11 @@ def print_json(found: Findings, top: int, hour_price: float | None) -> None:
     typer.echo(json.dumps(table, indent=2))
 
 
-# Files that `weft plan` writes: figures and a config.
+# Files that `weft plan` writes: charts and a config.
 
 
 def write_files(found: Findings, hour_price: float | None, **paths: Path | None) -> None:
-    """Write the requested files: figures (draw, pareto, waterfall, memory), a page (html) and a config (out).
+    """Write the requested files: charts (draw, pareto, waterfall, memory), a page (html) and a config (out).
 
     Raises:
         ConfigError: for a file of another type, or one that cannot be written, or if there is no plan to show.
@@ -307,7 +307,6 @@ def write_files(found: Findings, hour_price: float | None, **paths: Path | None)
 
 
 def _write_config(best: Candidate, path: Path) -> None:
-    """Write a config with which `weft train` runs the best plan."""
     from weft.planner.report.write_config import config_text
 
     if path.suffix != ".toml":

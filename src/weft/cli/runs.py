@@ -1,4 +1,4 @@
-"""`weft runs`: list, show, compare and steer runs, while they train and afterwards."""
+"""`weft runs`: list, show, compare and control runs, during and after training."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def explain(
 
 # `weft runs compare`: two runs, or a run's first start and the next command.
 
-#: Settings that affect only where and how a run starts, not its results.
+#: Prefixes of settings that affect only how a run starts and its location, not its results.
 _PLACES = ("config.run.dir", "config.run.name", "config.launch.")
 _MOST_LINES = 40
 
@@ -144,7 +144,7 @@ def first_start(run: Path) -> dict[str, Any]:
         raise ConfigError(
             f"RUN={run}: no run has started in this folder. Give a run's folder, such as runs/quickstart."
         )
-    # Runs of older versions have this data only from their first start under this version.
+    # A run of an older version has this data only since its first start with this version.
     return next((event for event in starts if "config" in event), starts[0])
 
 
@@ -184,7 +184,6 @@ def _print_changes(run: Path, started: Mapping[str, Any], changes: list[tuple[st
 
 
 def _print_rows(rows: list[tuple[str, ...]], if_none: str) -> None:
-    """Print the first rows of a table with a header, or a line if it has only the header."""
     if len(rows) == 1:
         print(if_none)
         return
@@ -210,7 +209,7 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-# Requests to a run that trains, and the end of a pause.
+# Requests to a training run, and resuming a paused run.
 
 
 @app.command()
@@ -254,9 +253,9 @@ def lower_lr(
 
 
 def _request(run: Path, action: str, done: str, why: str, *, factor: float = 0.5, since: int | None = None) -> None:
-    """Send a request to a training run. All its ranks handle it after the same step.
+    """Send a request to a training run. All its ranks execute it after the same step.
 
-    Replicas with separate worlds each get the request, and each handles it after a step of its run.
+    If replicas have separate worlds, each gets the request and executes it after one of its steps.
     """
     from weft.monitor.alerts import RunRequest, ask
 
@@ -325,7 +324,7 @@ def send(run: Run) -> None:
 
 
 def _trains(folder: RunFolder) -> bool:
-    """Return True if a command trains in a folder now, or holds it."""
+    """Return True if a command has locked a folder, because it trains or is paused."""
     from weft.train.folder import run_lock
 
     try:
@@ -336,7 +335,7 @@ def _trains(folder: RunFolder) -> bool:
 
 
 def _folder(run: Path) -> RunFolder:
-    """Return the run's folder, with its config read. Raise ConfigError if it is not a run."""
+    """Return a run's folder with its config. Raise ConfigError if it is not a run."""
     from weft.train.folder import RunFolder
 
     folder = RunFolder(run)

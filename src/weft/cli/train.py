@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
     from weft.train.folder import RunFolder
 
-#: Seconds for which other ranks suppress an error that rank 0 probably reports too.
+#: Seconds that other ranks wait before they report an error, because rank 0 probably reports it too.
 _FIRST_WORD_S = 3.0
 
-#: Config sections that rank 0's message must not change: they select the code to run and the files to write.
+#: Config sections that rank 0's message must not change, because they select the code to run and the files to write.
 _OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint", "model")
 
 
@@ -58,15 +58,15 @@ def train(
     try:
         execute(LaunchSpec.of(load_config(path, overrides).config, rank))
     except (WeftError, typer.Exit):
-        # All ranks have the same error, or rank 0 was refused. Rank 0 reports it and its launcher then ends the
-        # others. A rank that still runs after the delay is the only one with its error, and reports it.
+        # Usually all ranks have the same error. Rank 0 reports it, and its launcher then ends the others. A rank that
+        # still runs after the delay is the only one with its error, so it reports it.
         if rank is not None and rank.rank != 0:
             time.sleep(_FIRST_WORD_S)
         raise
 
 
 def execute(spec: LaunchSpec) -> None:
-    """Train as the spec requires. Returns when training has succeeded."""
+    """Run training as the spec describes. Returns when training has succeeded."""
     if spec.rank is not None:
         _run_rank(spec)
         return
@@ -89,13 +89,13 @@ def execute(spec: LaunchSpec) -> None:
 
 def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
     config, world = spec.config, spec.world
-    # Exit in this order: the server must end before the lock is released.
+    # The order matters: at exit, the server must end before the lock is released.
     with _rendezvous(spec), ExitStack() as held, ExitStack() as until_over:
         with busy(sys.stderr, "starting"):
             from weft.train.folder import run_folder
 
             own = run_folder(config, None if world is None else world.replica)
-            # The server now loads the ranks' modules, while this process checks the run and prepares data.
+            # The fork server now imports the ranks' modules, while this process checks the run and prepares data.
             starter = until_over.enter_context(rank_starter(own.path, config, num_ranks, cores))
             from weft.checkpoint.peer_copies import CopyServer
             from weft.cli.launch.launch import launch_ranks
@@ -103,7 +103,8 @@ def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
             from weft.cli.launch.restarts import Restarts
             from weft.train.folder import run_lock
 
-        # Hold the lock before the first write, and in the ranks too, so that a refused command changes nothing.
+        # Lock the folder before the first write, so that a rejected command changes nothing. The ranks hold the lock
+        # too.
         lock = held.enter_context(run_lock(own.path, config.run.mode))
         copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
         home = asdict(copies.home) if copies is not None else None
@@ -111,7 +112,7 @@ def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
 
         def attempt(settled: RunConfig, ranks: int) -> None:
             folder = starter.prepare(spec.preparation(settled, ranks, ranks))
-            if not monitored:  # after preparing the folder, so that a refused run leaves nothing
+            if not monitored:  # after preparing the folder, so that a rejected run leaves no files
                 spec.report_prepared()
                 until_over.enter_context(monitor_process(folder.path, settled, print_line))
                 monitored.append(folder.path)
@@ -125,7 +126,7 @@ def _start_ranks(spec: LaunchSpec, num_ranks: int, cores: int) -> None:
 
 
 def _rendezvous(spec: LaunchSpec) -> AbstractContextManager[None]:
-    """Return a block that serves replicas on other machines, if this machine starts replica 0 and no parent serves."""
+    """Return a context that serves the replicas' rendezvous, if this machine starts replica 0 and no parent does."""
     if spec.world is None or spec.parent is not None:
         return nullcontext()
     from weft.cli.launch.replicas import rendezvous_server
@@ -141,7 +142,7 @@ def _run_rank(spec: LaunchSpec) -> None:
     config, place = spec.config, spec.rank
     assert place is not None
     began = time.monotonic() - process_age_s()
-    # Kept until the end, because rank 0 may host it.
+    # Keep the store until the end, because rank 0 may host it.
     store = open_store(place, parse_seconds(config.launch.timeout)) if place.world_size > 1 else None
     message = RankZeroMessage(place, store) if store is not None else None
     with ExitStack() as held:
@@ -157,7 +158,7 @@ def _run_rank(spec: LaunchSpec) -> None:
 
 
 def _prepare_on_first_rank(spec: LaunchSpec, message: RankZeroMessage | None, held: ExitStack) -> RunFolder:
-    """Hold the folder, prepare it, and send the result to the other ranks, or the exit code of an error."""
+    """Lock and prepare the folder, and send the result (or the exit code of an error) to the other ranks."""
     from weft.cli.launch.failure import exit_code_of
     from weft.cli.launch.monitor_process import monitor_process
     from weft.cli.launch.restarts import config_for_world_size
@@ -202,8 +203,8 @@ def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
 def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
     """Return rank 0's message after checking it against this rank's own command.
 
-    Before a process group exists, the message cannot be signed. It is compared with rank 0's when the ranks have
-    joined. Until then it may not change the code to run or the folder to write.
+    Without a process group, the message cannot be signed. It is compared with rank 0's once the process group exists.
+    Until then it may not change the code to run or the folder to write.
 
     Raises:
         CommError: if it does.

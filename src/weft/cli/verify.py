@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.verify.subject import Subject, Sweep
     from weft.verify.verifier import Verdict
 
-#: Exit code if no plan could be tried.
+#: Exit code if no plan could be verified.
 PROVED_NOTHING = 3
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder, or package.module:function."
@@ -90,7 +90,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Selection among all plans: every one, at most `sample` of them, or (2, 10), the second of 10 parts."""
+    """Selection among all plans: all of them, at most `sample` of them, or a part such as (2, 10), the second of 10."""
 
     full: bool = False
     sample: int | None = None
@@ -98,7 +98,7 @@ class _Choice:
 
 
 def read_part(text: str | None) -> tuple[int, int]:
-    """Parse `2/10` as (2, 10), and no text as a single part. Raise ConfigError for other texts."""
+    """Parse `2/10` as (2, 10), and None as (1, 1). Raise ConfigError for other texts."""
     number, _, count = (text or "1/1").partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise ConfigError(f"part={text}: a part has the form NUMBER/COUNT. Use e.g. 2/10.")
@@ -151,7 +151,7 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
             verdicts.append(verdict)
             if verdict.refused:
                 sweep.refuse(plan, verdict.refused)
-            # Print each verdict immediately, so that a run of hours can be interrupted.
+            # Print each verdict immediately, so that results are not lost if a long run is interrupted.
             print(f"{len(verdicts):>4}  {_line(verdict)}", file=sys.stderr if as_json else sys.stdout, flush=True)
     seconds = time.perf_counter() - start
     if as_json:

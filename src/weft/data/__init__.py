@@ -1,4 +1,4 @@
-"""Data, from files to batches. Names are loaded at first use. Preparing data needs no torch."""
+"""Data pipeline, from files to batches. Names are imported at first use, and preparing data does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host copies of device tensors, for tensors that were moved from the host and for views of them.
+"""Host copies of device tensors that were moved from the host, and operations on nested batches.
 
 With the host copy, indices can be checked and document boundaries found without a device synchronization.
 """
@@ -75,7 +75,7 @@ def leave_check(tensor: Tensor, look: Callable[[Tensor], None]) -> bool:
 
     Args:
         tensor: the buffer, or a view of it that the check reads.
-        look: called with the host values of `tensor`, if a host copy of the batch is recorded.
+        look: the check. It is called with the host values of `tensor`, if a host copy of the batch is recorded.
     """
     whole = tensor if hasattr(tensor, _CHECKS) else viewed(tensor)
     held: list[_Check] | None = getattr(whole, _CHECKS, None)
@@ -86,13 +86,13 @@ def leave_check(tensor: Tensor, look: Callable[[Tensor], None]) -> bool:
 
 
 def check_batch(holder: Tensor, given: Tensor) -> None:
-    """Run the checks of the reused buffer `holder` on the batch `given`, which has the same shape."""
+    """Run the checks that `leave_check` registered for the reused buffer `holder` on the next batch `given`."""
     checks: list[_Check] = getattr(holder, _CHECKS, [])
     values = host_values(given) if checks else None
     if values is None:
         return
     if values.stride() != holder.stride():
-        values = torch.empty_like(values).copy_(values)  # strides that match the holder's
+        values = torch.empty_like(values).copy_(values)  # same strides as `holder`
     for one in checks:
         one.look(_same_part(one.part, holder, values))
 
@@ -139,7 +139,7 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """Change every tensor of a batch. Values that are neither tensors nor containers are returned unchanged."""
+    """Apply `change` to every tensor of a nested batch and return the result. Other values are returned unchanged."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     parts = parts_of(batch)

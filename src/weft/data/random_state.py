@@ -31,7 +31,7 @@ def preserve_generators(device: torch.device | None = None) -> Iterator[None]:
 
 
 def seed_generators(seed: int, *, devices: bool = True) -> None:
-    """Start torch's, numpy's and Python's global generators from a seed.
+    """Set the seeds of torch's, numpy's and Python's global generators.
 
     seed: any integer. devices: seed the generators of GPUs too.
     """

@@ -1,4 +1,4 @@
-"""Token shards on disk, with file locks between processes and ranks.
+"""Token shards on disk, and file locks that processes and ranks use to write them once.
 
 The operating system releases a lock when its process dies.
 """
@@ -29,7 +29,8 @@ _POLL_S = 0.05
 def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold a lock on the file `path`. `waiting` is called once if another process has the lock.
 
-    The file stays after the lock is released, since removing it would let two processes lock two files of one name.
+    The file is not removed after the lock is released, because two processes could then lock different files of the
+    same name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -84,13 +85,13 @@ def sync(path: Path) -> None:
 SHARD_BYTES = 256 * 2**20
 _OFFSETS_FLUSH = 8192
 _READERS = 4
-#: Number of values of a mask byte. 0 is no weight.
+#: Number of different values of a mask byte. Value 0 is a weight of 0.
 _MOST_WEIGHTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SplitCounts:
-    """Files and counts of a split.
+    """Files of a tokenized split (train or eval), and their counts.
 
     `files` maps each name to (bytes, blake2b hex digest). `weights` are the loss weights for the mask values 2, 3, ...
     Mask value 0 is weight 0, and 1 is weight 1.
@@ -106,7 +107,7 @@ class SplitCounts:
     weights: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
@@ -123,7 +124,7 @@ class SplitCounts:
 
 @dataclass(slots=True)
 class _Output:
-    """A file that is hashed during writing."""
+    """An output file whose digest is computed while it is written."""
 
     path: Path
     handle: BinaryIO
@@ -145,7 +146,7 @@ class SplitWriter:
 
     Args:
         folder: a new folder.
-        vocab_size: decides between 2 and 4 bytes for a token.
+        vocab_size: determines whether a token is stored in 2 or 4 bytes.
         with_mask: write a mask, which is dropped at the end if all tokens are trained.
         shard_bytes: bytes of tokens in one file.
     """
@@ -251,7 +252,7 @@ class SplitWriter:
 
 
 class SplitReader:
-    """Reads a split by position. The constructor checks the files' sizes, and `verify_split` their digests.
+    """Reads ranges of tokens of a split. The constructor checks the files' sizes. `verify_split` checks their digests.
 
     Raises:
         DataError: if a file is missing or its size differs from `counts`.
@@ -273,7 +274,7 @@ class SplitReader:
         return self._read(self._tokens, start, length)
 
     def trained(self, start: int, length: int) -> np.ndarray | None:
-        """Return a mask, uint8 [length], 0 for tokens that are not trained, or None if all are. Wraps like `tokens`."""
+        """Return the loss mask of a range, uint8 [length], 0 for untrained tokens; or None if all are trained."""
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:
@@ -333,7 +334,7 @@ def verify_split(folder: Path, counts: SplitCounts, report: Callable[[int, int],
     if wrong:
         return wrong
     done, total = 0, sum(size for size, _ in counts.files.values())
-    with ThreadPoolExecutor(_READERS) as readers:  # digests are computed without the interpreter's lock
+    with ThreadPoolExecutor(_READERS) as readers:  # hashing releases the GIL
         digests = readers.map(_digest, [folder / name for name in counts.files])
         for (name, (size, expected)), digest in zip(counts.files.items(), digests, strict=True):
             if digest != expected:

@@ -1,1 +1,1 @@
-"""Configs and checkpoints of other trainers."""
+"""Import of configs of other training frameworks."""

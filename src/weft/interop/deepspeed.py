@@ -1,4 +1,4 @@
-"""Import of DeepSpeed configs as a plan and settings of a run.
+"""Import of DeepSpeed configs: conversion to a plan and settings of a run.
 
 Batch sizes satisfy train_batch_size = micro batch x accumulation x data-parallel ranks, and any of them may be omitted.
 """
@@ -26,7 +26,7 @@ TOTAL, MICRO, PASSES = "train_batch_size", "train_micro_batch_size_per_gpu", "gr
 
 @dataclass(slots=True)
 class _Batch:
-    """The four numbers, None if unknown."""
+    """The four batch numbers: total, micro batch, accumulation steps and data-parallel ranks. None if unknown."""
 
     total: int | None
     micro: int | None
@@ -35,7 +35,7 @@ class _Batch:
 
 
 def read_batch(reading: Reading, world_size: int | None) -> int | None:
-    """Read the batch into train.global_batch and the passes per step, and return the number of data-parallel ranks.
+    """Read the batch sizes into train.global_batch and microbatches per step. Return the number of data-parallel ranks.
     world_size: number of all ranks, or None. The three batch sizes together determine the number of data-parallel
     ranks.
     """
@@ -46,7 +46,7 @@ def read_batch(reading: Reading, world_size: int | None) -> int | None:
     if broken:
         return batch.ranks
     if batch.passes is None and PASSES not in reading.values and (batch.total is None or batch.micro is None):
-        batch.passes = 1  # as in DeepSpeed; "auto" stays open
+        batch.passes = 1  # DeepSpeed's default; "auto" stays undetermined
     _complete(reading, batch)
     _report_passes(reading, batch)
     _report_total(reading, batch)
@@ -154,7 +154,7 @@ def _report_micro(reading: Reading, batch: _Batch) -> None:
         reading.follows(MICRO, "train.global_batch, once the ranks are known")
 
 
-# The parts of a DeepSpeed config that become the plan, without its batch: precision, axes, ZeRO, offload, recompute.
+# The keys of a DeepSpeed config that become the plan, except the batch: precision, axes, ZeRO, offload, recompute.
 
 _ZERO = "zero_optimization"
 _DTYPES = {
@@ -268,7 +268,7 @@ def _read_experts(reading: Reading) -> None:
 
 
 def read_zero(reading: Reading, dp: int | None) -> None:
-    """Read the stage and its groups into zero, dp_shard and dp_replicate. dp: data-parallel ranks, or None."""
+    """Read the ZeRO stage and groups into zero, dp_shard and dp_replicate. dp: data-parallel size, or None."""
     stage_key = _ZERO if _ZERO in reading.values else f"{_ZERO}.stage"
     if stage_key == _ZERO:
         old = reading.switch(_ZERO)
@@ -313,7 +313,7 @@ def _read_second_shards(reading: Reading, stage: int | None, dp: int | None) -> 
 
 
 def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None:
-    """Read int8 gradients and weights, which DeepSpeed supports at stage 3."""
+    """Read int8 communication of gradients and weights, which DeepSpeed supports at stage 3."""
     for what, field in (("gradients", "compress"), ("weights", "gather")):
         key = f"{_ZERO}.zero_quantized_{what}"
         wanted = reading.switch(key)
@@ -330,7 +330,7 @@ def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None
 
 
 def _shard_group(reading: Reading, stage: int | None, dp: int | None) -> int | None:
-    """Return the ranks of one shard group under MiCS, or None if all data-parallel ranks are one group."""
+    """Return the number of ranks of a MiCS shard group, or None if all data-parallel ranks are one group."""
     key = f"{_ZERO}.mics_shard_size"
     if reading.values.get(key) == -1:
         reading.nothing(key, "switched off")
@@ -411,17 +411,17 @@ def read_recompute(reading: Reading) -> None:
             reading.nothing(key, "switched off")
 
 
-# A DeepSpeed config as Weft's plan and settings, with one outcome for each of its keys.
+# Conversion of a DeepSpeed config to Weft's plan and settings, with one outcome for each of its keys.
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The translation of a DeepSpeed config.
+    """Result of importing a DeepSpeed config.
 
     name: file name. plan: plan text; one axis is `*` if the file does not fix the number of ranks.
     overrides: dotted setting of a RunConfig -> value. lines: one outcome for each key, in the file's order.
-    open: settings that are "auto" or depend on the number of ranks in the file; they have Weft's defaults.
-    notes: differences between the two frameworks that no key covers.
+    open: settings that are "auto" in the file, or depend on the number of ranks. They keep Weft's defaults.
+    notes: differences between the two frameworks that do not belong to a key.
     """
 
     name: str
@@ -457,7 +457,7 @@ def import_deepspeed(
     """Read a DeepSpeed config: a path, JSON text, or a dict.
 
     world_size: number of ranks that will be started, or None. not_built: rules of plans that are valid but not
-    implemented. A key that such a rule refuses is translated, and marked as not built.
+    implemented. A key that such a rule rejects is converted, and marked as not built.
     Raises ConfigError with every mistake found, each with its file and line.
     """
     read = read_source(source)
@@ -497,7 +497,7 @@ def _name(source: Source) -> str:
 def _mark_not_built(
     reading: Reading, plan: Plan, open_axis: str | None, not_built: Sequence[Rule]
 ) -> tuple[Outcome, ...]:
-    """Return the lines in the file's order. Lines of plan fields that a rule refuses are marked as not built."""
+    """Return the lines in the file's order. Lines of plan fields that a rule rejects are marked as not built."""
     refused = {f"plan.{violation.field}" for violation in check(plan, Facts(open_axis=open_axis), not_built)}
     lines = [reading.lines[key] for key in reading.order if key in reading.lines]
     return tuple(

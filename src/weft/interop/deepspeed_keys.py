@@ -1,4 +1,4 @@
-"""Outcomes of the keys of a DeepSpeed config, the list of valid keys, and the state of reading one file."""
+"""DeepSpeed's config keys: parsing a file, the list of valid keys, and the outcome of importing each key."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from weft.config.run_config import RunConfig
 from weft.env import is_secret
 from weft.errors import ConfigError, Problem, did_you_mean, nearest_name
 
-#: Maximum depth, which no config needs. It keeps recursion well below Python's limit.
+#: Maximum nesting depth, far above the depth of any config. It keeps recursion well below Python's limit.
 _MOST_DEPTH = 40
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
-#: A string, a comment, a comma, a closing bracket, or a run of anything else.
+#: A token: a string, a comment, a comma, a closing bracket, or a sequence of other characters.
 _LEXEME = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/|,|(?P<closing>[}\]])|\s+|[^\s"/#,}\]]+|.', re.DOTALL
 )
@@ -33,7 +33,7 @@ _LEXEME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """tables: contents of the file. name: its path, or '' for a dict. lines: dotted key -> line of the file."""
+    """A parsed config file. tables: its contents. name: its path, or ''. lines: line number of each dotted key."""
 
     tables: Mapping[str, object]
     name: str = ""
@@ -84,7 +84,7 @@ def _parsed(text: str, name: str) -> Source:
         raise _wrong(name, error.lineno, _syntax(text, error)) from None
     except RecursionError:
         raise _wrong(name, 1, _TOO_DEEP) from None
-    except ValueError:  # Python refuses to read a number of thousands of digits
+    except ValueError:  # Python raises an error for numbers of thousands of digits
         raise _wrong(name, 1, "a number has thousands of digits. Write one of ordinary size.") from None
     if not isinstance(tables, dict):
         kind = "a list" if isinstance(tables, list) else "a single value"
@@ -96,7 +96,7 @@ def _parsed(text: str, name: str) -> Source:
 
 
 def _as_json(text: str) -> str:
-    """Blank out comments and trailing commas, which DeepSpeed's reader (hjson) accepts; lines keep their numbers."""
+    """Replace comments and trailing commas, which DeepSpeed accepts, by spaces, so that line numbers do not change."""
     kept: list[str] = []
     for match in _LEXEME.finditer(text):
         lexeme = match[0]
@@ -109,7 +109,6 @@ def _as_json(text: str) -> str:
 
 
 def _last_solid(lexemes: list[str]) -> int | None:
-    """Return the index of the last lexeme that is not blank."""
     return next((index for index in range(len(lexemes) - 1, -1, -1) if lexemes[index].strip()), None)
 
 
@@ -121,7 +120,7 @@ def _wrong(name: str, line: int, message: str) -> ConfigError:
 
 
 def _syntax(text: str, error: json.JSONDecodeError) -> str:
-    """Return the syntax error at the position where reading stopped, and the remedy."""
+    """Return the text of a syntax error at the position at which reading stopped, with a fix."""
     at = text[error.pos : error.pos + 1]
     line = text.split("\n")[error.lineno - 1].strip()
     if not text.strip():
@@ -134,7 +133,7 @@ def _syntax(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _scan(text: str, name: str) -> tuple[dict[KeyPath, int], list[Problem]]:
-    """Return the line of every key of valid JSON. Refuse duplicate keys, invalid numbers, and too deep nesting."""
+    """Return the line of every key, and problems: duplicate keys, invalid numbers, and too deep nesting."""
     lines: dict[KeyPath, int] = {}
     problems: list[Problem] = []
     path: list[str | int] = []  # one entry for each open bracket, the key or index inside it
@@ -171,7 +170,6 @@ def _tokens(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _check_depth(tables: Mapping[str, object]) -> None:
-    """Refuse a dict that is nested too deep, or contains itself."""
     level: list[object] = [tables]
     for _ in range(_MOST_DEPTH + 1):
         level = list({id(inside): inside for value in level for inside in _inside(value)}.values())
@@ -203,7 +201,7 @@ NOT_BUILT = "not built"
 REMOVED = "removed"
 TYPO = "typo"
 
-#: First part of an outcome's sentence, by kind. The outcome's text follows.
+#: First part of an outcome's sentence, by kind. The outcome's text is added to it.
 PHRASES = {
     BECAME: "became",
     FOLLOWS: "follows from",
@@ -216,10 +214,10 @@ PHRASES = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Translation of one key of the file. A key of a table may cover all keys in it.
+    """Result of importing one key of the file. The outcome of a table may cover all keys in it.
 
     key: dotted, as in the file. value: as typed, truncated. kind: a key of PHRASES.
-    text: follows the kind's phrase. fields: the fields that it set, such as "plan.zero" or "optimizer.lr".
+    text: text after the kind's phrase. fields: Weft's settings that the key set, such as "plan.zero" or "optimizer.lr".
     """
 
     key: str
@@ -237,15 +235,15 @@ class Outcome:
         return f"{self.key} = {self.value}: {self.sentence}"
 
 
-# DeepSpeed's keys, as listed in `keys.toml`, and suggestions for unknown ones.
+# DeepSpeed's keys, as listed in `keys.toml`, and suggestions for unknown keys.
 
-#: Minimum similarity to a name of another table: among hundreds, something is always a little similar.
+#: Minimum similarity for suggesting a key of another table. It is high, because there are hundreds of keys.
 _ELSEWHERE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Keys of one table with the same meaning in Weft. The fields are documented at the top of keys.toml."""
+    """Keys of one table that have the same meaning in Weft. The top of keys.toml describes the fields."""
 
     keys: tuple[str, ...]  # dotted
     outcome: str
@@ -257,7 +255,7 @@ class Group:
 
 @functools.cache
 def groups() -> tuple[Group, ...]:
-    """Return every group, in the order of the file."""
+    """Return all groups of keys.toml, in order."""
     text = resources.files("weft.interop").joinpath("keys.toml").read_text(encoding="utf-8")
     return tuple(_group(table) for table in cast(list[dict[str, object]], tomllib.loads(text)["group"]))
 
@@ -291,7 +289,7 @@ def sections() -> frozenset[str]:
 
 
 def meant(section: str, name: str) -> str:
-    """Return ' Did you mean ...?' for an unknown key, with the right table if it is another one, or ''."""
+    """Return ' Did you mean ...?' for an unknown key, naming the table if it belongs to another one, or ''."""
     every = {*known_keys(), *sections()}
     here = {key.rpartition(".")[2] for key in every if key.rpartition(".")[0] == section}
     alike = next((known for known in sorted(here) if known.lower() == name.lower()), "")
@@ -306,18 +304,18 @@ def meant(section: str, name: str) -> str:
     return f" Did you mean '{leaves[near]}'?" if near else ""
 
 
-# State of reading one file: readers take values from it and report the outcome of each key to it.
+# State of importing one file: the `read_` functions get values from it and report the outcome of each key to it.
 
 AUTO = "auto"
-#: Maximum number of ranks, passes or sequences in a plan and a config.
+#: Maximum number of ranks, microbatches or sequences in a plan and a config.
 MOST = 999_999_999
 _KINDS = {"follows": FOLLOWS, "nothing": NOTHING, "not built": NOT_BUILT, "removed": REMOVED}
 _COMMENTS = ("comment", "comments", "$schema")
 
 
 class Reading:
-    """plan: fields of the plan. settings: dotted settings of a RunConfig. open: settings that are "auto" in the file.
-    values: typed values of the keys that are translated. Keys whose value is null are omitted.
+    """State of importing one file. plan: fields of the plan. settings: dotted settings of a RunConfig.
+    open: settings that are "auto" in the file. values: values of the keys to convert, without those that are null.
     """
 
     def __init__(self, source: Source):
@@ -334,7 +332,7 @@ class Reading:
         self._sort((), source.tables, is_off=False)
 
     def _sort(self, path: tuple[str, ...], table: Mapping[str, object], is_off: bool) -> None:
-        """Record each key's outcome from the list of keys, or keep its value for a reader."""
+        """Record the outcome of each key that needs no conversion, and store the values of the others."""
         for name, value in table.items():
             inner = (*path, name)
             key = dotted(inner)
@@ -379,25 +377,25 @@ class Reading:
         self._note(key, NOTHING, text)
 
     def missing(self, key: str, text: str, *fields: str) -> None:
-        """Report a feature that DeepSpeed has and Weft does not, even if something similar was set."""
+        """Record that Weft lacks the feature of a key, even if a similar setting was set."""
         self._note(key, NOT_BUILT, text, fields)
 
     def removed(self, key: str, text: str) -> None:
         self._note(key, REMOVED, text)
 
     def set(self, key: str, setting: str, value: object) -> None:
-        """Report a key that became a setting of the config."""
+        """Set a setting of the config from a key, and record the outcome."""
         self.settings[setting] = value
         self.became(key, f"{setting}={number_text(value)}", setting)
 
     def set_plan_field(self, key: str, **fields: object) -> None:
-        """Report a key that became fields of the plan."""
+        """Set fields of the plan from a key, and record the outcome."""
         self.plan |= fields
         words = " ".join(f"{name}={'on' if value is True else value}" for name, value in fields.items())
         self.became(key, f"plan {words}", *(f"plan.{name}" for name in fields))
 
     def wrong(self, key: str, rule: str, remedy: str) -> None:
-        """Report a mistake at a key: `<key>=<value>: <rule>. <remedy>.` A remedy may be a question."""
+        """Record a mistake at a key: `<key>=<value>: <rule>. <remedy>.` The remedy may be a question."""
         end = "" if remedy.endswith("?") else "."
         message = f"{key}={self._value(key)}: {rule}. {remedy}{end}"
         self.problems.append(Problem(key, message, self.source.origin(key)))
@@ -406,16 +404,16 @@ class Reading:
         self.lines[key] = Outcome(key, self._value(key), kind, text, tuple(fields))
 
     def _value(self, key: str) -> str:
-        """Return the typed value, without secrets: comet.api_key is a key of DeepSpeed."""
+        """Return a key's value as text. Secrets, such as comet.api_key, are replaced."""
         return "[redacted]" if is_secret(key.rpartition(".")[2]) else value_text(self.typed.get(key))
 
-    # Methods that read values. They return None if the key is absent, "auto" or invalid, which they report.
+    # Methods that read values. They return None if the key is absent, "auto" or invalid, and record that.
 
     def is_auto(self, key: str) -> bool:
         return self.values.get(key) == AUTO
 
     def leave_open(self, key: str) -> None:
-        """Report a key that is "auto": its setting keeps Weft's default until the user sets it."""
+        """Record a key that is "auto": its setting keeps Weft's default until the user sets it."""
         target = known_keys()[key].target
         if not target:
             self.wrong(key, '"auto" is not a value of this key', "Write the value, or leave the key out")
@@ -424,7 +422,7 @@ class Reading:
         self.follows(key, f"{target} ({default_text(target)} unless you set it)")
 
     def read_int(self, key: str, low: int = 1, high: int = MOST) -> int | None:
-        """Return an integer from low to high. 8.0, 5e8 and quoted numbers are accepted, as in DeepSpeed's files."""
+        """Return an integer from `low` to `high`. Like DeepSpeed, accept also 8.0, 5e8 and quoted numbers."""
         value = _number_in_quotes(self._raw_value(key))
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -435,7 +433,7 @@ class Reading:
         return None
 
     def number(self, key: str, *, above_zero: bool = False, below: float = math.inf) -> float | None:
-        """Return a number from 0 (or above 0) and below a limit. Quoted numbers are accepted."""
+        """Return a number of at least 0 (or above 0) and below a limit. Quoted numbers are accepted."""
         value = _number_in_quotes(self._raw_value(key))
         if value is None or is_number(value, above_zero=above_zero, below=below):
             return None if value is None else float(cast(float, value))
@@ -455,7 +453,7 @@ class Reading:
         return None
 
     def choice(self, key: str, known: Sequence[str]) -> str | None:
-        """Return one of `known`, in its spelling. The case of letters is ignored."""
+        """Return the choice that the value equals, ignoring case."""
         value = self._raw_value(key)
         if value is None:
             return None
@@ -475,7 +473,6 @@ class Reading:
 
 
 def _number_in_quotes(value: object) -> object:
-    """Return the number in a text, or the value unchanged."""
     if not isinstance(value, str) or len(value) > 40 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?", value):
         return value
     return int(value) if value.isdecimal() else float(value)
@@ -488,7 +485,7 @@ def is_number(value: object, *, above_zero: bool = False, below: float = math.in
 
 
 def default_text(target: str) -> str:
-    """Return Weft's default of a setting or of a plan's field."""
+    """Return Weft's default value of a setting or of a field of the plan, as text."""
     if target.startswith("plan."):
         return str(getattr(Plan(), target.removeprefix("plan.")))
     node: object = RunConfig()

@@ -1,4 +1,4 @@
-"""The parts of a DeepSpeed config that become settings of the run: optimizer, schedule, clipping, printing."""
+"""Import of the keys of a DeepSpeed config that become settings of the run: optimizer, schedule, clipping, printing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import cast
 from weft.interop.deepspeed_keys import Reading, default_text, is_number, known_keys, number_text
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-#: DeepSpeed's optimizer, in lower case -> Weft's name, and DeepSpeed's defaults for omitted parameters.
+#: By DeepSpeed's optimizer name in lower case: Weft's name, and DeepSpeed's defaults of its parameters.
 OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "adam": ("adamw", _ADAM),
     "adamw": ("adamw", _ADAM),
     "sgd": ("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
 }
-#: Optimizers that DeepSpeed builds or takes from torch, and that Weft's config does not support.
+#: Optimizers of DeepSpeed or torch that DeepSpeed supports and Weft's config does not.
 OTHER_OPTIMIZERS = (
     *("Lion", "Lamb", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
     *("RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "LBFGS", "Adafactor", "SparseAdam"),
@@ -26,9 +26,8 @@ REMOVED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """kind: Weft's schedule. final: its last factor. params: DeepSpeed's parameters. near: description of DeepSpeed's
-    schedule if Weft's is only similar, else "".
-    """
+    """Conversion of a schedule. kind: Weft's schedule. final: its last factor of the learning rate.
+    params: DeepSpeed's parameters. near: description of DeepSpeed's schedule if Weft's is only similar, else ""."""
 
     kind: str
     final: float
@@ -49,7 +48,7 @@ SCHEDULES: Mapping[str, _Schedule] = {
         near="one cycle of learning rate and momentum",
     ),
 }
-#: Schedules of DeepSpeed or torch without a similar one in Weft.
+#: Schedules of DeepSpeed or torch that Weft has no similar schedule for.
 OTHER_SCHEDULES = (
     *("LRRangeTest", "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR"),
     *("ExponentialLR", "PolynomialLR", "CosineAnnealingLR", "CyclicLR", "OneCycleLR", "CosineAnnealingWarmRestarts"),
@@ -80,7 +79,7 @@ def read_clipping(reading: Reading) -> None:
 
 
 def read_optimizer(reading: Reading) -> str:
-    """Read the optimizer and its parameters, and return Weft's name of it, or '' if the file has no supported one."""
+    """Read the optimizer and its parameters. Return its name in Weft, or '' if the file has no supported optimizer."""
     key = "optimizer.type"
     named = reading.choice(key, (*_TITLES.values(), *OTHER_OPTIMIZERS, *REMOVED_OPTIMIZERS))
     if named is None:

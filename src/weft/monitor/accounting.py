@@ -50,12 +50,12 @@ class Price:
         return f"{self.of(device_s):,.2f} {self.currency}"
 
 
-# Ledger of a run: each second over all its starts is attributed to one cause.
+# Ledger of a run: each second of all its starts is attributed to one cause.
 
 PRODUCTIVE = "productive"
-#: In the order of a run's life, without "productive".
+#: Causes of unproductive time, in the order in which they occur in a run.
 CAUSES = ("start", "compile", "data", "evaluation", "tracing", "checkpoint", "lost work", "held", "restart", "other")
-#: Events that the training loop writes after doing something. Others are written by threads at any time.
+#: Events that the training loop writes after an operation. Other events are written by threads at any time.
 _OF_THE_LOOP = frozenset({"start", "step", "eval", "trace", "end"})
 
 
@@ -109,7 +109,7 @@ class TimeLedger:
         for cause, seconds in self._seconds.items():
             found[cause] += seconds
         found["data"] += self._kept[1]
-        # A wait for a save outside all gaps between steps happened inside a step.
+        # A wait for a save that is not in a gap between steps happened inside a step.
         found[PRODUCTIVE], found["other"] = found[PRODUCTIVE] + min(0.0, found["other"]), max(0.0, found["other"])
         typical = self._typical_step()
         for took, compiles in self._first_steps:
@@ -120,12 +120,12 @@ class TimeLedger:
 
     @property
     def wall_s(self) -> float:
-        """All attributed seconds."""
+        """Sum of all attributed seconds."""
         return sum(self._seconds.values()) + sum(self._kept)
 
     @property
     def share(self) -> float:
-        """Share of the time spent on steps that count, 0 to 1."""
+        """Share of the time spent on steps that were not repeated later, 0 to 1."""
         return self.seconds()[PRODUCTIVE] / self.wall_s if self.wall_s > 0 else 0.0
 
     def _begin(self, event: Mapping[str, Any], when: float) -> None:
@@ -165,13 +165,13 @@ class TimeLedger:
             self._state = "will be held"
         elif kind in ("checkpoint", "copy"):
             stall = number(event.get("stall_s", 0.0))
-            # The wait happened between two events of the loop, or is before the next one.
+            # The wait belongs to the time between the loop's last event and its next one.
             if math.isfinite(stall) and stall > 0:
                 self._seconds["checkpoint"] = self._seconds.get("checkpoint", 0.0) + stall
                 self._seconds["other"] = self._seconds.get("other", 0.0) - stall
 
     def _add_step(self, event: Mapping[str, Any], took: float) -> None:
-        # Called for each step of logs with millions of steps, so this is optimized for speed.
+        # This runs for each step of logs with millions of steps, so it is optimized for speed.
         parts = event.get("seconds")
         total = data = 0.0
         if isinstance(parts, dict):
@@ -227,10 +227,10 @@ class TimeLedger:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Seconds of a run, over all its starts.
+    """Productive and lost seconds of a run, over all its starts.
 
     `wall_s` is the time from the first start to the end, without the time between an orderly stop and the next start.
-    `steps_s` is spent on steps that count (see `TimeLedger`), `redone_s` on steps that a later start repeated.
+    `steps_s` was spent on steps that were not repeated, `redone_s` on steps that a later start repeated.
     `stalls_s` is the time that training waited for saves and copies in memory. `away_s` is the time from the last event
     of a failed start to the next start. `stall_s` and `step_s` are the medians of one save and one step.
     """
@@ -246,7 +246,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Share of the time spent on steps that count, 0 to 1."""
+        """Share of the time spent on steps that were not repeated later, 0 to 1."""
         return self.steps_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
@@ -255,7 +255,7 @@ class Goodput:
         return self.wall_s / self.failures if self.failures else math.inf
 
     def best_every(self) -> int | None:
-        """Return the number of steps between saves with the least cost, or None without a failure or a save."""
+        """Return the number of steps between saves that loses the least time, or None without a failure or a save."""
         if not self.failures or self.stall_s <= 0 or self.step_s <= 0:
             return None
         return max(1, round(best_interval(self.stall_s, self.between_failures_s) / self.step_s))
@@ -289,10 +289,10 @@ def best_interval(stall_s: float, between_failures_s: float) -> float:
 
 
 def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
-    """Add up a run's events.jsonl.
+    """Compute the goodput of a run from the events of its events.jsonl.
 
-    A start without an "end" event, or with a failure after it, has failed. Failures that the launcher recorded are
-    counted like those that only the next start reveals (if the launcher itself was killed).
+    A start without an "end" event, or with a failure after it, has failed. If the launcher itself was killed, it
+    recorded no failure event. Such a failure is counted when the next start follows.
     """
     ledger = TimeLedger()
     kept: dict[int, float] = {}
@@ -305,7 +305,7 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
         if kind == "resume" or not math.isfinite(when):
             continue  # the next start writes "resume" just before its "start"
         if kind == "go_on":
-            last = when  # time on hold is not lost time
+            last = when  # the time of a pause is not lost time
             continue
         if kind == "start":
             if begun and not in_order:

@@ -1,4 +1,4 @@
-"""Judges of alert conditions, and their state: how long a condition has held, and the usual value of a figure."""
+"""Evaluators of alert conditions (judges): how long a condition has been true, and usual metric values."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weft.config.metrics import FIGURES, Condition, RunSpan, Series
 from weft.monitor.metrics import FigureReading
 from weft.units import format_bytes, format_seconds
 
-#: Maximum number of readings in a window. For a longer span, only every n-th reading is kept.
+#: Maximum number of readings in a window. If a span has more readings, only every n-th is kept.
 MOST_KEPT = 1000
 #: Minimum number of readings for a median or a deviation.
 _LEAST = 20
-#: The usual value is recomputed once this fraction (1/n) of a window is new.
+#: The usual value is recomputed once 1/n of the readings in a window are new, with this n.
 _REFRESHED = 25
-#: Median absolute deviations of a normal distribution in one standard deviation.
+#: Factor from the median absolute deviation to the standard deviation of a normal distribution.
 _MAD = 1.4826
-#: Minimum deviation as a share of the median, so that nearly constant figures do not alert.
+#: Minimum deviation as a share of the median, so that tiny changes of nearly constant metrics do not alert.
 _LEAST_DEVIATION = 1e-3
 
 
 class Streak:
-    """Tracks the time for which a condition has been true."""
+    """Tracks for how long a condition has been true without interruption."""
 
     def __init__(self, span: RunSpan | None):
         self._span = span
@@ -36,7 +36,7 @@ class Streak:
         self.since: int | None = None
 
     def see(self, is_so: bool, reading: FigureReading) -> bool:
-        """Add a reading and return True if the condition has held for the full span."""
+        """Record whether the condition is true (`is_so`) at a reading, and return True if it was for the full span."""
         if not is_so:
             self._count, self.since = 0, None
             return False
@@ -51,7 +51,7 @@ class Streak:
 
 
 class TimeWindow:
-    """The last readings of a span, without those that were out of bounds."""
+    """The last readings of a span (steps or time), without outliers."""
 
     def __init__(self, span: RunSpan):
         self._span = span
@@ -76,7 +76,7 @@ class TimeWindow:
                 self._values.popleft()
         most = MOST_KEPT if self._span.unit == "s" else math.ceil(self._span.amount / self._stride)
         if len(self._values) > most:
-            # With too many readings in a span of time, the older half is thinned out.
+            # If a span of time has too many readings, drop every other one of the older half.
             if self._span.unit == "s":
                 half = len(self._values) // 2
                 self._values = deque([*list(self._values)[:half:2], *list(self._values)[half:]])
@@ -89,31 +89,30 @@ class TimeWindow:
         self._known = None
 
     def usual(self) -> tuple[float, float, float] | None:
-        """Return (median, median of the newest fifth, deviation from it), or None with too few readings."""
+        """Return (median, median of the newest fifth, deviation), or None with too few readings."""
         if len(self._values) < self._least:
             return None
         if self._known is None:
             values = [value for _, value in self._values]
             middle = statistics.median(values)
-            # Differences of successive readings: for a falling curve, the deviation from its median would be too
-            # large.
+            # Use differences of successive readings: for a falling curve, the deviation from its median is too large.
             moves = statistics.median(abs(after - before) for before, after in pairwise(values))
             recent = statistics.median(values[-max(_LEAST, len(values) // 5) :])
             self._known = middle, recent, max(_MAD * moves / math.sqrt(2), _LEAST_DEVIATION * abs(recent))
         return self._known
 
 
-# One judge for each condition, fed with a run's readings and events in order.
+# One evaluator for each condition. It gets a run's readings and events in order.
 
-#: Number of buckets of a trend's span, and of quarters that must all move in the same direction.
+#: Number of buckets of a trend's span, and of its parts, whose means must all move in the same direction.
 _BUCKETS, _QUARTERS = 64, 4
 
 
 class Judge:
-    """Base of all judges.
+    """Base class of the evaluators of alert conditions.
 
     `holds` is True while the condition is true. `message` is the reason as text. `since` is the first step at which it
-    was true, if available. `figures` names the metrics that the judge reads.
+    was true, if known from an event. `figures` names the metrics that it reads.
     """
 
     figures: frozenset[str] = frozenset()
@@ -127,20 +126,20 @@ class Judge:
             self.figures = frozenset({series.name})
 
     def reads(self, reading: FigureReading) -> bool:
-        """Return True for a reading of its series, whose label may be any if the condition names none."""
+        """Return True if the condition uses this reading. A condition without a label uses readings of any label."""
         return self._series is None or self._series.label in ("", reading.label)
 
     def take(self, reading: FigureReading) -> None:
-        """Add a reading of one of its figures."""
+        """Add a reading of one of `figures`."""
 
     def add_event(self, event: str, time: float) -> None:
-        """Add an event, before its readings."""
+        """Add an event. Called before `take` gets the readings of that event."""
 
     def tick(self, now: float) -> None:
-        """Update the current time when no event carries it."""
+        """Update the current time, for conditions about missing events."""
 
     def all(self) -> Iterator[Judge]:
-        """Yield this judge and its parts."""
+        """Yield this evaluator and the evaluators of its condition's parts."""
         yield self
 
 
@@ -199,7 +198,7 @@ class _CompareJudge(Judge):
             if math.isfinite(value):
                 window.add(value, reading.time)
         else:
-            # Values out of bounds do not enter the usual value, until they have become usual themselves.
+            # Outliers are not added to the window, until enough of them in a row show that the usual value has changed.
             self._out[label] = self._out.get(label, 0) + 1
             most = condition.over.amount if condition.over.unit != "s" else MOST_KEPT
             if self._out[label] > most:
@@ -310,7 +309,8 @@ class _TrendJudge(Judge):
         way = 1.0 if self._condition.rises else -1.0
         if any(way * (after - before) <= 0 for before, after in pairwise(middles)):
             return None
-        # The centers of the first and the last quarter are three quarters of the span apart.
+        # The centers of the first and the last part are (n - 1) / n of the span apart, so scale the change to the full
+        # span.
         moved = way * (middles[-1] - middles[0]) * _QUARTERS / (_QUARTERS - 1)
         return moved / max(abs(middles[0]), 1e-12) if self._condition.relative else moved
 
@@ -327,7 +327,7 @@ class _MissingJudge(Judge):
             self._last, self._step, self.holds = reading.time, reading.step, False
 
     def add_event(self, event: str, time: float) -> None:
-        # Nothing is missing between an end and the next first step, because starting takes time.
+        # Between the end of a start and the first step of the next, no events are missing: starting takes time.
         if event in ("end", "held", "failure", "start"):
             self._last, self.holds = None, False
 
@@ -349,7 +349,7 @@ class _HappenedJudge(Judge):
 
 
 class _JoinedJudge(Judge):
-    """A combination of judges. `holds` is computed from the parts at each access."""
+    """Evaluator of an "all of" or "any of" condition. `holds` is computed from its parts at each access."""
 
     def __init__(self, parts: tuple[Condition, ...], *, every: bool):
         self._parts = [judge_of(part) for part in parts]
@@ -376,7 +376,7 @@ class _JoinedJudge(Judge):
 
 
 def judge_of(condition: Condition) -> Judge:
-    """Return the judge of a condition."""
+    """Return the evaluator of a condition."""
     match condition:
         case kinds.Every() | kinds.Any_():
             return _JoinedJudge(condition.parts, every=isinstance(condition, kinds.Every))

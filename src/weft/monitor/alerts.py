@@ -42,18 +42,18 @@ class PauseFiles:
 
     @property
     def is_paused(self) -> bool:
-        """True if a launcher waits there, according to its note."""
+        """True if the folder has the note (HELD) of a waiting launcher."""
         return self._note.is_file()
 
     def begin(self, why: str, step: int | None) -> None:
-        """Write the note, and drop an earlier answer of the user."""
+        """Write the note (HELD) that the run is paused, and delete an earlier answer (GO_ON) of the user."""
         self._word.unlink(missing_ok=True)
         note = {"since": round(time.time(), 3), "step": step, "why": why, "pid": os.getpid()}
         with contextlib.suppress(OSError):  # the disk may be full, and the run waits all the same
             self._note.write_text(json.dumps(note, indent=1) + "\n")
 
     def take_answer(self) -> list[str] | None:
-        """Return the settings of the user's answer and delete it, or return None if there is no answer yet."""
+        """Read and delete the user's answer (GO_ON) and return its settings, or None if there is no answer yet."""
         try:
             text = self._word.read_text(errors="replace")
         except FileNotFoundError:
@@ -81,8 +81,7 @@ def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     return parse_config(format_config(config), "", settings).config if settings else config
 
 
-# wishes.jsonl: requests of the user, an alert or the dashboard to a run. Write access to the run folder permits
-# requests.
+# wishes.jsonl: requests to a run from the user, an alert or the dashboard. Write access to the run folder permits them.
 
 WISHES = "wishes.jsonl"
 RunAction = Literal["checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back", "tell"]
@@ -94,7 +93,7 @@ _USUAL_FACTOR = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """One request to a run.
+    """A request to a training run.
 
     `why` is the reason, for the user. `by` is the origin, such as "alert NAME" or "a person". `since` is the first step
     of the problem, counted from 1, or None for the last one. `factor` applies to lower_lr.
@@ -132,7 +131,7 @@ def ask(folder: Path, request: RunRequest) -> None:
         raise ConfigError(f"action={request.action}: a run cannot do this.{hint} Use one of {', '.join(RUN_ACTIONS)}.")
     line = json.dumps({"time": round(time.time(), 3), **asdict(request)}) + "\n"
     try:
-        mode = folder.stat().st_mode & 0o666  # as private as its folder
+        mode = folder.stat().st_mode & 0o666  # the permissions of its folder
         handle = os.open(folder / WISHES, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
         try:
             os.write(handle, line.encode())
@@ -143,7 +142,7 @@ def ask(folder: Path, request: RunRequest) -> None:
 
 
 class RequestQueue:
-    """Reads the requests to one run, each once over all its starts. A second file stores the offset that was read.
+    """Reads the requests to one run, each only once over all starts. A second file stores the offset read so far.
 
     Args:
         folder: the run's folder.
@@ -176,7 +175,7 @@ class RequestQueue:
             return []
         complete = text[: text.rfind(b"\n") + 1]
         self._offset += len(complete)
-        with contextlib.suppress(OSError):  # such as a full disk; the next start then reads these requests again
+        with contextlib.suppress(OSError):  # with a full disk, the next start reads these requests again
             self._offset_file.write_text(f"{self._offset}\n")
         requests: list[RunRequest] = []
         for line in complete.splitlines():
@@ -203,9 +202,9 @@ def action_line(step: int, request: RunRequest) -> str:
     return f"step {step}: the run {does[request.action]}, as {request.by} asks{why}"
 
 
-# All alerts of a run: given its events, they fire and end.
+# All alerts of a run. Its events make them fire and end.
 
-#: Number of steps that are searched for the last good figures.
+#: Number of steps that are searched for the last good metric values.
 _REMEMBERED = 512
 
 
@@ -215,7 +214,7 @@ class AlertRule:
 
     Attributes:
         quiet_s: minimum seconds between two messages.
-        says: advice that follows the message.
+        says: advice that is added to the message.
     """
 
     name: str
@@ -239,8 +238,8 @@ class AlertRule:
 class Notice:
     """An alert that fires or has ended.
 
-    `step` and `time` are from the event that triggered it. `since` is the first step of the problem. `said` is the
-    finding as text. `good` holds the last good figures before, by name. `sends` is False during the quiet time.
+    `step` and `time` are from the event that triggered it. `since` is the first step of the problem. `said` describes
+    the problem. `good` has the last good metric values before it, by name. `sends` is False during the quiet time.
     """
 
     rule: AlertRule
@@ -288,7 +287,7 @@ class _Watched:
 
 
 class AlertDesk:
-    """Judges a run's events in order."""
+    """Evaluates all alerts of a run on its events, in order."""
 
     def __init__(self, rules: Sequence[AlertRule]):
         self._alerts = [_Watched(rule) for rule in rules]
@@ -324,7 +323,7 @@ class AlertDesk:
         return self._changed(now)
 
     def reset_sent(self) -> None:
-        """Keep the judges' state but forget sent alerts, because alerts of the past were not sent."""
+        """Forget when alerts were last sent, but keep the state of conditions. For past events, none were sent."""
         for alert in self._alerts:
             alert.sent_at = -math.inf
 
@@ -366,10 +365,10 @@ class AlertDesk:
                 self._good.append((self._step, {**values, **more}))
 
 
-# The monitor process: it follows a run's events, judges its alerts, and feeds its sinks.
+# The monitor process: it reads a run's events as they are written, evaluates its alerts, and feeds its sinks.
 
 ALERTS = "alerts.jsonl"
-#: Bytes of past events that are judged silently at a start.
+#: Bytes of past events on which alerts are evaluated at a start, without sending them.
 _PAST_BYTES = 4 << 20
 
 
@@ -385,7 +384,7 @@ class Companion:
     def __init__(self, folder: Path, config: RunConfig, *, pause_s: float | None = None):
         self._folder, self._config = folder, config
         pauses = {} if pause_s is None else {"pause_s": pause_s}
-        # Trackers keep a copy of the config that others may read.
+        # Trackers get a copy of the config, which others may read.
         values = without_secrets(config.model_dump(mode="json", by_alias=True, exclude_none=True))
         jobs = [SinkJob(sink, folder, config.run.name, values) for sink in config.sink]
         self._pumps = [
@@ -410,14 +409,17 @@ class Companion:
         self._desk.reset_sent()
 
     def look(self) -> None:
-        """Judge the new events."""
+        """Read new events and check all alerts on them."""
         while self._read(self._act):
             pass
         for notice in self._desk.tick(time.time()):
             self._act(notice)
 
     def finish(self, grace_s: float) -> list[str]:
-        """Judge the new events and send the queue, for at most `grace_s`. Returns the names of unfinished sinks."""
+        """Check alerts on new events, and send the queues for at most `grace_s`.
+
+        Return the names of unfinished sinks.
+        """
         self.look()
         threads = [*self._pumps, *self._senders.values()]
         for thread in threads:
@@ -468,7 +470,7 @@ class Companion:
 def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
     """Return the message of an alert.
 
-    It contains what happened, since when, the last good figures, and the command to continue.
+    It contains the problem, its first step, the last good metric values, and the command to continue.
     """
     rule = notice.rule
     at = f" at step {notice.step}" if notice.step is not None else ""

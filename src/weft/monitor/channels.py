@@ -25,7 +25,7 @@ from weft.units import parse_seconds
 
 @dataclass(frozen=True, slots=True)
 class AlertMessage:
-    """Message of an alert: `title` is one line, `text` the full text, and `data` the same for programs."""
+    """Message of an alert: `title` is one line, `text` the full text, and `data` the content as JSON values."""
 
     title: str
     text: str
@@ -41,7 +41,7 @@ def send_message(channel: ChannelSection, message: AlertMessage) -> None:
     """
     if channel.kind == "webhook":
         assert channel.url is not None
-        # Slack, Mattermost and many others show "text". Programs read the other fields.
+        # Slack, Mattermost and many other services show "text". Programs read the other fields.
         body = {"text": f"{message.title}\n{message.text}", "title": message.title, **message.data}
         Poster(channel.url, {}, parse_seconds(channel.timeout), f"channel {channel.name}: url").post("", body)
     else:
@@ -105,7 +105,7 @@ def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
         raise MissingExtra("apprise", "apprise", "channel.kind=apprise") from error
     assert channel.url is not None
     url = address_of(channel.url, f"channel {channel.name}: url")
-    logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its lines hold addresses
+    logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its log lines contain secret addresses
 
     def send() -> None:
         speaker = apprise.Apprise()
@@ -192,7 +192,7 @@ class NotificationSender(threading.Thread):
                     threading.Event().wait(pause_s)
                     pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     continue
-            except Exception as error:  # a channel that is wrong must not end its thread
+            except Exception as error:  # errors of a channel must not end its thread
                 self._notify(f"channel {self._channel.name}: {type(error).__name__}; a message is lost")
             else:
                 pause_s, is_away = self._first_pause_s, False

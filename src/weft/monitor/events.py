@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from weft import files
 from weft.errors import DataError, TrainingHalted
 
-#: Fields that a step event omits.
+#: Fields of a StepRecord that step events omit.
 _NOT_TOLD = frozenset({"unit", "busy_s", "exposed", "data_s", "own", "usual_loss"})
 #: Metrics of an evaluation in addition to the loss: (value, its unit or name).
 Metrics = Sequence[tuple[float, str]]
@@ -26,20 +26,19 @@ Metrics = Sequence[tuple[float, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step.
+    """Record of one optimizer step.
 
-    `step` is the number of steps done, including this one (from 1). `loss` is the mean over the counted items. `count`
-    is their number in this step over all ranks, and `unit` their name, such as "tokens". `samples_per_s` is set if
-    samples are not the counted items. `seconds` is the host time by phase, and "total". `memory_bytes` is this rank's
-    peak.
+    `step` is the number of steps done, including this one (from 1). `loss` is the mean over the items that count in the
+    loss. `count` is the number of these items in this step over all ranks, and `unit` their name, such as "tokens".
+    `samples_per_s` is set if the items are not samples. `seconds` is the host time by phase, and "total".
+    `memory_bytes` is this rank's peak.
 
-    These fields are not written to the event, because figures of all ranks cover them: `busy_s` (this rank computed
-    without waiting), `exposed` (it waited for others, by axis), `data_s` (it waited for data), `own` (its own work by
-    part).
+    These fields (in seconds) are not in the event, because reports of all ranks cover them: `busy_s` (computing without
+    waiting), `exposed` (waiting for other ranks, by axis), `data_s` (waiting for data), `own` (own work by part).
 
     `usual_loss` is set if the loss jumps far above it. `skipped` is the reason why the weights were not changed, or
     None. `mfu` is None if the device's peak is unknown. `loss_scale` is set for fp16 only. `update_ratio` is the norm
-    of the update over the norm of the weights, or None in a step that does not measure it.
+    of the update over the norm of the weights, or None in steps in which it is not measured.
     """
 
     step: int
@@ -80,7 +79,7 @@ class StepRecord:
 # events.jsonl: one JSON object per line, each appended with one write call, readable during and after the run.
 
 _BLOCK_BYTES = 64 * 1024
-#: Bytes of events that wait in memory while the disk is full. Further events are lost and counted.
+#: Maximum bytes of events that wait in memory while the disk is full. Further events are lost, and counted.
 _MOST_WAITING_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -101,7 +100,7 @@ class EventLog:
         self._full: OSError | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            mode = self.path.parent.stat().st_mode & 0o666  # as private as its folder
+            mode = self.path.parent.stat().st_mode & 0o666  # the permissions of its folder
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
             _remove_torn_line(self._handle)
         except OSError as error:
@@ -110,8 +109,8 @@ class EventLog:
     def write(self, event: Mapping[str, object]) -> None:
         """Append one event. "time" is added if absent.
 
-        The line is passed to the kernel before this returns, so that it survives a crash of this process, unless the
-        disk is full.
+        Unless the disk is full, the line is written (not synced) before this returns, so it survives a crash of this
+        process.
 
         Raises:
             TrainingHalted: if it cannot be written for a reason other than a full disk.
@@ -150,7 +149,7 @@ class EventLog:
             line = self._waiting[0]
             done = os.write(self._handle, line)
             self._waiting_bytes -= done
-            if done < len(line):  # The disk is nearly full: the next write says so.
+            if done < len(line):  # The disk is nearly full. The next write raises the error.
                 self._waiting[0] = line[done:]
                 continue
             self._waiting.popleft()
@@ -212,7 +211,7 @@ def tail_events(path: Path, num_bytes: int = 2**20) -> list[dict[str, Any]]:
 
 
 def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[dict[str, Any]]:
-    """Return the events of one kind in the order of steps, keeping the later one of two events of a step.
+    """Return the events of one kind in the order of steps. Of several events of a step, the last one is kept.
 
     An event {"event": "resume", "step": n} drops earlier events beyond step n, because those steps were repeated.
     """
@@ -229,7 +228,7 @@ def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> li
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading. Never opens or waits for a FIFO or a device.
+    """Open a regular file, or a link to one, for reading. Other files (FIFOs, devices) are not opened.
 
     Raises:
         OSError: if it is not a regular file, is missing, or may not be read.
@@ -248,7 +247,7 @@ def number(value: object) -> float:
     if isinstance(value, int | float):
         try:
             return float(value)
-        except OverflowError:  # a whole number that no float holds
+        except OverflowError:  # an integer that is too large for a float
             return math.nan
     return float(value) if value in ("nan", "inf", "-inf") else math.nan
 

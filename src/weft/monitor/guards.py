@@ -1,4 +1,4 @@
-"""Guards of a run: non-finite steps, loss spikes, garbage collection; and FLOPs and MFU."""
+"""Guards of a run against non-finite steps, loss spikes and uneven garbage collection; FLOPs and MFU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NonFiniteGuard:
     """Watches loss and gradient norm, and halts after more than `limit` bad steps in a row.
 
     Args:
-        limit: train.max_bad_steps; 0 halts at the first bad step.
+        limit: train.max_bad_steps. 0 means to halt at the first bad step.
     """
 
     def __init__(self, limit: int):
@@ -33,18 +33,17 @@ class NonFiniteGuard:
         return self._row[0][0] if self._row else None
 
     def observe(self, step: int, loss: float, grad_norm: float, *, loss_scale: float | None = None) -> str | None:
-        """Return why this step must not change the weights, or None if it may.
+        """Return the reason why this step must not change the weights, or None if it may.
 
         Args:
             step: counts from 1.
             loss: this step's loss.
             grad_norm: norm of the full gradient.
-            loss_scale: loss scale of fp16. While it is above 1, a gradient overflow belongs to the scaler's search and
-                does not count against the limit.
+            loss_scale: loss scale of fp16. While it is above 1, gradient overflows do not count, because the loss
+                scaler causes them to find the scale.
 
         Raises:
-            TrainingHalted: beyond the limit. The caller completes its sentence with the step at which the command
-                resumes.
+            TrainingHalted: beyond the limit. The caller adds the step from which the run resumes to its message.
         """
         if not math.isfinite(loss):
             reason = f"the loss is {loss}"
@@ -81,13 +80,13 @@ class NonFiniteGuard:
 
 #: Number of recent steps that define the usual loss, and the minimum needed before any alarm.
 WINDOW, _MIN_STEPS = 100, 20
-#: A spike exceeds the median by this many median absolute deviations, and the best median by this factor.
+#: Minimum height of a spike: median absolute deviations above the median, and factor above the best median.
 DEVIATIONS, ABOVE_BEST = 5.0, 1.5
-#: A spike exceeds this fraction of the highest median so far: noise around a converged loss is no spike.
+#: Minimum loss of a spike, as a fraction of the highest median so far, to ignore noise of a converged loss.
 FLOOR = 0.01
-#: A single step raises an alarm if it exceeds all recent steps by this factor; otherwise two in a row are needed.
+#: A single step raises an alarm if it exceeds all recent steps by this factor. Else two steps in a row are needed.
 _SINGLE_STEP_FACTOR = 1.5
-#: Steps without another alarm after the first one. The number doubles with every spike that ended on its own.
+#: Number of steps after an alarm without another alarm. It doubles with every spike that ended without help.
 QUIET_STEPS = 50
 #: A spike that lasts this many steps raises an alarm even within the quiet steps.
 _LASTING = 20
@@ -96,14 +95,14 @@ _LASTING = 20
 class SpikeWatch:
     """Detects loss spikes of one run, step by step.
 
-    Losses of a spike do not enter the usual loss. A spike ends when the loss falls below its bound. After a spike of
-    `WINDOW` steps the new level is the usual one.
+    Losses of a spike are not part of the usual loss. A spike ends when the loss falls below the bound. After a spike of
+    `WINDOW` steps, the new level becomes the usual loss.
     """
 
     def __init__(self) -> None:
         self._window: deque[float] = deque(maxlen=WINDOW)
-        self._recent: deque[float] = deque(maxlen=WINDOW)  # with the losses of spikes
-        self._best, self._highest = math.inf, 0.0  # of the medians
+        self._recent: deque[float] = deque(maxlen=WINDOW)  # including the losses of spikes
+        self._best, self._highest = math.inf, 0.0  # lowest and highest median so far
         self._in_a_row = 0
         self._alarmed = False
         self._quiet_left, self._quiet = 0, QUIET_STEPS
@@ -134,7 +133,7 @@ class SpikeWatch:
         return usual
 
     def _bound(self) -> tuple[float, float]:
-        """Return (median, bound). The bound is infinite while too few steps are in the window."""
+        """Return (median, upper bound of usual losses). The bound is infinite while the window has too few steps."""
         if len(self._window) < _MIN_STEPS:
             return math.nan, math.inf
         usual = statistics.median(self._window)
@@ -144,7 +143,7 @@ class SpikeWatch:
         return usual, max(usual + DEVIATIONS * deviation, ABOVE_BEST * self._best, FLOOR * self._highest)
 
 
-# Garbage collection of Python at the same steps on all ranks.
+# Python garbage collection at the same steps on all ranks.
 
 
 class GarbageTurns:
@@ -172,7 +171,7 @@ class GarbageTurns:
         self._has_frozen = False
 
     def after_step(self, step: int | None = None) -> None:
-        """Run a collection if it is due."""
+        """Run the garbage collector if it is due."""
         self._num_steps += 1
         if not self._was_on:
             return  # every is 0, or the collector was off before
@@ -193,15 +192,15 @@ def flops_per_token(num_params_without_embedding: int, num_layers: int, dim: int
     """Return the FLOPs to train on one token, forward and backward: `6 * N + 12 * num_layers * dim * seq_len`.
 
     6 N is 2 N for the forward pass (a multiply and an add) and 4 N for the backward pass. The second term is attention:
-    scores and weighted sum are 2 products of 2 * dim * seq_len FLOPs per layer and token, times three for forward and
+    scores and weighted sum are 2 matmuls of 2 * dim * seq_len FLOPs per layer and token, times three for forward and
     backward. This is the convention of PaLM (Chowdhery et al. 2022, appendix B) and of Llama's reports: every token
-    counts as attending to all seq_len tokens. Some count only the causal half, `6 * num_layers * dim * seq_len`; their
-    MFU is lower for the same speed. Recomputed activations (as in HFU), norms and elementwise operations are not
-    counted.
+    counts as attending to all seq_len tokens. Other definitions count only the causal half, `6 * num_layers * dim *
+    seq_len`, so their MFU is lower for the same speed. Recomputed activations (as in HFU), norms and elementwise
+    operations are not counted.
 
     Args:
-        num_params_without_embedding: N, the parameters of matrix products: all but the embedding tables, including the
-            head. A tied head counts too, because its product is computed as well.
+        num_params_without_embedding: N, the number of parameters used in matmuls: all but the embedding tables,
+            including the head. A tied head counts too, because its matmul is computed.
         num_layers: number of layers.
         dim: width of the hidden state.
         seq_len: tokens per sequence.
@@ -210,12 +209,12 @@ def flops_per_token(num_params_without_embedding: int, num_layers: int, dim: int
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float, num_devices: int) -> float:
-    """Return the model FLOPs utilization, 0 to 1: the model's FLOP/s over the peak FLOP/s of the devices.
+    """Return the model FLOPs utilization, 0 to 1: the model's FLOP/s divided by the peak FLOP/s of the devices.
 
     Args:
-        flops_per_token: forward and backward.
-        tokens_per_s: over all devices.
-        peak_flops: dense peak of one device in the dtype of the products, in FLOP/s.
+        flops_per_token: FLOPs per token, forward and backward.
+        tokens_per_s: throughput of all devices.
+        peak_flops: dense peak of one device in the dtype of the matmuls, in FLOP/s.
         num_devices: number of training devices.
     """
     return flops_per_token * tokens_per_s / (peak_flops * num_devices)

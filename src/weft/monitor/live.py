@@ -1,4 +1,4 @@
-"""Display of a run: step figures, loss curve and remaining time, live on a terminal or as plain lines."""
+"""Display of a run: metrics of steps, loss curve and remaining time, live on a terminal or as plain lines."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from weft.monitor.events import Metrics, StepRecord, last_per_step, number
 from weft.monitor.terminal import LastingStream, is_live, sparkline, wrapped
 from weft.units import format_bytes, format_count
 
-#: Number of steps for the estimate of the remaining time; includes evaluations and saves between them.
+#: Number of steps, with evaluations and saves between them, that the estimate of the remaining time uses.
 _ETA_WINDOW = 100
-#: Units with an abbreviation.
+#: Abbreviations of units.
 _SHORT = {"tokens": "tok"}
 
 
 class Eta:
     """Estimate of the remaining time of a run (s), from the wall clock of its last steps.
 
-    It uses the mean of the last steps, with the longest replaced by the second longest. A single pause (a stopped
-    process, a sleeping laptop, compilation in the first step) therefore has no effect, but repeated evaluations and
-    saves count.
+    It uses the mean time of the last steps, with the longest time replaced by the second longest. A single pause (a
+    stopped process, a sleeping laptop, compilation in the first step) therefore has no effect, but repeated evaluations
+    and saves count.
     """
 
     def __init__(self, total_steps: int):
@@ -92,19 +92,19 @@ def format_clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-# The live panel of a terminal: progress, figures, and the loss as a small curve.
+# The live panel of a terminal: progress, metrics, and the loss as a small curve.
 
 _DRAWS_PER_S = 4
-#: Shorter phases other than training are not named, because the line would flicker.
+#: Phases other than training that are shorter (s) are not shown, because the line would flicker.
 _PHASE_SHOWS_S = 0.5
 #: Minimum width of the curve in columns. A longer evaluation text is shortened.
 _MIN_CURVE = 16
-#: Losses kept for the curve. When full, neighbors are averaged, so that memory and drawing time stay small.
+#: Maximum number of points of the curve. When it is reached, adjacent points are averaged.
 _MAX_POINTS = 512
 
 
 class LossCurve:
-    """The losses of the full run in a bounded number of points, each the mean of equally many steps."""
+    """Losses of the full run as a bounded number of points. Each is the mean over the same number of steps."""
 
     def __init__(self, max_points: int = _MAX_POINTS):
         self._max_points = max_points
@@ -177,7 +177,7 @@ class LiveDisplay:
             console=self._console,
             refresh_per_second=_DRAWS_PER_S,
             vertical_overflow="crop",
-            # Other output to the same terminal is shown above the panel. Output to files is not redirected.
+            # Show other output to the same terminal above the panel. Output to files is not redirected.
             redirect_stdout=_is_terminal(sys.stdout),
             redirect_stderr=_is_terminal(sys.stderr),
         )
@@ -204,7 +204,7 @@ class LiveDisplay:
             best = ""
             if self._best is not None and self._best[1] != step:
                 best = f" · best {format_loss(self._best[0])} at {self._best[1]}"
-            # From the longest text to the shortest: a narrow terminal shows the first that fits.
+            # Texts from the longest to the shortest. The terminal shows the first that fits.
             brief = f"eval {format_loss(loss)}"
             self._evaluations = (f"{brief}{more} at step {step}{best}", f"{brief}{more} at step {step}", brief)
 
@@ -255,7 +255,7 @@ class LiveDisplay:
 
 
 class _SteadyLive(Live):
-    """A Live that erases its old lines completely after the terminal was narrowed, which wraps them into more rows.
+    """A rich Live that erases its old lines completely if a narrowed terminal has wrapped them into more rows.
 
     Rich moves up as many rows as it drew. Terminals that truncate lines instead of wrapping need no correction.
     """
@@ -297,11 +297,11 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 class _Panel:
-    """Requests the display's lines each time rich draws, at the terminal's current width."""
+    """Renderable that gets the display's lines each time rich draws, for the terminal's current width."""
 
     def __init__(self, display: LiveDisplay):
         self._display = display
-        #: Columns of each line of the last drawing.
+        #: Width in columns of each line as last drawn.
         self.drawn: list[int] = []
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -329,7 +329,7 @@ def _unbroken(text: Text, width: int) -> Text:
 
 
 def _fit(parts: list[tuple[str, str]], width: int, gap: str = "  ") -> Text:
-    """Join parts and omit from the end those that do not fit. The first is truncated instead."""
+    """Join parts of text. Parts at the end that do not fit are omitted; the first part is truncated."""
     line = Text()
     for text, style in parts:
         if not text:
@@ -343,7 +343,7 @@ def _fit(parts: list[tuple[str, str]], width: int, gap: str = "  ") -> Text:
     return line
 
 
-# Display of a running training: a live panel on a terminal, plain lines elsewhere.
+# Display of a training run: a live panel on a terminal, plain lines elsewhere.
 
 
 class Display(Protocol):
@@ -387,14 +387,14 @@ def make_display(
     past: Sequence[Mapping[str, Any]] = (),
     metrics: Mapping[str, str] | None = None,
 ) -> Display:
-    """Make a live panel if `stream` is a terminal outside CI, else a display of plain lines.
+    """Make a display: a live panel if `stream` is a terminal outside CI, else plain lines.
 
     Args:
         stream: output stream.
         total_steps: steps of the full run.
         start_step: steps done before, if this run was resumed.
         every: steps between two plain lines.
-        is_tty: overrides the detection.
+        is_tty: whether to use the live panel; None to detect it.
         title: parts of the panel's first line, such as the run's name and its plan.
         steps_per_epoch: None if epochs do not apply.
         past: the last events before the run was resumed, with which the panel's curve begins.
@@ -409,7 +409,7 @@ def make_display(
 
 
 class PlainDisplay:
-    """Complete lines without control characters, for logs and pipes."""
+    """Display that prints complete lines without control characters, for logs and pipes."""
 
     def __init__(self, stream: TextIO, *, total_steps: int, start_step: int, every: int):
         self._stream = LastingStream(stream)
@@ -432,7 +432,7 @@ class PlainDisplay:
         self._line(f"eval {step:>{len(str(self._total))}}/{self._total}  loss {format_loss(loss)}{more}")
 
     def phase(self, name: str) -> None:
-        """Print a line only for phases that may take minutes. Short phases are covered by the line of their result."""
+        """Print a line if the phase may take minutes. For other phases, the line with their result suffices."""
         if name == "compiling":
             self._line("compiling the model: the first step takes longer")
 

@@ -1,6 +1,6 @@
-"""Figures of a GPU through nvidia-ml-py, and of the process and the machine through psutil.
+"""Metrics of a GPU through nvidia-ml-py, and of the process and the machine through psutil.
 
-Figures that a GPU or system does not report are omitted.
+Metrics that a GPU or system does not report are omitted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-#: Reasons for a slow clock that indicate a problem: heat, a power brake, a failing supply. A power cap does not.
+#: Reasons for a low GPU clock that indicate a problem: heat, a power brake, a failing supply. A power cap is no
+#: problem.
 _TROUBLE = (
     "nvmlClocksEventReasonHwThermalSlowdown",
     "nvmlClocksEventReasonSwThermalSlowdown",
@@ -26,7 +27,7 @@ class GpuSource:
     Args:
         uuid: the GPU's UUID, as torch reports it, with or without "GPU-"; or its NVML index.
         nvml: replaces pynvml in tests.
-        clock: in seconds, for tests.
+        clock: returns the current time (s); replaced in tests.
     """
 
     def __init__(self, uuid: str | int, *, nvml: Any = None, clock: Callable[[], float] = time.monotonic):
@@ -69,7 +70,7 @@ class GpuSource:
         }
         found: dict[str, float] = {}
         for name, read in readers.items():
-            # Each separately: a card without NVLink still has a temperature.
+            # Read each metric separately: a GPU without NVLink still has a temperature.
             with contextlib.suppress(nvml.NVMLError, AttributeError):
                 if (value := read()) is not None:
                     found[name] = float(value)
@@ -101,7 +102,7 @@ class GpuSource:
         return True
 
     def _nvlink_rate(self) -> float | None:
-        """Return the NVLink rate. NVLink counts kilobytes since the driver was loaded, over all links of the GPU."""
+        """Return the NVLink bytes per second over all links, from the driver's counters of kilobytes."""
         nvml, total = self._nvml, 0.0
         fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
         for value in nvml.nvmlDeviceGetFieldValues(self._handle, fields):
@@ -115,7 +116,6 @@ class GpuSource:
         return (total - before[1]) / (now - before[0])
 
     def _xid_errors(self) -> float | None:
-        """Return the number of Xid errors since the run began, without waiting."""
         if self._events is None:
             return None
         for _ in range(_XID_EVENTS):
@@ -134,13 +134,13 @@ _LOOPBACK = ("lo", "lo0")
 
 
 class HostSource:
-    """Reads the process, and on one rank of each machine the machine.
+    """Reads metrics of the process, and on one rank of each machine, metrics of the machine.
 
     Args:
-        folder: its disk's free space is reported.
-        with_machine: True if this rank reads the machine's figures too.
+        folder: folder on the disk whose free space is reported.
+        with_machine: whether this rank reads the machine's metrics too.
         system: replaces psutil in tests.
-        clock: in seconds, for tests.
+        clock: returns the current time (s); replaced in tests.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class HostSource:
         self._before: dict[str, tuple[float, float]] = {}
 
     def of_process(self) -> Mapping[str, float]:
-        """Return the figures of this process that the system reports."""
+        """Return the metrics of this process that the system reports."""
         times = self._process.cpu_times()
         found = {"process.memory_bytes": float(self._process.memory_info().rss)}
         cores = self._rate("cpu", times.user + times.system)
         return found if cores is None else {**found, "process.cpu": cores}
 
     def of_machine(self) -> Mapping[str, float]:
-        """Return the figures of the machine; {} on ranks that do not read them."""
+        """Return the metrics of the machine; {} on ranks that do not read them."""
         if not self._with_machine:
             return {}
         system, found = self._system, dict[str, float]()

@@ -1,4 +1,4 @@
-"""Figures of a run: folding over ranks, reading from events, and collection from all ranks."""
+"""Metrics of a run: collection from all ranks, reduction over ranks (folding), and reading from events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.monitor.stragglers import StragglerWatch, median_without
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """One figure over ranks or machines. `at_min` and `at_max` name the owners of the extremes, such as "rank 3"."""
+    """A metric over ranks or machines. `at_min` and `at_max` name the owners of the extremes, such as "rank 3"."""
 
     min: float
     median: float
@@ -33,9 +33,9 @@ class Fold:
 
 
 def fold(values: Mapping[str, float]) -> Fold | None:
-    """Return a figure's values by owner as one `Fold`, or None if none is a number.
+    """Return a metric's values by owner (rank or machine) as one `Fold`, or None if none is a number.
 
-    Of equal extremes, the first owner is named.
+    If several owners have the same extreme, the first one is named.
     """
     known = {owner: value for owner, value in values.items() if not math.isnan(value)}
     if not known:
@@ -46,13 +46,13 @@ def fold(values: Mapping[str, float]) -> Fold | None:
 
 
 def _short(value: float) -> float | int:
-    """Round to six digits and keep integers, because users read the lines of events too."""
+    """Round to six digits, and return integral values as int, because users read the log too."""
     if not math.isfinite(value):
         return value
     return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")
 
 
-# Figures of events, for all readers of events.jsonl (sinks, alerts, the dashboard).
+# Metrics in events, for all readers of events.jsonl (sinks, alerts, the dashboard).
 
 #: Fields of an evaluation event that are not metrics.
 _OF_EVALUATION = frozenset({"event", "time", "step", "loss"})
@@ -60,11 +60,11 @@ _OF_EVALUATION = frozenset({"event", "time", "step", "loss"})
 
 @dataclass(frozen=True, slots=True)
 class FigureReading:
-    """A figure at one time.
+    """Value of a metric at one time.
 
-    `name` and `label` identify the series. `value` is the number; over ranks, the median. `low` and `high` are the
+    `name` and `label` identify the series. `value` is the number, or the median over ranks. `low` and `high` are the
     minimum and maximum over ranks, else equal to the value. `at_low` and `at_high` are their owners, such as "rank 3",
-    or "" for a figure of the run. `step` is the event's step, or None. `time` is in seconds since 1970.
+    or "" for a metric of the run. `step` is the event's step, or None. `time` is in seconds since 1970.
     """
 
     name: str
@@ -84,7 +84,7 @@ class FigureReading:
 
 
 def readings(event: Mapping[str, Any]) -> Iterator[FigureReading]:
-    """Yield the figures of an event. Unknown figures are ignored."""
+    """Yield the metrics of an event. Unknown metrics are ignored."""
     step, time = event.get("step"), number(event.get("time"))
     at = (step if type(step) is int else None, time)
     for text, value in _values(event):
@@ -143,7 +143,7 @@ def _table(value: object) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
 
 
-# A rank's own work per step, without its waits for others, for rank 0 to compare.
+# A rank's own work per step, without its waits for others. Rank 0 compares it between ranks.
 
 #: Steps per report: enough to compare, while reports stay small.
 _MOST = 8
@@ -151,9 +151,10 @@ _MICRO = 1e6
 
 
 class PaceWriter:
-    """Picks some of the steps since the last report, the same ones on every rank for any number of steps done.
+    """Selects some of the steps since the last report.
 
-    They are multiples of a power of two, so that a rank that reports more steps picks a subset of another rank's.
+    All ranks select the same ones, even if some have done more steps. They are multiples of a power of two, so one of
+    two ranks' sets of steps is a subset of the other.
     """
 
     def __init__(self) -> None:
@@ -170,7 +171,7 @@ class PaceWriter:
             self._steps = {one: parts for one, parts in self._steps.items() if one % self._stride == 0}
 
     def take(self) -> dict[str, object]:
-        """Return the report of the steps and reset, or {} if there were none.
+        """Return the report of the steps and reset, or return {} if there were no steps.
 
         "steps" holds the microseconds of each step, "parts" the mean seconds per step by part.
         """
@@ -186,15 +187,15 @@ class PaceWriter:
         }
 
 
-# A thread on each rank that reads and reports figures. On rank 0 it folds the reports of all ranks.
+# A thread on each rank that reads and reports metrics. On rank 0 it combines the reports of all ranks.
 
-#: Maximum number of queued steps; more than a second at 1 kHz.
+#: Maximum number of queued steps. It suffices for more than a second of steps of 1 ms.
 _MOST_QUEUED = 2048
 #: Poll interval (s) of the thread.
 _TICK_S = 0.25
 #: A rank is silent after this many intervals without a new report.
 _SILENT_AFTER = 3
-#: Maximum interval (s) between two pace reports of a rank, so that a slow one is named within half a minute.
+#: Maximum interval (s) between two pace reports of a rank, so that a slow rank is named within half a minute.
 _PACE_S = 5.0
 
 
@@ -227,9 +228,9 @@ class LocalReports:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures that training queues after a step: seconds by phase, and waits for others by axis.
+    """Metrics that training queues after a step: seconds by phase, and waits for other ranks by axis.
 
-    `own` is the seconds of the rank's own work by part, without its waits for others.
+    `own` has the seconds of the rank's own work by part, without its waits for others.
     """
 
     step: int
@@ -240,12 +241,12 @@ class StepFigures:
     own: Mapping[str, float] = field(default_factory=dict)
 
 
-#: Reads figures of ranks or machines, by series.
+#: Function that reads metrics of a rank or machine, by series.
 Reader = Callable[[], Mapping[str, float]]
 
 
 class StepMeans:
-    """Means of the figures of a rank's steps since the last report."""
+    """Means of the metrics of a rank's steps since the last report."""
 
     def __init__(self, totals: Reader | None):
         self.step = 0
@@ -284,11 +285,11 @@ class StepMeans:
 
 
 class ReportJoiner:
-    """Makes events from the reports of all ranks, on rank 0.
+    """Combines the reports of all ranks into events, on rank 0.
 
     Args:
         every_s: seconds between reports.
-        publish: called with the event of all ranks.
+        publish: called with the combined event.
         groups, on_slow, clock: as in `Collector`.
     """
 
@@ -303,10 +304,10 @@ class ReportJoiner:
         self._silent_s, self._publish, self._groups, self._on_slow = _SILENT_AFTER * every_s, publish, groups, on_slow
         self._clock, self._published = clock, clock()
         self._stragglers: StragglerWatch | None = None
-        self._received: dict[int, tuple[int, float]] = {}  # number of the newest report of a rank, and its time
+        self._received: dict[int, tuple[int, float]] = {}  # by rank: number of the newest report, and its time
 
     def join(self, reports: Sequence[Mapping[str, Any]], step: int, pace_only: bool) -> None:
-        """Publish the event of all ranks, and slow ranks; with `pace_only` only slow ranks."""
+        """Publish the combined event, and events about slow ranks. If `pace_only`, publish only the latter."""
         now, silent = self._clock(), list[int]()
         for rank, report in enumerate(reports):
             number, since = self._received.get(rank, (-1, now))
@@ -347,7 +348,7 @@ class ReportJoiner:
         return event
 
     def _lags(self, busy: Mapping[str, float], number: int) -> dict[str, float]:
-        """Return each rank's busy seconds over the median of the other ranks that do the same work."""
+        """Return each rank's busy seconds divided by the median of the other ranks that do the same work."""
         found: dict[str, float] = {}
         groups = self._groups or [0] * number
         for group in dict.fromkeys(groups):
@@ -361,15 +362,15 @@ class ReportJoiner:
 
 
 class Collector(threading.Thread):
-    """Reads and reports the figures of one rank.
+    """Thread that reads and reports the metrics of one rank.
 
     Args:
         host: name of its machine.
         board: channel for the reports.
         every_s: seconds between events. Ranks report at this interval, and their pace at least every 5 s.
-        of_rank: readers of figures of this rank. A reader that fails is not called again.
-        of_host: readers of figures of its machine, likewise.
-        totals: cumulative figures. Their increase per step is reported.
+        of_rank: readers of metrics of this rank. A reader that fails is not called again.
+        of_host: readers of metrics of its machine, likewise.
+        totals: returns cumulative metrics. Their increase per step is reported.
         publish: on rank 0, called with the event of all ranks.
         groups: a number for each rank that is equal for ranks that do the same work; () if all do.
         on_slow: on rank 0, called with an event when a rank becomes slow or recovers.
@@ -402,7 +403,7 @@ class Collector(threading.Thread):
         self.trouble = ""
 
     def put(self, figures: StepFigures) -> None:
-        """Add a step's figures to the queue, or drop them if it is full. Never waits."""
+        """Add a step's metrics to the queue, or drop them if it is full. Never waits."""
         if len(self._queue) >= _MOST_QUEUED:
             self._num_dropped += 1
         else:
@@ -432,7 +433,7 @@ class Collector(threading.Thread):
         """Send this rank's report. On rank 0, publish the reports of all ranks.
 
         Args:
-            pace_only: repeat the last report with a newer pace, and publish only slow ranks.
+            pace_only: send the last report again with a new pace, and publish only events about slow ranks.
         """
         try:
             self._drain()
@@ -446,7 +447,7 @@ class Collector(threading.Thread):
             self._board.post(json.dumps({**self._newest, "number": self._number, **({"pace": pace} if pace else {})}))
             if self._joiner is not None:
                 self._joiner.join([_parsed(text) for text in self._board.read()], self._means.step, pace_only)
-        except Exception as error:  # A store that is gone, a full disk: training says so itself.
+        except Exception as error:  # If the store is gone or the disk is full, training reports it.
             self.trouble = f"{type(error).__name__}: {error}"
 
     def _drain(self) -> None:
@@ -457,7 +458,7 @@ class Collector(threading.Thread):
 
 
 def _read_all(readers: list[Reader]) -> dict[str, float]:
-    """Return the figures of all readers. A reader that fails is removed, and training continues without it."""
+    """Return the metrics of all readers. A reader that fails is removed, and training continues without it."""
     found: dict[str, float] = {}
     for reader in [*readers]:
         try:

@@ -1,4 +1,4 @@
-"""Pictures of a run: the loss curve, drawn from its events, and sheets of samples."""
+"""Plots of a run: the loss curve, drawn from its events, and sheets of samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.errors import DataError
 from weft.monitor.events import last_per_step, number
 
 _TRAIN, _EVAL, _SKIPPED, _LR = "#2a6fbb", "#d1495b", "#e09f3e", "#7a7a7a"
-#: Share of the run on each side for the moving average, which is applied twice.
+#: Half-width of the moving average (applied twice), as a share of the run.
 _SMOOTH_SHARE = 0.01
 #: The axis is logarithmic if the ratio of the highest to the lowest smoothed loss is larger than this.
 _LOG_RATIO = 3.0
@@ -72,7 +72,6 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
 
 
 def _subtitle(events: list[Mapping[str, Any]], last: Mapping[str, Any]) -> str:
-    """Return model, plan, steps and date of the curve, as far as the events contain them."""
     start = next((event for event in reversed(events) if event.get("event") == "start"), {})
     where = f"on {start.get('world_size', '?')} {start.get('device', '')} ranks"
     plan = f"{start['plan']} {where}" if "plan" in start else ""
@@ -89,7 +88,7 @@ def _short(loss: float) -> str:
 def smoothed(values: list[float], reach: int) -> list[float]:
     """Compute a centered moving average of `reach` values to each side, and fewer at the ends, so that it does not lag.
 
-    Non-finite values are left out. The result is nan if no value is left.
+    Non-finite values are skipped. The result is nan if no value is left.
     """
     sums, counts = [0.0], [0]
     for value in values:
@@ -98,8 +97,8 @@ def smoothed(values: list[float], reach: int) -> list[float]:
         counts.append(counts[-1] + finite)
     result = []
     for position in range(len(values)):
-        # At the start both sides shrink, because the loss falls steeply there. At the end only the right one does: a
-        # last value without an average would look like a turn of the curve.
+        # At the start both sides shrink, because the loss falls steeply there. At the end only the right side does: a
+        # last value that is not averaged would look like a change of the trend.
         left = min(reach, position)
         right = min(left, len(values) - 1 - position)
         first, end = position - left, position + right + 1
@@ -123,7 +122,7 @@ def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
     points = [(step, loss) for step, loss in points if math.isfinite(loss)]
     if points:
         step, loss = min(points, key=lambda point: point[1])
-        # Numbers are in the legend: next to a point they would cover the curve or leave the axes.
+        # Put numbers into the legend: next to a point they would cover the curve or be outside the axes.
         label = f"eval, lowest {_short(loss)} at step {step:,}"
         axis.plot(*zip(*points, strict=True), "o-", color=_EVAL, markersize=5, linewidth=1.5, label=label, zorder=5)
         axis.plot([step], [loss], "o", markersize=11, fillstyle="none", color=_EVAL, label="_lowest", zorder=6)
@@ -136,7 +135,7 @@ def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
     if skipped:
-        # At the lower edge of the axes, independent of the losses, because a skipped step often has no loss.
+        # Draw at the lower edge of the axes, because a skipped step often has no loss.
         edge = axis.get_xaxis_transform()
         axis.plot(
             skipped, [0.02] * len(skipped), "^", color=_SKIPPED, markersize=8, transform=edge,
@@ -178,16 +177,16 @@ SUFFIXES = (".png", ".svg", ".pdf")
 _WIDTH_IN, _MEDIA_IN, _LINE_IN, _MARGIN_IN = 10.0, 1.5, 0.19, 0.4
 #: Width of a letter, letters per line, and maximum number of lines.
 _LETTER_IN, _COLUMNS, _MOST_LINES = 0.0669, 136, 40
-#: Space for the numbers on an axis.
+#: Space (inches) for the numbers on an axis.
 _AXIS_IN = 0.25
-#: Horizontal points of a waveform.
+#: Number of horizontal points of a waveform.
 _WAVE_POINTS = 1200
 _LEARNT, _OTHER, _NEVER, _CONTEXT = "#1a7f37", "#b45309", "#c1121f", "#8a8f98"
 
 
 @dataclass(frozen=True, slots=True)
 class GridSample:
-    """One sample of a sheet.
+    """A sample to draw on a sheet.
 
     `title` is its source. `picture` is (3, height, width), 0 to 255. `wave` holds samples at `rate` per second. `bands`
     is (bands, frames). `text` holds parts of the text with their weights in the loss; a part with weight 0 is context
@@ -270,7 +269,7 @@ def _draw(figure: Any, entry: GridSample, top: float, total: float) -> None:
 
 
 def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
-    """Yield a drawing function for each part of a sample, and its share of the remaining width (0 for a square)."""
+    """Yield a function that draws each part of a sample, and its share of the remaining width (0 for a square)."""
     picture, wave, bands = entry.picture, entry.wave, entry.bands
     if picture is not None:
 
@@ -301,7 +300,6 @@ def _panels(entry: GridSample) -> Iterator[tuple[Any, float]]:
 
 
 def _lines(text: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """Split the text into lines of `_COLUMNS` columns."""
     lines: list[list[tuple[str, float]]] = [[]] if text else []
     left = _COLUMNS
     for stretch, weight in text:
@@ -350,7 +348,7 @@ class Artist:
         self._free_at += FIRST_S
 
     def draw_soon(self) -> None:
-        """Draw, because there is something new, unless the chart is recent or being drawn."""
+        """Start drawing because of new events, unless the last chart is recent or a chart is being drawn."""
         now = time.monotonic()
         if self._process is not None:
             if self._process.poll() is None:
@@ -361,17 +359,17 @@ class Artist:
             return
         self._began = now
         self._free_at = now + BETWEEN_S
-        # If another process cannot be started, training continues, and the chart is drawn at the end of the run.
+        # If no process can be started, training continues, and the chart is drawn at the end of the run.
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def draw_when_late(self) -> None:
-        """Draw if the last chart is old. Called at every step."""
+        """Start drawing if the last chart is old. Called at every step."""
         if time.monotonic() - self._began > LATE_S:
             self.draw_soon()
 
     def close(self) -> None:
-        """End a drawing process, if any. May be called more than once."""
+        """End the drawing process, if any. May be called more than once."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -380,7 +378,7 @@ class Artist:
 
 
 def main() -> None:
-    """Draw one chart."""
+    """Draw one chart. This is the main function of the drawing process."""
     from weft.monitor.events import read_events
 
     with contextlib.suppress(OSError):

@@ -10,13 +10,13 @@ from weft.config.sections import hide_secret
 
 HIDDEN = "(hidden)"
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-#: Keys below which all values are secret, and keys below which all texts are secret but not numbers, such as token
+#: Keys whose values (with nested ones) are all secret, and keys whose texts are secret, but not numbers such as token
 #: counts.
 _SECRET = re.compile(
     r"passw|passphrase|secret|api_?key|credential|authorization|private_?key|access_?key|cookie|signature"
 )
 _SECRET_TEXT = re.compile(r"token(?!i[sz]e)|(^|_)auth($|_)|(^|_)pwd$")
-#: Keys whose value may be an address of any kind, such as apprise's slack://TOKEN/TOKEN.
+#: Keys whose value may be a secret address, such as apprise's slack://TOKEN/TOKEN.
 _ADDRESS = re.compile(r"(^|_)(url|uri|address|endpoint|webhook|hook)s?$")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>\\^`{|}]+")
 _REFERENCE = re.compile(r"(env:[A-Za-z_][A-Za-z0-9_]*|file:/?[^/].*)")
@@ -24,7 +24,7 @@ _DEEPEST = 20
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a copy of a JSON value with the key `name` in which all that looks like a secret is "(hidden)"."""
+    """Return a copy of the JSON value of key `name`. Everything that looks like a secret is replaced by "(hidden)"."""
     return _copied(value, name, "", 0)
 
 
@@ -34,7 +34,7 @@ def text_without_secrets(text: str) -> str:
 
 
 def _copied(value: Any, name: str, hides: str, depth: int) -> Any:
-    """Copy a value. `hides` is "" outside secret keys, and "text" or "all" below one."""
+    """Copy a value without secrets. `hides`: "all" or "text" values are hidden (below a secret key), or ""."""
     key = _HUMP.sub("_", name).lower().replace("-", "_")
     if _SECRET.search(key):
         hides = "all"

@@ -1,7 +1,7 @@
-"""Times of a step by phase, training speed, memory, and a run's time by kind.
+"""Times of a step by phase, throughput, memory, and a run's time by kind.
 
-On a GPU, a phase is bracketed by two CUDA events without synchronization. The seconds are read from the events later,
-when they have usually completed.
+On a GPU, CUDA events are recorded at the start and the end of a phase, without synchronization. The times are read from
+the events later, when these have usually completed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 from weft.planner.report.pictures import Bar, draw_bars, fits
 
-#: Number of steps for the smoothed speed.
+#: Number of steps over which the throughput is averaged.
 _WINDOW = 20
 #: Maximum number of phases of one step.
 _MAX_SPANS = 4096
 
 
 class StepClock(Protocol):
-    """Marks a time in a device's work, and later returns the seconds between two marks."""
+    """Clock of a device. `mark` records a point in its work; `seconds_between` returns the time between two."""
 
     def mark(self) -> Any: ...
 
@@ -33,7 +33,7 @@ class StepClock(Protocol):
 
 
 class HostClock:
-    """Clock for devices whose calls are synchronous. A mark is a reading of perf_counter."""
+    """Clock for devices whose calls are synchronous. A mark is the value of perf_counter."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -79,9 +79,9 @@ class StepTimes:
     Args:
         before: mark of the end of the previous step; None for the first.
         start, end: marks of this step.
-        spans: (phase, start, end) as marks of the clock, and the communication's marks at both, or None.
+        spans: phase, start and end as marks of the clock, and the marks of `communication` at start and end, or None.
         clock: converts marks to seconds.
-        communication: likewise for communication.
+        communication: converts its marks to seconds of waiting for other ranks.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StepTimes:
 
     @cached_property
     def exposed(self) -> dict[str, dict[str, float]]:
-        """Seconds that computation waited for other ranks in each phase, by axis."""
+        """Seconds that computation waited for other ranks (exposed communication), by phase and axis."""
         found: dict[str, dict[str, float]] = {}
         for name, _, _, marks in self._spans:
             if self._communication is not None:
@@ -128,7 +128,7 @@ class StepTimes:
         return found
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """Return (phase, start, end) of each, in seconds from the start of the first."""
+        """Return (phase, start, end) of each measured span, in seconds from the start of the first."""
         if not self._spans:
             return []
         zero, between = self._spans[0][1], self._clock.seconds_between
@@ -136,10 +136,10 @@ class StepTimes:
 
 
 class Meter:
-    """Times the steps of one rank.
+    """Measures the times of one rank's steps.
 
-    A step lasts from `begin_step` (or else the last `end_step`) to `end_step`, so evaluation and saving between the two
-    do not count. On a GPU both are times of the device.
+    A step lasts from `begin_step` (by default the last `end_step`) to `end_step`, so evaluation and saving before
+    `begin_step` do not count. On a GPU, times are measured on the device.
 
     Args:
         device: "cpu", "cuda:0" or a torch.device.
@@ -152,7 +152,7 @@ class Meter:
     ):
         self._communication = communication
         self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
-        # Bounded, because end_step is not called if a step is used without a loop.
+        # Bounded, because end_step is not called if a user calls the step without a loop.
         self._spans: deque[tuple[str, Any, Any, Any]] = deque(maxlen=_MAX_SPANS)
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._began = self._clock.mark()
@@ -175,7 +175,7 @@ class Meter:
             self._spans.append((name, start, self._clock.mark(), (before, known.mark()) if known else None))
 
     def end_step(self) -> StepTimes:
-        """End the step without waiting. Call `count` later with the trained amount."""
+        """End the step without waiting. Call `count` later with the number of trained items."""
         end = self._clock.mark()
         times = StepTimes(self._ended, self._began, end, list(self._spans), self._clock, self._communication)
         self._spans.clear()
@@ -183,12 +183,12 @@ class Meter:
         return times
 
     def count(self, times: StepTimes, number: int) -> None:
-        """Record the amount that a step trained: tokens or samples over all ranks. Waits for the step's end."""
+        """Record the number of tokens or samples that a step trained, over all ranks. Waits for the step's end."""
         self._recent.append((number, times.total_s))
 
     @property
     def count_per_s(self) -> float:
-        """Trained amount per second, smoothed over the last steps. 0 before the first."""
+        """Throughput: tokens or samples per second over the last steps; 0 before the first step."""
         total_s = sum(seconds for _, seconds in self._recent)
         return sum(count for count, _ in self._recent) / total_s if total_s > 0 else 0.0
 
@@ -209,11 +209,11 @@ def memory_bytes(device: object = "cpu") -> tuple[int, int]:
     return now, max(now, peak)
 
 
-# A run's time by kind: seconds of each rank, as text, as a chart, and as a trace.
+# A run's time by kind of work: seconds of each rank, as text, as a chart, and as a trace.
 
-#: Number of steps for `typical`.
+#: Number of last steps that `TimeBook.typical` averages.
 _TYPICAL = 200
-#: Kind of each phase of a step, for its time outside communication.
+#: Kind of work of each phase of a step, for its time without communication.
 _KINDS = {
     "forward": "compute", "backward": "compute", "forward and backward": "compute", "weight gradients": "compute",
     "wait": "stages",
@@ -225,7 +225,7 @@ _COLOURS = {
     "checkpoint": "#8a6fb0", "evaluation": "#7aa6e8", "tracing": "#c06fa0", "host": "#7a7a7a",
 }  # fmt: skip
 _COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
-#: Advice by kind, given from this share of the time on.
+#: Advice by kind, with the share of the time from which it is given.
 _ADVICE = {
     "stages": (0.1, "use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) if the plan has none yet"),
     "data": (0.05, "loading data is too slow: check the storage of the token cache"),
@@ -239,7 +239,7 @@ _SLOWER = 0.05
 
 
 class TimeBook:
-    """Adds up one rank's seconds by kind, from `start` to `stop`."""
+    """Sums one rank's seconds by kind of work, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -277,8 +277,8 @@ class TimeBook:
 
         Args:
             times: the step's times.
-            data_s: seconds that the host waited for the step's data before it. The part in which the device was still
-                busy with the previous step cost nothing and is not counted.
+            data_s: seconds that the host waited for the step's data. Time in which the device was still busy with the
+                previous step is not counted.
         """
         if data_s:
             self.add("data", min(data_s, times.gap_s))
@@ -287,18 +287,18 @@ class TimeBook:
         before = dict(self._seconds)
         for phase, seconds in times.phases.items():
             kind = _KINDS.get(phase, "host")
-            # A wait for a stage is a wait for its message, so only one of the two is counted.
+            # A wait for a pipeline stage is also a wait for its message, so only one of the two is counted.
             inside = {axis: s for axis, s in times.exposed.get(phase, {}).items() if kind != "stages" and s > 0}
             for axis, spent in inside.items():
                 self.add(f"over {axis}", spent)
             self.add(kind, max(0.0, seconds - sum(inside.values())))
         spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in self._seconds.items() if kind != "host"}
-        # Time outside all phases: Python between them.
+        # Time outside all phases is spent in Python code.
         spent["host"] = max(0.0, times.total_s - sum(spent.values()))
         self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
 
     def typical(self) -> dict[str, float]:
-        """Return a step's seconds by kind: the mean over the last steps, without the run's first."""
+        """Return the seconds of a step by kind: the mean over the last steps, except the run's first step."""
         steps = [*self._steps]
         if self.num_steps == len(steps) and len(steps) > 1:
             steps = steps[1:]
@@ -306,7 +306,7 @@ class TimeBook:
         return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by kind. "host" is the time of no other kind; "total" is the sum."""
+        """Return the seconds by kind. "host" is the time that belongs to no other kind; "total" is the sum."""
         total = self._total if self._total is not None else time.perf_counter() - self._began
         known = sum(seconds for kind, seconds in self._seconds.items() if kind != "host")
         return {**self._seconds, "host": max(0.0, total - known), "total": total}
@@ -335,12 +335,12 @@ def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
 def time_lines(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> list[str]:
-    """Return the report as lines of text.
+    """Return the time report as lines of text.
 
     Args:
         ranks: `TimeBook.seconds()` of each rank.
         num_steps: number of steps in these times.
-        sizes: sizes of the mesh's axes, to omit axes of one rank from joined ones.
+        sizes: sizes of the mesh's axes. Axes of size 1 are omitted from the names of joined axes.
         start_step: steps done by earlier starts.
     """
     ranks = [_over_wide(one, sizes) for one in ranks]
@@ -368,7 +368,7 @@ def time_lines(
 def draw_times(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> str:
-    """Draw the report as SVG text, with one row for each rank (at most 64, evenly chosen).
+    """Draw the time report as SVG text, with one row per rank (at most 64 evenly chosen ranks).
 
     Args:
         ranks, num_steps, sizes, start_step: as in `time_lines`.
@@ -426,7 +426,7 @@ def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _over_wide(rank: Mapping[str, float], sizes: Mapping[str, int] | None) -> dict[str, float]:
-    """Return the seconds by kind, with axes of one rank omitted from joined ones. Kinds of equal names are summed."""
+    """Omit axes of size 1 from names of joined axes, and sum the seconds of kinds that get the same name."""
     sizes, found = sizes or {}, dict[str, float]()
     for kind, seconds in rank.items():
         if kind.startswith("over "):

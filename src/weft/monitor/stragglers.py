@@ -1,9 +1,9 @@
-"""Detection of the rank that the others wait for, by comparing the same steps over ranks with the same work.
+"""Detection of slow ranks, for which the others wait, by comparing the same steps over ranks with the same work.
 
 A rank's own work is its computing, reading and preparing. Its waits for others are excluded, or all ranks would look
 the same. Each step is compared to the median of the rank's peers: the ranks with the same pipeline stage. A rank
-without peers is compared to its past, corrected for changes that all ranks share. A single slow step is not enough:
-medians and quartiles over the last steps decide, relative to the normal variation between ranks.
+without peers is compared to its past, corrected for changes that are common to all ranks. A single slow step is not
+enough: medians and quartiles over the last steps decide, relative to the normal variation between ranks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from weft.units import format_seconds
 
 #: Number of recent steps for a decision, and the minimum.
 _WINDOW, _LEAST = 16, 6
-#: A rank becomes slow above SLOW times its peers, and recovers below OVER.
+#: A rank becomes slow if its time relative to its peers is above SLOW, and recovers if it is below OVER.
 SLOW, OVER = 1.10, 1.05
-#: From this number of ranks on, their variation is measured, and a slow rank exceeds this many deviations.
+#: With at least _MANY ranks, their variation is measured, and a slow rank must exceed _DEVIATIONS deviations.
 _MANY, _DEVIATIONS = 5, 5.0
 #: Smaller differences in seconds per step are ignored.
 _WORTH_S = 0.001
 #: Maximum number of a rank's steps kept until all its peers have reported them.
 _KEPT = 64
-#: Past steps of a rank for the comparison without peers, and the minimum.
+#: Maximum and minimum number of past steps for the comparison of a rank without peers.
 _PAST, _ENOUGH_PAST = 240, 24
-#: Figures that may explain it: (figure, True if low values are the problem, factor of the others' median, text).
+#: Metrics that may explain slowness: (metric, whether low values are the problem, factor to the others' median, text).
 _CLUES = (
     ("gpu.throttled", False, 1.0, "its GPU is slowed down by heat or its power brake"),
     ("gpu.sm_clock", True, 0.95, "its GPU's clock is {0:.2f} GHz, theirs {1:.2f} GHz"),
@@ -49,7 +49,7 @@ class _OneRank:
     own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     peers_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     past: deque[float] = field(default_factory=lambda: deque(maxlen=_PAST))
-    since: int | None = None  # first step of its slowness; None: it keeps pace
+    since: int | None = None  # first slow step, or None if it is not slow
 
 
 class StragglerWatch:
@@ -65,7 +65,7 @@ class StragglerWatch:
         self._ranks = [_OneRank() for _ in groups]
 
     def observe(self, reports: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-        """Take the newest report of each rank, and return "slow_rank" events of ranks that became slow or recovered.
+        """Take the newest report of each rank, and return a "slow_rank" event per rank that became slow or recovered.
 
         Args:
             reports: reports of all ranks, in order; {} for a silent rank.
@@ -95,7 +95,7 @@ class StragglerWatch:
         return statistics.median(ratios) if len(ratios) >= _LEAST else None
 
     def _common(self, group: Sequence[int], heard: Sequence[bool]) -> tuple[list[int], list[int]]:
-        """Return the members that report, and the steps that all of them have reported."""
+        """Return the ranks of a group that send reports, and the steps that all of them have reported."""
         members = [rank for rank in group if heard[rank] and self._ranks[rank].own]
         if len(members) < 2:
             return members, []
@@ -120,11 +120,11 @@ class StragglerWatch:
             if min(len(self._ranks[rank].past) for rank in members) >= _ENOUGH_PAST and min(usual.values()) > 0:
                 ordered = sorted(own[rank] / usual[rank] for rank in members)
                 for rank, seconds in own.items():
-                    # A longer sequence takes longer on all ranks.
+                    # Factor of this step on all ranks: a longer sequence takes longer on all of them.
                     common = median_without(ordered, seconds / usual[rank])
                     _note(self._ranks[rank], seconds, usual[rank] * common)
             for rank, seconds in own.items():
-                if self._ranks[rank].since is None:  # what is slow is not usual
+                if self._ranks[rank].since is None:  # slow steps are not added to its usual times
                     self._ranks[rank].past.append(seconds)
 
     def _judge(
@@ -149,7 +149,6 @@ class StragglerWatch:
                 "part": part, "text": text}  # fmt: skip
 
     def _words(self, rank: int, lag: float, reports: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """Return the slow part, and a sentence for the user."""
         one = self._ranks[rank]
         own_s, peers_s = statistics.median(list(one.own_s)[-_LEAST:]), statistics.median(list(one.peers_s)[-_LEAST:])
         peers = [other for other in range(len(reports)) if other != rank and reports[other]
@@ -175,7 +174,7 @@ class StragglerWatch:
 
 
 def _take(rank: _OneRank, report: Mapping[str, Any]) -> None:
-    """Add the steps that this report is the first to contain."""
+    """Add the steps that earlier reports of this rank did not contain."""
     for text, micro in _numbers(_pace(report).get("steps")).items():
         step = int(text) if text.isdigit() else 0
         if step > rank.newest:

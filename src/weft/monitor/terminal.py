@@ -15,11 +15,11 @@ from typing import TextIO
 
 from weft import env
 
-#: Width of labels such as "plan    ". Wrapped lines continue below the text next to them.
+#: Width of labels such as "plan    ". Wrapped lines are indented by it, below the text.
 LABEL_COLUMNS = 8
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _DRAWS_PER_S = 4
-#: Shorter waits (s) draw nothing, because the line would only flash.
+#: Shorter waits (s) show no line, because it would only flash.
 _PATIENCE_S = 0.3
 
 
@@ -29,7 +29,7 @@ def is_live(stream: TextIO) -> bool:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Return the terminal's width minus one column, at which some terminals wrap; None for other streams."""
+    """Return the terminal's width minus one, because some terminals wrap full lines; None for other streams."""
     try:
         return max(20, os.get_terminal_size(stream.fileno()).columns - 1) if stream.isatty() else None
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve as at most `width` block characters, each a mean of values. Non-finite values are left out."""
+    """Return a curve of at most `width` block characters, each for a mean of values. Non-finite values are skipped."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -124,7 +124,7 @@ def _draw_busy(stream: TextIO, text: str, done: threading.Event) -> None:
 class LastingStream:
     """Forwards text to a stream, and drops it once the stream is closed.
 
-    A closed terminal or pipe does not end a run, because its figures are in events.jsonl too. Characters that the
+    A closed terminal or pipe does not end a run, because its metrics are in events.jsonl too. Characters that the
     stream cannot encode become '?'.
     """
 

@@ -1,7 +1,7 @@
-"""A process that keeps in-memory copies of the state for the ranks that one torchrun starts on this host.
+"""A process that stores in-memory copies of the training state for the ranks that one torchrun starts on this host.
 
-`weft train` keeps them in the launcher. torchrun's agent does not, so its first rank starts this process, and the ranks
-of later starts find it by the agent's process id. It ends with the agent.
+With `weft train`, the launcher stores the copies. torchrun's agent cannot, so its first rank starts this process, and
+the ranks of later starts find it by the agent's process id. It ends with the agent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft import env
 from weft.checkpoint.peer_copies import CopyHome, CopyServer
 from weft.cli.launch.switchboard import is_ours
 
-#: Seconds that a rank waits for the process, which starts Python on a machine that may be busy.
+#: Seconds that a rank waits for the process to start, which may take long on a busy machine.
 _START_S = 30.0
 _LOOK_S = 0.05
 
@@ -46,27 +46,27 @@ def copy_home(place: env.RankEnv) -> CopyHome | None:
 
 
 def _name(agent: int) -> str:
-    """Return an abstract socket address, which leaves no file."""
+    """Return the process's address: an abstract socket, which leaves no file."""
     return f"\0weft-copies-{os.getuid()}-{agent}"
 
 
 def _reachable(place: env.RankEnv) -> str:
     with socket.socket(socket.AF_INET6 if ":" in place.master_addr else socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((place.master_addr, place.master_port))  # sends nothing, but selects the interface
+        way.connect((place.master_addr, place.master_port))  # for UDP this sends nothing, but selects the interface
         own = str(way.getsockname()[0])
-        # On the host of the rendezvous store, its name may resolve to the loopback interface. Other hosts use that
+        # On the host of the rendezvous store, its name may resolve to the loopback interface. Then other hosts need the
         # name.
         return place.master_addr if own == way.getpeername()[0] else own
 
 
 def main() -> None:
-    """Run the process: AGENT_PID HOST."""
+    """Run the process. Its arguments are AGENT_PID HOST."""
     agent, host = int(sys.argv[1]), sys.argv[2]
     try:
         watched = os.pidfd_open(agent)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(_name(agent))
-    except OSError:  # the agent is gone, or another process holds its copies
+    except OSError:  # the agent has ended, or another process has its copies
         return
     listener.listen(128)
     text = json.dumps(asdict(CopyServer(host).home)).encode()

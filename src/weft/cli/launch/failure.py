@@ -19,23 +19,23 @@ from pathlib import Path
 
 from weft.errors import ActionAsked, CommError, WeftError
 
-#: Error types, and parts of RuntimeError texts (gloo), that indicate that another rank is gone.
+#: Error types, and parts of RuntimeError texts (gloo), that indicate that another rank has ended.
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
 _LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failure of one rank.
+    """Failure record of one rank.
 
     Attributes:
         exit_code: exit code of the process; negative for the number of the signal that ended it.
         kind: name of the exception's type, or "" if the rank left no record.
-        expected: the error is a WeftError, so that its message suffices.
+        expected: whether the error is a WeftError, whose message suffices without a traceback.
         when: seconds since the epoch.
         first_bad: first bad step of a run that halted, counted from 1.
-        in_data: the exception came from the data of `step`.
-        action: the request for which training ended, if any.
+        in_data: whether the data of `step` caused the exception.
+        action: the request that ended training, if any.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Failure:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return a process's exit code for an exception: a WeftError's own, 130 for Ctrl-C, else 1."""
+    """Return the exit code for an exception: `exit_code` of a WeftError, 130 for Ctrl-C, else 1."""
     if isinstance(error, WeftError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -124,7 +124,7 @@ def write_failure(logs: Path, failure: Failure) -> None:
 
 def first_failure(failures: list[Failure]) -> Failure:
     """Return the earliest failure that is not the consequence of another."""
-    # The launcher ends the other ranks with SIGTERM, and gloo's threads abort when a peer is gone.
+    # These ranks failed as a consequence: the launcher sends SIGTERM, and gloo's threads abort when a peer has ended.
     ended = [each for each in failures if not each.kind and -each.exit_code in (signal.SIGTERM, signal.SIGABRT)]
     return min(failures, key=lambda failure: (failure.lost_peer or failure in ended, failure.when))
 

@@ -36,11 +36,11 @@ _PROGRAM = (sys.executable, "-m", "weft.cli.launch.fork_server")
 
 @contextlib.contextmanager
 def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -> Generator[Starter]:
-    """Yield the starter of a run's ranks: if possible a fork server, which begins to import their modules.
+    """Yield the starter of a run's ranks: if possible a fork server, which begins to import the ranks' modules.
 
     Args:
         run_dir, config: the run's folder and config.
-        num_ranks, cores: ranks of the first start, and cores of this machine, which the ranks divide.
+        num_ranks, cores: number of ranks of the first start, and of this machine's cores, which the ranks share.
     """
     from weft.cli.launch.launch import threads_variables
     from weft.cli.launch.start import Programs, preloaded_modules
@@ -48,20 +48,20 @@ def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -
     starter: Starter = Programs([sys.executable, "-m", "weft.cli.launch.rank", str(run_dir)])
     with contextlib.ExitStack() as until_over:
         if sys.platform == "linux" and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # then starting the ranks reports the error
+            with contextlib.suppress(OSError):  # starting the ranks reports the error
                 server = ForkServer(run_dir, threads_variables(num_ranks, cores), preloaded_modules(config), starter)
                 starter = until_over.enter_context(contextlib.closing(server))
         yield starter
 
 
 class ForkServer:
-    """The launcher's side. The constructor returns immediately; `start` waits until all modules are imported.
+    """Launcher's side of the fork server. The constructor does not block; `start` waits for the imports.
 
     Args:
         run_dir: the run's folder, which ranks get as an argument.
         variables: environment of the server and its ranks, in addition to this process's own.
         modules: modules to import.
-        instead: starts the ranks if the server cannot.
+        instead: starter that is used if the server cannot start the ranks.
     """
 
     def __init__(self, run_dir: Path, variables: Mapping[str, str], modules: Sequence[str], instead: Starter):
@@ -70,7 +70,8 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [*_PROGRAM, str(run_dir), str(theirs.fileno())],
-                # Only the launcher receives Ctrl-C from the terminal. Libraries that query GPUs must not start CUDA.
+                # A new session, so that only the launcher receives Ctrl-C. Libraries that query GPUs must not
+                # initialize CUDA.
                 env=env.child_env(**variables, WEFT_LAUNCHED=str(os.getpid()), PYTORCH_NVML_BASED_CUDA_CHECK="1"),
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
@@ -80,7 +81,7 @@ class ForkServer:
         self._loaded: dict[str, Any] | None = None
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
-        """See `Starter.start`."""
+        """Start the ranks as forks, as in `Starter.start`."""
         if not self._is_fit():
             return self._instead.start(ranks)
         self._send({"ranks": {str(rank): dict(variables) for rank, variables in ranks.items()}})
@@ -88,18 +89,18 @@ class ForkServer:
         if "pids" not in said:
             if said.get("error"):
                 raise OSError(said["error"])
-            self._loaded = {}  # it was killed, so later starts do not use it
+            self._loaded = {}  # the server was killed, so later starts do not use it
             return self._instead.start(ranks)
         return _Forks({int(rank): pid for rank, pid in said["pids"].items()}, self)
 
     def prepare(self, asked: Preparation) -> RunFolder:
-        """See `Starter.prepare`. Uses a fork of the server if this process would have to import torch."""
+        """Prepare the run, as in `Starter.prepare`: in a fork of the server if preparation needs torch."""
         if not asked.loads_torch or not self._is_fit():
             return self._instead.prepare(asked)
         self._send({"prepare": asked.written()})
         answer = None
         while "code" not in (said := self._receive_message()):
-            if "answer" not in said:  # it could not fork, or was killed
+            if "answer" not in said:  # the server could not fork, or was killed
                 self._loaded = {"fit": "error" in said}
                 return self._instead.prepare(asked)
             answer = said["answer"]
@@ -107,7 +108,7 @@ class ForkServer:
         return outcome(answer, said["code"])
 
     def close(self) -> None:
-        """End the server and its remaining processes."""
+        """End the server and its forks."""
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self._messages.close()
@@ -116,14 +117,14 @@ class ForkServer:
         self._process.wait()
 
     def _is_fit(self) -> bool:
-        """Wait until modules are imported, and return True if the server can fork."""
+        """Wait until the modules are imported, and return True if the server can fork."""
         if self._loaded is None:
             with busy(sys.stderr, "starting: loading torch"):
                 self._loaded = self._receive_message()
         return bool(self._loaded.get("fit"))
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, and the missing answer shows it
+        with contextlib.suppress(OSError):  # if the server has ended, reading its response fails
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive_message(self) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class _Forks:
     def _listen(self) -> None:
         while len(self._codes) < len(self.pids):
             said = self._server._receive_message()
-            if not said:  # the server was killed, and its ranks with it
+            if not said:  # the server was killed, and so were its ranks
                 # Wait until they have ended, so that their memory and ports are free for the next start.
                 killed = [pid for rank, pid in self.pids.items() if rank not in self._codes]
                 until = time.monotonic() + _END_S
@@ -169,7 +170,7 @@ class _Forks:
 
 
 def _is_running(pid: int) -> bool:
-    """Return True if a process runs. An ended one that is not a child may not be reaped yet."""
+    """Return True if a process is running, and not a zombie that its parent has not reaped yet."""
     import psutil
 
     try:
@@ -180,7 +181,7 @@ def _is_running(pid: int) -> bool:
 
 # Ranks as forks of one process that imports torch once, while the launcher checks the run and prepares its data.
 
-#: Device file that only a process with CUDA started holds open. Its forks cannot use CUDA.
+#: Device file that a process opens when it initializes CUDA. Forks of such a process cannot use CUDA.
 _STARTED_CUDA = "/dev/nvidia-uvm"
 
 #: Function to run in a fork of the server, which ends when it returns.
@@ -188,7 +189,7 @@ _Role = Callable[[], None]
 
 
 class _Server:
-    """The server's side. In a fork, its methods return the function to run there, and otherwise None.
+    """Server process. After a fork, its methods return in the child the function to run there, and None in the server.
 
     `said` is the output of the imported modules, `threads` the OMP_NUM_THREADS at import.
     """
@@ -198,13 +199,13 @@ class _Server:
         self.said = ""
         self.threads = env.get("OMP_NUM_THREADS")
         self._waiting = b""
-        self._ranks: dict[int, tuple[int | None, int]] = {}  # descriptor -> rank (None: it prepares), process id
-        self._store: tuple[int, int] | None = None  # process id, and a descriptor whose closing ends it
+        self._ranks: dict[int, tuple[int | None, int]] = {}  # descriptor -> rank (None: prepares the run), process id
+        self._store: tuple[int, int] | None = None  # process id, and the descriptor to close to end it
 
     def serve(self) -> _Role | None:
-        """Handle orders until the launcher is gone."""
+        """Handle the launcher's orders until it has ended."""
         while True:
-            read = b"\n" in self._waiting  # received with the previous order
+            read = b"\n" in self._waiting  # the next order was received with the previous one
             ready = select.select([self._line, *self._ranks], [], [], 0 if read else None)[0]
             for descriptor in ready:
                 if isinstance(descriptor, int):
@@ -224,7 +225,7 @@ class _Server:
                     return role
 
     def send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone, and the next read detects it
+        with contextlib.suppress(OSError):  # if the launcher has ended, the next read detects it
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
     def _order(self) -> dict[str, Any] | None:
@@ -271,7 +272,7 @@ class _Server:
         if pid == 0:
             os.setpgid(0, 0)
             return None
-        with contextlib.suppress(OSError):  # parent and child both set it, in any order
+        with contextlib.suppress(OSError):  # parent and child both call setpgid, because either may run first
             os.setpgid(pid, pid)
         self._ranks[os.pidfd_open(pid)] = rank, pid
         return pid
@@ -287,7 +288,7 @@ class _Server:
         os._exit(0)  # finalizing torch would double the time of this process, and the launcher waits for it
 
     def _open_store(self) -> int:
-        """Start a process that hosts the store of the next ranks, and return its port."""
+        """Start a process that hosts the rendezvous store of the next ranks, and return the store's port."""
         reads, told = os.pipe()
         held, holds = os.pipe()
         parent = os.getpid()
@@ -307,7 +308,7 @@ class _Server:
         return int(port)
 
     def _let_go(self) -> None:
-        """Reap ended processes, once the launcher sends no more signals to them."""
+        """Reap ended processes. Called when the launcher sends no more signals to them."""
         if self._store is not None:
             os.close(self._store[1])
             self._store = None
@@ -336,7 +337,7 @@ def _host_store(parent: int, told: int, held: int) -> None:
 
 
 def _load(modules: Sequence[str]) -> str:
-    """Import the ranks' modules, and return their output on the standard streams for the ranks' logs."""
+    """Import the ranks' modules, and return their printed output, for the ranks' logs."""
     kept = [os.dup(1), os.dup(2)]
     with tempfile.TemporaryFile() as said:
         for stream in (1, 2):

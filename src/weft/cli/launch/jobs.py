@@ -20,7 +20,7 @@ from weft.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
 
-#: Signals that torchrun passes on to the ranks. Without SIGUSR1 in the list, that signal would end it unsaved.
+#: Signals that torchrun forwards to the ranks. Without SIGUSR1 in the list, that signal would end the run unsaved.
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 #: Number of restarts by torchrun after a failure. Each one resumes from the newest checkpoint.
 _RESTARTS = 3
@@ -36,7 +36,7 @@ class JobAsked:
         time_s: the scheduler's time limit for one job, or None.
         warn_s: time before the limit at which the run saves and stops.
         workdir: folder on storage that all machines share.
-        head: name of the first machine, if known.
+        head: name of the first machine, or None.
     """
 
     name: str
@@ -69,14 +69,14 @@ class JobAsked:
 
     @property
     def limit_comment(self) -> str:
-        """A comment for jobs whose scheduler sends no warning before it ends them."""
+        """Comment about the time limit, for jobs whose scheduler sends no warning before the limit."""
         text = (
             f"# The run saves and ends {self.warn_s} s before the limit, finished or not; start it again to resume.\n"
         )
         return "" if self.time_s is None else text
 
     def torchrun_words(self, endpoint: str) -> list[str]:
-        """Return torchrun's arguments on one machine. `endpoint` is the rendezvous address, which is not quoted."""
+        """Return the torchrun command of one machine as arguments. `endpoint` is the rendezvous address."""
         return [
             "torchrun",
             f"--nnodes={self.nodes}",
@@ -98,7 +98,7 @@ class JobAsked:
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """Return arguments as a line of a shell script. Variables such as "$HEAD" stay variables."""
+    """Return arguments as a line of a shell script. Variables such as "$HEAD" are expanded by the shell."""
     return " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
 
 
@@ -127,16 +127,16 @@ def check_asked(config: RunConfig, job: JobAsked) -> None:
 
 # Jobs for Kubernetes, SkyPilot and Ray.
 
-#: Seconds from SIGTERM to SIGKILL, enough for a step and a checkpoint.
+#: Seconds from SIGTERM to SIGKILL. They must suffice for a step and a checkpoint.
 _GRACE_S = 600
-#: Number of restarts of a machine's part, each of which resumes the run.
+#: Maximum number of restarts of the job on a machine. Each of them resumes the run.
 _TRIES = 100
-#: The same for Ray, which restarts without a pause.
+#: Maximum number of restarts with Ray, which restarts without a pause.
 _RAY_TRIES = 10
 
 
 def kubernetes_job(job: JobAsked) -> str:
-    """Return an indexed Job and the Service by which its pods find each other. No operator is needed."""
+    """Return an indexed Kubernetes Job, and the Service with which its pods find each other. No operator is needed."""
     if job.container is None:
         raise ConfigError("--container: a pod needs an image. Use --container IMAGE, an image with Weft installed.")
     words = "\n".join(
@@ -205,7 +205,7 @@ spec:
 
 
 def skypilot_job(job: JobAsked) -> str:
-    """Return a task for `sky jobs launch`, which restarts it on other machines if these are preempted."""
+    """Return a task for `sky jobs launch`, which restarts it on other machines after a preemption."""
     place = f"{job.gpu}:{job.ranks}" if job.on_gpus else None
     image = f"\n  image_id: {json.dumps(f'docker:{job.container}')}" if job.container is not None else ""
     accelerators = f"\n  accelerators: {json.dumps(place)}" if place else f"\n  cpus: {json.dumps(f'{job.ranks}+')}"

@@ -1,4 +1,4 @@
-"""Launch of the ranks of one machine: their number, their threads, signals, and failures."""
+"""Launch of the ranks of one machine: number of ranks, threads, signals, and failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.train.loop.signals import heeded_signals
 if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
 
-#: Device files of drivers: NVIDIA's, its boards', Windows Subsystem for Linux, and AMD's.
+#: Device files of GPU drivers: NVIDIA, NVIDIA Jetson boards, Windows Subsystem for Linux, and AMD.
 _DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 
 
@@ -38,7 +38,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: boo
         config: a config with plan, launch.device and launch.ranks.
         gpus: number of visible GPUs.
         cores: number of usable cores.
-        of_one_replica: the machine starts one replica of the plan, and other machines the others.
+        of_one_replica: whether this machine starts only one replica of the plan.
 
     Raises:
         LaunchError: if the machine has too few devices.
@@ -73,7 +73,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: boo
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process was started, which count towards a time limit."""
+    """Return the seconds since this process was started, for time limits."""
     import psutil
 
     return max(0.0, time.time() - psutil.Process().create_time())
@@ -87,9 +87,9 @@ def threads_variables(num_ranks: int, cores: int) -> dict[str, str]:
 
 
 def visible_gpus() -> int:
-    """Count the GPUs that torch may use, after CUDA_VISIBLE_DEVICES, without starting CUDA in this process.
+    """Return the number of GPUs that torch may use (CUDA_VISIBLE_DEVICES), without initializing CUDA in this process.
 
-    If the system has no such device file, the result is 0 without importing torch.
+    If the system has no GPU device file, return 0 without importing torch.
     """
     if sys.platform == "linux" and not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
         return 0
@@ -99,7 +99,7 @@ def visible_gpus() -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of cores for this process: its affinity, limited by the container's CPU quota."""
+    """Return the number of cores that this process may use, by its affinity and the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # a machine without cgroups, or no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -118,18 +118,18 @@ def stop_signals(handler: Callable[[int, FrameType | None], None]) -> Generator[
             signal.signal(signum, former)
 
 
-# Start the ranks of one machine, pass signals on, and report the rank that failed first.
+# Starting the ranks of one machine, forwarding signals, and reporting the rank that failed first.
 
-#: A wrapper (make, uv) may pass on a Ctrl-C that the terminal already sent. Within this time it counts as one.
+#: A wrapper (make, uv) may forward a Ctrl-C that the terminal already sent. Two within this time (s) count as one.
 _SAME_KEYPRESS_S = 0.5
-#: Seconds for the other ranks after a signal killed one: the cause is clear, and no save of all ranks can complete.
+#: Seconds until other ranks are killed after a signal killed one. They cannot save without it.
 _AFTER_CRASH_S = 1.0
-#: Signals that end a rank because of another one, which may not have sent its record yet.
+#: Signals that end a rank because another one failed. The record of that one may arrive later.
 _CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
 
 
 class RankFailed(WeftError):
-    """A rank failed. The message is the failure's; `traceback` is empty for expected errors."""
+    """A rank failed. The message describes the failure; `traceback` is empty for expected errors."""
 
     def __init__(self, failure: Failure, log: Path):
         super().__init__(failure.sentence())
@@ -150,7 +150,7 @@ class Stopped(WeftError):
     Args:
         signum: the signal.
         text: message for the user.
-        saved: True if the ranks saved and ended. The exit code is then 0, else 128 + signum.
+        saved: whether the ranks saved and ended. The exit code is then 0, else 128 + signum.
     """
 
     def __init__(self, signum: int, text: str, *, saved: bool = False):
@@ -175,13 +175,13 @@ def launch_ranks(
     Args:
         starter: starts the processes.
         num_ranks: number of ranks.
-        logs: folder in which ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
-        cores: cores of this machine, which the ranks divide; None to leave their threads unset.
-        settings: bytes that each rank receives (see switchboard.py).
-        lock: descriptor of a lock that each rank receives and holds; None for no lock.
+        logs: folder in which ranks write rank_N.log and, on failure, rank_N.error.json.
+        cores: number of this machine's cores, which the ranks share; None to not set their number of threads.
+        settings: bytes that each rank receives.
+        lock: descriptor of a locked file that each rank receives and keeps open, or None.
         notice: called with one line when a signal asks the ranks to stop.
-        grace_s: seconds from the first signal to SIGKILL, enough for a step and a large checkpoint.
-        peer_grace_s: the same after another rank has failed; at most 1 s if a signal killed that one.
+        grace_s: seconds from the first signal to SIGKILL, which must suffice for a step and a large checkpoint.
+        peer_grace_s: seconds until SIGKILL after another rank has failed; at most 1 s if a signal killed that rank.
 
     Raises:
         RankFailed: if a rank failed.
@@ -209,7 +209,7 @@ def launch_ranks(
 
 
 def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[int, Failure]) -> None:
-    """Raise the one error that the user gets for the ranks' exit codes, if any.
+    """Raise the error that describes the ranks' exit codes to the user, if a rank failed.
 
     `told` has the records that ranks sent.
     """
@@ -242,7 +242,7 @@ def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[
 
 
 class _Watch:
-    """Waits for each rank's process, passes signals on, and kills ranks that do not end in time.
+    """Waits for the ranks' processes, forwards signals, and kills ranks that do not end in time.
 
     `codes` maps ranks to exit codes, negative for the number of a signal. `ended` maps ranks to the end time in seconds
     since the epoch.
@@ -262,7 +262,7 @@ class _Watch:
         self._threads: list[threading.Thread] = []
 
     def begin(self, started: Started) -> None:
-        """Watch processes that have just been started."""
+        """Begin to wait for the processes of `started`."""
         self.pids = dict(started.pids)
         for rank in self.pids:
             watch = functools.partial(self._record_end, rank, started)
@@ -278,7 +278,7 @@ class _Watch:
             thread.join()
 
     def end(self) -> None:
-        """Kill remaining processes."""
+        """Kill the processes that are still running."""
         for timer in self._timers:
             timer.cancel()
         self._send(signal.SIGKILL)
@@ -288,7 +288,7 @@ class _Watch:
         return (rank, signum) in self._sent
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Request the ranks to save and stop. A second SIGINT kills them."""
+        """Signal handler: forward the first signal to the ranks, which save and stop. A second SIGINT kills them."""
         now = time.monotonic()
         if self.first_signal is None:
             self.first_signal, self._first_signal_at = signum, now

@@ -20,7 +20,7 @@ from weft.config.run_config import RunConfig
 from weft.monitor.alerts import Companion
 from weft.train.folder import new_files_like, restrict_new_files
 
-#: Seconds to send remaining data after the command ends, and seconds that the command waits for that.
+#: Seconds for sending the remaining data when the command ends, and seconds that the command waits for it.
 _GRACE_S, _WAIT_S = 10.0, 15.0
 _LOOK_S = 0.5
 
@@ -31,7 +31,7 @@ def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None])
 
     Args:
         folder, config: the run's folder, which the caller locks, and its config.
-        say: shows a line to the user.
+        say: called with a line for the user.
     """
     if not Companion.is_needed(config):
         yield

@@ -1,4 +1,4 @@
-"""One rank's process: its log, its failure record, and the user's command line for messages with next commands."""
+"""One rank's process: its log, its failure record, and the user's command line, which messages suggest to repeat."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
     from weft.private_torch import Store
 
-#: Programs that start a Python file as ranks, and torchrun's module.
+#: Names of torchrun: the program, and its Python modules.
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | None = None) -> list[str]:
     """Return this process's command line as the user typed it, or torchrun's for its ranks.
 
-    By default both arguments are looked up. A rank cannot find the srun command that started it, so there this is the
-    rank's own command.
+    By default both arguments are looked up. A rank cannot find the srun command that started it, so under srun the
+    result is the rank's own command.
 
     Args:
         argv: command line of this process.
@@ -51,7 +51,7 @@ def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | Non
         import psutil
 
         parent = []
-        with contextlib.suppress(psutil.Error):  # not permitted, or gone
+        with contextlib.suppress(psutil.Error):  # the parent is not readable, or has ended
             found = psutil.Process().parent()
             parent = found.cmdline() if found is not None else []
     for place, word in enumerate(parent):
@@ -65,15 +65,15 @@ def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | Non
 
 @dataclass(frozen=True, slots=True)
 class RankInputs:
-    """Inputs of one rank, in JSON values.
+    """Inputs of one rank, as JSON values.
 
     Attributes:
-        texts: contents of the run folder's files (see `RunFolder`).
-        began: start of the command, in seconds of time.monotonic.
+        texts: contents of the run folder's files, as in `RunFolder`.
+        began: time.monotonic at the start of the command.
         command: the command line of the user.
         copies: `CopyHome` of this host, if any.
-        world: `ReplicaWorld` of this rank, if each replica is a separate world.
-        store_key: secret of the ranks' messages in their store; empty if the ranks agree on one.
+        world: `ReplicaWorld` of this rank, if each replica has a separate process group world.
+        store_key: secret that signs the ranks' messages in their store; empty if the ranks agree on a secret later.
     """
 
     texts: Mapping[str, str]
@@ -96,14 +96,14 @@ def train_rank(
     """Train one rank of a prepared run. On failure, report it and end the process with the error's exit code.
 
     Args:
-        run_dir: the run's folder, which the launcher or rank 0 holds.
+        run_dir: the run's folder, which the launcher or rank 0 has locked.
         rank: the rank and the world size.
         inputs: inputs from the process that prepared the run.
         line: connection to the launcher, if `weft train` started the rank.
-        store: store at which the ranks have already met.
+        store: rendezvous store that already connects the ranks.
         output: output of modules that were imported before, for the log.
     """
-    alarm = second_handle(2)  # stream for reports of waits, if rank 0 cannot report
+    alarm = second_handle(2)  # stream to report hangs, if rank 0 cannot
 
     def body(terminal: TextIO | None) -> object:
         print(output, end="", file=sys.stderr)
@@ -151,7 +151,7 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
         error_path(logs, place.rank).unlink(missing_ok=True)
         terminal, outcry = _redirect(log_path(logs, place.rank), place)
         body(terminal)
-    # Record any exception, including SystemExit and Ctrl-C: this is the last frame of the process.
+    # Record any exception, including SystemExit and Ctrl-C: this is the outermost function of the process.
     except BaseException as error:
         failure = Failure.from_exception(place.rank, error)
         if failure.exit_code != 0:
@@ -159,7 +159,7 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
         _flush()
         # A thread that waits for a dead peer would block a normal exit.
         os._exit(failure.exit_code)
-    # All is saved, so ignore further requests to stop.
+    # Everything is saved, so ignore further signals to stop.
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     _flush()
@@ -179,10 +179,10 @@ def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherL
 
 
 def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
-    """Redirect descriptors 1 and 2 to the log.
+    """Redirect file descriptors 1 and 2 to the log.
 
-    Returns the original stdout on rank 0, and the original stderr for ranks of torchrun or srun, which report failures
-    there.
+    Return the original stdout on rank 0 (else None), and the original stderr for ranks of torchrun or srun, which
+    report failures there (else None).
     """
     _flush()
     terminal = second_handle(1) if place.rank == 0 else None
@@ -194,7 +194,7 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
     sys.stdout, sys.stderr = _lossy_stream(1), _lossy_stream(2)
     faulthandler.enable(file=2)
     clock = time.strftime("%Y-%m-%d %H:%M:%S%z")
-    with contextlib.suppress(OSError):  # a full disk is reported by later writes that need it
+    with contextlib.suppress(OSError):  # later writes report a full disk
         os.write(1, f"--- rank {place.rank} of {place.world_size}, pid {os.getpid()}, {clock} ---\n".encode())
     return terminal, outcry
 
@@ -214,7 +214,7 @@ def _report_failure(outcry: TextIO, failure: Failure, log: Path) -> None:
 
 
 class _Lossy(io.FileIO):
-    """A file that drops writes to a full disk, so that a lost log line neither ends training nor hides a failure."""
+    """A log file that drops writes to a full disk, so that a lost log line does not end training or hide a failure."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -245,7 +245,7 @@ def die_with(launcher: int | None) -> None:
     if launcher is None:
         return
     if os.getppid() != launcher:
-        os._exit(1)  # it died before the signal was requested
+        os._exit(1)  # the parent ended before prctl
     if sys.platform != "linux":
         threading.Thread(target=_watch_parent, args=(launcher,), name="weft-parent-watch", daemon=True).start()
 
@@ -270,7 +270,7 @@ def main(said: str = "") -> None:
         sys.exit("error: this module is part of `weft train`, which sets RANK and WEFT_LINE. Run: weft train.")
     name_process(f"weft-rank-{place.rank}")
     train_rank(run_dir, place, RankInputs(**json.loads(line.settings)), line=line, output=said)
-    gc.freeze()  # as in cli/app.py, for a fast exit
+    gc.freeze()  # for a fast exit, as in cli/app.py
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Launch of replicas with separate worlds: one launcher each, and their rendezvous server."""
+"""Launch of replicas with separate process group worlds: one launcher per replica, and their rendezvous server."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from weft.units import parse_seconds
 def rendezvous_server(config: RunConfig, world: ReplicaWorld, say: Callable[[str], None]) -> Generator[None]:
     """Serve replicas on other machines during a block, if this machine starts replica 0.
 
-    On exit, the server runs until the other replicas have ended, or sent nothing for `launch.meeting_timeout`.
+    At the end of the block, wait until the other replicas have ended or sent nothing for `launch.meeting_timeout`.
 
     Args:
         config, world: the run's config, and the replica that this machine starts.
-        say: shows a line to the user.
+        say: called with a line for the user.
 
     Raises:
         LaunchError: if this machine cannot listen at `launch.meet_at`.
@@ -78,8 +78,8 @@ class Replicas:
 
     Args:
         config: the run's config with its full plan.
-        gpus, cores: number of GPUs for ranks (0: CPU cores), and of usable cores.
-        command, say: the command line of the user, and a function that shows a line to the user.
+        gpus, cores: GPUs for the ranks (none: CPU ranks), and number of usable cores.
+        command, say: the user's command line, and a function that is called with a line for the user.
     """
 
     def __init__(self, config: RunConfig, gpus: int, cores: int, command: Sequence[str], say: Callable[[str], None]):
@@ -109,7 +109,7 @@ class Replicas:
             first, *others = self._replicas
             if not self._start_first(first):
                 assert first.process is not None
-                code = first.process.wait()  # it has printed the reason
+                code = first.process.wait()  # the launcher has printed the reason
                 return code if code >= 0 else 128 - code
             for one in others:
                 if self._first_signal is None:
@@ -131,7 +131,7 @@ class Replicas:
             return bool(told.read(1))
 
     def _start(self, one: _Replica, writes: int | None = None) -> None:
-        """Start the launcher of a replica. Only the first one gets the terminal. Errors of the others are passed on."""
+        """Start the launcher of a replica. Only the first one gets the terminal; of others, errors are printed."""
         variables = dict(self._threads)
         if self._gpus:
             own = self._gpus[one.number * self._ranks : (one.number + 1) * self._ranks]
@@ -147,7 +147,7 @@ class Replicas:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=None if log is None else subprocess.PIPE,
-                start_new_session=True,  # only this process passes Ctrl-C on
+                start_new_session=True,  # only this process forwards Ctrl-C
                 env=env.child_env(**variables),
                 pass_fds=() if writes is None else (writes,),
             )
@@ -158,7 +158,7 @@ class Replicas:
         world = ReplicaWorld(one.number, self._meet_at, self._key)
         spec = LaunchSpec(self._config, self._command, world=world, parent=os.getpid(), prepared=writes)
         assert process.stdin is not None
-        with suppress(OSError):  # it is gone, and its exit code shows it
+        with suppress(OSError):  # if it has ended, its exit code is checked later
             process.stdin.write(spec.lines())
             process.stdin.close()
         if process.stderr is not None:

@@ -1,7 +1,7 @@
-"""Handling of failures: restarting the ranks, pausing the run, or raising the error.
+"""Handling of rank failures: restarting the ranks, pausing the run, or raising the error.
 
 torch's agent can restart ranks too, but always with the same number and arguments, whatever the cause. Here each start
-is separate: the cause decides, data can be excluded, and fewer ranks get another plan.
+is separate: it depends on the cause of the failure, can skip data, and gets a new plan for fewer ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.units import format_seconds, parse_seconds
 _LONGEST_PAUSE_S = 300.0
 _LOOK_S = 0.5
 
-#: Starts the ranks and returns when they have succeeded, from the settings and the number of ranks.
+#: Function of the config and the number of ranks that starts the ranks and returns when they have succeeded.
 Attempt = Callable[[RunConfig, int], None]
 
 
@@ -39,8 +39,8 @@ class Restarts:
         config: the run's config.
         folder: the run's folder.
         num_ranks: number of ranks of the first start.
-        say: shows a line to the user.
-        sleep: waits for some seconds.
+        say: called with a line for the user.
+        sleep: time.sleep, replaced in tests.
         copied: returns the step of the newest in-memory copy, or None.
     """
 
@@ -73,14 +73,14 @@ class Restarts:
                 else:
                     ranks, config = self._after(failed, ranks, config)
             except PlanError:
-                # Some smaller numbers of ranks do not divide the batch.
+                # Try fewer ranks, because some numbers of ranks do not divide the batch.
                 if ranks == self.num_ranks or ranks - 1 < (self.config.launch.min_ranks or ranks):
                     raise
                 ranks -= 1
             step, newest = config.resume.step, self._newest()
             still_to_go_back = step is not None and newest is not None and newest == self._saved and newest > step
             if step is not None and not still_to_go_back:
-                # The run has resumed from that step, and must not return to it again.
+                # The run has resumed from that step. Later starts must not go back to it.
                 config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
             config = config if ranks == self.num_ranks else for_ranks(config, ranks)
 
@@ -136,7 +136,7 @@ class Restarts:
         self._log(event if failure.step is None else {**event, "at_step": failure.step})
 
     def _log(self, event: dict[str, object]) -> None:
-        """Write an event while no rank writes."""
+        """Write an event to the run's log. Called while no rank writes to it."""
         try:
             with EventLog(self.folder.events) as log:
                 log.write(event)
@@ -166,7 +166,7 @@ class Restarts:
             try:
                 config = with_settings(config, words)
                 break
-            except ConfigError as error:  # from an unchecked request file, which users may write directly
+            except ConfigError as error:  # users may write the request file directly, unchecked
                 self.say(f"{error}\nstill paused: weft runs resume {self.folder.path} key=value")
         place.end()
         self._log({"event": "go_on", "settings": words})
@@ -175,7 +175,7 @@ class Restarts:
 
 
 def cause_of(failure: Failure) -> str:
-    """Return the kind of failure: "died", "hang", "data", "bad steps", "failed", or "refused", which would recur."""
+    """Return the kind of failure: "died", "hang", "data", "bad steps", "failed", or "refused" if it would recur."""
     if failure.in_data:
         return "data"
     if failure.kind == "TrainingHalted" and failure.first_bad is not None:
@@ -197,7 +197,7 @@ def config_for_world_size(config: RunConfig, num_ranks: int) -> RunConfig:
         return config
     try:
         wanted = Plan.parse(config.plan, num_ranks).world_size
-    except PlanError:  # a '*' that does not divide evenly
+    except PlanError:  # the number of ranks does not fit the plan's '*'
         wanted = num_ranks + 1
     return for_ranks(config, num_ranks) if num_ranks < wanted else config
 

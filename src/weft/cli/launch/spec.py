@@ -1,4 +1,4 @@
-"""Launch of one process of `weft train` as a value: the ranks that the process starts, or its own rank."""
+"""Description of how a process of `weft train` trains: the ranks that it starts, or its own rank."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _KEY_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """How one process of `weft train` trains.
+    """Inputs of one process of `weft train`.
 
     Attributes:
         config: the run's config.
         command: the command line of the user.
         rank: the rank of this process, if torchrun or srun started it; None to start the ranks of this machine.
-        world: replica of the ranks, if each replica is a separate world; None for the complete plan.
-        parent: process that sent this spec by `lines` and serves the replicas' rendezvous.
-        prepared: descriptor to write to once the run is checked; None to skip it.
+        world: the replica of this process's ranks, if each replica has a separate world; None for the complete plan.
+        parent: id of the process that sent this spec with `lines` and serves the replicas' rendezvous.
+        prepared: file descriptor to write to once the run is checked; None for no notification.
     """
 
     config: RunConfig
@@ -91,7 +91,8 @@ class LaunchSpec:
     def lines(self) -> bytes:
         """Return the spec as two lines, for the standard input of a child process.
 
-        Passed by value, like a rank's inputs, no other command can change it, and no secret is on a command line.
+        Sending the content, like a rank's inputs, ensures that no other command changes it and no secret is on a
+        command line.
         """
         own = [None if self.world is None else asdict(self.world), list(self.command), self.parent, self.prepared]
         config = self.config.model_dump(mode="json", by_alias=True)
@@ -99,7 +100,7 @@ class LaunchSpec:
 
     @classmethod
     def read(cls, stream: IO[bytes]) -> LaunchSpec:
-        """Read the spec of this process. From then on it dies with its parent."""
+        """Read the spec of this process. From then on, this process dies with its parent."""
         world, command, parent, prepared = json.loads(stream.readline())
         die_with(parent)
         from weft.train.engine import ReplicaWorld
@@ -109,7 +110,7 @@ class LaunchSpec:
         return cls(config, command, world=own, parent=parent, prepared=prepared)
 
     def report_prepared(self) -> None:
-        """Send the parent the notice that the run is checked and its data is ready. Call it once."""
+        """Send the parent a notification that the run is checked and its data is ready. Call it once."""
         if self.prepared is not None:
             os.write(self.prepared, b"1")
             os.close(self.prepared)

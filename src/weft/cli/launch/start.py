@@ -36,7 +36,7 @@ def preloaded_modules(config: RunConfig) -> list[str]:
 
 
 def _of_architecture(folder: Path) -> list[str]:
-    """Return the modules of transformers for a folder's model, or none if its config does not name it."""
+    """Return the modules of transformers for the model of a folder, or [] if its config names no architecture."""
     try:
         kind = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -47,7 +47,7 @@ def _of_architecture(folder: Path) -> list[str]:
     return [f"transformers.models.{name}.{part}_{name}" for part in ("configuration", "modeling")]
 
 
-# Processes of the ranks: starting them, waiting for them, and keeping their process ids reserved until all have ended.
+# Processes of the ranks: starting, waiting, and reaping them after all have ended, so that no process id is reused.
 
 
 class Starter(Protocol):
@@ -70,7 +70,7 @@ class Starter(Protocol):
 
 
 class Started(Protocol):
-    """Ranks that were started. `pids` maps ranks to process ids, each of which leads a process group."""
+    """Processes of started ranks. `pids` maps ranks to process ids. Each process leads a process group."""
 
     pids: dict[int, int]
 
@@ -106,7 +106,7 @@ class Programs:
 
 
 class _Programs:
-    """Processes that this one started. They inherit only the standard streams."""
+    """Rank programs that this process started. They inherit only the standard streams."""
 
     def __init__(self, command: list[str], ranks: Mapping[int, Mapping[str, str]], store: object, port: int):
         self._store = store
@@ -140,7 +140,7 @@ class _Programs:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Inputs of a preparation, under a lock that the launcher holds."""
+    """Inputs of the preparation of a run. The launcher has locked the run's folder."""
 
     config: RunConfig
     num_ranks: int
@@ -150,11 +150,11 @@ class Preparation:
 
     @property
     def loads_torch(self) -> bool:
-        """True if checking the task needs torch. Decoders on text do not."""
+        """True if checking the task needs torch. Text decoders do not need it."""
         return bool(self.config.model.path or self.config.task.name)
 
     def prepare_locally(self) -> RunFolder:
-        """Choose the plan if it is "auto", and write the folder, in this process.
+        """Prepare the run in this process: choose the plan if it is "auto", and write the run folder.
 
         Raises:
             WeftError: the subclass for the problem.
@@ -173,9 +173,9 @@ class Preparation:
         return folder
 
     def answered(self) -> dict[str, Any]:
-        """Make the folder and return JSON values.
+        """Prepare the run and return the result as JSON values.
 
-        `outcome` restores the folder or error from them in another process.
+        In another process, `outcome` converts them to the folder, or raises the error.
         """
         try:
             folder = self.prepare_locally()
@@ -226,7 +226,7 @@ def outcome(answer: Mapping[str, Any] | None, exit_code: int) -> RunFolder:
 
 
 def _kind(error: BaseException) -> str:
-    """Return the name of the nearest class that `_error` supports."""
+    """Return the name of the first base class (or own class) that `_error` can create."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ in ("weft.errors", "builtins"))
 
 
@@ -235,7 +235,7 @@ def _error(answer: Mapping[str, Any]) -> WeftError:
     if issubclass(kind, errors.ConfigError | errors.PlanError):
         error: WeftError = kind([Problem(**problem) for problem in answer["problems"]])
     else:
-        error = kind.__new__(kind)  # some build their message from other arguments
+        error = kind.__new__(kind)  # without __init__, because its arguments may differ from the message
         WeftError.__init__(error, answer["text"])
     error.exit_code = answer["exit_code"]
     return error

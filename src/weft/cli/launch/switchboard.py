@@ -1,8 +1,8 @@
 """Connections between the launcher and its ranks: settings and the run's lock to ranks, failure records from them.
 
-Uses a local socket, which needs no disk, so that a rank can report a full disk. Settings are passed by value, so that
-no other command can change them. The lock's open file is passed too: the folder is held until the launcher and every
-rank are gone.
+A local socket needs no disk space, so a rank can report a full disk. Ranks receive the content of the settings, so no
+other command can change them. They also receive the open file of the lock, so the folder is locked until the launcher
+and every rank have ended.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from weft.cli.launch.failure import Failure
 from weft.errors import LaunchError
 
 _HEAD = struct.Struct("!Q")  # length of the settings that follow
-#: Seconds that a rank waits for the launcher to read its record. A stopped launcher must not block it.
+#: Seconds that a rank waits for the launcher to read its record, so that a suspended launcher does not block it.
 _TELL_S = 5.0
 #: Seconds that the launcher may need to read pending data on a busy machine.
 _READ_S = 60.0
 
 
 class Switchboard:
-    """The launcher's side.
+    """Launcher's side of the connections.
 
-    `address` is the ranks' WEFT_LINE. `failures` maps ranks to their records, and is complete after `close`.
+    `address` is the value of WEFT_LINE for the ranks. `failures` maps ranks to their records, and is complete after
+    `close`.
     """
 
     def __init__(self, settings: bytes = b"", lock: int | None = None):
@@ -60,12 +61,12 @@ class Switchboard:
     def close(self) -> None:
         """Read the records that ranks have sent so far, and close all connections."""
         self._closed = True
-        with contextlib.suppress(OSError):  # wakes accept() on systems where closing does not
+        with contextlib.suppress(OSError):  # wakes accept() on systems on which close does not
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._answering.join(_READ_S)  # connections accepted until now are then in `_calls`
+        self._answering.join(_READ_S)  # after it, all accepted connections are in `_calls`
         for call, thread in self._calls:
-            # Buffered data is still read and followed by end-of-file, even if a child process holds the rank's end.
+            # Then buffered data is read up to end-of-file, even if a child process still has the rank's end open.
             with contextlib.suppress(OSError):
                 call.shutdown(socket.SHUT_RD)
             thread.join(_READ_S)
@@ -87,11 +88,11 @@ class Switchboard:
             self._calls.append((call, thread))
 
     def _serve(self, call: socket.socket) -> None:
-        # A rank may end before it received everything, after sending its record.
+        # A rank may send its record and end before it has received everything.
         with contextlib.suppress(OSError):
             self._give(call)
         said = b""
-        with contextlib.suppress(OSError):  # the rank's end was closed after this data
+        with contextlib.suppress(OSError):  # the rank closed its end after sending this
             while part := call.recv(65536):
                 said += part
         # A rank that dies while sending leaves an incomplete record. Its exit code is used instead.
@@ -125,14 +126,14 @@ def switchboard(settings: bytes = b"", lock: int | None = None) -> Generator[Swi
 
 
 class LauncherLine:
-    """A rank's side. `settings` are the launcher's. The lock that it received is held until this process ends."""
+    """Rank's side of the connection, with the launcher's settings. It holds the received lock until it exits."""
 
     def __init__(self, address: str):
         self._call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._call.connect(_bound(address))
         head, self._held, _, _ = socket.recv_fds(self._call, _HEAD.size, 1)
         for descriptor in self._held:
-            os.set_inheritable(descriptor, False)  # a rank's helper processes do not hold the run's folder
+            os.set_inheritable(descriptor, False)  # helper processes of a rank must not hold the lock
         self.settings = b""
         length = _HEAD.unpack(head)[0]
         while len(self.settings) < length:
@@ -142,7 +143,7 @@ class LauncherLine:
             self.settings += part
 
     def report_failure(self, failure: Failure) -> None:
-        """Send this rank's failure to the launcher, as the last message. Ignores a launcher that is gone."""
+        """Send this rank's failure record to the launcher, as the last message, if it is still running."""
         with contextlib.suppress(OSError):
             self._call.settimeout(_TELL_S)
             self._call.sendall(json.dumps(asdict(failure)).encode())
@@ -153,7 +154,7 @@ def launcher_line() -> LauncherLine | None:
     """Return the connection to the launcher of this process, or None without one.
 
     Raises:
-        LaunchError: if the launcher does not answer.
+        LaunchError: if the launcher does not respond.
     """
     address = env.get("WEFT_LINE")
     if not address:

@@ -1,8 +1,8 @@
 """Audio files: length, samples, and transforms.
 
 The length of a plain Ogg Vorbis file is computed from its first and last pages (RFC 3533; Vorbis I specification,
-4.2.2). To open a file, libsndfile unpacks the codec's tables, which takes longer than the rest of the indexing.
-libsndfile reads all other files: other codecs, several streams, a start that is not 0, few bytes for the length.
+4.2.2). This avoids libsndfile, which unpacks the codec's tables to open a file and so would take most of the time of
+indexing. libsndfile reads all other files: other codecs, several streams, a start that is not 0, possible silence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.errors import DataError, MissingExtra, WeftError
 #: Maximum size of a page.
 PAGE_BYTES = 65_307
 _HEAD_BYTES = 16_384
-#: Bytes per second above which a file cannot be silent. Silence takes a few bytes per packet.
+#: A file with more bytes per second is not silent. Silence takes a few bytes per packet.
 _SOUND_BYTES_A_S = 1000
 _PAGE = struct.Struct("<4sBBqIIIB")
 
@@ -80,7 +80,7 @@ def vorbis_size(encoded: Encoded) -> tuple[int, int, int] | None:
 
 
 def _page_at(data: bytes, at: int) -> _Page | None:
-    """Return the page that begins at offset `at`, or None if no page or only a part of its segment table is there."""
+    """Return the page that begins at offset `at`, or None if there is no page, or its segment table is incomplete."""
     if len(data) < at + _PAGE.size:
         return None
     mark, version, _, granule, serial, _, _, count = _PAGE.unpack_from(data, at)
@@ -92,7 +92,6 @@ def _page_at(data: bytes, at: int) -> _Page | None:
 
 
 def _first_sound(head: bytes, first: _Page) -> _Page | None:
-    """Return the first page with samples, after the three header packets."""
     packets, page = first.packets, _page_at(head, first.end)
     while page is not None and packets + page.packets <= 3 and page.granule <= 0:
         packets, page = packets + page.packets, _page_at(head, page.end)
@@ -109,7 +108,7 @@ def _last_page(encoded: Encoded, size: int) -> _Page | None:
     return _Page(page.start + start, page.body + start, page.end + start, page.granule, page.serial, page.packets)
 
 
-# An audio clip: its length from the header, and ranges of its samples.
+# Reading an audio clip: its length from the header, and ranges of its samples.
 
 #: Valid sample rates, in frames per second.
 RATES = range(1000, 768_001)
@@ -121,9 +120,9 @@ _MAGIC = (
     *(bytes((0xFF, second)) for second in range(0xE0, 0x100)),  # frames of MP3
 )  # fmt: skip
 _MAX_CHANNELS = 64
-#: Maximum number of values in the search for one that is not 0.
+#: Maximum number of values to search for one that is not 0.
 _MAX_SILENCE = 2**28
-#: Larger frame counts are placeholders of an unknown length.
+#: Larger frame counts are placeholders for an unknown length.
 _MOST_FRAMES = 2**48
 #: Larger chunk sizes are placeholders of programs that write a file of unknown length.
 _OPEN_ENDED = 0x7FFFF000
@@ -146,7 +145,7 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
     """Return frames, frames per second and channels, from the header and the first samples that are not 0.
 
     Raises:
-        DataError: if the file is not audio, has no samples, is cut off, or is silent from start to end.
+        DataError: if the file is not audio, has no samples, is truncated, or is completely silent.
     """
     encoded = source if isinstance(source, Encoded) else Encoded.of_file(source)
     plain = vorbis_size(encoded)
@@ -174,7 +173,7 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
 
 
 def read_frames(encoded: Encoded, start: int, count: int) -> NDArray[np.float32]:
-    """Return frames of an audio clip, float32 (count, channels), with full scale as 1.
+    """Return frames of an audio clip, float32 (count, channels), with values from -1 to 1.
 
     Args:
         encoded: the audio clip.
@@ -214,7 +213,7 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             found = self._encoded.part(self._at, len(buffer))
-        except DataError as error:  # called from C, where exceptions are lost
+        except DataError as error:  # C code calls this and drops exceptions
             self.fault, found = error, b""
         buffer[: len(found)] = found
         self._at += len(found)
@@ -231,7 +230,7 @@ class _Stream(io.RawIOBase):
 
 @cache
 def _reader(library: Any) -> Any:
-    """Return a SoundFile class that reports it is not seekable.
+    """Return a subclass of SoundFile that claims to be not seekable.
 
     SoundFile seeks to its current position after each read of a seekable file, which is slower than reading a header.
     """
@@ -266,7 +265,7 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
 
 
 def _refuse_silence(sound: Any, frames: int, name: str) -> None:
-    """Read up to the first sample that is not 0, and raise DataError if there is none."""
+    """Raise DataError if all samples are 0. Reading stops at the first other sample."""
     done, size = 0, _FIRST_BLOCK
     while done < min(frames, _MAX_SILENCE // sound.channels):
         block = sound.read(size, dtype="float32")
@@ -280,7 +279,7 @@ def _refuse_silence(sound: Any, frames: int, name: str) -> None:
 
 
 def _is_truncated(encoded: Encoded, sound: Any) -> bool:
-    """Return True if the file is shorter than its tables declare. Only some formats have such tables."""
+    """Return True if the file is shorter than its header declares. Only some formats declare a length."""
     if sound.format in ("WAV", "WAVEX"):
         return _chunk_end(encoded, "<", b"data") > encoded.size()
     if sound.format == "AIFF":
@@ -301,7 +300,7 @@ def _has_last_frame(sound: Any) -> bool:
 
 
 def _chunk_end(encoded: Encoded, order: str, wanted: bytes) -> int:
-    """Return the end of the sample chunk by its declared size, or 0 if no size is declared."""
+    """Return the byte offset at which the sample chunk should end by its declared size, or 0 if none is declared."""
     at = 12
     while len(head := encoded.part(at, 8)) == 8:
         name, size = struct.unpack(f"{order}4sI", head)
@@ -312,7 +311,7 @@ def _chunk_end(encoded: Encoded, order: str, wanted: bytes) -> int:
 
 
 def _last_page_end(encoded: Encoded) -> int:
-    """Return the end of the last page of an Ogg file by its segment table, or 0 if no page is found."""
+    """Return the byte offset at which the last page of an Ogg file should end, or 0 if no page is found."""
     start = max(0, encoded.size() - 2 * PAGE_BYTES)
     tail = encoded.part(start, 2 * PAGE_BYTES)
     at = tail.rfind(b"OggS")
@@ -325,10 +324,10 @@ def _last_page_end(encoded: Encoded) -> int:
 
 
 def _frames_end(encoded: Encoded) -> int:
-    """Return the end of an MP3 by the table that encoders write into its first frame, or 0 if it is missing."""
+    """Return the byte offset at which an MP3 should end by the Xing header of its first frame, or 0 without one."""
     head = encoded.part(0, 10)
     start = 0
-    if head[:3] == b"ID3" and len(head) == 10:  # tags: four bytes with 7 bits of the length each
+    if head[:3] == b"ID3" and len(head) == 10:  # ID3 tag: four bytes with 7 bits of the length each
         start = 10 + sum((byte & 127) << 7 * (3 - place) for place, byte in enumerate(head[6:10]))
     first = encoded.part(start, 256)
     at = max(first.find(b"Xing"), first.find(b"Info"))
@@ -338,9 +337,10 @@ def _frames_end(encoded: Encoded) -> int:
     return start + size if flags & 3 == 3 else 0
 
 
-# Transforms of an audio clip: one channel, one rate, a maximum length, and random changes drawn from a key.
+# Transforms of an audio clip: to one channel, one sample rate and a maximum length, with augmentation from a random
+# key.
 
-#: Maximum share of the frames, and of the bands, that a mask covers.
+#: Maximum share of the frames, and of the mel bands, that one mask covers.
 _TIME_SHARE, _BAND_SHARE = 0.125, 0.25
 
 
@@ -351,9 +351,9 @@ class AudioTransform:
     Attributes:
         rate: samples per second.
         seconds: maximum length.
-        crops: take a random part of a longer audio clip instead of its middle.
+        crops: whether to take a random part of a longer audio clip instead of its middle.
         gain: maximum change of the level, in dB, up or down.
-        noise: maximum level of added white noise, as a share of the recording's level.
+        noise: maximum level of added white noise, as a share of the clip's level.
         masks: number of time masks, and of frequency masks (SpecAugment, arXiv 1904.08779).
     """
 
@@ -386,15 +386,15 @@ def soxr() -> Any:
 def apply_transform(
     encoded: Encoded, size: tuple[int, ...], hearing: AudioTransform, key: tuple[int | str, ...] = ()
 ) -> NDArray[np.float32]:
-    """Return the transformed samples of an audio clip, float32, with full scale as 1.
+    """Return the transformed samples of an audio clip, float32, with values from -1 to 1.
 
-    They are the mean of its channels, resampled. Only the frames that are used are decoded.
+    Channels are averaged, and the result is resampled. Only the frames that are used are decoded.
 
     Args:
         encoded: the audio clip.
         size: its frames, frames per second and channels.
         hearing: the transform.
-        key: key of the random draws.
+        key: seed of the random numbers, as in `generator_of`.
 
     Raises:
         DataError: if it cannot be decoded.
@@ -426,7 +426,7 @@ def masked(
         features_MT: features, (bands, frames).
         count: number of time masks, and of frequency masks.
         num_frames: number of frames of the audio clip. The rest is padding.
-        key: key of the random draws.
+        key: seed of the random numbers, as in `generator_of`.
     """
     rng = generator_of((*key, "masks"))
     heard = features_MT[:, :num_frames]

@@ -1,7 +1,7 @@
 """Log-mel spectrograms, as Whisper's feature extractor and torchaudio define them.
 
-Written in numpy without matrix products, which may use threads, so that the last bits would depend on their number. M
-mel bands, T frames, F frequencies.
+The code uses numpy without matmuls: with threads, their last bits would depend on the number of threads. Shapes: M mel
+bands, T frames, F frequencies.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from weft.errors import DataError, MissingExtra
 #: Frequency up to which the mel scale of Slaney's Auditory Toolbox is linear. It is logarithmic above.
 _KNEE_HZ, _KNEE_MEL, _HZ_PER_MEL = 1000.0, 15.0, 200.0 / 3.0
 _LOG_STEP = np.log(6.4) / 27.0
-#: Lower limit of the energy before the logarithm, and of values relative to the loudest band, in powers of ten.
+#: Minimum energy before the logarithm, and maximum distance from the loudest value, in powers of ten.
 _FLOOR, _RANGE = 1e-10, 8.0
-#: Frames that are transformed together. Intermediate arrays of this size come from the heap, without new memory pages.
+#: Frames that are transformed together. Arrays of this size are allocated from the heap, without new memory pages.
 _AT_ONCE = 32
 
 
@@ -32,7 +32,7 @@ def log_mel(
     """Return Whisper's features of a wave, (M, T) with T = len(wave) // hop, in a range of about -1 to 1.5.
 
     Args:
-        wave: samples, with full scale as 1.
+        wave: samples, with values from -1 to 1.
         rate: samples per second.
         mels: number of bands, up to half the rate and at most 8 kHz.
         n_fft: samples of a window.
@@ -112,7 +112,7 @@ def _hz(mel: NDArray[np.float64], scale: str) -> NDArray[np.float64]:
     return np.where(mel < _KNEE_MEL, mel * _HZ_PER_MEL, _KNEE_HZ * np.exp(_LOG_STEP * (mel - _KNEE_MEL)))
 
 
-# Features of a wave: Weft's log-mel bands, or those of the feature extractor in a Hugging Face folder.
+# Feature extractors: Weft's log-mel bands, or the feature extractor of a Hugging Face folder.
 
 _FILE = "preprocessor_config.json"
 
@@ -141,7 +141,7 @@ class LogMel:
 
     @classmethod
     def at_rate(cls, rate: int, mels: int) -> LogMel:
-        """Return bands of windows of 25 ms, 10 ms apart."""
+        """Return the features for windows of 25 ms, 10 ms apart."""
         return cls(rate, mels, 2 * round(200 * rate / 16_000), round(160 * rate / 16_000))
 
     def shape(self, most_samples: int) -> tuple[int, ...]:
@@ -149,8 +149,7 @@ class LogMel:
         return self.mels, max(most_samples, self.filled, self.hop) // self.hop
 
     def __call__(self, wave: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the features of a wave, (M, T)."""
-        wanted = max(self.filled, self.hop)  # one frame at least
+        wanted = max(self.filled, self.hop)  # at least one frame
         if len(wave) < wanted:
             wave = np.concatenate((wave, np.zeros(wanted - len(wave), np.float32)))
         return log_mel(wave, rate=self.rate, mels=self.mels, n_fft=self.n_fft, hop=self.hop)
@@ -172,7 +171,7 @@ class FolderFeatures:
         rate: samples per second.
         mels: number of rows of the features.
         name: name of the model's input.
-        is_turned: the extractor returns (frames, bands), not (bands, frames).
+        is_turned: whether the extractor returns (frames, bands) instead of (bands, frames).
     """
 
     folder: str
@@ -188,7 +187,6 @@ class FolderFeatures:
         return self(np.zeros(most_samples, np.float32)).shape
 
     def __call__(self, wave: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the features of a wave, bands and frames."""
         made = _extractor(self.folder)(wave, sampling_rate=self.rate, return_tensors="np")[self.name][0]
         found = np.asarray(made, np.float32)
         return np.ascontiguousarray(found.T if self.is_turned else found)
@@ -206,13 +204,13 @@ Features = LogMel | FolderFeatures
 
 
 def parse_features(told: dict[str, Any]) -> Features:
-    """Return the features that the JSON values `told` describe."""
+    """Return the features that the JSON values `told` (the output of `to_json`) describe."""
     kinds = {kind.kind: kind for kind in (LogMel, FolderFeatures)}
     return kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})
 
 
 def folder_features(folder: Path) -> tuple[Features, float | None]:
-    """Return the features of a Hugging Face folder, and their maximum length in seconds or None.
+    """Return the feature extractor of a Hugging Face folder, and its maximum length in seconds or None.
 
     Whisper's features are computed by Weft, with equal values and without transformers.
 

@@ -1,4 +1,4 @@
-"""Features of a source's audio clips, by index. Random draws are a function of (seed, epoch, index)."""
+"""Features of a source's audio clips, by index. Augmentation is a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sounds:
     """
 
     dtype = np.dtype(np.float32)
-    #: The option that reduces the size of a decoded sample.
+    #: Name of the option that reduces the size of a decoded sample, for error messages.
     smaller = "seconds"
 
     def __init__(self, source: MediaRecords, hearing: AudioTransform, features: Features, seed: int):
@@ -76,6 +76,6 @@ class Sounds:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Sounds:
-        """Return the object that `told` describes."""
+        """Return the object for the output of `to_json`."""
         source, features = MediaRecords.parse(told["source"]), parse_features(told["features"])
         return cls(source, AudioTransform(**told["hearing"]), features, told["seed"])

@@ -26,14 +26,14 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class ClassFolder:
-    """Pictures below a folder, in order of their names.
+    """Images below a folder, in order of their names.
 
     Attributes:
         root: the folder.
         classes: names of its folders, in order.
         paths: paths of the images, relative to the folder.
         labels: class number of each image.
-        unreadable: files that were left out, with the reason.
+        unreadable: files that were skipped, with the reason.
     """
 
     root: str
@@ -71,7 +71,7 @@ class ClassFolder:
             ) from error
 
     def part(self, chosen: Sequence[int]) -> ClassFolder:
-        """Return a folder with only the images at these positions."""
+        """Return a copy with only the images at the indices `chosen`."""
         paths, labels = tuple(self.paths[i] for i in chosen), tuple(self.labels[i] for i in chosen)
         return ClassFolder(self.root, self.classes, paths, labels)
 
@@ -100,7 +100,7 @@ class ClassFolder:
 
 
 def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) -> ClassFolder:
-    """Find the images of a folder of classes. Images with an unreadable header are left out.
+    """Find the images of a folder of classes. Images with an unreadable header are skipped.
 
     Args:
         root: the folder. Each folder in it is a class, and may have subfolders.

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from weft.errors import DataError
 from weft.lazy import named_object
 
-#: slot, epoch, index; slot, status, length of the text that follows.
+#: Formats of a job (slot, epoch, index) and of a response (slot, status, length of the text that follows).
 JOB, ANSWER = struct.Struct("<qqq"), struct.Struct("<qqq")
 DONE, FAULTY, BROKEN = range(3)
-#: Sample classes by the "kind" of their description. They are imported by name, since their modules import this one.
+#: Sample classes by the "kind" of their description. They are given by name and imported on use, because their modules
+#: import this one.
 _KINDS = {
     "pictures": "weft.data.media.image_source:Pictures",
     "sounds": "weft.data.media.audio_source:Sounds",
@@ -34,7 +35,7 @@ _KINDS = {
 
 
 class Decodable(Protocol):
-    """Interface of samples that processes decode."""
+    """Interface of samples that decode processes can decode."""
 
     source: Any
     smaller: str
@@ -52,7 +53,7 @@ class Decodable(Protocol):
         ...
 
     def decoded(self, epoch: int, index: int) -> NDArray[Any]:
-        """Return a sample in an epoch, with at most `shape` in each dim."""
+        """Return a decoded sample in an epoch, with at most the size `shape` in each dim."""
         ...
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def in_slot(ring: NDArray[np.uint8], slot: int, shape: tuple[int, ...], dtype: n
 
     Args:
         ring: the ring buffer, uint8 (slots, bytes).
-        slot: number of the slot.
+        slot: index of the slot.
         shape: shape of the sample.
         dtype: dtype of the sample.
     """
@@ -90,7 +91,7 @@ def main(ring_fd: int, num_slots: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank gets the signal too, and ends this process
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # keep output of libraries out of the answers
+    os.dup2(2, 1)  # send output of libraries to stderr, because stdout has the responses
     jobs = sys.stdin.buffer
     told = json.loads(jobs.read(int.from_bytes(jobs.read(8), "little")))
     samples: Decodable = named_object(_KINDS[told["kind"]]).of(told)

@@ -34,13 +34,13 @@ from weft.units import format_bytes
 
 #: (epoch, index) of a sample.
 Key = tuple[int, int]
-#: Slots for each process, in addition to those of the requested samples.
+#: Slots per process, in addition to one slot per requested sample.
 _SPARE = 4
-#: A sample on which this many processes died is faulty.
+#: Number of processes that must die on a sample before it is reported as faulty.
 _MOST_DEATHS = 3
-#: Seconds after which a process without an answer is killed, such as for a lost disk or a decoder that loops.
+#: Seconds after which a process without a response is killed, because its disk is gone or its decoder loops.
 _LONGEST_JOB_S = 300.0
-#: Processor time (s) after which a process is killed and its sample is faulty, whatever the load of the machine.
+#: CPU time (s) after which a process is killed and its sample is faulty. It does not depend on the machine's load.
 _MAX_DECODE_S = 20.0
 _MOST_RING_BYTES = 512 * 2**20
 
@@ -136,7 +136,7 @@ class DecodePool:
             worker.send(self._queue.popleft(), self._free.pop())
 
     def _wait(self) -> None:
-        """Process the available answers, or wait for one."""
+        """Process the available responses, or wait for one."""
         ready = self._selector.select(timeout=1.0)
         for chosen, _ in ready:
             worker: _Worker = chosen.data
@@ -146,7 +146,7 @@ class DecodePool:
             if not alive:
                 self._replace(worker)
         for worker in list(self._workers) if not ready else ():
-            worker.end_if_hung()  # the closed pipe is handled like an answer
+            worker.end_if_hung()  # the closed pipe then wakes `select`
 
     def _take(self, key: Key, slot: int, status: int, text: str) -> None:
         if status == DONE:
@@ -186,7 +186,7 @@ class DecodePool:
 
 
 class _Worker:
-    """One process and its jobs, oldest first. It runs them in order."""
+    """One decode process and its pending jobs, oldest first. It runs them in order."""
 
     def __init__(self, ring_fd: int, num_slots: int, told: bytes):
         path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -203,7 +203,7 @@ class _Worker:
         self._write(told)
 
     def send(self, key: Key, slot: int) -> None:
-        """Send a job. If the process has died, the job is queued again when its replacement starts."""
+        """Send a job. If the process has died, the job is queued again when a new process replaces it."""
         if not self.jobs:
             self._begin_job()
         self.jobs.append((key, slot))
@@ -223,7 +223,7 @@ class _Worker:
         return bool(read)
 
     def answers(self) -> list[tuple[int, int, str]]:
-        """Return the complete answers that were read: slot, status, text."""
+        """Return the complete responses that were read: slot, status, text."""
         found: list[tuple[int, int, str]] = []
         while len(self._read) >= ANSWER.size:
             slot, status, length = ANSWER.unpack_from(self._read)
@@ -245,7 +245,6 @@ class _Worker:
         self._since, self._used_s = time.monotonic(), self._cpu_s()
 
     def _cpu_s(self) -> float:
-        """Return the processor time of the process in seconds, or 0 if it has ended."""
         try:
             used = psutil.Process(self.process.pid).cpu_times()
         except psutil.Error:
@@ -303,13 +302,13 @@ def _how(code: int) -> str:
     return f"signal {-code}"
 
 
-# Batched access to images and audio, which other processes than the rank decode.
+# Batched access to images and audio that separate processes decode.
 
 _MOST_WORKERS = 8
 
 
 class DecodedAhead:
-    """Samples of a source. The first call of `many` starts processes that decode them.
+    """Samples of a source, decoded ahead of use by processes that the first call of `many` starts.
 
     workers: number of processes, or 0 to decode in the rank.
     """
@@ -365,7 +364,7 @@ class DecodedAhead:
 def usual_workers(num_ranks: int) -> int:
     """Return the number of decode processes for each rank of a machine: one for each spare core of the rank, 1 to 8.
 
-    Without a spare core there is one too, because only a process can be stopped if a sample takes too long to decode.
+    Even without a spare core there is one process, because a process can be killed if decoding takes too long.
     `num_ranks` is the number of ranks on this machine.
     """
     return max(1, min(_MOST_WORKERS, cores_of_rank(num_ranks) - 1))

@@ -28,7 +28,8 @@ from weft.files import open_regular
 
 #: File suffixes of record files.
 RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")
-#: Media locations: byte range of the file, separate file, base64 in a line, row, file below a folder.
+#: How media are stored: byte range of the file, separate file, base64 in a JSON line, table row, file in a class
+#: folder.
 STRETCH, FILE, LINE, ROW, BELOW = range(5)
 
 _LABELS = ("label", "cls", "class", "category", "label_name", "class_name")
@@ -37,7 +38,7 @@ _MOST_LABEL_BYTES = 2**16
 #: Maximum size of a line of JSON. Longer lines are skipped. An image in base64 is far smaller.
 _MOST_LINE_BYTES = 256 * 2**20
 _READ_BYTES = 2**20
-#: Row groups of media that a process caches.
+#: Number of row groups of parquet files that a process caches.
 _GROUPS = 4
 #: Exceptions raised when a damaged row of a parquet file is converted to Python values.
 _BAD_ROW = (ValueError, OverflowError, TypeError, KeyError, ImportError)
@@ -45,13 +46,13 @@ _BAD_ROW = (ValueError, OverflowError, TypeError, KeyError, ImportError)
 
 @dataclass(frozen=True, slots=True)
 class RecordColumns:
-    """Names of the columns, or of the suffixes in a tar, with media and targets. "" is for the usual names.
+    """Names of the columns (in a tar: suffixes) of media and targets. "" selects the usual names.
 
     Attributes:
         media: column of the media.
         label: column of the class or text.
         kind: kind of the media.
-        is_text: the target is a text, not a class.
+        is_text: whether the target is a text, not a class.
     """
 
     media: str = ""
@@ -61,7 +62,7 @@ class RecordColumns:
 
     @property
     def learnt(self) -> str:
-        """The kind of target, "text" or "label", which is also the option with its column."""
+        """Kind of target, "text" or "label". The config option for its column has the same name."""
         return "text" if self.is_text else "label"
 
     def media_column(self, record: Mapping[str, Any], path: Path) -> str:
@@ -91,15 +92,15 @@ class RecordColumns:
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """One record.
+    """A record found in a source file, with the location of its image or audio clip.
 
     Attributes:
         name: name for messages.
-        kind: location kind of its media.
-        offset: position in the file, or row number.
-        length: bytes of the media in the file.
+        kind: how the media is stored: STRETCH, FILE, LINE, ROW or BELOW.
+        offset: byte offset in the file, or row index.
+        length: number of bytes of the media in the file.
         path: path of a separate file.
-        encoded: the media.
+        encoded: the encoded media.
         label: a class number, a class name or a text.
         reason: why the record cannot be used, or "".
     """
@@ -122,7 +123,7 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
         columns: columns of media and labels.
 
     Raises:
-        DataError: if the file is damaged or cut off, or its first record lacks the columns.
+        DataError: if the file is damaged or truncated, or its first record lacks the columns.
     """
     try:
         if path.is_dir():
@@ -141,13 +142,13 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
 
 
 def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns: RecordColumns) -> Encoded:
-    """Return the media of a record by location.
+    """Return the encoded media of a record from its location.
 
     Args:
         path: the file of records.
         name: name of the record.
-        kind: location kind.
-        offset: position in the file, or row number.
+        kind: how the media is stored, as in `FoundRecord`.
+        offset: byte offset in the file, or row index.
         length: number of bytes.
         columns: columns of media and labels.
 
@@ -189,7 +190,7 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
     """Yield (archive, name, files by suffix) for consecutive files whose names are equal up to the first dot.
 
     Raises:
-        DataError: if it is damaged or cut off.
+        DataError: if the file is damaged or truncated.
     """
     sample: dict[str, tarfile.TarInfo] = {}
     stem = ""
@@ -197,8 +198,8 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
         size, before = path.stat().st_size, -1
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                vars(tar)["members"].clear()  # it would store every member
-                if tar.offset <= before or member.size < 0:  # it would be read again and again
+                vars(tar)["members"].clear()  # tarfile would keep every member in memory
+                if tar.offset <= before or member.size < 0:  # a wrong size would cause an endless loop
                     raise _truncated(path, f"the size of {member.name[:200]!r} is {member.size}")
                 before = tar.offset
                 if not member.isreg():
@@ -286,7 +287,7 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield (number from 1, offset, line) of the lines that are not blank. A line that is too long is None.
+    """Yield (line number from 1, byte offset, line) of the lines that are not blank. Too long lines are given as None.
 
     Raises:
         OSError: if the file cannot be read.
@@ -328,7 +329,7 @@ def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
             label = columns.label_of(record[columns.label_column(record, path)])
             yield _record(path, f"line {number}", media, label, (LINE, offset, len(line)), columns)
         except DataError as error:
-            if is_first:  # an option with a wrong name
+            if is_first:  # an option probably names the wrong column
                 raise
             yield FoundRecord(f"{path}, line {number}", reason=str(error).removeprefix(f"{path}: "))
         is_first = False
@@ -357,7 +358,7 @@ def _record(
 
 
 def inside(root: Path, path: str) -> Path:
-    """Return the path of the file that a record names.
+    """Return the path of a file that a record refers to, `path` relative to `root`.
 
     Raises:
         DataError: if it is outside the folder, or the text is not a valid file name.
@@ -365,7 +366,7 @@ def inside(root: Path, path: str) -> Path:
     try:
         file = root / path
         is_inside = file.resolve().is_relative_to(root.resolve())
-        file.is_file()  # fails for names that are too long
+        file.is_file()  # raises OSError for names that are too long
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{path[:200]!r} cannot be the name of a file ({why})") from error
@@ -431,9 +432,9 @@ def parquet_schema(path: Path) -> Any:
 
 
 def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number and the values of each row of a parquet file. The values of a damaged row are None.
+    """Yield the index and the values of each row of a parquet file. The values of a damaged row are None.
 
-    columns: None for all.
+    columns: columns to read, or None for all.
 
     Raises:
         DataError: if the file is damaged.
@@ -449,7 +450,7 @@ def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
 def parquet_row(
     path: Path, number: int, chosen: Callable[[list[str]], tuple[str, ...]] | None = None
 ) -> dict[str, Any] | None:
-    """Return a row by number, or None if it is damaged. chosen: returns the columns from all names; None for all.
+    """Return a row by index, or None if it is damaged. chosen: function from all column names to those to read.
 
     Raises:
         DataError: if the file is no longer there, or is damaged.
@@ -468,7 +469,7 @@ def parquet_row(
 
 @lru_cache(maxsize=256)
 def _layout(path: str) -> tuple[list[int], list[str]]:
-    """Return the first row of each group, and the names of the columns."""
+    """Return the index of the first row of each row group, and the names of the columns."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as parquet:
@@ -500,7 +501,7 @@ def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
 
 
 def class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
-    """Return the class names that the datasets library stored with a column of integers or of lists of integers.
+    """Return the class names that Hugging Face's datasets library stored in the metadata of a label column.
 
     metadata: metadata of a parquet file's schema.
     """

@@ -1,4 +1,4 @@
-"""Pictures and their classes by index, from any kind of source, decoded on access."""
+"""Images and their classes by index, from any kind of source, decoded on access."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class PictureSource(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, by number."""
+        """Names of the classes, in the order of class numbers."""
         ...
 
     @property
     def unreadable(self) -> tuple[str, ...]:
-        """Files that were left out, with the reason."""
+        """Files that were skipped, with the reason."""
         ...
 
     def __len__(self) -> int: ...
@@ -71,16 +71,16 @@ def parse_source(text: str) -> ClassFolder | MediaRecords:
 
 
 class Pictures:
-    """Decoded images of a source, with one transform. Random draws are a function of (seed, epoch, index).
+    """Decoded images of a source, with one transform. Augmentation is a function of (seed, epoch, index).
 
     Args:
         source: the images.
-        look: the transform.
+        look: the image transform.
         seed: the run's seed.
     """
 
     dtype = np.dtype(np.uint8)
-    #: The option that reduces the size of a decoded sample.
+    #: Name of the option that reduces the size of a decoded sample, for error messages.
     smaller = "side"
 
     def __init__(self, source: PictureSource, look: Look, seed: int):
@@ -115,5 +115,5 @@ class Pictures:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Pictures:
-        """Return the object that `told` describes."""
+        """Return the object for the output of `to_json`."""
         return cls(parse_source(told["source"]), Look(**told["look"]), told["seed"])

@@ -145,17 +145,19 @@ def _opened(path: str) -> _Open:
     return _Open(path)
 
 
-# An image: its size from the header, and its pixels at a requested size.
+# Reading an image: its size from the header, and its pixels at a requested size.
 
 #: Maximum pixels of an image. More are a mistake or a decompression bomb: a few bytes that decode to gigabytes.
 MOST_PIXELS = 100_000_000
 #: Minimum share of an image that a random crop covers, and its maximum aspect ratio.
 _LEAST_SHARE, _MOST_RATIO = 0.35, 4 / 3
-#: Formats that Pillow may open. All are decoded in the process. Others may start programs: EPS starts Ghostscript.
+#: Formats that Pillow may open. Pillow decodes all of them itself. Other formats may start programs: EPS starts
+#: Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "QOI")
-#: Maximum scans times pixels of a progressive JPEG: each scan visits all pixels, and a few bytes make one.
+#: Maximum product of scans and pixels of a progressive JPEG. Each scan visits all pixels, and a scan may have few
+#: bytes.
 _MAX_SCANNED_PIXELS = 2_000_000_000
-#: Maximum processor time (s) between opening an image and reading its last bytes.
+#: Maximum CPU time (s) between opening an image and reading its last bytes.
 _MAX_READ_S = 10.0
 #: Bytes that are read for a header, and bytes that are searched for the end marker of a format.
 _HEAD_BYTES, _TAIL_BYTES = 16384, 64
@@ -170,8 +172,8 @@ class Look:
 
     Attributes:
         side: side of the square output, in pixels.
-        crops: take a random part instead of the middle.
-        mirrors: mirror half of the images.
+        crops: whether to take a random part instead of the middle.
+        mirrors: whether to mirror a random half of the images.
         colour: brightness, contrast and saturation each change by a factor between 1 - colour and 1 + colour.
         noise: standard deviation of noise that is added to each value, on the scale of 0 to 255.
     """
@@ -197,10 +199,10 @@ def pillow() -> Any:
 
 
 def picture_size(source: Path | Encoded) -> tuple[int, int]:
-    """Return width and height from the header. A file that seems to be cut off is decoded once.
+    """Return width and height from the header. A file that seems to be truncated is decoded once to check it.
 
     Raises:
-        DataError: if the file is not an image of one of the `FORMATS`, has no pixels or too many, or is cut off.
+        DataError: if the file is not an image of one of the `FORMATS`, has no pixels or too many, or is truncated.
     """
     encoded = _encoded(source)
     head, tail = encoded.ends(_HEAD_BYTES)
@@ -220,14 +222,14 @@ def picture_size(source: Path | Encoded) -> tuple[int, int]:
 
 
 def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] = ()) -> NDArray[np.uint8]:
-    """Return a picture's pixels, uint8 (3, side, side).
+    """Return an image's pixels, uint8 (3, side, side).
 
-    Animated images give their first frame. Transparent parts are white.
+    Of an animated image, the first frame is returned. Transparent parts become white.
 
     Args:
         source: a file, whose suffix is ignored, or encoded media.
         look: size and random transforms.
-        key: key of the random draws.
+        key: seed of the random numbers, as in `generator_of`.
 
     Raises:
         DataError: if the pixels cannot be decoded.
@@ -243,7 +245,7 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
             left, top, right, bottom = _random_box(width, height, rng)
 
         def decode() -> Any:
-            # A JPEG is decoded at a half, a quarter or an eighth of its size if that is still large enough.
+            # Decode a JPEG at a half, a quarter or an eighth of its size if that is still large enough.
             scale = look.side / min(right - left, bottom - top)
             picture.draft("RGB", (int(width * scale) or 1, int(height * scale) or 1))
             seen = _rgb(picture, image)
@@ -267,7 +269,8 @@ def _encoded(source: Path | Encoded) -> Encoded:
 class _TimedBytes(io.BytesIO):
     """Encoded bytes whose reads fail once this thread has spent too long on the image.
 
-    Pillow decodes most formats block by block. For those that it decodes in one call, decode processes have a limit.
+    Pillow decodes most formats block by block. Formats that it decodes in one call are limited by `_MAX_DECODE_S` of
+    decode processes.
     """
 
     def __init__(self, data: bytes, name: str):
@@ -332,7 +335,7 @@ def _reason(error: Exception) -> str:
 
 
 def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
-    """Return the result of `decode` on an open image. Raise DataError if its pixels are damaged or cut off."""
+    """Return the result of `decode` on an open image. Raise DataError if its pixels are damaged or incomplete."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -352,7 +355,7 @@ def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator)
         bright, contrast, colourful = rng.uniform(1 - look.colour, 1 + look.colour, 3).astype(np.float32)
         values *= bright
         grey = np.tensordot(_LUMA, values, 1)
-        # An integer sum is bitwise equal in any order.
+        # A sum of integers does not depend on the order, unlike one of floats.
         middle = np.float32(int(grey.astype(np.int64).sum()) / grey.size)
         values = (values - grey) * (colourful * contrast) + (grey - middle) * contrast + middle
     if look.noise:
@@ -361,7 +364,7 @@ def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator)
 
 
 def _rgb(picture: Any, image: Any) -> Any:
-    """Convert an image to three channels of 8 bits, on white."""
+    """Convert an image to three channels of 8 bits. Transparent parts become white."""
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         layer = picture.convert("RGBA")
         ground = image.new("RGBA", layer.size, (255, 255, 255, 255))
@@ -372,12 +375,12 @@ def _rgb(picture: Any, image: Any) -> Any:
         return image.fromarray((wide / top * 255.0).clip(0, 255).astype(np.uint8)).convert("RGB")
     if picture.mode == "RGB":
         picture.load()
-        return picture  # avoid the copy of `convert`
+        return picture  # `convert` would copy it
     return picture.convert("RGB")
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """Return a box of random area and aspect ratio, as large as fits."""
+    """Return a random crop box (left, top, right, bottom) of random area and aspect ratio, at most the full image."""
     area = width * height * rng.uniform(_LEAST_SHARE, 1.0)
     ratio = float(np.exp(rng.uniform(-np.log(_MOST_RATIO), np.log(_MOST_RATIO))))
     across, down = min(width, float(np.sqrt(area * ratio))), min(height, float(np.sqrt(area / ratio)))

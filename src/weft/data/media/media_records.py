@@ -1,4 +1,4 @@
-"""Media of records by index. A table of locations, sizes and labels is made once from headers and cached."""
+"""Media of records by index. A table of locations, sizes and labels is built once from headers, and cached."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ Told = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class MediaRecords:
-    """Pictures or audio clips of records, in the order of their files.
+    """Images or audio clips of records, in the order of their files.
 
     Attributes:
         root: the path or pattern that the user gave.
         folder: folder of the table.
         digest: digest of the table's content.
-        classes: names in order, or empty if the targets are texts.
-        labels: class number for each label in the table.
+        classes: class names in order, or empty if the targets are texts.
+        labels: class number of each label index of the table.
         files: the files of records.
         columns: columns of media and labels.
-        unreadable: records that were left out, with the reason.
+        unreadable: records that were skipped, with the reason.
         held_out: held-out share, or 0 for no split.
-        is_held: this is the held-out part of the split.
+        is_held: whether this is the held-out part of the split.
     """
 
     root: str
@@ -73,14 +73,13 @@ class MediaRecords:
 
     @property
     def table(self) -> RowTable:
-        """The table, which is mapped on first access."""
+        """The table, which is memory-mapped on first access."""
         if not self._table:
             self._table.append(RowTable(Path(self.folder)))
         return self._table[0]
 
     @cached_property
     def _chosen(self) -> NDArray[np.int64] | None:
-        """Positions of this part in the table, or None for all."""
         if not self.held_out:
             return None
         total = len(self.table)
@@ -139,7 +138,7 @@ class MediaRecords:
         return self._row(index)["tokens"]
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each sample, int64 (samples,). Markers of images and audio clips count."""
+        """Return the number of tokens of each sample, int64 (samples,), with markers of images and audio clips."""
         return self._lengths("tokens")
 
     def _lengths(self, column: str) -> NDArray[np.int64]:
@@ -194,12 +193,13 @@ def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Checks of each record in addition to its header.
+    """Checks of each record in addition to the check of its media's header.
 
     Attributes:
         key: JSON values that determine the results.
-        refuse: returns from a record's size (`MediaRecords.size`) why it is left out, or "".
-        tokens: returns the tokens of a record's text, or the reason to leave it out. None if the targets are classes.
+        refuse: function from a record's size (`MediaRecords.size`) to the reason to skip it, or "".
+        tokens: function from a record's text to its tokens, or to the reason to skip it. None if the targets are
+            classes.
     """
 
     key: tuple[Any, ...] = ()
@@ -215,7 +215,7 @@ def find_records(
     told: Told | None,
     survey: Survey | None = None,
 ) -> MediaRecords:
-    """Find the media of records. Unusable records are left out.
+    """Find the media of records, and return them as samples. Unusable records are skipped.
 
     Args:
         path: path or pattern that the user gave.
@@ -261,7 +261,8 @@ def records_table(
         key: other values that determine the rows.
         files: files of records.
         kind: kind of their media.
-        write: adds the rows and returns notes, whose `missing` has pairs of (path, result of `file_state`).
+        write: adds the rows and returns the table's notes. Their "missing" has (path, result of `file_state`) of
+            missing files.
 
     Raises:
         DataError: if `write` raises it.
@@ -275,7 +276,7 @@ def records_table(
 
 
 def refuse_unusable(path: str, kind: MediaKind, count: int, num_bad: int, reasons: Sequence[str]) -> None:
-    """Refuse data without records, or with too many unusable records.
+    """Raise DataError for data without records, or with too many unusable records.
 
     Args:
         path: path or pattern that the user gave.
@@ -297,7 +298,7 @@ def refuse_unusable(path: str, kind: MediaKind, count: int, num_bad: int, reason
 
 
 def _file_stat(file: Path, kind: MediaKind) -> tuple[Any, ...]:
-    """Return values that change when a file, or one below a folder of classes, changes."""
+    """Return values that change when a file, or a file in a folder of classes, changes."""
     if file.is_file():
         return str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns
     hasher = hashlib.blake2b(digest_size=16)
@@ -307,7 +308,7 @@ def _file_stat(file: Path, kind: MediaKind) -> tuple[Any, ...]:
 
 
 def with_classes(records: MediaRecords, classes: Sequence[str], option: str) -> MediaRecords:
-    """Return the samples with the class numbers of other data.
+    """Return the samples with class numbers according to the class names `classes` of other data.
 
     Args:
         records: the samples to number.
@@ -315,7 +316,7 @@ def with_classes(records: MediaRecords, classes: Sequence[str], option: str) -> 
         option: config option of the records, for messages.
 
     Raises:
-        DataError: if a sample has another class.
+        DataError: if a sample has a class that is not in `classes`.
     """
     numbers = {name: number for number, name in enumerate(classes)}
     for name in records.classes:
@@ -325,7 +326,7 @@ def with_classes(records: MediaRecords, classes: Sequence[str], option: str) -> 
     return replace(records, classes=tuple(classes), labels=labels)
 
 
-#: Returns the row of a record of the file of a number, or None and the reason.
+#: Function from (file index, record) to the table's row, or to None and the reason why the record is unusable.
 RowOf = Callable[[int, Any], tuple[dict[str, Any] | None, str]]
 
 
@@ -341,13 +342,13 @@ def add_rows(
     """Read every record once, add a row for each usable one, and return the table's notes.
 
     Args:
-        writer: gets the rows.
+        writer: writer of the table.
         path: path or pattern that the user gave.
         files: files of records, or one folder of classes.
         kind: kind of the media.
         told: called with (bytes or files read, total).
-        records: returns the records of a file, with `offset`, and with `path` for a missing file.
-        row_of: makes the rows.
+        records: returns the records of a file. They have an `offset`, and a `path` if their media is a separate file.
+        row_of: converts a record to a row.
 
     Raises:
         DataError: as in `refuse_unusable`.
@@ -375,7 +376,7 @@ def add_rows(
 
 
 class _Rows:
-    """Rows of records with classes or texts, and the labels in them."""
+    """Converts records with classes or texts to rows, and collects their labels."""
 
     def __init__(self, columns: RecordColumns, survey: Survey):
         self._survey, self._size = survey, picture_size if columns.kind is PICTURE else sound_size

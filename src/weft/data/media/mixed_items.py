@@ -1,6 +1,6 @@
-"""Model-ready samples of text, images and audio. Images and audio clips are decoded in the background, one by one.
+"""Samples of text, images and audio as model inputs. Images and audio clips (items) are decoded in the background.
 
-Random draws for an item are a function of (seed, epoch, item number), on any rank and after a resume.
+Augmentation of an item is a function of (seed, epoch, item index), so it is equal on any rank and after a resume.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from weft.data.media.mixed_records import FeatureShards, MixedRecords
 
 @dataclass(frozen=True, slots=True)
 class MixedSample:
-    """One sample.
+    """A sample of text, images and audio.
 
     Attributes:
         tokens: token ids with a marker for each image or audio clip, int32 (T,).
         learnt: nonzero for tokens that count in the loss, uint8 (T,).
-        media: in order, pixels uint8 (3, side, side), bands float32 (M, F), or stored encoder features (R, D).
-        items: item numbers of the media.
+        media: in order, pixels uint8 (3, side, side), mel bands float32 (M, F), or stored encoder features (R, D).
+        items: item indices of the media, counted over all samples.
         index: index of the sample.
     """
 
@@ -39,7 +39,7 @@ class MixedSample:
 
 
 class _Source:
-    """Item locations, for errors of the decode processes."""
+    """Locations of items, for error messages of the decode processes."""
 
     def __init__(self, items: MixedItems):
         self._items = items
@@ -50,7 +50,7 @@ class _Source:
 
 
 class MixedItems:
-    """Pictures and audio clips of samples, by item number. Decode processes return them as bytes.
+    """Images and audio clips of samples, by item index. Decode processes return them as bytes.
 
     Args:
         records: the samples.
@@ -61,7 +61,7 @@ class MixedItems:
     """
 
     dtype = np.dtype(np.uint8)
-    #: The option that reduces the size of a decoded sample.
+    #: Name of the option that reduces the size of a decoded sample, for error messages.
     smaller = "seconds"
 
     def __init__(self, records: MixedRecords, look: Look, hearing: AudioTransform, features: LogMel, seed: int):
@@ -76,7 +76,7 @@ class MixedItems:
         return int(self._starts[-1])
 
     def of_sample(self, index: int) -> range:
-        """Return the item numbers of a sample."""
+        """Return the item indices of a sample."""
         return range(int(self._starts[index]), int(self._starts[index + 1]))
 
     def locate(self, item: int) -> tuple[int, int]:
@@ -85,14 +85,14 @@ class MixedItems:
         return index, item - int(self._starts[index])
 
     def learnt(self, index: int) -> None:
-        """Ignore the item, which has no target."""
+        """Return None, because an item has no target."""
 
     def decoded(self, epoch: int, index: int) -> NDArray[np.uint8]:
         """Return the bytes of an item in an epoch, uint8 (B,)."""
         return np.ascontiguousarray(self.medium(epoch, index)).view(np.uint8).reshape(-1)
 
     def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the image or the bands from their bytes."""
+        """Return an item's pixels or mel bands from its bytes."""
         index, number = self.locate(item)
         if not self.records.sizes(index)[number][0]:
             return values.reshape(3, self.look.side, self.look.side)
@@ -125,7 +125,7 @@ class MixedItems:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> MixedItems:
-        """Return the object that `told` describes."""
+        """Return the object for the output of `to_json`."""
         features = parse_features(told["features"])
         assert isinstance(features, LogMel)
         source, look, hearing = MixedRecords.parse(told["source"]), Look(**told["look"]), told["hearing"]
@@ -133,12 +133,13 @@ class MixedItems:
 
 
 class MixedAhead:
-    """Samples by index. The first batched access starts processes that decode images and audio clips.
+    """Samples by index, whose images and audio clips are decoded by processes that the first batched access starts.
 
     Args:
         items: the images and audio clips.
         workers: number of processes, or 0 to decode in the rank.
-        kept: returns the stored features. Media of their kinds are not decoded, and `media` has the features instead.
+        kept: returns the stored encoder features. They replace the decoded images or audio clips in
+            `MixedSample.media`.
     """
 
     def __init__(self, items: MixedItems, workers: int, kept: Callable[[], Sequence[FeatureShards]] | None = None):
@@ -176,11 +177,11 @@ class MixedAhead:
         return [self._sample(index, {item: next(made) for item in self._decoded(index)}) for _, index in wanted]
 
     def media(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
-        """Return images (3, side, side) and bands (M, F), and decode others in the background.
+        """Return images (3, side, side) and mel bands (M, F), and decode others in the background.
 
         Args:
-            wanted: (epoch, item number) of each item to return.
-            soon: (epoch, item number) of each item to decode in the background.
+            wanted: (epoch, item index) of each item to return.
+            soon: (epoch, item index) of each item to decode in the background.
 
         Raises:
             DataError: if an item cannot be decoded.
@@ -189,7 +190,7 @@ class MixedAhead:
         return [self.items.shaped(item, values) for (values, _), (_, item) in zip(made, wanted, strict=True)]
 
     def _decoded(self, index: int) -> list[int]:
-        """Return the items of a sample that are decoded and not read from stored features."""
+        """Return the indices of a sample's items that must be decoded, because they have no stored features."""
         items, kinds = self.items.of_sample(index), {one.is_sound for one in self._shards()}
         if not kinds:
             return list(items)

@@ -45,14 +45,14 @@ _MOST_TEXT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class FoundMedia:
-    """One image or audio clip.
+    """An image or audio clip of a record, and its location.
 
     Attributes:
         name: name for messages.
-        kind: location kind.
-        offset: position in the file, or row number.
+        kind: how the media is stored, as in `FoundRecord`.
+        offset: byte offset in the file, or row index.
         length: number of bytes.
-        number: position among the media of its record.
+        number: index among the media of its record.
         path: path of a separate file.
         encoded: its bytes.
     """
@@ -69,7 +69,7 @@ class FoundMedia:
 
 @dataclass(frozen=True, slots=True)
 class FoundSample:
-    """One record, with its parts in order, its media in order, and the reason if it is left out."""
+    """A record with its parts and its media in order, or the reason why it is skipped."""
 
     name: str
     offset: int = 0
@@ -85,7 +85,7 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
     path: the file. Its suffix gives the format. columns: columns of text and media.
 
     Raises:
-        DataError: if the file is damaged or cut off.
+        DataError: if the file is damaged or truncated.
     """
     try:
         if path.suffix == ".tar":
@@ -111,15 +111,15 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
 
 
 def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number: int, columns: MixedColumns) -> Encoded:
-    """Return an image or an audio clip by location.
+    """Return the encoded image or audio clip at a location.
 
     Args:
         path: the file of records.
         name: name in `FoundMedia`.
-        kind: location kind.
-        offset: position in the file, or row number.
+        kind: how the media is stored, as in `FoundRecord`.
+        offset: byte offset in the file, or row index.
         length: number of bytes.
-        number: position among the media of its record.
+        number: index among the media of its record.
         columns: columns of text and media.
 
     Raises:
@@ -219,7 +219,7 @@ def _tar_text(suffix: str, text: str, columns: MixedColumns) -> dict[str, Any]:
         if isinstance(found, dict) else {}  # fmt: skip
 
 
-# Samples of text, images and audio by index. A table of tokens, locations and sizes is made once from headers and
+# Samples of text, images and audio by index. A table of tokens, locations and sizes is built once from headers and
 # cached.
 
 _VERSION = 1
@@ -265,12 +265,12 @@ class MixedRecords(MediaRecords):
         return owners, np.asarray(rows[:, [0, 6, 7]], np.int64)
 
     def sizes(self, index: int) -> list[tuple[bool, tuple[int, ...]]]:
-        """Return (is audio, size from the header) for each image or audio clip of a sample."""
+        """Return (whether it is audio, size from the header) for each image or audio clip of a sample."""
         places = self._row(index)["places"].reshape(-1, _NUMBERS)
         return [(bool(row[0]), tuple(map(int, row[6:]))) for row in places]
 
     def medium(self, index: int, number: int) -> Encoded:
-        """Return the encoded image or audio clip at position `number` of a sample."""
+        """Return the encoded image or audio clip with index `number` in a sample."""
         row = self._row(index)
         _, kind, file, offset, length, own = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
         name = name_text(row["names"]).split("\n")[number]
@@ -279,7 +279,7 @@ class MixedRecords(MediaRecords):
     def origin(self, index: int, number: int) -> list[Any]:
         """Return JSON values that change when an image or an audio clip changes: its file, and its location there.
 
-        number: position among its media.
+        number: index among the sample's media.
         """
         row = self._row(index)
         _, kind, file, *place = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
@@ -294,7 +294,7 @@ class MixedRecords(MediaRecords):
         return printable(name_text(row["name"]))
 
 
-#: Returns why a sample is left out, or "", from its tokens and the (is audio, size) of its media.
+#: Function from a sample's tokens and the (is audio, size) of its media to the reason to skip it, or "".
 Refuse = Callable[[NDArray[np.int32], list[tuple[bool, tuple[int, ...]]]], str]
 
 
@@ -305,7 +305,7 @@ class MixedSurvey:
     Attributes:
         columns: columns of text and media.
         codec: codec of texts.
-        refuse: returns why a sample is left out, or "".
+        refuse: returns the reason to skip a sample, or "".
         key: JSON values that determine the results of `refuse`.
     """
 
@@ -316,7 +316,7 @@ class MixedSurvey:
 
 
 def find_mixed(path: str, files: Sequence[Path], survey: MixedSurvey, cache: Path, told: Told | None) -> MixedRecords:
-    """Find the samples of records. Unusable records are left out.
+    """Find the samples of records. Unusable records are skipped.
 
     Args:
         path: path or pattern that the user gave.
@@ -368,10 +368,10 @@ def _row(survey: MixedSurvey, file: int, sample: FoundSample) -> tuple[dict[str,
     }, ""
 
 
-# Features that a frozen encoder computed from images or audio clips, stored once in safetensors shards, read by
+# Features that a frozen encoder computed from images or audio clips. They are stored in safetensors shards, and read by
 # number.
 
-#: Items per shard, and shards that a process keeps open.
+#: Number of items per shard, and of shards that a process keeps open.
 _ITEMS, _OPEN = 256, 64
 
 
@@ -382,7 +382,7 @@ class FeatureShards:
         folder: folder of the shards.
         key: JSON values that identify the encoder and the transform of the items.
         records: the samples.
-        is_sound: the items are audio clips, not images.
+        is_sound: whether the items are audio clips instead of images.
         blank: substitute features for a batch without items, (R, D).
     """
 
@@ -397,7 +397,7 @@ class FeatureShards:
                     self._places[item] = len(origins)
                     origins.append(json.dumps(records.origin(index, number)))
                 item += 1
-        #: Item numbers among all media of the samples.
+        #: Indices of these items among all media of the samples.
         self.items = list(self._places)
         head = json.dumps([_VERSION, *key])
         self._names = [
@@ -407,11 +407,10 @@ class FeatureShards:
         self._open: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Count the shards."""
         return len(self._names)
 
     def items_of(self, shard: int) -> list[int]:
-        """Return the item numbers of a shard, in order."""
+        """Return the item indices of a shard, in order."""
         return self.items[shard * _ITEMS : (shard + 1) * _ITEMS]
 
     def path(self, shard: int) -> Path:
@@ -419,7 +418,7 @@ class FeatureShards:
         return self.folder / f"{self._names[shard]}.safetensors"
 
     def has(self, shard: int) -> bool:
-        """Return True if a shard exists and has its full length."""
+        """Return True if a shard exists and is complete."""
         return self._header(shard) is not None
 
     def write(self, shard: int, rows: Sequence[NDArray[Any]]) -> None:
@@ -452,7 +451,7 @@ class FeatureShards:
             ) from error
 
     def __getitem__(self, item: int) -> NDArray[Any]:
-        """Return the features of an item by item number, (R, D).
+        """Return the features of an item by item index, (R, D).
 
         Raises:
             DataError: if its shard is missing or damaged.
@@ -469,7 +468,7 @@ class FeatureShards:
         return values[ends[number] : ends[number + 1]]
 
     def _read(self, shard: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the mapped values of a shard, after a check of their digest, and the end row of each item."""
+        """Check a shard's digest, and return its memory-mapped values and the end row of each item."""
         path, header = self.path(shard), self._header(shard)
         if header is None:
             raise self._damaged(path)
@@ -485,7 +484,7 @@ class FeatureShards:
         return values, np.concatenate(([0], np.cumsum(counts)))
 
     def _header(self, shard: int) -> tuple[dict[str, Any], int] | None:
-        """Return the file's header and the offset of its values, or None if the file is missing or cut off."""
+        """Return the file's header and the offset of its values, or None if the file is missing or truncated."""
         try:
             with open(self.path(shard), "rb") as file:
                 size = int.from_bytes(file.read(8), "little")

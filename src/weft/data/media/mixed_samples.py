@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from weft.data.media.records import PICTURE, SOUND
 from weft.data.text.records import is_valid_text
 
-#: Usual media columns of records, except those whose name does not give the kind of media.
+#: Columns whose name does not indicate the kind of media. They are removed from the usual media columns below.
 _VAGUE = ("file_name", "path", "bytes")
 PICTURE_COLUMNS = ("images", *(name for name in PICTURE.columns if name not in _VAGUE))
 SOUND_COLUMNS = ("audios", *(name for name in SOUND.columns if name not in _VAGUE))
@@ -34,13 +34,13 @@ What = Literal["text", "picture", "recording", "turn", "end"]
 
 @dataclass(frozen=True, slots=True)
 class SamplePart:
-    """A part of a sample.
+    """A part of a sample: a text, an image, an audio clip, or the start or end of a turn.
 
     Attributes:
-        what: kind of the part. "turn" begins a turn of the role `text`. "end" ends it, or a sample without turns.
+        what: kind of the part. "turn" begins a turn whose role is `text`. "end" ends a turn, or a sample without turns.
         text: the text.
         media: an image or an audio clip as a path, bytes, or a mapping with one of them.
-        is_learnt: the part counts in the loss.
+        is_learnt: whether the part counts in the loss.
     """
 
     what: What
@@ -50,12 +50,12 @@ class SamplePart:
 
 
 class UnusableSample(ValueError):
-    """A record is left out. The message is the reason."""
+    """Raised if a record is skipped. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixedColumns:
-    """Columns of text, images and audio clips. "" is for the usual names."""
+    """Columns of text, images and audio clips. "" selects the usual names."""
 
     text: str = ""
     picture: str = ""
@@ -93,7 +93,7 @@ class MixedColumns:
 
 
 class _Media:
-    """Media for the markers of a record, taken in order."""
+    """Media of a record, which its markers take in order."""
 
     def __init__(self, lists: Mapping[str, tuple[What, list[Any]]]):
         self._lists = lists
@@ -105,7 +105,7 @@ class _Media:
         return SamplePart(what, media=media[self._used[mark] - 1] if self._used[mark] <= len(media) else None)
 
     def rest(self) -> Iterator[SamplePart]:
-        """Return the remaining media, images first."""
+        """Yield the media that no marker has taken, images first."""
         for mark, (_, media) in self._lists.items():
             for _ in range(self._used[mark], len(media)):
                 yield self.at(mark)
@@ -148,7 +148,7 @@ def _chat_parts(chat: list[Any], given: _Media) -> Iterator[SamplePart]:
 
 
 def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
-    """Return one part of a content. A part without media takes the next one of the record's lists."""
+    """Yield the parts of an element of a content list. An element without media takes the record's next media."""
     kind = each.get("type") if isinstance(each, Mapping) else None
     if kind == "text":
         yield SamplePart("text", str(each.get("text", "")), is_learnt=is_learnt)

@@ -19,8 +19,8 @@ class MediaKind:
     Attributes:
         one: singular for messages.
         many: plural for messages.
-        option: task option with the name of its column.
-        suffixes: suffixes of candidate files. Their content decides.
+        option: name of the task option that sets the column.
+        suffixes: file suffixes. The content of a file determines whether it is valid.
         columns: usual column names in records.
     """
 
@@ -79,7 +79,7 @@ def class_files(root: Path, kind: MediaKind) -> list[tuple[str, str]]:
     return found
 
 
-# Random draws for a sample: a function of its key only, on any rank, in any order and after a resume.
+# Random numbers for a sample: a function of its key only, on any rank, in any order and after a resume.
 
 
 def generator_of(key: tuple[int | str, ...]) -> np.random.Generator:

@@ -28,7 +28,7 @@ _PREFETCH = 2
 class Loader:
     """The microbatches of one data-parallel rank.
 
-    Step s has the samples `weft.config.partitioning.microbatch_samples`, counted from s * global_batch.
+    Step s reads the samples that `weft.config.partitioning.microbatch_samples` returns, plus s * global_batch.
 
     Args:
         stream: the samples.
@@ -36,7 +36,7 @@ class Loader:
         accumulation: microbatches per rank and step.
         dp_rank: this rank's position on the data-parallel axes.
         dp_size: number of ranks on them.
-        pin: put tensors in pinned memory.
+        pin: whether to allocate tensors in pinned memory.
 
     Raises:
         DataError: if the global batch is not divisible into microbatches.
@@ -79,11 +79,11 @@ class Loader:
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Samples of one pass over the data, or None for several sources, which have separate epochs."""
+        """Samples of an epoch, or None for several sources, which have separate epochs."""
         return self._stream.num_sequences if self._stream.num_sources == 1 else None
 
     def state_at(self, num_samples: int) -> dict[str, int]:
-        """Count the samples from each source before a position, by the source's name."""
+        """Return the number of samples of each source, by name, among the first `num_samples`."""
         return self._stream.state_at(num_samples)
 
 
@@ -99,7 +99,7 @@ class EvalBatches:
         num_rows: sequences in a batch of one rank.
         dp_rank: this rank's position on the data-parallel axes.
         dp_size: number of ranks on them.
-        pin: put tensors in pinned memory.
+        pin: whether to allocate tensors in pinned memory.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int,
 
 
 def _starts(ids: np.ndarray) -> np.ndarray:
-    """Return the start positions of documents from their ids (B, T), which are 0, 1, ... in each row."""
+    """Return the start positions of documents (B, M) from their ids (B, T), which are 0, 1, ... in each row."""
     num_rows, seq_len = ids.shape
     most = 1 << int(ids[:, -1].max()).bit_length()
-    most += most == seq_len  # cp would shard a tensor with seq_len in dim 1
+    most += most == seq_len  # context parallelism would shard a tensor whose dim 1 is seq_len
     found = np.full((num_rows, most), seq_len, np.int64)
     found[:, 0] = 0
     row, place = np.nonzero(np.diff(ids, axis=1))
@@ -173,7 +173,7 @@ class StepBatches(Protocol):
 
 
 class Prefetch:
-    """Iterator that builds batches in a thread, two steps ahead. Errors of the thread are raised in the consumer.
+    """Iterator that builds batches in a thread, two steps ahead. The consumer raises errors of the thread.
 
     Args:
         loader: builds the batches of each step.
@@ -252,10 +252,10 @@ class TextSegment:
 
     Attributes:
         text: the text of the tokens.
-        trained: the tokens count in the loss.
-        special: the tokens are special tokens, such as the ends of documents and turns.
+        trained: whether the tokens count in the loss.
+        special: whether they are special tokens, such as the ends of documents and turns.
         weight: weight of trained tokens in the loss. If it is negative, the model learns to avoid them.
-        begins: the segment begins another document.
+        begins: whether the segment begins another document.
     """
 
     text: str
@@ -267,7 +267,7 @@ class TextSegment:
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """One sample for display. Padding tokens are counted and not displayed."""
+    """One sample for display. Padding tokens are counted but not displayed."""
 
     segments: tuple[TextSegment, ...]
     num_trained: int
@@ -287,7 +287,7 @@ def view_sample(sample: Sample, tokenizer: Tokenizer) -> SampleView:
     weights = (labels != IGNORED).astype(np.float32) if sample.weights is None else sample.weights[:size]
     shown = [0.0, *weights[:-1].tolist()]
     documents = sample.document_ids[:size].tolist()
-    # The last label is not among the inputs.
+    # Add the last label, which is not one of the inputs.
     if labels[-1] != IGNORED:
         ids.append(int(labels[-1]))
         shown.append(float(weights[-1]))

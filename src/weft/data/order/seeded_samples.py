@@ -22,7 +22,7 @@ from weft.data.random_state import preserve_generators, seed_generators
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """Position of a sample in the order (epoch, batch, position in the batch), and its index in the dataset."""
+    """Position of a sample in training (epoch, batch, position in the batch), and its index in the dataset."""
 
     epoch: int
     batch: int
@@ -32,7 +32,7 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Samples as the dataset returned them, with one seed for each."""
+    """Samples as the dataset returned them, with the seed of each."""
 
     samples: Any
     seeds: Sequence[int]
@@ -56,7 +56,6 @@ class SeededSamples(Dataset[Any]):
         return len(self._dataset)
 
     def __getitems__(self, places: list[SampleKey]) -> Fetched:
-        """Return the samples of a batch."""
         seeds = [derive_key(self._seed, one.epoch, one.batch, one.position) for one in places]
         indices = [one.index for one in places]
         in_one_call = getattr(self._dataset, "__getitems__", None)
@@ -71,7 +70,7 @@ class SeededSamples(Dataset[Any]):
         return self._dataset[index]
 
     def _fetch_batch(self, fetch: Callable[[list[Any]], Any], indices: list[Any], seeds: list[int]) -> Any:
-        """Fetch the samples in one call, or one by one after a call has drawn random numbers."""
+        """Fetch the samples in one call, or one by one once a call has used random numbers."""
         if not self._draws:
             return fetch(indices)
         if not getattr(self, "_draws_together", False):

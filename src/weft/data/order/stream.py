@@ -1,4 +1,4 @@
-"""Order of data as pure functions. Nothing is shuffled in memory, so access to any position is direct.
+"""Order of data, computed by pure functions. Nothing is shuffled in memory, so any position can be read directly.
 
 A permutation is a Feistel network over the next power of two, applied until the result is in range (Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", 2002): fewer than two applications on average.
@@ -26,7 +26,7 @@ _ROUNDS = 8
 
 @lru_cache(maxsize=1024)
 def derive_key(*parts: int | str) -> int:
-    """Return 64 bits that depend on all parts and on their order."""
+    """Return a 64-bit hash of the parts, in order."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -94,7 +94,7 @@ def permutation(size: int, *parts: int | str) -> Permutation:
     return Permutation(size, derive_key(*parts))
 
 
-# Assignment of global samples to sources: a pure function of the sample's index, with exact shares in the long run.
+# Assignment of global samples to sources: a pure function of the sample index that reaches the exact shares.
 
 #: Sum of the integer weights. Arithmetic with integers is exact at any index.
 _SCALE = 2**32
@@ -105,7 +105,7 @@ class Mixture:
     """Assignment of global sample indices to sources.
 
     Args:
-        shares: positive weights of samples, of any sum.
+        shares: positive sampling weights of the sources. Their sum may be any number.
         seed: seed of the order.
         block: number of samples that are permuted together.
     """
@@ -149,8 +149,8 @@ class Mixture:
         return sources, ordinals
 
     def _dealt(self, total: int) -> list[int]:
-        """Return the number of samples of each source among the first `total`. The sum is `total`."""
-        # The time at which `total` samples are due is near `total`. Find the last tick with at most that many.
+        """Return the number of samples of each source among `total` samples. The sum is `total`."""
+        # Find by bisection the last tick (time step) at which at most `total` samples are due.
         low, high = max(0, total - len(self._parts) - 1) * _GRID, (total + len(self._parts) + 1) * _GRID
         while low < high:
             middle = (low + high + 1) // 2
@@ -161,7 +161,7 @@ class Mixture:
         return counts
 
     def _due(self, tick: int) -> list[int]:
-        """Return the samples of each source that are due by a tick: its share of the time, rounded."""
+        """Return the number of samples of each source that are due at a tick: its share of the time, rounded."""
         return [(2 * tick * part + _GRID * _SCALE) // (2 * _GRID * _SCALE) for part in self._parts]
 
 
@@ -169,10 +169,10 @@ class Mixture:
 
 
 def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Count the rows that each sample adds to tensors that a collate function concatenates, such as patches of images.
+    """Count the rows of each sample in tensors that a collate function concatenates, such as image patches.
 
-    The result has one tuple for each tensor, array or list of the samples whose length is not 1 for all, without
-    repetitions. The count is 0 for a sample without it.
+    The result has one tuple of counts for each tensor, array or list in the samples, except if its length is 1 in all
+    samples or its counts equal an earlier tuple. The count is 0 for a sample without that item.
     """
     found: dict[tuple[int, ...], None] = {}
     for names in _columns(samples):
@@ -210,14 +210,14 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, list) else 0
 
 
-# Packing of stored tokens into sequences: each packing maps a sequence number to a span of tokens.
+# Packing of stored tokens into sequences: each packing maps a sequence index to a range of tokens (span).
 
 _PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ConcatSpans:
-    """Spans of the stored tokens as a ring, split every seq_len tokens from a start that depends on the epoch."""
+    """Spans of seq_len tokens. The stored tokens form a ring, which is split from a start that depends on the epoch."""
 
     num_tokens: int
     seq_len: int
@@ -227,7 +227,7 @@ class ConcatSpans:
         return -(-self.num_tokens // self.seq_len)
 
     def span(self, sequence: int, shift: int) -> tuple[int, int]:
-        """Return (first token, number of inputs). `shift` is in range(num_tokens)."""
+        """Return (first token, number of inputs). `shift` is the start of the epoch, in range(num_tokens)."""
         done = sequence * self.seq_len
         return (shift + done) % self.num_tokens, min(self.seq_len, self.num_tokens - done)
 
@@ -252,13 +252,13 @@ class TableSpans:
 def fit_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
     """Return the starts of next-fit packing in stored order, int64 [num_sequences + 1].
 
-    Sequences have complete documents as far as they fit. Longer documents are split every seq_len tokens. `offsets` is
+    A sequence takes complete documents while they fit. Longer documents are split every seq_len tokens. `offsets` is
     int64 [num_documents + 1].
     """
     starts = [0]
     position, total = 0, int(offsets[-1])
     while position < total:
-        # The end token of the last document may be a label without being an input, hence the + 1.
+        # + 1: the end token of the last document may be only a label and not an input.
         border = int(offsets[np.searchsorted(offsets, position + seq_len + 1, side="right") - 1])
         position = border if border > position else position + seq_len
         starts.append(position)
@@ -282,7 +282,7 @@ def plan_path(folder: Path, packing: str, seq_len: int) -> Path:
 
 
 def write_plan(folder: Path, packing: str, seq_len: int, offsets: np.ndarray) -> None:
-    """Write the packing plan of a split next to its shards, unless an undamaged one is there.
+    """Write the packing plan of a split next to its shards, unless a valid plan exists.
 
     Call it under the split's lock.
 
@@ -313,7 +313,7 @@ def _digest(path: Path) -> str:
 def open_spans(
     folder: Path, packing: str, seq_len: int, offsets: np.ndarray, num_tokens: int
 ) -> ConcatSpans | TableSpans:
-    """Open the spans of a split from its plan file, or compute them if the file is missing."""
+    """Open the spans of a split from its packing plan, or compute them if that file is missing."""
     if packing == "concat":
         return ConcatSpans(num_tokens, seq_len)
     try:
@@ -353,11 +353,11 @@ class Sample:
         input_ids: the input tokens.
         labels: the next token, or -100 if it is not trained.
         positions: position of each token.
-        document_ids: 0, 1, ... in order. Padding has its own id.
+        document_ids: index of each token's document in the sequence. Padding has a separate id.
         num_inputs: number of tokens that are not padding.
-        has_border: a document starts inside, and borders are on.
-        source: number of the source.
-        epoch: epoch of the source.
+        has_border: whether a document starts inside the sequence and `borders` is set.
+        source: index of the source.
+        epoch: epoch of that source.
         weights: weights of the labels in the loss, float32 [T], or None if all are 1.
     """
 
@@ -405,13 +405,13 @@ class SampleStream:
         sources: sources of `PreparedData.train` or `.eval`.
         seed: seed of the order and the mixture.
         seq_len: tokens of a sequence.
-        packing: as in the data section, or None for each source's packing.
-        borders: as in the data section.
+        packing: data.packing of the config, or None for each source's packing.
+        borders: data.borders of the config.
         shuffle: if False, sequences are in stored order, source after source. Weights are then ignored, and `sources`
             may be empty.
 
     Raises:
-        DataError: if shards are missing or cut off, or `sources` is empty with shuffle.
+        DataError: if shards are missing or truncated, or `sources` is empty with shuffle.
     """
 
     def __init__(
@@ -449,7 +449,7 @@ class SampleStream:
         )  # fmt: skip
 
     def state_at(self, index: int) -> dict[str, int]:
-        """Count the samples from each source before `index`, by the source's name."""
+        """Return the number of samples of each source, by name, before the global sample `index`."""
         if self._mixture is None:
             epochs, rest = divmod(index, max(1, self.num_sequences))
             counts = []
@@ -461,7 +461,7 @@ class SampleStream:
         return dict(zip(self._names, counts, strict=True))
 
     def _locate(self, index: int) -> tuple[int, int, int]:
-        """Return (source, epoch of that source, sequence in it)."""
+        """Return (source index, epoch of that source, sequence index in that epoch)."""
         if self._mixture is None:
             epoch, rest = divmod(index, self.num_sequences)
             number = int(np.searchsorted(self._ends, rest, side="right"))
@@ -514,7 +514,7 @@ class SampleStream:
         return size, has_border
 
     def _write_positions(self, rows: Rows, row: int, size: int, borders: np.ndarray) -> None:
-        """Write positions and document ids. `borders` are the starts of documents inside, 1 .. size - 1."""
+        """Write positions and document ids of a row. `borders`: positions (1 .. size - 1) at which documents start."""
         seq_len = self.seq_len
         positions, documents = rows.positions[row], rows.document_ids[row]
         positions[:] = np.arange(seq_len)

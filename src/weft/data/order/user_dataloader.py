@@ -35,7 +35,7 @@ class BatchIndices(Protocol):
         ...
 
     def check(self, epoch: int, dp_size: int) -> None:
-        """Raise DataError if a batch of the epoch has fewer samples than `dp_size`."""
+        """Raise DataError if a batch of the epoch has fewer than `dp_size` samples."""
 
 
 def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
@@ -57,7 +57,7 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
     if loader.batch_size is None:
         return _SampledIndices("batch_sampler", loader.batch_sampler, None, False, seed)
     sampler, batch_size = loader.sampler, loader.batch_size
-    # The sampler's length counts: it may sample less than the dataset, and the dataset may have no length.
+    # Use the sampler's length: it may sample less than the dataset, and the dataset may have no length.
     if type(sampler) is SequentialSampler:
         return _Computed(len(sampler), batch_size, loader.drop_last, None)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
@@ -80,7 +80,7 @@ class _BatchSplit(Sequence[Any]):
 
 
 class _Computed:
-    """Batches of torch's shuffle=True, or of shuffle=False if the seed is None."""
+    """Batches in the order of torch's shuffle=True, or of shuffle=False if the seed is None."""
 
     def __init__(self, num_samples: int, batch_size: int, drop_last: bool, seed: int | None):
         self._num_samples, self._batch_size, self._drop_last, self._seed = num_samples, batch_size, drop_last, seed
@@ -100,7 +100,7 @@ class _Computed:
 
 
 class _SampledIndices:
-    """Batches of a user's sampler, drawn again for each epoch. `batch_size` is None for a batch sampler."""
+    """Batches of a user's sampler, which is iterated for each epoch. `batch_size` is None for a batch sampler."""
 
     def __init__(self, field: str, sampler: Any, batch_size: int | None, drop_last: bool, seed: int):
         self._name = f"{field}={type(sampler).__name__}"
@@ -170,7 +170,7 @@ def _epoch_seed(seed: int, epoch: int) -> int:
 
 @contextlib.contextmanager
 def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
-    """Seed all generators that the sampler may draw from, and restore the global ones at exit."""
+    """Seed all generators that the sampler may use, and restore the global ones at exit."""
     for one in _all_of(sampler):
         if isinstance(generator := getattr(one, "generator", None), torch.Generator):
             generator.manual_seed(seed)
@@ -189,7 +189,7 @@ def _all_of(sampler: Any) -> Iterator[Any]:
         found += [inner for name in _INNER if (inner := getattr(one, name, None)) is not None]
 
 
-# A user's DataLoader for data parallelism: each rank reads its slice of every global batch. It can be resumed.
+# A resumable wrapper of a user's DataLoader for data parallelism: each rank reads its slice of every global batch.
 
 
 class AsBatch(Protocol):
@@ -202,10 +202,10 @@ class AsBatch(Protocol):
 
         Args:
             batches: the rank's microbatches.
-            numbers: numbers of each microbatch's samples in the global batch. They are empty for a dummy microbatch,
-                which replaces samples that the rank does not have.
-            rows: rows of the samples, see `rows_of`.
-            is_plain: the rank's samples are in one batch, and every rank has samples.
+            numbers: indices in the global batch of each microbatch's samples. Empty for a dummy microbatch, which a
+                rank without enough samples gets.
+            rows: number of rows of each sample, as `rows_of` returns them.
+            is_plain: whether the rank's samples are in one batch and every rank has samples.
             total: number of samples of the global batch.
         """
         ...
@@ -225,9 +225,10 @@ class ShardedLoader:
         dp_size: number of ranks on them.
         seed: seed of the order.
         num_microbatches: number of microbatches of a rank's samples.
-        as_batch: returns the value that `for` yields. If None, it is the plain batch, and there must be one microbatch.
-        takes_empty: returns at the start of an epoch if a batch may leave a rank without samples. If None, it may not,
-            and the constructor checks it.
+        as_batch: makes the value that `for` yields. If None, it yields the plain batch, and there must be one
+            microbatch.
+        takes_empty: called at the start of an epoch, returns whether batches may have fewer samples than ranks. If
+            None, they may not, and the constructor checks it.
         seed_samples: seed the global generators for each sample and each call of the collate function.
     """
 
@@ -266,14 +267,13 @@ class ShardedLoader:
         slices = self._slices
         for parts, rows in self._loader:
             batch = self._batch(parts, rows, slices.size_of(slices.next_batch))
-            # Counted before the yield, so that a state saved while the batch is in use points to the next batch.
+            # Count before the yield, so that a state saved while the batch is in use points to the next batch.
             slices.next_batch += 1
             yield batch
         slices.epoch += 1
         slices.next_batch = 0
 
     def __len__(self) -> int:
-        """Return the number of batches in a full epoch."""
         return self._slices.num_batches
 
     def state_dict(self) -> dict[str, int]:
@@ -290,7 +290,7 @@ class ShardedLoader:
         slices, num_parts = self._slices, self._num_microbatches
         everyone_has_some = global_batch >= slices.dp_size
         numbers: Sequence[Sequence[int]] = slices.numbers_of(global_batch)
-        if len(parts) < num_parts:  # collated together: the step splits it along dim 0
+        if len(parts) < num_parts:  # all samples were collated together; the step splits them along dim 0
             if not everyone_has_some:
                 raise DataError(
                     f"loader: a batch has {global_batch} samples, fewer than the {slices.dp_size} data-parallel ranks, "
@@ -303,11 +303,11 @@ class ShardedLoader:
 
 
 class _CollateParts:
-    """Calls the user's collate function for each microbatch of a list of samples. It runs in the loader's workers.
+    """Collate function that calls the user's one for each microbatch of the samples. It runs in the loader's workers.
 
-    It returns microbatches, and the rows of each of their samples. The first microbatches of a rank have an equal
-    number of samples or one more, as in `microbatch_samples`. A microbatch without samples is made of the rank's first
-    sample. If the samples are not a list, as from a dataset's __getitems__, they are collated together.
+    It returns the microbatches, and the row counts of their samples. Samples are divided evenly, and the first
+    microbatches may have one more, as in `microbatch_samples`. A microbatch without samples gets the rank's first
+    sample as a dummy. If the samples are not a list, as from a dataset's __getitems__, they are collated together.
     """
 
     def __init__(self, collate: Callable[[Any], Any], num_parts: int, *, counts_rows: bool):
@@ -374,7 +374,7 @@ class _Slices(Sampler[list[Any]]):
         return self.num_batches - self.next_batch
 
     def numbers_of(self, global_batch: int) -> list[range]:
-        """Return the numbers of this rank's samples in a global batch, by microbatch."""
+        """Return the indices in a global batch of this rank's samples, by microbatch."""
         return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
 
     def _own(self, batch: Any) -> list[Any]:

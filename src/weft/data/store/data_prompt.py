@@ -14,7 +14,7 @@ from weft.errors import DataError
 
 _CHATS, _PREFERENCES = ("messages", "instruction"), ("preference", "feedback")
 _MAX_TOKENS = 4096
-#: Tokens of the text prompt that the model continues.
+#: Number of tokens of the text prompt that the model continues.
 _FIRST_TOKENS = 12
 _MARK = "\U0010fff4"
 
@@ -66,11 +66,11 @@ def _first_document(data: PreparedData) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _question(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Return the text of the user's turn at the end of a prompt, or "" if the template's text does not delimit it."""
+    """Return the text of the last user's turn of a prompt, or "" if the template's text around it is not found."""
     shown = tokenizer.decode(ids, specials=True)
     try:
         asked = tokenizer.decode(tokenizer.encode_prompt([Turn("user", _MARK)]), specials=True)
-    except DataError:  # the template requires a system message
+    except DataError:  # such as for a template that requires a system message
         return ""
     before, _, after = asked.partition(_MARK)
     names = [tokenizer.decode([token], specials=True) for token in set(ids) if tokenizer.is_special(token)]

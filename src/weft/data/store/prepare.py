@@ -1,7 +1,7 @@
 """Data preparation: the held-out share, checks of trainability, and tokenization.
 
-A document is held out by a draw from its content, so equal documents are in the same split. If there are few documents,
-a small share may hold out none.
+Whether a document is held out is a function of its content's hash, so equal documents are in the same split. If there
+are few documents, a small share may hold out none.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from weft.data.token_files import SplitCounts, SplitReader
 from weft.errors import DataError
 from weft.units import counted, format_bytes, format_count
 
-#: With fewer documents, all are needed for training.
+#: With fewer documents, none is held out.
 _FEWEST = 10
-#: Maximum number of documents to read. Among more, one is held out unless the share is tiny or all are equal.
+#: Maximum number of documents to read. With more, a usual share holds out at least one.
 _LOOK_AT_DOCUMENTS = 4096
 _LOOK_AT_CHARS = 16 * 2**20
 
@@ -45,9 +45,9 @@ class _Look:
 
     Attributes:
         num_kept: documents that are held out.
-        num_trained: the other documents.
-        draws: number of documents by draw.
-        is_all: the counts cover the full source.
+        num_trained: documents that are not held out.
+        draws: number of documents by hash value (`Document.draw`).
+        is_all: whether the counts cover the full source.
     """
 
     num_kept: int = 0
@@ -61,11 +61,11 @@ class _Look:
 
 
 def resolve_holdout(wanted: Sequence[RequestedSource]) -> tuple[list[RequestedSource], list[str]]:
-    """Return the sources with the share that is held out, and notes for the user.
+    """Return the sources with the share of documents to hold out, and notes for the user.
 
-    The requested share is kept if it holds out a part of the documents. If it holds out none of ten or more, the
-    requested number of documents, at least one, is held out by smallest draw. If there are fewer or all are equal, none
-    is held out.
+    If the requested share holds out some documents but not all, it is used. Else, of ten or more documents of a source,
+    the ones with the smallest hashes are held out: as many as requested, at least one. With fewer documents, or if all
+    are equal, none is held out.
     """
     looks = [_look(source) for source in wanted]
     has_kept = any(look.num_kept and look.num_trained for look in looks)
@@ -73,7 +73,7 @@ def resolve_holdout(wanted: Sequence[RequestedSource]) -> tuple[list[RequestedSo
     for source, look in zip(wanted, looks, strict=True):
         share, note = (source.limits.holdout, "") if has_kept else _share(source, look)
         if look.is_all and look.num_kept and not look.num_trained and source.limits.holdout < 0.5:
-            share = 0.0  # one small source among others, whose only document drew a low number
+            share = 0.0  # a small source among others: the hash of its only document is below the share
         settled.append(replace(source, limits=replace(source.limits, holdout=share)))
         notes += [f"evaluation: {note}"] if note else []
     return settled, notes
@@ -85,7 +85,7 @@ def _look(source: RequestedSource) -> _Look:
         num_chars += len(document.text or "") + sum(len(turn.content) for turn in document.turns or ())
         num_chars += document.ids.size if document.ids is not None else 0
         if document.part and source.files.format != "text":
-            continue  # a later part of a very long record; chunks of a text file are drawn one by one
+            continue  # a later part of a very long record; chunks of a text file are held out separately
         if split_of(document, source.limits.holdout) == "eval":
             look.num_kept += 1
         else:
@@ -123,7 +123,7 @@ def _share(source: RequestedSource, look: _Look) -> tuple[float, str]:
 
 #: Maximum number of documents of a source to check.
 _MOST_DOCUMENTS = 200_000
-#: Tokens that are checked together.
+#: Number of tokens that are checked together.
 _BLOCK_TOKENS = 2**22
 _PREFERENCES = ("preference", "feedback")
 
@@ -133,10 +133,10 @@ class _TrainableCheck:
     """Counts of a source's documents.
 
     Attributes:
-        documents: documents that were checked.
-        untrained: documents without a trained token.
-        cut: documents that lose a part of their trained tokens.
-        has_stop: a trained token is a stop token.
+        documents: number of documents that were checked.
+        untrained: number of documents without a trained token.
+        cut: number of documents that lose a part of their trained tokens.
+        has_stop: whether a trained token is a stop token.
     """
 
     documents: int = 0
@@ -146,11 +146,11 @@ class _TrainableCheck:
 
 
 def check_trainable(data: PreparedData, section: DataSection, seq_len: int) -> PreparedData:
-    """Return the data. With data.check=warn, its summary has a line for each problem.
+    """Check that a run can learn from its data, and return the data. With data.check=warn, problems are in its summary.
 
     Args:
         data: the run's data.
-        section: its checks and limits.
+        section: the data section, with the checks and limits.
         seq_len: tokens of a sequence.
 
     Raises:
@@ -204,7 +204,7 @@ def _of_template(tokenizer: Tokenizer, sources: Sequence[PreparedSource]) -> Ite
     try:
         after = template.after_answer()
     except DataError:
-        return  # the template refuses this conversation, but the data was rendered
+        return  # the template rejects this conversation, although it rendered the data
     name = after.split()[0] if after.split() else ""
     if name.startswith(("<", "[")) and not template.begins_with_special(name):
         yield (
@@ -249,7 +249,7 @@ def _add(
     seq_len: int,
     source: PreparedSource,
 ) -> None:
-    """Count the documents of a block. `offsets` are their starts in the block, and its end."""
+    """Add the documents of a block to the counts `look`. `offsets`: the documents' starts in the block, and its end."""
     before = np.concatenate([[0], np.cumsum(trained)])
     each = before[offsets[1:]] - before[offsets[:-1]]
     look.documents += len(each)
@@ -257,30 +257,30 @@ def _add(
     look.has_stop = look.has_stop or bool(np.isin(tokens[trained], stops).any())
     longer = np.flatnonzero(np.diff(offsets) - 1 > seq_len)
     if source.packing == "concat":
-        return  # documents are split anywhere and continue in the next sequence
+        return  # with this packing, a split document continues in the next sequence
     for place in longer[each[longer] > 0]:
         begin, end = int(offsets[place]), int(offsets[place + 1])
         where = np.flatnonzero(trained[begin:end])
-        # In a preference, the start of the prompt is dropped. Other documents are split, and later parts lack the
+        # A long preference loses the start of its prompt. Other documents are split, and later parts lack the
         # beginning.
         first = max(0, int(where[0]) - 1) if source.kind in _PREFERENCES else 0
         look.cut += int(where[-1]) - first > seq_len
 
 
-# Tokenization of a run's data, once. It runs in every process before any process group exists, under file locks.
+# Tokenization of a run's data. Every process calls it before a process group exists; file locks let one do the work.
 
-#: With fewer documents, one with most of the tokens is not reported.
+#: With fewer documents, a document that has most of the tokens is not reported.
 _MANY_DOCUMENTS = 10
 
 
 def prepare_data(config: RunConfig, report: Report | None = None, *, preferences: bool = False) -> PreparedData:
-    """Tokenise the data that is not in the cache, and open the rest.
+    """Tokenise the data that is not in the cache yet, and return all data of a run.
 
     Args:
         config: a config, of which the sections data and tokenizer are used.
         report: called with (stage, done, total) during the work, or None. `total` is in bytes of the files, or 0 if it
             is unknown.
-        preferences: the records must be preferences, instead of text or answers.
+        preferences: whether the records must be preferences instead of text or answers.
 
     Raises:
         DataError: for any problem of the data.
@@ -422,7 +422,7 @@ def _describe(wanted: RequestedSource, stored: CachedSource, seq_len: int) -> It
 
 
 def _longest_document(stored: CachedSource) -> tuple[int, int] | None:
-    """Return the trained tokens of the longest document and of all documents.
+    """Return the number of trained tokens of the longest document, and of all documents.
 
     Return None if the longest document has at most half of the trained tokens, or there are few documents.
     """
@@ -450,7 +450,7 @@ def _counts(split: SplitCounts, schema: Schema) -> str:
 
 
 def _num_longer(stored: CachedSource, seq_len: int) -> int:
-    """Return the number of train documents that do not fit into one sequence. The end token does not have to fit."""
+    """Return the number of train documents that do not fit into one sequence. The end token is not counted."""
     offsets = SplitReader(stored.folder / "train", stored.manifest.splits["train"]).offsets
     return int((np.diff(offsets) > seq_len + 1).sum())
 

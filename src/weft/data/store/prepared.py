@@ -1,4 +1,4 @@
-"""Tokenised data of a run: its sources, how it differs from other data, and the cache of tokenised sources."""
+"""Tokenised data of a run: its sources, comparison with other data, and the cache of tokenised sources."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class PreparedSource:
     Attributes:
         name: path or pattern of the source.
         folder: folder of the shards.
-        weight: weight in the mixture.
+        weight: weight of the source in the mixture.
         pad_id: padding token.
         end_id: token that ends a document.
-        counts: counts of the split.
+        counts: files and counts of the split.
         packing: packing of documents into sequences.
         kind: kind of its records, as in `Schema`.
     """
@@ -93,7 +93,7 @@ class PreparedData:
         train: the training sources.
         eval: the evaluation sources, which may be empty.
         tokenizer_dir: folder of the tokenizer.
-        vocab_size: entries of the tokenizer.
+        vocab_size: number of entries of the tokenizer.
         summary: sentences for the user: schemas, counts, quarantined records.
     """
 
@@ -110,7 +110,7 @@ class PreparedData:
 
     @property
     def digest(self) -> str:
-        """Digest of all tokens and packings. It is equal for preparations that give the same batches."""
+        """Digest of all tokens and packings. Equal digests mean equal batches."""
         return key_of(self.vocab_size, [[(s.content, s.packing) for s in split] for split in (self.train, self.eval)])
 
     def changes_from(self, before: PreparedData) -> list[str]:
@@ -129,7 +129,7 @@ class PreparedData:
         """Parse the output of `to_json`.
 
         Raises:
-            DataError: if the text is not valid. The message has only the reason.
+            DataError: if the text is not valid. The message is only the reason, without a file name.
         """
         try:
             values = json.loads(text)
@@ -177,7 +177,7 @@ def key_of(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-# Data that a config requests: its sources with their files, and digests of the files' content.
+# Data that a config requests: the sources with their files, and digests of the files' content.
 
 _READ_BYTES = 2**20
 #: Minimum total size of files for a progress report.
@@ -186,7 +186,7 @@ _TOLD_BYTES = 2**28
 
 @dataclass(frozen=True)
 class RequestedSource:
-    """A source of the config with its files. `preferences` is set if the task trains on preferences only."""
+    """A source of the config with its files. `preferences`: whether the task trains on preferences only."""
 
     section: SourceSection
     files: FileSet
@@ -204,7 +204,7 @@ class RequestedSource:
             field: dotted key, such as "data.train.0".
             data: the data section.
             holdout: share of documents to hold out.
-            preferences: the task trains on preferences only.
+            preferences: whether the task trains on preferences only.
 
         Raises:
             DataError: if the files do not exist.
@@ -220,14 +220,14 @@ class RequestedSource:
         return detect_schema(self.files, self.section.schema_, columns, most, preferences=self.preferences)
 
     def counted(self, number: int) -> str:
-        """Return a number of its documents with the noun for messages."""
+        """Return a number of documents with the noun for this kind of data, for messages."""
         one, more = ("piece of text", "pieces of text") if self.files.format == "text" else ("document", "documents")
         if self.schema.kind == "preference":
             one, more = "pair", "pairs"
         return counted(number, one, more)
 
     def documents(self, files: FileSet | None = None) -> Iterator[Document]:
-        """Yield all readable documents, without a limit on ids. `files` may give the same files in another order."""
+        """Yield all readable documents, whatever their token ids. `files` may give the same files in another order."""
         limits = ReadLimits(
             self.limits.holdout, self.limits.max_record_bytes, max_bad_fraction=1.0, piece_bytes=self.limits.piece_bytes
         )
@@ -266,7 +266,7 @@ def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[
         if isinstance(digests, list) and len(digests) == len(files.files):
             return [str(digest) for digest in digests]
     except (OSError, ValueError):
-        pass  # missing or damaged: digest the files
+        pass  # the stored digests are missing or damaged, so compute them
     digests, done = [], 0
     for file in files.files:
         digests.append(_digest(file.path, file.name))
@@ -291,10 +291,10 @@ def _digest(path: Path, name: str) -> str:
     return hasher.hexdigest()
 
 
-# The cache of tokenised data: tokenizers and shards, each made once under a lock and checked on use.
+# The cache of tokenised data: tokenizers and shards. Each is made once under a lock, and checked on use.
 
 _CHECKED = "checked.json"
-#: Seconds for which a digest check is valid if files are unchanged. A disk may lose data silently.
+#: Seconds for which a digest check is valid if files seem unchanged. A disk may damage data silently.
 _CHECK_HOLDS_S = 24 * 3600
 #: Minimum total size of shards for a progress report of the check.
 _CACHE_LOG_BYTES = 2**30
@@ -313,7 +313,7 @@ class CachedSource:
 def ready_tokenizer(
     cache: Path, config: RunConfig, train: Sequence[RequestedSource], report: Report | None
 ) -> tuple[Path, Tokenizer]:
-    """Return the config's tokenizer and its folder. It is made if it is missing or damaged."""
+    """Return the config's tokenizer and its folder. It is created if it is missing or damaged."""
     section = config.tokenizer
     if config.data.bos is True and section.kind != "file":
         raise DataError(
@@ -340,7 +340,7 @@ def ready_tokenizer(
             try:
                 return folder, Tokenizer.load(folder)
             except DataError:
-                # The folder is damaged and is made again from the same input.
+                # The folder is damaged. It is created again from the same input.
                 shutil.rmtree(folder)
         with new_folder(folder) as temporary:
             if section.kind == "bytes":
@@ -355,7 +355,7 @@ def ready_tokenizer(
 def _training_text(train: Sequence[RequestedSource], limit: int, report: Report | None) -> Iterator[str]:
     """Yield text of the train split, at most `limit` bytes in equal parts.
 
-    Small sources leave their rest to the others.
+    If a source has less text than its part, the other sources get more.
     """
     sources = [wanted for wanted in sorted(train, key=lambda w: w.files.size_bytes) if wanted.schema.kind != "ids"]
     if not sources:
@@ -380,7 +380,7 @@ def _training_text(train: Sequence[RequestedSource], limit: int, report: Report 
 
 
 def _source_text(wanted: RequestedSource) -> Iterator[str]:
-    # Files in the order of a hash of their names, since the first files of a folder may not be representative.
+    # Order files by a hash of their names, because the first files of a folder may not be representative.
     files = sorted(wanted.files.files, key=lambda file: hashlib.blake2b(file.path.name.encode()).digest())
     for document in wanted.documents(replace(wanted.files, files=tuple(files))):
         if split_of(document, wanted.limits.holdout) == "train":
@@ -391,9 +391,9 @@ def _source_text(wanted: RequestedSource) -> Iterator[str]:
 def ready_source(
     cache: Path, wanted: RequestedSource, tokenizer: Tokenizer, packing: str | None, seq_len: int, report: Report | None
 ) -> CachedSource:
-    """Return the tokens of a source, tokenised if they are missing or damaged.
+    """Return a source from the cache. It is tokenised first if the cached tokens are missing or damaged.
 
-    If `packing` is None, the schema decides.
+    If `packing` is None, the schema determines it.
     """
     key = wanted.key(content_digests(cache, wanted.files, report))
     folder = cache / f"data-{key_of(FORMAT_VERSION, tokenizer.digest, key)}"
@@ -418,7 +418,7 @@ def ready_source(
 
 
 def _stored(folder: Path, wanted: RequestedSource, report: Report | None) -> tuple[SourceManifest | None, str]:
-    """Return the manifest of a folder, or None and the damage if its files are not as they were written."""
+    """Return the manifest of a folder, or None and a description of the damage if its files have changed."""
     if not folder.is_dir():
         return None, ""
     try:
@@ -440,7 +440,7 @@ def _stored(folder: Path, wanted: RequestedSource, report: Report | None) -> tup
 
 
 def _was_checked(folder: Path, manifest: SourceManifest) -> bool:
-    """Return True if a process compared the digests less than `_CHECK_HOLDS_S` ago and the files are unchanged."""
+    """Return True if digests were checked less than `_CHECK_HOLDS_S` ago and the files are unchanged since."""
     try:
         checked = json.loads((folder / _CHECKED).read_text("utf-8"))
         age = time.time() - float(checked["time"])

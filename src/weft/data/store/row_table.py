@@ -1,4 +1,4 @@
-"""Tables of rows of named number arrays of any length, written once and memory-mapped: labelled and paired texts.
+"""Tables whose rows have named arrays of any length. They are written once and then memory-mapped.
 
 A folder has `table.json` (columns, counts, digests, notes of the writer), and for each column a file of the
 concatenated values and a file of the rows' starts.
@@ -45,7 +45,7 @@ class RowWriter:
         self._exits.close()
 
     def add(self, row: Row) -> None:
-        """Append a row. All rows have the columns and dtypes of the first."""
+        """Append a row. All rows must have the columns and dtypes of the first."""
         for name, values in row.items():
             if name not in self._files:
                 self._files[name] = self._exits.enter_context((self._folder / f"{name}.values").open("wb"))
@@ -130,7 +130,7 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
 def ready_table(
     cache: Path, key: Sequence[Any], write: Callable[[RowWriter], Mapping[str, Any]], waiting: Callable[[], None] | None
 ) -> RowTable:
-    """Return a table of the cache. It is written if it is missing or damaged.
+    """Return a table of the cache. It is written first if it is missing or damaged.
 
     Args:
         cache: folder of prepared data.

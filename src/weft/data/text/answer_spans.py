@@ -1,9 +1,9 @@
 """Locate the assistant's turns in a rendered conversation.
 
-The conversation is rendered a second time with one or two characters of each message replaced by marks of equal length.
-The positions of the marks in the second text are positions in the first one, even if the template trims, splits or
-omits contents. Generation starts after the template's generation prompt, so a turn is trained from there to the token
-that ends it.
+The conversation is rendered a second time with one or two characters of each message replaced by marks (placeholders).
+A mark has the length of the character that it replaces, so its position in the second text is also the position in the
+first, even if the template trims, splits or omits contents. Generation starts after the template's generation prompt,
+so a turn is trained from there to the token that ends it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ CONTENT, THOUGHT, CALL, INSERTED = range(4)
 _NUM_KINDS = 4
 _NUM_TURNS = (_LAST_MARK - _FIRST_MARK) // _NUM_KINDS
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
-#: Texts that templates search for in contents: tags and bracketed names. They are never marked.
+#: Texts that templates search for in contents: tags and bracketed names. Their characters are never replaced by marks.
 _TAGS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]")
 _LETTER = re.compile(r"[^\W_]")
 _SIGN = re.compile(r"[^\s\"\\]")
 _THOUGHTS = re.compile(r"(?s)(<(think|thinking|thought|reasoning)>)(.*?)(?=</\2>)|\A()((?:(?!<think>).)*?)(?=</think>)")
 _THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
-#: Keys of a message with the thoughts behind an answer.
+#: Keys of a message that contain the reasoning before an answer.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 #: Keys whose values templates compare with fixed names.
 _UNMARKED_KEYS = ("type", "id", "index", "tool_call_id")
@@ -52,11 +52,11 @@ class TurnFormat:
     """Text of a template around the assistant's turns.
 
     Attributes:
-        header: returns the text before an assistant's turn, by the role of the message before it.
+        header: function from the role of the preceding message to the text before an assistant's turn.
         ends: special tokens that end an assistant's turn.
-        stops: the ones among them that end the last turn of a conversation.
+        stops: tokens among `ends` that end the last turn of a conversation.
         closers: texts between an answer and the token that ends its turn.
-        call_closer: text after the last argument of a call that is not ended by a special token.
+        call_closer: text after the last argument of a tool call, if no special token ends the call.
         specials: special tokens, longest first.
     """
 
@@ -70,7 +70,7 @@ class TurnFormat:
 
 @dataclass
 class _Part:
-    """Marked text of a message. `lead` is the text before its first mark, and `trail` the text after its last one."""
+    """A text with marks in a message. `lead` is the text before the first mark, `trail` that after the last."""
 
     lead: str = ""
     trail: str = ""
@@ -78,7 +78,7 @@ class _Part:
 
 @dataclass
 class _Marked:
-    """Marks of one message: their number by kind, and their positions in the rendered text."""
+    """Marks of one message: how many of each kind were inserted, and their positions in the rendered text."""
 
     planted: list[int] = field(default_factory=lambda: [0] * _NUM_KINDS)
     parts: dict[int, _Part] = field(default_factory=dict)
@@ -89,11 +89,11 @@ class _Marked:
 
 
 class MarkedAnswers:
-    """The messages of a conversation with marks, and the assistant's turns after the marks are located.
+    """Messages of a conversation with marks in them, and the assistant's turns, which `locate` finds.
 
     Args:
         messages: messages in the template's format.
-        others: mark messages of other roles too. They limit the end of an assistant's turn.
+        others: insert marks into messages of other roles too. These limit the end of an assistant's turn.
         insert: insert a mark as content if an assistant's turn has no character to mark.
     """
 
@@ -158,13 +158,13 @@ class MarkedAnswers:
         return text[done - offset :] == shadow[done:]
 
     def _nearest(self, number: int, last: int) -> tuple[int, _Marked] | None:
-        """Return the message of a mark and its position. Very long conversations use marks more than once."""
+        """Return the index and the message of a mark. Very long conversations use the same mark several times."""
         places = range(number, len(self._marked), _NUM_TURNS)
         place = next((one for one in places if one >= last), places[-1] if places else -1)
         return (place, self._marked[place]) if place >= 0 else None
 
     def spans(self, text: str, form: TurnFormat) -> Iterator[tuple[int, int, int]]:
-        """Yield (message, low, high) of each assistant's turn that the template renders."""
+        """Yield (message index, start, end) for each assistant's turn that the template renders, in characters."""
         stops = sorted(
             at
             for role, marked in zip(self._roles, self._marked, strict=True)
@@ -183,7 +183,7 @@ class MarkedAnswers:
             done = high
 
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return the assistant's messages that are not rendered, and the kinds of parts missing in other messages."""
+        """Return the indices of assistant's messages that are not rendered, and kinds of parts missing from others."""
         missing, kinds = [], set()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
             if role != "assistant":
@@ -195,16 +195,16 @@ class MarkedAnswers:
         return missing, kinds
 
     def turn_at(self, low: int, high: int) -> int | None:
-        """Return the assistant's message with marks in a range of the text, or None."""
+        """Return the index of the assistant's message that has a mark in a range of the text, or None."""
         for place, marked in enumerate(self._marked):
             if self._roles[place] == "assistant" and any(low <= at < high for at, _ in marked.found):
                 return place
         return None
 
     def _own(self, place: int) -> list[tuple[int, int]]:
-        """Return the marks of an assistant's turn.
+        """Return the positions of the marks that belong to an assistant's turn.
 
-        Later marks are from a tool's answer that repeats the name of the call.
+        Further marks of the message are ignored: a tool's result may repeat the name of the call.
         """
         marked, seen = self._marked[place], [0] * _NUM_KINDS
         own = []
@@ -226,7 +226,7 @@ class MarkedAnswers:
         part = self._marked[place].parts.get(kind, _Part())
         lead = next((one for one in (part.lead, part.lead.lstrip()) if text.endswith(one, done, first)), "")
         low = first - len(lead)
-        while low > done and text[low - 1] == " ":  # a space belongs to the token of the letters after it
+        while low > done and text[low - 1] == " ":  # tokenizers join a space with the letters after it
             low -= 1
         return low
 
@@ -324,7 +324,7 @@ def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
 
 
 def _prompts(prompt: str) -> Iterator[str]:
-    """Yield a generation prompt, then shorter ones for turns that begin with only a part of it."""
+    """Yield a generation prompt, then its shorter prefixes, for turns that begin with only a part of it."""
     if not prompt.strip():
         return
     yield prompt
@@ -333,12 +333,12 @@ def _prompts(prompt: str) -> Iterator[str]:
         shorter = "".join(units[:size])
         if not shorter.strip() or not (units[size - 1].isspace() or units[size - 1][-1] in ">]"):
             continue
-        if not _OPEN_TAG.search(shorter):  # thoughts include their tag
+        if not _OPEN_TAG.search(shorter):  # the tag is part of the trained reasoning
             yield shorter
 
 
 def common_units(first: str, second: str) -> str:
-    """Return the common prefix of two texts, up to the border of a tag or a run of letters."""
+    """Return the common prefix of two texts. It ends at the boundary of a tag or of a run of letters."""
     found = []
     for one, other in zip(_UNITS.findall(first), _UNITS.findall(second), strict=False):
         if one != other:
@@ -353,12 +353,12 @@ def last_unit(text: str) -> str:
 
 
 def without_thought_tags(text: str) -> str:
-    """Return a text without the tags around thoughts."""
+    """Return a text without reasoning tags such as <think>."""
     return _THOUGHT_TAG.sub("", text)
 
 
 def replace_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with each string in it changed. Keys are unchanged."""
+    """Apply `change` to each string of a JSON value, except keys, and return the result."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -32,9 +32,10 @@ from weft.data.text.turns import Turn
 from weft.errors import DataError
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-#: Contents of the small conversations that probe a template's turns, in a private use area of Unicode.
+#: Contents of the small conversations that are rendered to find out how a template formats turns (private use
+#: characters).
 _ASKED, _SAID, _RETURNED, _NEXT = "\U0010fff4", "\U0010fff5", "\U0010fff6", "\U0010fff7"
-#: Replaces a character of a special token's name that is plain text.
+#: Placeholder for a character of a special token's name that occurs as plain text.
 _PLAIN = "\U0010fff8"
 _CALL_ID = "abcdefghi"
 _MESSAGE_CHARS = 200
@@ -47,7 +48,7 @@ _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
 
 
 class RefusedConversation(DataError):
-    """The template cannot render a conversation. Others of the same data may be valid.
+    """Raised if the template cannot render a conversation. Other conversations of the same data may be valid.
 
     text: the full error. reason: a short form, for counts of invalid records.
     """
@@ -58,7 +59,7 @@ class RefusedConversation(DataError):
 
 
 class TrainedSpan(NamedTuple):
-    """Range of characters low..high, and its weight in the loss."""
+    """A range of trained characters, low <= index < high, and its weight in the loss."""
 
     low: int
     high: int
@@ -89,7 +90,7 @@ class ChatTemplate:
         tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            RefusedConversation: if the template refuses the conversation, or leaves out or repeats answers.
+            RefusedConversation: if the template rejects the conversation, or omits or repeats answers.
             DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
@@ -117,13 +118,13 @@ class ChatTemplate:
         tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            RefusedConversation: if the template refuses the conversation.
+            RefusedConversation: if the template rejects the conversation.
             DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
 
     def split_literals(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
-        """Return the text in parts (text, is literal). A literal part is content that equals a special token's text.
+        """Return the text as parts (text, is literal). A literal part is content that equals a special token's text.
 
         Args:
             turns: the turns of the conversation.
@@ -163,7 +164,7 @@ class ChatTemplate:
         return any(name in part for part in parts for name in self._specials)
 
     def after_answer(self) -> str:
-        """Return the stripped text after the answer in a conversation of one question.
+        """Return the text that the template writes after an answer, without white space at its ends.
 
         Raises:
             DataError: as in `render`.
@@ -179,7 +180,7 @@ class ChatTemplate:
         Raises:
             DataError: as in `render`.
         """
-        self.after_answer()  # raises its errors
+        self.after_answer()  # for its errors
         return list(self._turn_format.stops)
 
     def begins_with_special(self, text: str) -> bool:
@@ -201,7 +202,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """True if the template renders the arguments of a call as JSON only if they are JSON text."""
+        """True if tool-call arguments must be passed as JSON text, not as objects, for the template to render JSON."""
         asked = _message("user", _ASKED)
         try:
             text = self._rendered([asked, _calling({"key": "value"})], None).text
@@ -215,7 +216,7 @@ class ChatTemplate:
             return False
 
     def _located(self, text: str, messages: Messages, tools: Any) -> MarkedAnswers | None:
-        """Render the messages with marks. Templates that inspect contents may need fewer marks."""
+        """Render the messages with marks and locate them. Templates that inspect contents may need fewer marks."""
         for others, insert in ((True, True), (False, True), (True, False), (False, False)):
             answers = MarkedAnswers(messages, others=others, insert=insert)
             try:
@@ -240,7 +241,7 @@ class ChatTemplate:
             found = self._first_special(after)
             if found is not None:
                 ends.append(found[0])
-                stops = stops or [found[0]]  # of a last turn, if a special token ends it
+                stops = stops or [found[0]]  # special tokens that end the last turn
                 closers.append(after[: found[1]].rstrip() if after is last else "")
         if not any(name in after_call for name in ends):
             names = [name for name in self._specials if after_call.rstrip().endswith(name)]
@@ -259,7 +260,7 @@ class ChatTemplate:
         return (min(found)[2], min(found)[0]) if found else None
 
     def _after(self, content: str, messages: Messages, *, prompt: bool = False) -> str:
-        """Return the text after a content, or "" if the template does not render such a conversation."""
+        """Render messages and return the text after `content`, or "" if the template cannot render them."""
         try:
             found = self._rendered(self._adapted(messages), None, prompt=prompt).text.rpartition(content)
         except RefusedConversation:
@@ -293,7 +294,7 @@ class ChatTemplate:
         return Header(prompt, last_unit(shared)) if prompt.strip() else Header("", last_unit(plain))
 
     def _hidden_for(self, role: str) -> Any:
-        """Return a function that hides the texts of special tokens, except an assistant's tags around thoughts."""
+        """Return a function that hides the texts of special tokens, except an assistant's reasoning tags."""
         names = [name for name in self._specials if role != "assistant" or without_thought_tags(name)]
         pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         return lambda text: pattern.sub(lambda match: _PLAIN * len(match[0]), text)
@@ -345,7 +346,6 @@ def _calling(arguments: Any) -> dict[str, Any]:
 
 
 def _with_arguments(calls: Any, *, as_text: bool) -> Any:
-    """Return tool calls with all arguments as objects, or all as JSON text."""
     if not isinstance(calls, list):
         return calls
     return [_with_one(call, as_text=as_text) for call in calls]

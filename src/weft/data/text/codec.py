@@ -18,15 +18,16 @@ from weft.errors import DataError
 END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END, PAD, TURN_START, TURN_END)
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-F]{2}>")
-#: Prefixes for the later part of a split text, so that the tokenizer does not treat it as a start.
+#: Prefixes that are put before a later part of a text, so that the tokenizer does not treat it as the start of a text.
 _SENTINELS = ("\n", "x", "0", ".", " ")
 _FILLER = "x"
 
 
 class MarkedText(NamedTuple):
-    """The text of a conversation, in which names of special tokens count as tokens, except within the ranges `plain`.
+    """Text of a conversation.
 
-    `spans` are the trained ranges of characters, with their weights.
+    Names of special tokens in it are encoded as special tokens, except in the ranges `plain`. `spans` are the trained
+    ranges of characters, with their weights.
     """
 
     text: str
@@ -37,10 +38,10 @@ class MarkedText(NamedTuple):
 def weights_of(offsets: np.ndarray, spans: Sequence[TrainedSpan]) -> np.ndarray:
     """Return the weight of each token, float32. A token belongs to a span if any of its characters does.
 
-    A token across the border of prompt and answer is therefore part of the answer.
+    A token that spans the boundary of prompt and answer is therefore part of the answer.
 
     Args:
-        offsets: first character of each token and the one after its last, int64 [n, 2].
+        offsets: start and end (exclusive) of each token in characters, int64 [n, 2].
         spans: trained ranges of characters. Other tokens have the weight 0.
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
@@ -108,7 +109,7 @@ class ByteCodec:
 
 
 class JsonCodec:
-    """Codec of a tokenizer.json, with the tokenizers library.
+    """Codec that encodes with a tokenizer.json, by the tokenizers library.
 
     control_ids: tokens that plain text is never encoded to. Negative ids are ignored.
     """
@@ -122,7 +123,7 @@ class JsonCodec:
         self._control_ids = np.array(sorted(self._control))
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of texts of a window's length, int64."""
+        """Return the ids of texts that are at most one window long, int64."""
         found = [np.array(encoding.ids, dtype=np.int64) for encoding in self._batch(texts, fast=True)]
         return [
             self._encode_split(text).ids if self._has_control(ids) else ids
@@ -130,7 +131,7 @@ class JsonCodec:
         ]
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the ids of texts of a window's length, with offsets."""
+        """Return the ids of texts that are at most one window long, with offsets."""
         found = [
             Tokens(np.array(encoding.ids, dtype=np.int64), encoding) for encoding in self._batch(texts, fast=False)
         ]
@@ -163,7 +164,7 @@ class JsonCodec:
         return bool(np.isin(ids, self._control_ids).any())
 
     def _encode_split(self, text: str) -> Tokens:
-        """Encode with each control token's name split in two, for tokenizers that match the name even in plain text."""
+        """Encode a text with each control token's name split in two, so that the tokenizer does not match it."""
         names = filter(None, self._control.values())
         pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names)
         ids, offsets, position = [], [], 0
@@ -182,7 +183,7 @@ class JsonCodec:
         return Tokens(np.array(encoding.ids, dtype=np.int64), encoding)
 
     def _continued(self, text: str) -> Tokens:
-        """Encode the later part of a text, without the blank that some tokenizers add at the start of a text."""
+        """Encode a later part of a text, without the space that some tokenizers add at the start of a text."""
         for sentinel in _SENTINELS:
             tokens = self._encode_all(sentinel + text)
             offsets = tokens.offsets()
@@ -203,7 +204,7 @@ class JsonCodec:
         return "".join([*parts, marked.text[position:]])
 
     def _unfilled(self, marked: MarkedText, filled: str, tokens: Tokens) -> Tokens:
-        """Encode each section between two special tokens again as plain text, if it has filler letters."""
+        """Encode each section between two special tokens again with its original text, if it has filler letters."""
         ids, offsets = tokens.ids, tokens.offsets()
         special = [*self._special_indices(ids, offsets, filled), len(ids)]
         out_ids, out_offsets, begin, position = [], [], 0, 0
@@ -227,7 +228,6 @@ class JsonCodec:
         return Tokens(np.concatenate(out_ids), np.concatenate(out_offsets))
 
     def _special_indices(self, ids: np.ndarray, offsets: np.ndarray, text: str) -> Iterator[int]:
-        """Yield the indices of tokens that encode the names of special tokens in a text."""
         for index in np.flatnonzero(np.isin(ids, self.special_ids())).tolist():
             low, high = offsets[index]
             if text[low:high].strip() == (self._library.id_to_token(int(ids[index])) or "").strip():
@@ -241,7 +241,7 @@ class JsonCodec:
 
     @cached_property
     def _rendered(self) -> Any:
-        """Library for rendered templates, in which special token names are encoded as special tokens."""
+        """Library tokenizer for rendered templates: it encodes names of special tokens as special tokens."""
         from tokenizers import AddedToken
 
         library = _library(self._text)
@@ -316,7 +316,7 @@ def _library(text: str) -> Any:
     library = Library.from_str(text)
     library.no_truncation()
     library.no_padding()
-    # It changes no id here, but may remove blanks from the offsets.
+    # It does not change the ids here, but may remove spaces from the offsets.
     library.post_processor = None
     return library
 
@@ -324,7 +324,7 @@ def _library(text: str) -> Any:
 def _groups(texts: Sequence[str], *, is_limited: bool = True) -> Iterator[list[int]]:
     """Yield the indices of texts to encode together, since the library's result takes more than 100 bytes per token.
 
-    Texts longer than a window are left out if `is_limited`.
+    If `is_limited`, texts longer than a window are skipped.
     """
     group, num_chars = list[int](), 0
     for index, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Documents, and how they are read from records of each kind."""
+"""Documents, and functions that make them from records of each kind."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from weft.data.text.turns import (
     without_nulls,
 )
 
-#: Number of possible draws of a document.
+#: Number of possible values of `Document.draw`.
 ALL_DRAWS = 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document. Exactly one of text, turns and ids is set.
+    """A document of the training data. Exactly one of text, turns and ids is set.
 
     Attributes:
         file: name of its file.
-        draw: 32 bits of the content's digest, which determine the split.
+        draw: 32 bits of the content's digest. They determine whether the document is in the train or the eval split.
         text: its text.
         turns: turns of a conversation.
         ids: token ids.
         trained: one bool per id, or None if all are trained.
-        part: number of a text chunk in its file.
-        last: this is the last chunk of its file.
+        part: index of a text chunk in its file.
+        last: whether this is the last chunk of its file.
         prompt: text before `text` that is not trained.
         note: remark for the user, which is counted over documents.
         tools: JSON list of the tools that the assistant may call, or "".
-        other: the rejected document of a pair, set on the chosen one.
-        liking: factor on the weights of its trained tokens.
-        number: number of the record in the file, or 0 if unknown.
+        other: for the chosen document of a preference pair, the rejected one.
+        liking: factor of its trained tokens' weights: 1 for desired answers, -1 for rejected or undesired ones.
+        number: number of the record in the file, from 1, or 0 if unknown.
     """
 
     file: str
@@ -90,7 +90,7 @@ def tools_of(record: Record, schema: Schema) -> str:
 
 
 def nulls_of(record: Record, schema: Schema, tools: str, *columns: str) -> Filled:
-    """Return the information about nulls in a record.
+    """Return whether a table wrote the record and so added null values to its objects.
 
     Args:
         record: the record.
@@ -131,15 +131,15 @@ def draw_of_bytes(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "little")
 
 
-# Preference records: pairs of a chosen and a rejected answer, and answers with a verdict.
+# Preference records: pairs of a chosen and a rejected answer, and answers with a verdict (desired or not).
 
-#: Note of a pair without a preference.
+#: Note for a pair whose two answers are equal.
 _EQUAL = "with equal answers"
 _VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def read_pair(record: Record, schema: Schema) -> Document:
-    """Return the document of the chosen answer. Its `other` is the document of the rejected one, with an equal draw.
+    """Return the document of the chosen answer. Its `other` is the document of the rejected answer, in the same split.
 
     Raises:
         Unusable: if an answer is missing or empty.
@@ -213,7 +213,7 @@ def _answer(record: Record, column: str, part: str, schema: Schema, filled: Fill
 
 
 def _turns(messages: Any, schema: Schema, filled: Filled) -> tuple[Turn, ...]:
-    """Return turns with a weight of 0 or 1, since tokens of an answer either count or do not."""
+    """Return turns whose weights are rounded to 0 or 1, since preference losses have no other weights."""
     turns = read_turns(messages, schema.role or "role", schema.content or "content", filled)
     return tuple(turn._replace(weight=float(turn.weight != 0)) for turn in turns)
 
@@ -233,7 +233,7 @@ def _full(prompt: str | tuple[Turn, ...] | None, answer: str | tuple[Turn, ...])
 
 
 def _without_repeats(prompt: tuple[Turn, ...], answer: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Join a prompt of messages and an answer that may repeat all of it or its end, or contain it after other turns."""
+    """Join the messages of a prompt and an answer. The answer may repeat all or the end of the prompt."""
     asked, full = _plain_turns(prompt), _plain_turns(answer)
     most = min(len(asked), len(full) - 1)
     repeated = next((size for size in range(most, 0, -1) if asked[-size:] == full[:size]), 0)
@@ -250,7 +250,7 @@ def _plain_turns(turns: tuple[Turn, ...]) -> list[tuple[str, str, str]]:
 
 
 def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
-    """Split both answers after their common prefix, which becomes the prompt of answers without a prompt column."""
+    """Split two answers after their common prefix, which is the prompt if the data has no prompt column."""
     if isinstance(chosen, _Plain) and isinstance(rejected, _Plain):
         cut = _shared_prefix(chosen.text, rejected.text)
         found = [_Plain(one.text[:cut], one.text[cut:]) for one in (chosen, rejected)]
@@ -265,7 +265,7 @@ def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
 
 
 def _shared_prefix(first: str, second: str) -> int:
-    """Return the length of the common prefix of two texts, up to the end of a line or a space."""
+    """Return the length of the common prefix of two texts. It ends after a newline or a space."""
     alike = min(len(first), len(second))
     same = next((place for place in range(alike) if first[place] != second[place]), alike)
     same -= same == len(first) == len(second)
@@ -287,17 +287,17 @@ def _content(document: Document) -> Sequence[Any]:
 
 # Conversion of a record into a document, or into a `Broken` with the reason.
 
-#: Note of a document with an empty answer, of which only the end token is trained.
+#: Note for a document with an empty answer. Only its end token is trained.
 EMPTY_ANSWER = "with an empty answer"
 
 
 def read_document(record: Record, schema: Schema, vocab_size: int) -> Document | Broken:
-    """Make a document of a record, or return a `Broken` with the reason.
+    """Convert a record to a document, or return a `Broken` with the reason why it cannot be used.
 
     Args:
         record: the record from a reader.
         schema: the record's columns.
-        vocab_size: ids at or above it are refused.
+        vocab_size: records with ids at or above it are rejected.
     """
     try:
         if schema.is_preference:

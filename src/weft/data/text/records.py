@@ -25,13 +25,13 @@ _MAX_ROWS = 50
 
 
 def sniff_delimiter(head: bytes, usual: str) -> str:
-    """Return the delimiter that divides the header into several columns and the most rows into the same number.
+    """Return the delimiter for which most rows have as many columns as the header, which has more than one.
 
-    head: the first bytes of the file. usual: the default, which is preferred among equals.
+    head: the first bytes of the file. usual: the default, which is chosen in a tie.
     """
     lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
-        lines.pop()  # cut off
+        lines.pop()  # the last row is incomplete
     shares = {delimiter: _share(lines, delimiter) for delimiter in (usual, *DELIMITERS)}
     return max(shares, key=lambda delimiter: (shares[delimiter], delimiter == usual))
 
@@ -61,7 +61,7 @@ _SPACE = " \t\r\n"
 
 
 class BadArray(Exception):
-    """The array cannot be read further. `reason` is one of a few texts, and `excerpt` is the text at the error."""
+    """Raised if a JSON array cannot be read further. `excerpt` is the text at which reading failed."""
 
     def __init__(self, reason: str, excerpt: str):
         super().__init__(reason)
@@ -69,9 +69,9 @@ class BadArray(Exception):
 
 
 class _Text:
-    """A stream of UTF-8 as a text buffer that grows at the end and is dropped at the start.
+    """Text buffer of a UTF-8 stream: text is appended as it is read, and removed from the start once it is consumed.
 
-    `position` is the next character.
+    `position` is the index of the next character.
     """
 
     def __init__(self, stream: BinaryIO, max_chars: int):
@@ -80,7 +80,7 @@ class _Text:
         self.buffer, self.position, self.ended = "", 0, False
 
     def grow(self) -> bool:
-        """Read more. Return False at the end of the file. The doubling block size keeps the total work linear."""
+        """Append text; return False at the end of the file. Block sizes double, so that the total work is linear."""
         if len(self.buffer) - self.position > self._max_chars:
             raise BadArray("too long", self.buffer[self.position : self.position + 200])
         if self.ended:
@@ -111,7 +111,7 @@ def read_array(stream: BinaryIO, max_chars: int) -> Iterator[Any]:
     max_chars: maximum length of one element.
 
     Raises:
-        BadArray: if the array is cut off, or reading cannot continue after an element.
+        BadArray: if the array is the last row is incomplete, or reading cannot continue after an element.
     """
     text, decoder = _Text(stream, max_chars), json.JSONDecoder()
     if text.next_sign() != "[":
@@ -150,12 +150,12 @@ def _element(text: _Text, decoder: json.JSONDecoder) -> Any:
 
 
 def _skip_element(text: _Text, error: BadArray) -> None:
-    """Move to the character after an element, by its brackets and strings. Raise `error` if the file ends before it."""
+    """Move to the character after an element, by counting brackets. Raise `error` if the file ends before its end."""
     depth, in_string = 0, False
     while True:
         found = (_IN_STRING if in_string else _OUTSIDE).search(text.buffer, text.position)
         if found is None:
-            # A backslash at the end belongs to the next character to be read.
+            # A backslash at the end of the buffer escapes the next character, which has not been read yet.
             text.position = len(text.buffer) - text.buffer.endswith("\\")
             if not text.grow():
                 raise error
@@ -172,7 +172,7 @@ def _skip_element(text: _Text, error: BadArray) -> None:
 
 
 def _may_be_incomplete(error: Exception, size: int) -> bool:
-    """Return True if the error may disappear with more text.
+    """Return True if the parse error may be due to text that has not been read yet.
 
     The position of an unterminated string error is the start of the string. Other errors have their own position.
     """
@@ -184,7 +184,7 @@ def _may_be_incomplete(error: Exception, size: int) -> bool:
 # Record streams of files, in bounded memory for any file size. Unreadable records are `Broken`.
 
 _EXCERPT_CHARS = 200
-#: Reason for a broken chunk of a text file with NUL bytes.
+#: Reason for rejecting a chunk of a text file that has NUL bytes.
 BINARY = "binary, not text (NUL bytes)"
 #: Maximum bytes of a record that is skipped because it is too long.
 _MOST_SKIPPED_BYTES = 2**34
@@ -194,15 +194,15 @@ _ENCODING_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record: a dict of columns, or a chunk of a text file.
+    """A record of a file: a dict of columns, or a chunk of a text file.
 
     Attributes:
         file: name of the file.
-        number: line, row or chunk, from 1.
+        number: number of the line, row or chunk, from 1.
         value: the columns, or the text.
-        part: number of a chunk in its file, from 0. It is 0 for other records.
-        last: the last chunk of its file. It is True for other records.
-        filled: a row of a table, whose objects have the keys of all rows, with null for missing ones.
+        part: index of a chunk in its file. 0 for other records.
+        last: whether it is the last chunk of its file. True for other records.
+        filled: whether it is a row of a table, whose objects have the keys of all rows, with null for missing values.
     """
 
     file: str
@@ -224,7 +224,7 @@ class Broken:
 
     @classmethod
     def of(cls, file: str, number: int, reason: str, value: object) -> Broken:
-        """Return a invalid record with an excerpt of its value.
+        """Return an invalid record with an excerpt of its value.
 
         Args:
             file: name of the file.
@@ -246,7 +246,7 @@ class RecordReader:
 
     Args:
         file: a file of any format of FORMATS, compressed or not.
-        max_record_bytes: longer lines and rows are yielded as Broken, without being in memory.
+        max_record_bytes: longer lines and rows are yielded as Broken. They are not read into memory.
         piece_bytes: approximate size of the chunks of text files, which end at line ends.
         columns: columns of a parquet file to read, or None for all.
         on_progress: called with `position()` at intervals while a record that is too long is skipped.
@@ -271,7 +271,7 @@ class RecordReader:
         self.delimiter = ""
 
     def position(self) -> int:
-        """Return the number of bytes that were read, for progress reports. It is approximate for parquet."""
+        """Return the number of bytes read so far, for progress reports. It is approximate for parquet."""
         return min(self._position(), self._file.size_bytes)
 
     def __iter__(self) -> Iterator[Record | Broken]:
@@ -398,7 +398,7 @@ class RecordReader:
                 yield self._csv_record(rows.line_num, header, row)
 
     def _next_row(self, rows: Iterator[list[str]]) -> list[str]:
-        """Return the next row. The csv reader's size limit ends a field without a closing quote."""
+        """Return the next row. A field without a closing quote ends at the csv reader's size limit."""
         before = csv.field_size_limit(self._max_record_bytes)  # global to the process, so it is restored
         try:
             return next(rows)
@@ -421,7 +421,7 @@ class RecordReader:
 
         name, size_bytes, number = self._file.name, self._file.size_bytes, 0
         try:
-            # A stream buffer instead of full column chunks, since one row group may be larger than memory.
+            # Columns are read through a buffer and not as full chunks, since one row group may be larger than memory.
             with pq.ParquetFile(self._file.path, buffer_size=_READ_BYTES, pre_buffer=False) as parquet:
                 num_rows = max(1, parquet.metadata.num_rows)
                 self._position = lambda: size_bytes * number // num_rows
@@ -477,7 +477,7 @@ def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
 
 
 def wide_encoding(file: SourceFile) -> str:
-    """Return "UTF-16" or "UTF-32" if a file has that encoding by its first bytes, else ""."""
+    """Return "UTF-16" or "UTF-32" if the first bytes of a file show that encoding, else ""."""
     if file.format == "parquet":
         return ""
     try:
@@ -496,7 +496,7 @@ def wide_encoding(file: SourceFile) -> str:
 
 
 def is_valid_text(text: str) -> bool:
-    """Return False for text with half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
+    """Return False for text with an unpaired surrogate, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -518,7 +518,7 @@ def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
 
 
 class _Joined(io.RawIOBase):
-    """A stream that first returns bytes that were already read."""
+    """A stream that returns bytes that were already read, then the rest of another stream."""
 
     def __init__(self, head: bytes, rest: BinaryIO):
         self._head, self._rest = head, rest
@@ -534,7 +534,7 @@ class _Joined(io.RawIOBase):
 
 
 def _chunks(stream: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
-    """Yield chunks of `piece_bytes` up to twice that, split after a newline if possible, else between characters."""
+    """Yield chunks of 1 to 2 times `piece_bytes`, split after a newline if possible, else between characters."""
     buffer = bytearray()
     while block := stream.read(_READ_BYTES):
         buffer += block

@@ -45,7 +45,7 @@ class Schema:
 
     Attributes:
         kind: text, messages, instruction, completion, ids, preference or feedback.
-        file_text: each file is one text document without columns.
+        file_text: whether each file is one text document without columns.
         delimiter: delimiter of a csv file, if it is not the default of the suffix.
     """
 
@@ -102,7 +102,7 @@ class Schema:
 
     @property
     def columns(self) -> list[str]:
-        """Columns that must be read."""
+        """Names of the columns that must be read."""
         names = (
             self.text, self.messages, self.ids, self.mask, self.instruction, self.input, self.output, self.system,
             self.prompt, self.completion, self.tools, self.chosen, self.rejected, self.label,
@@ -116,7 +116,7 @@ class Schema:
 
     @property
     def packing(self) -> str:
-        """Default of data.packing: answers are not separated from their questions, and text fills every sequence."""
+        """Default of data.packing: keep answers with their questions, but fill every sequence with plain text."""
         if self.is_preference:
             return "pad"
         return "fit" if self.is_chat or self.kind == "completion" else "concat"
@@ -127,7 +127,7 @@ class Schema:
         return self.is_chat or self.is_preference or self.kind == "completion" or bool(self.mask)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
@@ -141,7 +141,7 @@ def detect_schema(
         wanted: "auto" or a kind.
         columns: column names that the user gave, by part.
         max_record_bytes: longer records are skipped.
-        preferences: the task trains on preferences only.
+        preferences: whether the task trains on preferences only.
 
     Raises:
         DataError: if the wanted columns are missing, no kind is detected, or the task cannot train on the kind.
@@ -202,7 +202,7 @@ def _kinds_with(columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ..
 
 
 def _refuse_binary(files: FileSet) -> None:
-    """Raise DataError if all files are binary. One binary file among others is a invalid record."""
+    """Raise DataError if all files are binary. One binary file among others counts as an invalid record."""
     if len(files.files) == 1:
         first = next(iter(RecordReader(files.files[0], max_record_bytes=_LOOK_AT)), None)
         if isinstance(first, Broken) and first.reason == BINARY:
@@ -217,7 +217,7 @@ def _refuse_preferences(files: FileSet, names: Sequence[str]) -> None:
     chosen = lower.get("chosen")
     if chosen and "rejected" in lower:
         prompt = lower.get("prompt")
-        # Columns to train on the better answers only. Without a prompt column, the answers contain the prompt.
+        # Settings that train on the chosen answers only. Without a prompt column, the answers contain the prompt.
         alone = f"{files.field}.columns.prompt={prompt} {files.field}.columns.completion={chosen}"
         remedy = f"train on the preferred answers alone with {alone}" if prompt else "give messages or instructions"
         raise DataError(
@@ -294,7 +294,7 @@ def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], a
 
 
 def _detect_instruction(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
-    """Detect instructions and answers. If there is a text column, only Alpaca's column names count."""
+    """Return the schema of instructions and answers, or None. With a text column, only Alpaca's names match."""
     texts = _text_columns(first, names)
     plain = not asked and bool(_pick(texts, _TEXT_COLUMNS))
     instruction = columns.get("instruction") or _pick(texts, _QUESTION_COLUMNS[: 1 if plain else None])

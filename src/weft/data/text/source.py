@@ -13,7 +13,7 @@ from pathlib import Path
 from weft.config.run_config import STDLIB_SOURCE
 from weft.errors import DataError, did_you_mean
 
-#: Suffix -> format. A file with one of the text suffixes is one document.
+#: Format of each file suffix. A file with one of the text suffixes is one document.
 FORMATS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
     **dict.fromkeys(
@@ -26,7 +26,7 @@ COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _STDLIB_LEFT_OUT = frozenset(
     (
         *("test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"),
-        # Character tables and help texts instead of code, of which a small model would learn little else.
+        # Character tables and help texts: they are not code, and so large that a small model would learn little else.
         *("encodings", "pydoc_data"),
     )
 )
@@ -35,7 +35,7 @@ _USE = f'Use a file, a folder, a glob such as "data/*.jsonl", or "{STDLIB_SOURCE
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file. `size_bytes` and `mtime_ns` are from the time it was found, and are part of the cache key."""
+    """A file of a source. `size_bytes` and `mtime_ns` are as of when it was found, and are part of the cache key."""
 
     path: Path
     name: str

@@ -21,13 +21,13 @@ from jinja2 import ext, nodes, sandbox
 
 _MAX_SOURCE_CHARS = 2**20
 _MAX_STEPS = 300_000
-#: Characters of a copy that count as one step (a power of two).
+#: Base-2 logarithm of the number of copied characters that count as one step.
 _COPY_BITS = 12
 #: Maximum characters or elements of a value: a fixed number, and some per character of the conversation.
 _MIN_SIZE, _SIZE_PER_CHAR = 2**22, 32
 _MAX_INT_BITS = 4096
 _MAX_TERMS = 500
-#: Largest number that a template may pass to a filter or a method, such as a width.
+#: Largest integer that a template may pass to a filter or a method, such as a width.
 _MAX_ARGUMENT = 10_000
 _MAX_INDENT = 64
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -41,14 +41,14 @@ _REMOVED_GLOBALS = ("lipsum", "cycler", "joiner")
 _REMOVED_METHODS = ("translate", "maketrans", "expandtabs", "format_map", "encode")
 _DICT_NAMES = frozenset(dir(dict))
 _TEXT_METHODS = frozenset(("endswith", "lstrip", "replace", "rstrip", "split", "startswith", "strip"))
-#: A width or precision of five digits, or one that is a nested field.
+#: A width or precision of five digits or more, or one that is computed from an argument.
 _WIDE_FORMAT = re.compile(r"\d{5}|%[^%a-zA-Z]*\*|\{[^{}]*\{")
 _WORK = "does more work than a conversation needs"
 _SIZE = "makes a value larger than a conversation needs"
 
 
 class TemplateLimit(jinja2.TemplateError):
-    """A template exceeded a limit."""
+    """Raised if a template exceeds a limit."""
 
 
 class Rendered(NamedTuple):
@@ -85,7 +85,7 @@ class _Budget:
             self.spend(size >> _COPY_BITS)
 
 
-#: Budget of the current rendering. The default limits the work of jinja2 during compilation.
+#: Budget of the current rendering. The default value limits the work of jinja2 while it compiles a template.
 _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
@@ -98,7 +98,7 @@ def _current() -> _Budget:
 
 
 class Sandbox:
-    """One compiled template.
+    """A compiled chat template, rendered with limits.
 
     Raises:
         jinja2.TemplateError, RecursionError, ValueError, OverflowError: if it cannot be compiled.
@@ -128,7 +128,7 @@ class Sandbox:
             input_chars: number of characters in them. The limits are proportional to it.
 
         Raises:
-            jinja2.TemplateError: if the template refuses the conversation or exceeds a limit.
+            jinja2.TemplateError: if the template rejects the conversation or exceeds a limit.
         """
         budget = _Budget(input_chars)
         token = _budget.set(budget)
@@ -214,7 +214,7 @@ def _filtered(name: str, value: nodes.Node) -> nodes.Filter:
 
 
 def _wrap_values(tree: nodes.Node) -> None:
-    """Add size checks to sums, joined texts, and lists and dicts with other values."""
+    """Add size checks to the nodes of a template that build sums, joined texts, lists and dicts."""
     for node in list(tree.iter_child_nodes()):
         _wrap_values(node)
     for field, value in tree.iter_fields():
@@ -242,7 +242,7 @@ def _wrapped(node: Any, parent: nodes.Node) -> Any:
 
 
 def _sized(value: Any) -> Any:
-    """Return the value after a check of its size, including its contents."""
+    """Check the size of a value, including its contents, and return it."""
     if isinstance(value, str):
         _current().copy(len(value))
     elif isinstance(value, _CONTAINERS):
@@ -295,7 +295,7 @@ def _check_format(text: str) -> None:
 
 
 def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget: _Budget) -> None:
-    """Refuse a call of a text's method before it runs if the result would be too large."""
+    """Raise TemplateLimit for a call of a text's method, before it runs, if the result would be too large."""
     if name in _REMOVED_METHODS:
         raise TemplateLimit(f"calls the method {name} of a text, which chat templates may not use")
     _check_arguments((*args, *kwargs.values()))
@@ -325,7 +325,7 @@ def _check_join(separator: str, parts: Any, budget: _Budget) -> None:
 def _bounded(name: str, function: Any) -> Any:
     """Wrap a filter of jinja2 with checks of its arguments and its result.
 
-    Its markers, such as pass_context, are kept.
+    jinja2's attributes of the filter, such as the one set by pass_context, are kept.
     """
     num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -364,7 +364,6 @@ def _counted(values: Iterator[Any], budget: _Budget) -> Iterator[Any]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON without HTML escapes, as the filter of transformers does."""
     if isinstance(indent, int | str) and (indent if isinstance(indent, int) else len(indent)) > _MAX_INDENT:
         raise TemplateLimit(_SIZE)
     _current().spend(1)
@@ -380,7 +379,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Variables that survive a loop. Names with a leading underscore are refused."""
+    """Variables that survive a loop. Names with a leading underscore are rejected."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)

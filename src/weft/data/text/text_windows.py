@@ -1,9 +1,9 @@
 """Token ids of texts of any length in bounded memory, equal to the ids of the full text.
 
-A long text is encoded in overlapping windows. A token depends on the text around it, and on the start of the text, at
-which some tokenizers add a blank. A border is therefore accepted only if two windows have equal tokens around it. The
-tokens of the first window before the border and of the second after it then equal the tokens of the full text. Windows
-without such a border are encoded together.
+A long text is encoded in overlapping windows. A token depends on the text around it, and some tokenizers add a space at
+the start of a text. Two windows are therefore joined only at a boundary around which both have equal tokens. The tokens
+of the first window before the boundary and of the second after it then equal the tokens of the full text. Windows
+without such a boundary are encoded together.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from weft.errors import DataError
 #: Characters of a window, and the overlap at each end.
 WINDOW_CHARS = 2**16
 _OVERLAP_CHARS = 512
-#: Windows that are encoded together, on all cores.
+#: Number of windows that are encoded together, on all cores.
 GROUP_WINDOWS = 16
-#: Maximum size of a window. A longer text without a border would take gigabytes.
+#: Maximum size of a window. A longer text without a boundary would take gigabytes.
 _MAX_WINDOW_CHARS = 2**24
 
 
 class Tokens:
     """Ids of a text, and the range of characters of each token.
 
-    ids: int64 [n]. source: source of the offsets: an encoding of the tokenizers library, int64 [n, 2], or None.
+    ids: int64 [n]. source: the offsets as int64 [n, 2], an encoding of the tokenizers library that has them, or None.
     """
 
     __slots__ = ("_source", "ids")
@@ -42,7 +42,7 @@ class Tokens:
         return self._source is not None
 
     def offsets(self) -> np.ndarray:
-        """Return the first character of each token and the one after its last, int64 [n, 2]."""
+        """Return the start and end (exclusive) of each token in characters, int64 [n, 2]."""
         if self._source is None:
             return np.zeros((0, 2), np.int64)
         if isinstance(self._source, np.ndarray):
@@ -51,19 +51,19 @@ class Tokens:
 
 
 class WindowCodec(Protocol):
-    """Codec of texts of a window's length. The texts are independent."""
+    """Tokenizer of a batch of independent texts, each at most one window long."""
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return their ids, int64."""
+        """Return the ids of each text, int64."""
         ...
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return their ids with offsets, which takes 1.5 times as long."""
+        """Return the tokens of each text with offsets, which takes 1.5 times as long."""
         ...
 
 
 class _Window(NamedTuple):
-    """Encoded characters low..high of the buffer. The characters before `begin` are context."""
+    """The encoded characters low..high of the buffer. Those before `begin` are only context."""
 
     low: int
     begin: int
@@ -72,7 +72,7 @@ class _Window(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """Tokens of a window near one of its ends, as (id, first character, end).
+    """Tokens of a window near one of its ends, as (id, start, end) with the range of characters of each token.
 
     `first` is the index of the first token.
     """
@@ -85,7 +85,7 @@ class TextEncoder:
     """Encoder of one text that is fed in parts.
 
     Args:
-        encoder: codec of the windows.
+        encoder: tokenizer of the windows.
         window_chars: characters of a window.
         with_offsets: return offsets too, which takes 1.5 times as long.
     """
@@ -94,11 +94,11 @@ class TextEncoder:
         self._encoder, self._window_chars, self._with_offsets = encoder, window_chars, with_offsets
         self._parts: list[str] = []
         self._num_chars = 0
-        #: Characters of the text before the buffer.
+        #: Number of characters of the text before the buffer.
         self._before = 0
         #: Start of the characters in the buffer whose ids were not returned yet. The characters before it are context.
         self._begin = 0
-        #: The first token in the first window whose id was not returned yet.
+        #: Index of the first token in the first window whose id was not returned yet.
         self._first = 0
 
     def feed(self, part: str) -> Tokens:
@@ -150,7 +150,7 @@ class TextEncoder:
         return [Tokens(ids, None) for ids in self._encoder.ids(texts)]
 
     def _cuts(self, text: str, *, is_end: bool) -> list[int]:
-        """Return the starts of windows and the end of the last, after a newline or before a space if possible."""
+        """Return the boundaries of the windows, after a newline or before a space if possible."""
         size, start, cuts = self._window_chars, self._begin, [self._begin]
         limit = len(text) if is_end else len(text) - _OVERLAP_CHARS
         while limit - start > size:
@@ -161,7 +161,7 @@ class TextEncoder:
 
     def _windows(self, text: str, planned: list[tuple[int, int]]) -> list[_Window]:
         bounds = [
-            # The first window starts at the start of the buffer, as when it was split from the one before it.
+            # The first window starts at the start of the buffer, as it did when the window before it was encoded.
             (max(0, begin - _OVERLAP_CHARS) if number else 0, begin, min(len(text), end + _OVERLAP_CHARS))
             for number, (begin, end) in enumerate(planned)
         ]
@@ -169,9 +169,10 @@ class TextEncoder:
         return [_Window(*bound, tokens) for bound, tokens in zip(bounds, encoded, strict=True)]
 
     def _agreed(self, text: str, current: _Window, following: _Window) -> tuple[int, int, int] | None:
-        """Return a border between two windows, or None unless all tokens near it are equal in both.
+        """Return a boundary between two windows, or None if the tokens near it differ between them.
 
-        The border is the token of each window at which the following one begins, and its first character.
+        The result is the index of the first token after the boundary, in each window, and the first character of that
+        token.
         """
         cut, half = following.begin, _OVERLAP_CHARS // 2
         edges = (
@@ -193,7 +194,8 @@ class TextEncoder:
     def _edge(self, text: str, window: _Window, until: int, *, is_end: bool) -> _Edge:
         """Return the tokens of a window from `until` to its end, or from its start to `until`.
 
-        Windows usually have no offsets. The edge is encoded again for them, as far as that gives equal ids.
+        Windows usually have no offsets. Then the text of the edge is encoded again, and tokens with equal ids are
+        returned.
         """
         if is_end:
             low, high = max(window.low, until - _OVERLAP_CHARS), window.high
@@ -213,7 +215,7 @@ class TextEncoder:
     def _aligned(self, text: str, current: _Window, following: _Window) -> _Window:
         """Return the following window, moved to begin at a token of the current one.
 
-        In runs of one letter, the tokens differ for each shift.
+        In a run of one repeated letter, windows have equal tokens only if they begin at a token boundary.
         """
         edge = self._edge(text, current, following.low, is_end=True)
         low = max((token[1] for token in edge.tokens if token[1] <= following.low), default=following.low)
@@ -246,7 +248,7 @@ def encode_long(
 
     Args:
         text: the text, which is encoded in windows if it is longer than one.
-        codec: codec of the windows.
+        codec: tokenizer of the windows.
         window_chars: characters of a window.
         with_offsets: return offsets too.
     """

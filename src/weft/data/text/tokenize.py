@@ -25,18 +25,19 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.data.token_files import SHARD_BYTES, SplitCounts, SplitWriter
 from weft.errors import DataError
 
-#: Increased when the same input would give other shards, so that old ones are not used.
+#: Version of the shards' format. It is increased when the same input would give other shards, so that old shards are
+#: not used.
 FORMAT_VERSION = 4
 QUARANTINE = "quarantine.jsonl"
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 2048
 _MAX_PIECE_BYTES = 2**20
 _MIN_PIECE_BYTES = 256
-#: Before this many records, the limit of broken ones is the limit for this many, so that one early error is not fatal.
+#: Minimum number of records to which the limit of invalid records is applied, so that one early error is not fatal.
 _EARLY_RECORDS = 1000
 #: Longer texts are tokenised in chunks: a token id takes eight times the memory of its character.
 _LONG_CHARS = 2**21
-#: Maximum number of different refusal texts of a template that are counted separately.
+#: Maximum number of error texts of a template that are counted separately.
 _MAX_REASONS = 20
 
 Report = Callable[[str, int, int], None]
@@ -44,11 +45,11 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Options of the data section for reading.
+    """Limits for reading source files, from the data section.
 
     Attributes:
         holdout: share of documents for the eval split.
-        max_record_bytes: longer records are broken.
+        max_record_bytes: longer records count as invalid.
         max_bad_fraction: maximum share of invalid records.
         piece_bytes: bytes per chunk of text files, or 0 to derive it from `holdout`.
     """
@@ -63,7 +64,7 @@ class ReadLimits:
 class SourceManifest:
     """Description of a tokenised source. It is written last, so a folder with a manifest is complete.
 
-    `notes` maps remarks about trained documents to the number of documents.
+    `notes` maps a remark about trained documents to the number of documents that it applies to.
     """
 
     format_version: int
@@ -113,13 +114,13 @@ def split_of(document: Document, holdout: float) -> str:
 
 
 class DocumentStream:
-    """The documents of a source in stored order. Broken records are counted.
+    """Iterator over the documents of a source, in stored order. Invalid records are counted.
 
     Args:
         files: files of the source.
         schema: columns of the records.
-        limits: limits on records, and on the share of broken ones.
-        vocab_size: ids at or above it are refused.
+        limits: limits on records, and on the share of invalid records.
+        vocab_size: records with ids at or above it are rejected.
         on_broken: called with each invalid record.
         report: called with the number of bytes read so far, or None.
     """
@@ -165,7 +166,7 @@ class DocumentStream:
         self.check()
 
     def refuse(self, document: Document, reason: str) -> None:
-        """Count a document that the chat template refuses as a invalid record."""
+        """Count a document that the chat template rejects as an invalid record."""
         if reason not in self.broken and len(self.broken) >= _MAX_REASONS:
             reason = "refused by the chat template"
         said = "\n".join(f"{turn.role}: {turn.content}" for turn in document.turns or ())
@@ -206,7 +207,7 @@ def _in_parts(document: Document) -> Iterator[Document]:
 
 
 class TooManyBroken(Exception):
-    """Passes the counts from the stream to `tokenise_source`, which has the quarantine file."""
+    """Raised by `DocumentStream` and caught by `tokenise_source`, which adds the quarantine file to the error."""
 
 
 def _check_unchanged(file: Any) -> None:
@@ -230,14 +231,14 @@ def tokenise_source(
         files: files of the source.
         schema: columns of the records.
         tokenizer: the tokenizer.
-        limits: limits on records, and the held-out share.
+        limits: limits on records, and the share of documents that is held out.
         folder: an empty folder.
         report: called with a title, bytes done and total bytes, or None.
-        keep_quarantine: path to which the quarantine file is moved if too many records are broken.
+        keep_quarantine: path to which the quarantine file is moved if too many records are invalid.
         shard_bytes: bytes of tokens in one file.
 
     Raises:
-        DataError: if too many records are broken, a file is damaged, or the tokenizer lacks chat tokens.
+        DataError: if too many records are invalid, a file is damaged, or the tokenizer lacks chat tokens.
     """
     if schema.is_chat and not tokenizer.has_chat:
         raise DataError(
@@ -283,8 +284,8 @@ class _Router:
     """Writes each document to its split. A text file with chunks in several splits becomes several documents.
 
     Args:
-        opened: closes the files of the splits, also after an error.
-        refuse: called with a document and the reason for which the chat template refuses it.
+        opened: exit stack that closes the files of the splits, also after an error.
+        refuse: called with a document that the chat template rejects, and the reason.
     """
 
     def __init__(
@@ -313,7 +314,7 @@ class _Router:
             if document.note:
                 self.notes[document.note] += 1
             split = split_of(document, self._holdout)
-            # A broken chunk between two good ones also ends the document.
+            # An invalid chunk between two valid ones also ends the document.
             if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
                 self._end(self._open, end_trained=True)
             ids, trained = (self._chunk_ids(document), None) if encoded is None else encoded
@@ -322,7 +323,8 @@ class _Router:
             self._append(split, ids, trained)
             self._open, self._next = split, (document.file, document.part + 1)
             if document.last:
-                # Texts train their end, and ids if their last token is trained. A chat ends with its last turn.
+                # The end token is trained after texts, and after ids whose last token is trained. A chat ends with its
+                # last turn.
                 trains_end = document.turns is None and (document.trained is None or bool(document.trained[-1]))
                 self._end(split, end_trained=trains_end, liking=document.liking)
 
@@ -331,7 +333,7 @@ class _Router:
     ) -> Iterator[tuple[Document, tuple[np.ndarray, np.ndarray | None] | None]]:
         """Yield documents with their ids and weights, or with None for text chunks, which are encoded later.
 
-        If one answer of a pair is refused, both are.
+        If the template rejects one answer of a pair, both are skipped.
         """
         encoded = iter(encode_documents([one for one in documents if not _is_chunk(one)], self._tokenizer))
         remaining = iter(documents)
@@ -367,7 +369,7 @@ class _Router:
             self._append(split, self._encoder.finish().ids, None)
             self._encoder = None
         writer = self._writers[split]
-        # Given ids may already have their end token, and a chat template may write it.
+        # Stored ids may already end with the end token, and a chat template may write it.
         if self._last_id != self._tokenizer.end_id:
             writer.append(np.array([self._tokenizer.end_id]), np.array([liking if end_trained else 0.0], np.float32))
         writer.end_document()
@@ -410,9 +412,9 @@ def too_many_broken(
     Args:
         files: files of the source.
         schema: columns of the records.
-        read: counts of all records, or of those before the stop.
+        read: counts of all records, or of those that were read before the error.
         max_bad_fraction: the limit.
-        listed: the quarantine file.
+        listed: path of the quarantine file, which lists the invalid records.
     """
     broken = Counter(read.broken)
     reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common(4))
@@ -431,18 +433,18 @@ def too_many_broken(
 
 # Encode documents to token ids: texts, answers after a prompt, and conversations, with a mask of trained tokens.
 
-#: Ids and weights of a document, or the reason why the chat template does not render it.
+#: Ids and weights of a document, or the error of the chat template that does not render it.
 Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
-    """Return (ids, weights) of documents, with the tokens that begin a document and without its end token.
+    """Return (ids, weights) of each document, including the tokens that begin it, without its end token.
 
-    Weights are bool or float32, or None if all are 1. For a conversation that the chat template refuses, the result is
+    Weights are bool or float32, or None if all are 1. For a conversation that the chat template rejects, the result is
     its RefusedConversation.
 
     Raises:
-        DataError: if messages call tools and there is no chat template, or if the template cannot be used at all.
+        DataError: if messages call tools and there is no chat template, or if the template is unusable.
     """
     kinds = [_kind(document) for document in documents]
     by_kind = {kind: [one for one, own in zip(documents, kinds, strict=True) if own == kind] for kind in set(kinds)}

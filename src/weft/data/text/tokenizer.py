@@ -104,7 +104,7 @@ class Tokenizer:
         return cls(vocabulary, text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text as the start of a document: after the begin tokens, without the end token."""
+        """Return the ids of a text with the tokens that begin a document, and without the end token."""
         return [*self.vocabulary.begin_ids, *self.encode_batch([text])[0].tolist()]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -114,7 +114,7 @@ class Tokenizer:
     def encode_answers(self, answers: Sequence[tuple[str, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Encode prompts with their answers, each pair as one text. Return the ids, and a bool mask of the answer.
 
-        A token across the border is part of the answer.
+        A token that spans the boundary is part of the answer.
 
         Args:
             answers: pairs of prompt and answer.
@@ -135,7 +135,7 @@ class Tokenizer:
     def decode_parts(self, parts: Iterable[Iterable[int]]) -> list[str]:
         """Return the texts of consecutive parts of a document, with special tokens.
 
-        Joined, they are the text of all ids. Decoding a part separately would lose the blank that some tokenizers drop
+        Joined, they are the text of all ids. Decoding a part separately would lose the space that some tokenizers drop
         at the start of a text.
 
         Args:
@@ -166,12 +166,12 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """Bytes of text of each token, int64 [vocab_size]. Special tokens have 0. Exact for byte-level BPE."""
+        """Number of bytes of text per token, int64 [vocab_size], 0 for special tokens. Exact for byte-level BPE."""
         return self._codec.token_bytes(self.vocab_size)
 
     @property
     def has_chat(self) -> bool:
-        """True if it has the tokens that begin and end a turn of a chat."""
+        """True if the tokenizer has a chat template, or tokens that begin and end a turn of a chat."""
         return self.template is not None or (self.vocabulary.turn_start_id >= 0 and self.vocabulary.turn_end_id >= 0)
 
     @cached_property
@@ -189,7 +189,7 @@ class Tokenizer:
             tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: if the template refuses the conversation.
+            DataError: if the template rejects the conversation.
         """
         if self.template is None:
             return _chatml(turns)
@@ -203,14 +203,14 @@ class Tokenizer:
         return [(one.ids, weights_of(one.offsets(), text.spans)) for one, text in zip(encoded, texts, strict=True)]
 
     def encode_turns(self, turns: Sequence[Turn], tools: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of one conversation, and the weight of each in the loss (float32).
+        """Return the ids of one conversation, and the weight of each token in the loss (float32).
 
         Args:
             turns: the turns of the conversation.
             tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: if the template refuses the conversation.
+            DataError: if the template rejects the conversation.
         """
         return self.encode_marked([self.marked_turns(turns, tools)])[0]
 
@@ -222,7 +222,7 @@ class Tokenizer:
             tools: JSON list of the tools that the assistant may call, or "".
 
         Raises:
-            DataError: if the template refuses the conversation.
+            DataError: if the template rejects the conversation.
         """
         template = self.template
         if template is None:
@@ -259,7 +259,7 @@ def _chatml(turns: Sequence[Turn]) -> MarkedText:
 
 
 def save_bytes_tokenizer(folder: Path) -> Tokenizer:
-    """Save a tokenizer of the 256 bytes and the special tokens."""
+    """Save a tokenizer whose vocabulary is the 256 bytes and the special tokens."""
     return _save(folder, Vocabulary("bytes", 260, 256, 257, 258, 259, ""), None)
 
 
@@ -271,7 +271,7 @@ def save_json_tokenizer(
 
     Args:
         folder: folder of the tokenizer's files.
-        kind: bpe or file.
+        kind: "bpe" (trained by Weft) or "file" (imported).
         text: content of a tokenizer.json.
         end: name of the token that ends a document.
         pad: name of the padding token.
@@ -300,9 +300,9 @@ def _save(folder: Path, vocabulary: Vocabulary, text: str | None) -> Tokenizer:
 
 def _digest(vocabulary: Vocabulary, text: str | None) -> str:
     numbers = {**asdict(vocabulary), "digest": ""}
-    if vocabulary.chat is None:  # equal to digests from before templates were added
+    if vocabulary.chat is None:  # keeps the digests of tokenizers without templates
         del numbers["chat"]
-    if not vocabulary.begin_ids:  # equal to digests from before begin tokens were added
+    if not vocabulary.begin_ids:  # keeps the digests of tokenizers without begin tokens
         del numbers["begin_ids"]
     content = json.dumps(numbers, sort_keys=True) + "\n" + (text or "")
     return hashlib.sha256(content.encode("utf-8")).hexdigest()
@@ -367,7 +367,7 @@ def _begin_ids(text: str, names: Mapping[str, int], settings: Mapping[str, Any],
     if bos is False:
         return []
     own = _token_name(settings.get("bos_token"))
-    if "add_bos_token" in settings or "add_eos_token" in settings:  # transformers then ignores the post-processor
+    if "add_bos_token" in settings or "add_eos_token" in settings:  # if so, transformers ignores the post-processor
         found = [names[own]] if settings.get("add_bos_token") and own is not None and own in names else []
     else:
         found, library = [], Library.from_str(text)

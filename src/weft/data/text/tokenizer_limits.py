@@ -71,7 +71,7 @@ def _watch(worker: threading.Thread, num_chars: int) -> None:
 
 @contextlib.contextmanager
 def _without_panic_reports() -> Iterator[None]:
-    """Capture stderr while inside, and write it afterwards unless it is a panic report of the library."""
+    """Capture stderr in the `with` block, and write it afterwards unless it is a panic report of the library."""
     if not _stderr_lock.acquire(blocking=False):
         yield
         return
@@ -97,7 +97,7 @@ def _without_panic_reports() -> Iterator[None]:
 
 
 def _translated(error: BaseException) -> BaseException:
-    """Return the error to raise.
+    """Return the error to raise for an error of the library.
 
     The library raises bare exceptions, and its panics are not subclasses of `Exception`.
     """

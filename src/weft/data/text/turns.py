@@ -1,8 +1,9 @@
 """Turns of conversations, and removal of nulls that a table added to tool calls and tool schemas.
 
-A table has the same columns in each row, at every depth. Arguments of different tools become one struct with the keys
-of all, and a row has null for keys that it did not have. These nulls are dropped. Original nulls are kept as far as
-they are distinguishable: in JSON text always, in objects if nothing indicates that a table wrote the record.
+A table (parquet, arrow) has the same columns in each row, at every depth. Arguments of different tools become one
+struct with the keys of all tools, and a row has null for keys that it did not have. These nulls are dropped. Nulls of
+the original data are kept if they can be distinguished: always in JSON text, and in objects if nothing indicates that a
+table wrote the record.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 #: Keys of a JSON schema whose value is data, in which null has a meaning.
 _DATA_KEYS = ("default", "const", "example", "examples", "enum")
-#: Objects that are kept if everything in them is dropped.
+#: Keys whose objects are kept even if they become empty.
 _KEPT_EMPTY = ("properties", "parameters", "arguments")
 
 
@@ -21,7 +22,7 @@ class Filled(NamedTuple):
     """Information about the nulls in a record.
 
     Attributes:
-        by_table: a table filled its objects.
+        by_table: whether a table added nulls to its objects.
         declared: names of the parameters of each tool in the record.
     """
 
@@ -30,7 +31,7 @@ class Filled(NamedTuple):
 
 
 def filled_by_table(messages: Any) -> bool:
-    """Return True if a table wrote the messages: a message without tool calls has a null for them."""
+    """Return True if a table wrote the messages, because a message has null as its tool calls."""
     if not isinstance(messages, list):
         return False
     return any(isinstance(one, dict) and "tool_calls" in one and one["tool_calls"] is None for one in messages)
@@ -89,10 +90,10 @@ def _clean_call(call: Any, filled: Filled) -> Any:
     return call
 
 
-# Messages of a record as turns, with roles by one name, contents as text, and the other fields that a template
+# Messages of a record as turns, with normalized roles, contents as text, and the other fields that a template
 # renders.
 
-#: Names of roles as data sets spell them -> the role in the template. Only "assistant" is trained on.
+#: Role in the template for each role name in data sets. Only "assistant" is trained on.
 ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",
@@ -100,7 +101,7 @@ ROLES = {
     "model": "assistant", "chatbot": "assistant", "agent": "assistant", "llm": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "ipython": "tool",
 }  # fmt: skip
-#: Role names among them that are ambiguous. The user gets a note.
+#: Role names that are rarely used for the assistant. A note informs the user.
 _RARE_ASSISTANTS = ("bot", "model", "chatbot", "agent", "llm")
 #: Keys of a message that chat templates use in addition to role and content.
 _BESIDE = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
@@ -110,16 +111,16 @@ _MAX_WEIGHT = 1e30  # weights are stored as float32
 
 
 class Unusable(Exception):
-    """Internal exception with the reason why a record is broken."""
+    """Raised inside the package with the reason why a record is invalid."""
 
 
 class Turn(NamedTuple):
-    """One message.
+    """One message of a conversation.
 
     Attributes:
         role: role of the speaker.
         content: the text.
-        weight: weight of its tokens in the loss if it is the assistant's turn. 0 is context.
+        weight: weight of its tokens in the loss if it is the assistant's turn. 0 for context only.
         more: JSON of other fields that a template may render, such as tool_calls, or "".
     """
 
@@ -140,11 +141,11 @@ class Turn(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True if it has neither text nor calls."""
+        """True if the turn has neither text nor tool calls."""
         return not self.content.strip() and not self.more
 
     def as_context(self) -> Turn:
-        """Return a copy that is not trained."""
+        """Return a copy with weight 0, which is not trained."""
         return self._replace(weight=0.0)
 
 
@@ -198,7 +199,7 @@ def content_of_turns(turns: Sequence[Turn]) -> list[list[Any]]:
 
 
 def taken_for_assistant(messages: Any, role: str) -> str:
-    """Return a note if messages are trained on whose role is rarely used for the assistant, else ""."""
+    """Return a note if a role that is read as "assistant" is rarely used for it, else ""."""
     roles = (str(message[role]).strip().lower() for message in list_of_messages(messages))
     return next((f"with role '{name}' read as assistant" for name in roles if name in _RARE_ASSISTANTS), "")
 
@@ -230,7 +231,7 @@ def _turn(message: Any, role_key: str, content_key: str, filled: Filled) -> Turn
 
 
 def _says(value: Any) -> bool:
-    """Return True if a value of a message is not empty. Tables add empty values for the keys of other rows."""
+    """Return True if a value of a message is not empty. Tables add empty values for keys of other rows."""
     return value is not None and value != [] and value != ""
 
 

@@ -1,4 +1,4 @@
-"""Limits of the dashboard's connections: their number, the time for a request or answer, and token guesses."""
+"""Limits of the dashboard's connections: their number, the time for a request or response, and token guesses."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-#: Time (s) that a connection may take for a request (head and body), to accept more of an answer, or to be idle.
+#: Maximum time (s) that a client may take to send a request or to accept data of a response, or be idle.
 DEADLINE_S = 10.0
 #: Maximum number of connections, and descriptors reserved for files, the listener and connections being closed.
 _MOST, _RESERVED = 1000, 160
-#: Interval (s) of deadline checks, and the minimum interval between messages about a lack of descriptors.
+#: Interval (s) of deadline checks, and minimum interval (s) between warnings about a lack of file descriptors.
 _LOOK_S, _TELL_S = 0.5, 60.0
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def most_connections() -> int:
-    """Return how many connections fit this process's limit of descriptors."""
+    """Return the number of connections that this process's limit of file descriptors permits."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft - _RESERVED))
 
 
 class _Open:
-    """One connection. `since` is when it began to wait for its client, or inf while the server works for it."""
+    """A connection. `since` is the time since which the server waits for its client, or inf while the server works."""
 
     __slots__ = ("call", "since")
 
@@ -45,12 +45,12 @@ class _Open:
 
 
 class Connections:
-    """The open connections by descriptor, oldest first.
+    """The open connections by file descriptor, oldest first.
 
     Args:
-        most: maximum number. An additional one replaces the one that has kept the server waiting longest.
-        deadline_s: how long a connection may wait for its client.
-        clock: seconds; replaced in tests.
+        most: maximum number. A further connection replaces the one whose client has kept the server waiting longest.
+        deadline_s: how long the server waits for a client before it closes the connection.
+        clock: returns the current time (s); replaced in tests.
     """
 
     def __init__(self, most: int, deadline_s: float = DEADLINE_S, clock: Callable[[], float] = time.monotonic):
@@ -61,7 +61,7 @@ class Connections:
         return len(self._open)
 
     def add(self, call: socket.socket) -> None:
-        """Add a new connection, and end another one if there are too many."""
+        """Add a new connection, and shut down another one if there are too many."""
         self._open.pop(call.fileno(), None)
         self._open[call.fileno()] = _Open(call, self._clock())
         if len(self._open) > self.most:
@@ -71,17 +71,17 @@ class Connections:
             self._end(number)
 
     def waits(self, number: int) -> None:
-        """Record that the server waits for the client of a descriptor."""
+        """Record that the server waits for the client of the connection with descriptor `number`."""
         if number in self._open:
             self._open[number].since = self._clock()
 
     def works(self, number: int) -> None:
-        """Record that the server works for the client of a descriptor."""
+        """Record that the server works on a request of the connection with descriptor `number`."""
         if number in self._open:
             self._open[number].since = math.inf
 
     def end_late(self) -> None:
-        """End connections of late clients, and drop closed ones."""
+        """Shut down connections whose clients are too late, and forget closed ones."""
         end = self._clock() - self._deadline_s
         for number, one in list(self._open.items()):
             call = one.call()
@@ -91,7 +91,7 @@ class Connections:
                 self._end(number)
 
     def _end(self, number: int) -> None:
-        # Only shut down: the event loop closes it, so that the descriptor is not reused before.
+        # Only shut it down: the event loop closes it, so that the descriptor is not reused too early.
         call = self._open.pop(number).call()
         if call is not None:
             try:
@@ -101,13 +101,13 @@ class Connections:
 
 
 class CountedListener(socket.socket):
-    """A listening socket that counts connections from accept on, before any TLS handshake."""
+    """A listening socket that adds connections to `Connections` when they are accepted, before any TLS handshake."""
 
     connections: Connections
 
     @classmethod
     def of(cls, listening: socket.socket, connections: Connections) -> CountedListener:
-        """Take over a listening socket."""
+        """Return a CountedListener that replaces a listening socket."""
         found = cls(fileno=listening.detach())
         found.connections = connections
         return found
@@ -170,7 +170,7 @@ class PageServer(uvicorn.Server):
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, ConnectionError | TimeoutError):
-            return  # the client's
+            return  # an error of a client, which is not logged
         if not (isinstance(error, OSError) and error.errno in _LACKING):
             loop.default_exception_handler(context)
             return
@@ -186,7 +186,7 @@ class PageServer(uvicorn.Server):
 
 # Limits on guesses of the dashboard's token: per address, and over all addresses.
 
-#: Wrong tokens of an address before it must wait, the first wait (s), and the longest.
+#: Number of wrong tokens before an address must wait, its first wait (s), and the longest wait (s).
 _FREE, _FIRST_WAIT_S, _LONGEST_WAIT_S = 5, 1.0, 60.0
 #: Maximum number of wrong tokens of all addresses within this many seconds.
 _OF_ALL, _WINDOW_S = 100, 60.0
@@ -227,13 +227,13 @@ class GuessLimit:
             known = _Wrong()
         known.count, known.last = known.count + 1, now
         while len(self._wrong) >= _MOST_ADDRESSES:
-            del self._wrong[next(iter(self._wrong))]  # the one that was wrong longest ago
+            del self._wrong[next(iter(self._wrong))]  # the address whose last wrong token is oldest
         self._wrong[key] = known
         self._of_all.append(now)
 
 
 def _network(address: str) -> str:
-    """Return the unit that is counted as one client: an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the key under which guesses of a client are counted: its IPv4 address, or its IPv6 /64 network."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -15,23 +15,23 @@ import numpy as np
 from weft.monitor.events import number, open_regular
 from weft.units import format_seconds
 
-#: Larger figures are dropped, so that sums stay finite.
+#: Larger values are dropped, so that sums stay finite.
 _GREATEST = 1e200
 
 
 class BoundedSeries:
-    """A figure over a run: minimum, mean and maximum of its readings, in at most `places` buckets.
+    """A metric over a run: minimum, mean and maximum of its readings, in at most `places` buckets.
 
     When all buckets are full, neighbors are merged and each bucket covers twice as many readings.
     """
 
     def __init__(self, places: int = 1024):
         self._places, self._width, self._inside = places, 1, 0
-        self._rows: list[list[float]] = []  # step, time, low, sum, high, how many
+        self._rows: list[list[float]] = []  # step, time, minimum, sum, maximum, count
         self.last: tuple[float, float, float, str, str] | None = None
 
     def add(self, step: float, time: float, reading: tuple[float, float, float], at: tuple[str, str]) -> None:
-        """Add a reading (minimum, median, maximum) and the owners of the extremes."""
+        """Add a reading (minimum, median, maximum), and the names of the ranks with the minimum and the maximum."""
         low, middle, high = reading
         if not all(math.isfinite(one) and abs(one) < _GREATEST for one in reading):
             return
@@ -64,7 +64,7 @@ def _joined(one: list[float], other: list[float]) -> list[float]:
 
 
 class RankHeat:
-    """Seconds of each rank over a run: one row per rank, at most `places` columns."""
+    """Busy seconds of each rank over a run: one row per rank, at most `places` columns of steps."""
 
     def __init__(self, places: int = 480):
         self._places, self._width, self._inside = places, 1, 0
@@ -74,11 +74,11 @@ class RankHeat:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks in the reports so far."""
+        """Largest number of ranks in the reports so far."""
         return len(self._sum)
 
     def add(self, step: float, by_rank: Sequence[Any]) -> None:
-        """Add one report. A silent rank has None."""
+        """Add the values of all ranks at a step. A silent rank has None."""
         if not by_rank:
             return
         self._grow(len(by_rank))
@@ -107,7 +107,7 @@ class RankHeat:
         if not mean.size:
             return list(self._steps), np.zeros((self.num_ranks, columns), np.uint8)
         silent = np.isnan(mean)
-        filled = np.where(silent.all(axis=0), 0.0, mean)  # a column without any report has no median
+        filled = np.where(silent.all(axis=0), 0.0, mean)  # nanmedian of a column without any report would warn
         middle = np.nanmedian(filled, axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(middle > 0, mean / middle, 1.0)
@@ -141,11 +141,11 @@ class RankHeat:
         self._width *= 2
 
 
-# Reads a growing file of JSON lines in chunks.
+# Reading a growing file of JSON lines in chunks.
 
 #: Bytes per chunk. A reader checks the clock between two chunks.
 PIECE = 2 * 2**20
-#: Longer lines are not written by Weft and are dropped.
+#: Longer lines are dropped. Weft writes none.
 _LONGEST = 64 * 2**20
 
 
@@ -161,7 +161,7 @@ class LogTail:
         self._rest = b""
 
     def changed(self) -> bool:
-        """Return True if there is more to read, or the file was replaced."""
+        """Return True if there is new data to read, or the file was replaced."""
         try:
             found = os.stat(self.path)
         except OSError as error:
@@ -171,7 +171,7 @@ class LogTail:
         return found.st_size != self.offset or found.st_ino != self._file
 
     def read(self, limit: int = PIECE) -> tuple[list[bytes], bool]:
-        """Return the lines of the next chunk, and True if earlier lines are void because the file was replaced."""
+        """Return the lines of the next chunk, and whether the file was replaced, so that earlier lines are void."""
         try:
             with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())
@@ -315,18 +315,18 @@ class StepColumns:
 def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[float | None], list[float | None]]:
     """Return (mean, minimum, maximum) of at most `points` buckets of equal numbers of rows.
 
-    A bucket without finite values is None. Non-finite values are left out; the page marks them from the events.
+    A bucket without finite values is None. Non-finite values are skipped; the page marks them from the events.
     """
     edges = bucket_edges(len(values), points)
     if len(edges) == len(values):
         one = _listed(np.where(np.isfinite(values), values, np.nan))
         return one, one, one
     finite = np.isfinite(values)
-    if finite.all():  # as nearly always, and several times faster
+    if finite.all():  # the usual case, and several times faster
         sizes = np.diff(edges, append=len(values))
         mean = np.add.reduceat(values, edges, dtype=np.float64) / sizes
         return _listed(mean), _listed(np.minimum.reduceat(values, edges)), _listed(np.maximum.reduceat(values, edges))
-    # Sum only existing values, so that a figure of every tenth step costs a tenth.
+    # Sum only existing values, so that a metric of every tenth step costs a tenth of the time.
     rows = np.flatnonzero(finite)
     begins = np.searchsorted(rows, edges)
     sizes = np.diff(begins, append=len(rows))
@@ -353,14 +353,14 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 def _floats(column: Iterable[Any]) -> np.ndarray:
     try:
-        return np.asarray(column, np.float64)  # None is nan, and so are "nan" and "inf" as the log writes them
+        return np.asarray(column, np.float64)  # None becomes nan
     except (ValueError, TypeError, OverflowError):
         return np.asarray([number(one) for one in column], np.float64)
 
 
-# Events that users read one by one, with text and severity.
+# Marks: events that users read, with text and severity.
 
-#: Maximum number of marks that a run keeps for the page. Older ones are in its log.
+#: Maximum number of marks that are kept for the page. Older ones are only in the run's log.
 _MOST = 2000
 #: In order of severity.
 LEVELS = ("quiet", "good", "warning", "critical")
@@ -370,7 +370,7 @@ _OF_KIND = {
     "hang": "critical", "slow_rank": "warning", "trace": "critical",
 }  # fmt: skip
 _OF_SEVERITY = {"info": "quiet", "warning": "warning", "error": "critical", "critical": "critical"}
-#: Events that are columns of numbers, or that repeat the content of another event.
+#: Events that are not marks: their numbers are shown as curves, or they repeat another event.
 _NO_MARKS = frozenset({"step", "eval", "figures", "plan", "actual", "resume"})
 
 
@@ -386,7 +386,7 @@ class Marks:
         return iter(self._kept)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Keep an event if it is of a kind that users read."""
+        """Add an event as a mark, if it is of a kind that users read."""
         kind = str(event.get("event", "")) or "note"
         if kind in _NO_MARKS:
             return

@@ -1,4 +1,4 @@
-"""Routes of the dashboard, and their JSON views: a run in one line, its curves, ranks, events and settings."""
+"""Routes of the dashboard, and their JSON: a summary of a run, its curves, ranks, events and settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOW = ("loss", "lr", "grad_norm", "update_ratio", "rate", "mfu")
 
 
 def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
-    """Return the entry of one run in a list."""
+    """Return the summary of a run for the list of runs."""
     with run.lock:
         state, reason = run.state()
         step, wanted, step_s = run.step, run.num_steps, run.step_s()
@@ -71,7 +71,7 @@ def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
 
 
 def ledger_view(ledger: TimeLedger, price: Price | None) -> dict[str, Any]:
-    """Return a ledger: seconds by cause, productive share, failures, device-seconds and their cost."""
+    """Return a ledger as JSON: seconds by cause, productive share, failures, device-seconds and their cost."""
     seconds = ledger.seconds()
     wall = ledger.wall_s
     found: dict[str, Any] = {
@@ -88,7 +88,7 @@ def ledger_view(ledger: TimeLedger, price: Price | None) -> dict[str, Any]:
 
 
 def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, Any]:
-    """Return a run's curves between two steps, in at most `points` buckets, with evaluations and figures."""
+    """Return a run's curves between two steps, in at most `points` buckets, with evaluations and metrics."""
     points = max(2, min(points, MOST_POINTS))
     with run.lock:
         rows = run.steps.rows(first, last)
@@ -122,7 +122,7 @@ def heat(run: RunIndex) -> dict[str, Any]:
         steps, picture = run.heat.picture()
         slowest = run.heat.slowest()
     group = max(1, math.ceil(picture.shape[0] / _MOST_RANKS))
-    if group > 1:  # of neighbours the slowest shows
+    if group > 1:  # show the slowest of adjacent ranks
         picture = np.maximum.reduceat(picture, np.arange(0, picture.shape[0], group), axis=0)
     return {
         "ranks": run.heat.num_ranks,
@@ -156,7 +156,7 @@ def config_of(run: RunIndex) -> dict[str, str]:
 
 
 def planned_and_measured(run: RunIndex) -> dict[str, Any]:
-    """Return planned and measured values, during training from the run's events, afterwards from measured.json."""
+    """Return planned and measured values, from the run's events or (after training) from measured.json."""
     with run.lock:
         planned, actual, table = dict(run.planned), dict(run.actual), run.measured
     if not actual and isinstance(table.get("measured"), dict):
@@ -230,7 +230,7 @@ def _short(value: float | None, digits: int = 6) -> float | None:
 
 _STATIC = Path(__file__).parent / "static"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-#: Actions of the page's buttons. Alerts support more.
+#: Actions of the page's buttons. Alerts support more actions.
 ACTIONS = ("checkpoint", "hold", "stop", "resume")
 _MOST_BODY = 4096
 _LOOK_S, _BEAT_S = 0.5, 15.0
@@ -239,13 +239,13 @@ _ASK_S = 5.0
 
 
 class Page:
-    """Handles requests about the runs of a catalog.
+    """HTTP request handlers for the runs of a catalog.
 
     Args:
-        shelf: the runs.
+        shelf: catalog of the runs.
         access: access rules.
         price: price of one device, for the cost of runs.
-        go_on: continues the paused run of a folder. With None the page has no such button.
+        go_on: continues the paused run of a folder. If None, the page has no button for it.
         most_streams: maximum number of open pages with live updates.
     """
 
@@ -283,7 +283,7 @@ class Page:
         return Response(page, media_type="text/html", headers={"cache-control": "no-store"})
 
     async def login(self, request: Request) -> Response:
-        """Check the token, once for each browser."""
+        """Serve the login form, or check the token and set a cookie, so that a browser sends the token only once."""
         if request.method == "GET":
             return Response(static_files()["login.html"], media_type="text/html")
         body = (await _body(request)).decode(errors="replace")
@@ -310,11 +310,11 @@ class Page:
         return Response(found, media_type=kind, headers={"cache-control": "no-cache"})
 
     async def runs(self, request: Request) -> Response:
-        """Serve a line for each run, and the sum of their ledgers."""
+        """Serve a summary of each run, and the sum of their ledgers."""
         return JSONResponse(await asyncio.to_thread(self.all_runs))
 
     def all_runs(self) -> dict[str, Any]:
-        """Return the answer of `runs`."""
+        """Return the JSON response of the `runs` route."""
         lines = [run_line(run, self.price) for run in self.shelf.runs.values()]
         return {
             "root": self.shelf.root.resolve().name,
@@ -332,7 +332,7 @@ class Page:
         return await self._of_run(request, lambda run: curves(run, *bounds, points))
 
     async def heat(self, request: Request) -> Response:
-        """Serve a run's ranks over its steps."""
+        """Serve the busy time of each rank over a run's steps."""
         return await self._of_run(request, heat)
 
     async def marks(self, request: Request) -> Response:
@@ -351,7 +351,7 @@ class Page:
         run = self.shelf.get(request.query_params.get("id", ""))
         if run is None:
             return JSONResponse({"error": "There is no run of this name here."}, 404)
-        # Reading a log may keep its lock for a while.
+        # Use a thread, because the run's lock may be held for a while.
         return JSONResponse(await asyncio.to_thread(view, run))
 
     async def ask(self, request: Request) -> Response:
@@ -387,7 +387,7 @@ class Page:
         return JSONResponse({"asked": action})
 
     async def stream(self, request: Request) -> Response:
-        """Serve server-sent events: the lines of runs that have changed."""
+        """Serve server-sent events: the summaries of runs that have changed."""
         if self._num_streams >= self._most_streams:
             return PlainTextResponse("Too many pages are open.", 503, headers={"retry-after": "10"})
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -414,7 +414,7 @@ class Page:
             quiet += _LOOK_S
 
     def _changed(self, sent: dict[str, tuple[int, str]]) -> list[dict[str, Any]]:
-        """Return the lines of runs that differ from the last ones sent, and record them as sent."""
+        """Return the summaries that differ from the last ones sent to this page, and record them as sent."""
         changed: list[dict[str, Any]] = []
         for name, run in self.shelf.runs.items():
             now = (run.version, run.state()[0])
@@ -451,9 +451,9 @@ def _plain(code: int, text: str) -> Callable[[Request, Exception], Awaitable[Res
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body, or b"" if it is longer than any that the page sends."""
+    """Return the body of a request, or b"" if it is longer than the page's requests."""
     found = b""
-    with contextlib.suppress(ClientDisconnect):  # nobody reads the answer
+    with contextlib.suppress(ClientDisconnect):  # the client is gone
         async for piece in request.stream():
             found += piece
             if len(found) > _MOST_BODY:

@@ -1,4 +1,4 @@
-"""State of a run for the dashboard, fed by its log, and the catalog of the runs of a folder."""
+"""State of a run for the dashboard, read from its log, and the catalog of the runs of a folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.monitor.dashboard.timed_calls import Late, TimedCalls
 from weft.monitor.events import number, open_regular, step_of
 from weft.monitor.metrics import readings
 
-#: Columns of a step in addition to its phases. The counted items per second are named "rate" for any unit.
+#: Columns of a step in addition to its phases. The throughput is named "rate" for any unit.
 _OF_STEP = ("loss", "lr", "grad_norm", "update_ratio", "samples_per_s", "mfu", "memory_bytes", "loss_scale")
 _PHASE = "phase "
 #: Maximum number of series of one run. Further ones are ignored.
@@ -32,13 +32,13 @@ _MOST_SERIES = 400
 _MOST_PHASES = 16
 #: A run is silent after this many seconds and this many step times without an event.
 _SILENT_S, _SILENT_STEPS = 90.0, 10.0
-#: Size of a long log, and the bytes of its beginning and of its end that are shown before the rest.
+#: Minimum size of a long log, and the bytes of its beginning and of its end that are read before the rest.
 _LONG_LOG, _BEGIN_BYTES, _NEWEST_BYTES = 8 * 2**20, 256 * 1024, 1024 * 1024
 _LONGEST_MEASURED = 2**20
 
 
 class RunState:
-    """State of one run for the page, fed with its events in order."""
+    """State of one run for the page, computed from its events in order."""
 
     def __init__(self) -> None:
         self.steps, self.evals = StepColumns(), StepColumns()
@@ -73,15 +73,15 @@ class RunState:
 
     @property
     def phases(self) -> list[str]:
-        """Parts of a step that rank 0 measures."""
+        """Names of the phases of a step that rank 0 measures."""
         return [name.removeprefix(_PHASE) for name in self.steps.names if name.startswith(_PHASE)]
 
     def phase(self, name: str) -> np.ndarray:
-        """Return the seconds of one part, by row."""
+        """Return the seconds of one phase, by row."""
         return self.steps.values(_PHASE + name)
 
     def step_s(self) -> float | None:
-        """Return the median of the last steps' seconds."""
+        """Return the median time (s) of the last steps."""
         total = self.phase("total")[-200:]
         finite = total[np.isfinite(total)]
         return float(np.median(finite)) if len(finite) else None
@@ -191,7 +191,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """Lines that were read. With `void` all earlier lines are void. `old` are lines read in the background."""
+    """Lines read by `RunIndex.fetch`. `void`: the log was replaced. `old`: lines of a long log's beginning."""
 
     lines: list[bytes]
     void: bool = False
@@ -224,9 +224,9 @@ class RunIndex(RunState):
         return found is not None and self.take(found)
 
     def fetch(self) -> _Fetched | None:
-        """Read the next chunk without changing the state, or return None if nothing is new. Called from one thread.
+        """Read and return the next chunk without changing the state, or None if nothing is new. Called from one thread.
 
-        All access to the file system is here, so that a hanging call keeps no lock.
+        All file system access is in this method, so that the lock is not held during a call that hangs.
         """
         measured = self._new_measured()
         if not self.tail.changed() and self._old is None:
@@ -268,7 +268,7 @@ class RunIndex(RunState):
         return True
 
     def set_trouble(self, text: str) -> None:
-        """Show that the log cannot be read, until it can."""
+        """Set the reason why the log cannot be read, or ""."""
         if text != self._trouble:
             with self.lock:
                 self._trouble = text
@@ -294,7 +294,7 @@ class RunIndex(RunState):
 
     @property
     def read_share(self) -> float:
-        """Share of the log that is read, 0 to 1."""
+        """Share of the log that has been read, 0 to 1."""
         offset, size = (self._old or self.tail).offset, self.tail.size
         return min(1.0, offset / size) if size else 1.0
 
@@ -306,7 +306,7 @@ class RunIndex(RunState):
         return ("unreadable", f"events.jsonl: {self._trouble}") if self._trouble else super().state(now)
 
 
-# All runs below a folder, and the thread that reads them.
+# All runs below a folder, and the thread that reads their logs.
 
 #: Seconds between two scans for runs, and between two reads of their logs.
 _SCAN_S, _LOOK_S = 5.0, 0.4
@@ -349,14 +349,14 @@ class RunCatalog:
         return dict(self._runs)
 
     def get(self, name: str) -> RunIndex | None:
-        """Return one run, or None if the name is unknown, and read it before the others from now on."""
+        """Return one run, or None if the name is unknown. From now on, it is read before the others."""
         found = self._runs.get(name)
         if found is not None:
             self._is_expected = name
         return found
 
     def scan(self) -> None:
-        """Find the runs. Earlier runs of a folder that does not answer are kept."""
+        """Find the runs. If a folder does not respond, its previous runs are kept."""
         if self.is_one:
             found = {self.root.resolve().name or "run": self.root}
         else:

@@ -30,7 +30,7 @@ from weft.monitor.dashboard.run_index import RunCatalog
 COOKIE = "weft_watch"
 CSRF_HEADER = "x-weft-csrf"
 _SHORTEST = 16
-#: Scripts, styles and data are loaded from this server only, and no other page may frame it.
+#: Response headers: scripts, styles and data may come only from this server, and no other page may frame it.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -45,7 +45,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class AccessRules:
-    """Requirements of one server for requests.
+    """Requirements that requests to the server must satisfy.
 
     `hosts` are the accepted names in the Host header, without ports. Other names indicate a foreign page whose name
     resolves to this server (DNS rebinding). `token` is required from clients; with None every client that reaches
@@ -72,7 +72,7 @@ class AccessRules:
         return (text.rpartition(":")[0] if text.count(":") == 1 else text) in self.hosts
 
     def knows_origin(self, headers: Mapping[str, str]) -> bool:
-        """Return True if a request comes from this server's page. A request without Origin is not from another page."""
+        """Return True if a request comes from this server's page, or has no Origin header."""
         site = headers.get("sec-fetch-site")
         if site is not None and site not in ("same-origin", "none"):
             return False
@@ -81,7 +81,7 @@ class AccessRules:
         return origin is None or origin == f"{scheme}://{headers.get('host', '')}"
 
     def is_token(self, said: str, address: str) -> bool:
-        """Return True if this is the token, and record the guess. Check `guesses.wait_s` first."""
+        """Return True if `said` is the token, and record the guess. Check `guesses.wait_s` first."""
         right = self.token is not None and _same(said, self.token)
         self.guesses.note(address, right=right)
         return right
@@ -129,7 +129,7 @@ def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
 
 
-# Middleware before every route: refuses foreign hosts, foreign pages and clients without the token.
+# Middleware before every route: rejects foreign hosts, foreign pages and clients without the token.
 
 _READS = frozenset({"GET", "HEAD"})
 #: Paths that are needed to enter the token.
@@ -143,7 +143,7 @@ class Guard:
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with a refusal or forward the request. Both responses get the security headers."""
+        """Forward the request or reject it. In both cases the response gets the security headers."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
@@ -174,7 +174,7 @@ class Guard:
             return None
         if method != "POST":
             return PlainTextResponse("This address is only read.", 405)
-        # The CSRF secret is not available before login, which changes only the browser's cookie.
+        # A login has no CSRF secret yet. It changes only the browser's cookie.
         fits = (
             access.knows_origin(headers)
             if path == "/login"
@@ -183,7 +183,7 @@ class Guard:
         return None if fits else PlainTextResponse("Only this server's own page may send requests.", 403)
 
     def _without_cookie(self, path: str, authorization: str | None, address: str) -> Response | None:
-        """Return None for a request with the token in its Authorization header, else the refusal."""
+        """Return None if the Authorization header has the token, else the response that rejects the request."""
         scheme, _, said = (authorization or "").partition(" ")
         if scheme.lower() == "bearer":
             if wait_s := self.access.guesses.wait_s(address):
@@ -224,10 +224,10 @@ class Serving:
     go_on: Callable[[Path], None] | None = None
 
     def access(self) -> AccessRules:
-        """Return the access rules. A token and TLS are required beyond this machine.
+        """Return the access rules. If other machines can connect, a token and TLS are required.
 
         Raises:
-            ConfigError: if they or a file are missing.
+            ConfigError: if the token, TLS or a file is missing.
         """
         files = {"--tls-cert": self.certificate, "--tls-key": self.key}
         for option, path in files.items():
@@ -279,7 +279,7 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
         say(f"the page's token is in {serving.token_file}")
     settings = uvicorn.Config(
         make_app(page(shelf, access, serving.price, serving.go_on, most_streams=max(4, connections.most // 4))),
-        log_level="error",  # a client's bad requests are no news
+        log_level="error",  # do not log invalid requests
         loop="asyncio",
         http=limits.protocol_of(connections),
         backlog=min(64, connections.most),

@@ -1,4 +1,4 @@
-"""Calls into a file system that may hang: each has a time limit, and a late one blocks only itself."""
+"""Calls into a file system that may hang, with a time limit. A call that hangs does not block other calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Jobs = queue.SimpleQueue[tuple["Future[Any]", Callable[[], Any]] | None]
 
 
 class Late(Exception):
-    """A call has not returned in time. It continues, and a later call with its key returns its result."""
+    """Raised if a call is not over in time. It continues, and a later call with the same key returns its result."""
 
 
 class TimedCalls:
@@ -31,8 +31,8 @@ class TimedCalls:
         """Run `act` with the time limit, and return its value or raise its error.
 
         Args:
-            key: the resource of the call. While a call with this key is late, no other one is started.
-            act: the call.
+            key: name of the resource. While a call with this key is late, no other call with it is started.
+            act: the function to call.
 
         Raises:
             Late: if it takes longer than the limit, and immediately while an earlier call with this key is late.

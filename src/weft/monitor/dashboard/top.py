@@ -1,4 +1,4 @@
-"""The dashboard in a terminal: one run, the runs of a folder, and the figures of compared runs."""
+"""The dashboard in a terminal: one run, the runs of a folder, and metrics of compared runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EVERY_S = 1.0
 
 
 def show_top(root: Path, terminal: TextIO, once: bool = False, price: Price | None = None) -> None:
-    """Show a run, or all runs of a folder, until Ctrl-C. Shows them once if the output is not a terminal.
+    """Show a run, or all runs of a folder, until Ctrl-C. If the output is not a terminal, show them once.
 
     Args:
         root, terminal: a run folder or folder of run folders, and the output.
@@ -58,7 +58,7 @@ def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: boo
 
     Args:
         root, out, price: a run folder or folder of run folders, the output, and the price of one device.
-        as_json: print one JSON value with the state, figures and time of each run.
+        as_json: whether to print one JSON value with the state, metrics and time of each run.
 
     Raises:
         ConfigError: if there is no run.
@@ -80,7 +80,7 @@ def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: boo
 
 
 def comparison(folders: Sequence[Path]) -> dict[str, list[Any]]:
-    """Return figures of runs by name, each as a list in the order of the folders.
+    """Return metrics by name. Each is a list of the runs' values, in the order of the folders.
 
     Losses are also compared at the last step that all runs have done.
 
@@ -249,7 +249,6 @@ def _ledger_text(run: RunIndex, price: Price | None) -> Any:
 
 
 def _ranks_text(run: RunIndex) -> Any:
-    """Return a character for each rank: its busy time relative to the median."""
     from rich.text import Text
 
     steps, picture = run.heat.picture()

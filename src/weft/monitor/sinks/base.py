@@ -93,13 +93,13 @@ def http_address_of(reference: str, key: str) -> tuple[str, str | None]:
     return parts._replace(netloc=host).geturl(), unquote(user) if at else None
 
 
-# A sink sends batches of a run's events, or raises an error. Its pump does the rest.
+# A sink sends batches of a run's events, or raises an error. Its pump (pump.py) calls it and retries.
 
 _UNFIT = re.compile(r"[^A-Za-z0-9_./ -]")
 
 
 class SinkTrouble(Exception):
-    """An event could not be sent now. The text contains no secret and may be logged."""
+    """Raised if an event could not be sent now. The text contains no secret and may be logged."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class SinkJob:
 
 
 class FigureSink:
-    """Base of all sinks, called from one thread. With `is_current` a sink skips past events."""
+    """Base class of all sinks. A sink is called from one thread. If `is_current`, it does not get past events."""
 
     is_current = False
 
@@ -149,7 +149,7 @@ def flat(reading: FigureReading) -> Iterator[tuple[str, float]]:
 
 
 def flat_values(event: Mapping[str, Any]) -> dict[str, float]:
-    """Return an event's figures by the names of `flat`."""
+    """Return an event's metrics by the names that `flat` yields."""
     return {name: value for reading in readings(event) for name, value in flat(reading)}
 
 
@@ -162,9 +162,9 @@ def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{key}", value
 
 
-# POST requests by urllib: one time limit for a complete request, no redirects, no secrets in errors.
+# HTTP requests by urllib: one time limit for a complete request, no redirects, no secrets in errors.
 
-#: Maximum number of bytes read from an answer.
+#: Maximum number of bytes read from a response.
 _MOST_ANSWER = 1 << 20
 _MOST_QUOTED = 300
 
@@ -202,9 +202,9 @@ class _Connection(http.client.HTTPConnection):
         super().connect()
         self._opened.add(self.sock)
         if self._tls is not None:
-            name = getattr(self, "_tunnel_host", None) or self.host  # the server's, and not the proxy's
+            name = getattr(self, "_tunnel_host", None) or self.host  # the server's name, not the proxy's
             self.sock = self._tls.wrap_socket(self.sock, server_hostname=name, do_handshake_on_connect=False)
-            self._opened.add(self.sock)  # known before a handshake that may not end
+            self._opened.add(self.sock)  # registered before the handshake, which may hang
             self.sock.do_handshake()
 
 
@@ -213,8 +213,8 @@ class Poster:
 
     Args:
         url: the server's URL, or env:NAME or file:PATH for a secret one.
-        headers: for every request.
-        timeout_s: limit of one request, from the name lookup to the last byte of the answer.
+        headers: headers of every request.
+        timeout_s: limit of one request, from the name lookup to the last byte of the response.
         key: key in the config, for errors.
 
     Raises:
@@ -226,7 +226,7 @@ class Poster:
         self._url, self._headers, self._timeout_s = address.rstrip("/"), dict(headers), timeout_s
         if login is not None:
             self._headers.setdefault("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
-        #: A server may repeat the request in any form, so its answers are not quoted.
+        #: A server may repeat secrets of the request in any form, so its responses are not quoted.
         self._is_secret = url.startswith(("env:", "file:")) or bool(self._headers)
 
     @classmethod
@@ -253,7 +253,7 @@ class Poster:
     def post(
         self, path: str, body: bytes | Mapping[str, Any] | None, *, method: str = "POST", kind: str = "application/json"
     ) -> Any:
-        """Send a request and return the JSON of its answer, or None if it is empty.
+        """Send a request and return the JSON of the response, or None if it is empty.
 
         Args:
             path: relative to the server's URL.
@@ -262,7 +262,8 @@ class Poster:
             kind: the body's media type.
 
         Raises:
-            SinkTrouble: if the server is unreachable, slow, or refuses. `status` is the answer's status, 0 without one.
+            SinkTrouble: if the server is unreachable, slow, or rejects it. Its `status` is the HTTP status, or 0
+                without a response.
         """
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {**self._headers, "Content-Type": kind, "User-Agent": "weft"}
@@ -279,7 +280,7 @@ class Poster:
     def _sent(
         self, path: str, data: bytes | None, headers: Mapping[str, str], method: str, opened: OpenSockets
     ) -> bytes:
-        """Send one request and return the body of its answer. Errors contain no secret."""
+        """Send one request and return the body of the response. Errors contain no secret."""
         opener = urllib.request.OpenerDirector()
         parts = (urllib.request.ProxyHandler(), _Handler(opened), urllib.request.HTTPDefaultErrorHandler(),
                  urllib.request.HTTPErrorProcessor(), _NoRedirects())  # fmt: skip
@@ -309,7 +310,7 @@ def _body_of(error: urllib.error.HTTPError) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a request failed, in system messages only, because library messages repeat URLs and answers."""
+    """Return the reason of a failed request. Messages of libraries are not used: they may quote URLs and responses."""
     cause = getattr(error, "reason", error)
     if isinstance(cause, ssl.SSLError):
         return f"TLS: {cause.reason or 'failed'}".replace("_", " ").lower().replace("tls", "TLS", 1)

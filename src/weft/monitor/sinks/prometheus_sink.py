@@ -1,4 +1,4 @@
-"""Prometheus: the newest figures as text, to be scraped from /metrics or pushed to a gateway."""
+"""Prometheus sinks: the newest metrics as text, to be scraped from /metrics or pushed to a gateway."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NewestFigures:
         self._run = run
         self._lock = threading.Lock()
         self._newest: dict[tuple[str, str], FigureReading] = {}
-        self._failures: set[float] = set()  # by their times: an event may come twice
+        self._failures: set[float] = set()  # times of the events, since an event may come twice
 
     def see(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Add events."""
@@ -52,7 +52,8 @@ class NewestFigures:
             for reading in found:
                 labels = {"run": self._run, **({figure.label: reading.label} if figure.label else {})}
                 if reading.at_low or reading.at_high:
-                    # The owner is not a label, because a series would end whenever another rank is the slowest.
+                    # The owner of an extreme is not a label, because the series would change whenever another rank is
+                    # the slowest.
                     for stat, value in (("min", reading.low), ("median", reading.value), ("max", reading.high)):
                         lines.append(f"{figure.exported}{_labels({**labels, 'stat': stat})} {_number(value)}")
                 else:
@@ -61,7 +62,7 @@ class NewestFigures:
 
 
 class ScrapedSink(FigureSink):
-    """Serves the newest figures at /metrics."""
+    """Sink that serves the newest metrics at /metrics."""
 
     is_current = True
 
@@ -82,7 +83,7 @@ class ScrapedSink(FigureSink):
         return self._server.server_address[1]
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Remember the newest figures."""
+        """Store the newest metrics."""
         self._figures.see(events)
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class ScrapedSink(FigureSink):
 
 
 class PushedSink(FigureSink):
-    """Pushes the newest figures to a gateway, at most every few seconds."""
+    """Sink that pushes the newest metrics to a gateway, at most every few seconds."""
 
     is_current = True
 
@@ -104,13 +105,13 @@ class PushedSink(FigureSink):
         self._pushed = -math.inf
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Remember the newest figures, and push them if it is time."""
+        """Store the newest metrics, and push them if the last push was long enough ago."""
         self._figures.see(events)
         if time.monotonic() - self._pushed >= _PUSH_S:
             self._push()
 
     def close(self) -> None:
-        """Send the newest figures a last time."""
+        """Send the newest metrics a last time."""
         self._push()
 
     def _push(self) -> None:
@@ -120,7 +121,7 @@ class PushedSink(FigureSink):
 
 def _handler(figures: NewestFigures) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0  # of a client that says nothing
+        timeout = 10.0  # for a client that sends nothing
 
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":

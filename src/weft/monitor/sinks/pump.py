@@ -2,7 +2,7 @@
 
 events.jsonl is the only store. A pump stores its byte offset (RUN/.sinks/NAME.json), so an unreachable sink costs no
 memory, and unsent events are sent when it is back, possibly at the run's next start. An event may be sent twice if a
-server's answer was lost.
+server's response was lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.monitor.sinks.base import FigureSink, SinkJob, SinkTrouble
 
 #: Poll interval (s) of a pump.
 _LOOK_S = 0.5
-#: Bytes of events in one batch, and of past events for a sink that shows current figures.
+#: Bytes of events in one batch, and of past events for a sink that shows only current metrics.
 _BATCH_BYTES, _PRESENT_BYTES = 256 * 1024, 1 << 20
 #: First and longest pause (s) between retries.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -38,7 +38,7 @@ class EventFollower:
         try:
             with open(self._path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                start = self.offset if self.offset <= size else 0  # another run began in its place
+                start = self.offset if self.offset <= size else 0  # the log was replaced by another run's
                 file.seek(start)
                 text = file.read(_BATCH_BYTES)
                 end = text.rfind(b"\n") + 1
@@ -127,7 +127,6 @@ class Pump(threading.Thread):
         self._close()
 
     def _send(self) -> bool:
-        """Send one batch. Returns True if there was one."""
         if self._sink is None:
             self._sink = self._make(self._job)
             if self._sink.is_current:
@@ -140,7 +139,7 @@ class Pump(threading.Thread):
                 self._sink.send(events)
             except (SinkTrouble, WeftError):
                 raise
-            except Exception as error:  # A sink that is wrong must not end its thread.
+            except Exception as error:  # Errors of a sink must not end its thread.
                 raise SinkTrouble(f"{type(error).__name__} while sending") from error
         self._follower.offset = after
         _keep(self._state, {"offset": after, "kept": self._job.kept})

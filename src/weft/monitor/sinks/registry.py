@@ -1,4 +1,4 @@
-"""Sinks by kind."""
+"""Creation of sinks by kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.lazy import named_object
 if TYPE_CHECKING:
     from weft.monitor.sinks.base import FigureSink, SinkJob
 
-#: Sink class of each kind, imported when a config asks for it.
+#: Sink class of each kind. It is imported when a config uses it.
 SINKS = {
     "tensorboard": "weft.monitor.sinks.tensorboard_sink:TensorboardSink",
     "wandb": "weft.monitor.sinks.trackers:WandbSink",

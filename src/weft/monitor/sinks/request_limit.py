@@ -1,4 +1,4 @@
-"""A time limit for a complete call, including name lookups, connections, and each byte of an answer."""
+"""A time limit for a complete network call, including name lookups, connections, and all bytes of a response."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _T = TypeVar("_T")
 
 
 class OutOfTime(Exception):
-    """A call did not return in time."""
+    """Raised if a call did not return in time."""
 
 
 class OpenSockets:
-    """Sockets of a call, so that another thread can shut them down."""
+    """The open sockets of a call. Another thread can shut them down to end the call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,4 +68,4 @@ def within(seconds: float, act: Callable[[], _T], end: Callable[[], None] = lamb
 
 def _end(one: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(one, socket.SHUT_RDWR)  # of the descriptor alone: TLS's own needs the other side
+        socket.socket.shutdown(one, socket.SHUT_RDWR)  # the plain socket's method: TLS's waits for the other side

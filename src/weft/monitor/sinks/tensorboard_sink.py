@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run folder, in the format of TensorBoard's own package, without torch."""
+"""TensorBoard sink: event files in the run folder, written with TensorBoard's package, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.monitor.sinks.base import FigureSink, SinkJob, SinkTrouble, flat_value
 
 
 class TensorboardSink(FigureSink):
-    """Scalars by step. Each start writes a new file to RUN/tensorboard, as TensorBoard's writers do."""
+    """Sink that writes scalars by step. Each start writes a new file to RUN/tensorboard, as SummaryWriter does."""
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
@@ -26,7 +26,7 @@ class TensorboardSink(FigureSink):
         self._file: BinaryIO | None = None
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Append the figures of the events, in one write."""
+        """Append the metrics of the events, in one write."""
         buffer = io.BytesIO()
         writer = self._writer_type(buffer)
         if self._file is None:

@@ -17,7 +17,7 @@ from weft.monitor.sinks.base import FigureSink, Poster, SinkJob, SinkTrouble, fl
 
 
 class JsonSink(FigureSink):
-    """Posts {"run": name, "events": [...]} to a URL. Each event is as in events.jsonl."""
+    """Sink that posts {"run": name, "events": [...]} to a URL. Events are as in events.jsonl."""
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
@@ -29,14 +29,14 @@ class JsonSink(FigureSink):
 
 
 class OtlpSink(FigureSink):
-    """Posts figures to URL/v1/metrics in OTLP's JSON."""
+    """Sink that posts metrics to URL/v1/metrics in OTLP's JSON format."""
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
         self._poster = Poster.of(job.settings)
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Post the figures of the events."""
+        """Post the metrics of the events."""
         points: dict[str, list[dict[str, Any]]] = {}
         for event in events:
             for reading in readings(event):
@@ -47,7 +47,7 @@ class OtlpSink(FigureSink):
         metrics: list[dict[str, Any]] = []
         for name, found in points.items():
             figure = FIGURES[name]
-            # CUMULATIVE: growing figures are totals since the run began.
+            # 2 is CUMULATIVE: counters are totals since the run began.
             kind = {"sum": {"dataPoints": found, "aggregationTemporality": 2, "isMonotonic": True}}
             data = kind if figure.grows else {"gauge": {"dataPoints": found}}
             unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(figure.unit, figure.unit)
@@ -81,14 +81,14 @@ _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 500
 
 
 class MlflowSink(FigureSink):
-    """One MLflow run for one run of Weft, over all its starts."""
+    """Sink that logs one run of Weft, over all its starts, as one MLflow run."""
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
         self._poster = Poster.of(job.settings)
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Send the figures of the events. Start, failure and end events also update the run's status."""
+        """Send the metrics of the events. Start, failure and end events also update the run's status."""
         run = self.job.kept.get("run_id") or self._create(events)
         metrics = [
             {"key": name, "value": _value(value), "timestamp": round(event["time"] * 1000), "step": step_of(event) or 0}
@@ -132,7 +132,6 @@ class MlflowSink(FigureSink):
 
 
 def _value(value: float) -> float | str:
-    """Return a float as in protobuf's JSON format."""
     return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
@@ -140,7 +139,7 @@ def _value(value: float) -> float | str:
 
 
 class _TrackerSink(FigureSink):
-    """Logs figures with `log(values)`. The step is one of the values, because W&B refuses repeated steps."""
+    """Sink that logs metrics with `log(values)`. The step is one of the values, because W&B rejects repeated steps."""
 
     package = ""
 
@@ -153,18 +152,18 @@ class _TrackerSink(FigureSink):
         self._run: Any = None
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Log the figures of the events."""
+        """Log the metrics of the events."""
         try:
             if self._run is None:
                 self._run = self._begin()
             for event in events:
                 if values := flat_values(event):
                     self._log(values, step_of(event))
-        except Exception as error:  # whatever the package raises, its secret among the words of none of it
+        except Exception as error:  # only its type is reported; its text may have secrets
             raise SinkTrouble(f"{self.package}: {type(error).__name__}") from None
 
     def close(self) -> None:
-        """End the tracker's run, which continues under the same id at the next start."""
+        """Finish the tracker's run. The next start continues it under the same id."""
         if self._run is not None:
             self._run.finish()
 
@@ -176,12 +175,12 @@ class _TrackerSink(FigureSink):
 
     @property
     def _id(self) -> str:
-        """Id that is the same for all starts of a run: a hash of its folder, independent of the machine."""
+        """Id of the tracker's run, equal for all starts: a hash of the run folder's path."""
         return hashlib.sha256(str(self.job.folder.resolve()).encode()).hexdigest()[:16]
 
 
 class WandbSink(_TrackerSink):
-    """One run of Weights & Biases. `WANDB_MODE=offline` keeps it in the run folder, for `wandb sync`."""
+    """Sink for a run of Weights & Biases. `WANDB_MODE=offline` stores it in the run folder, for `wandb sync`."""
 
     package = "wandb"
 
@@ -198,12 +197,12 @@ class WandbSink(_TrackerSink):
 
 
 class TrackioSink(_TrackerSink):
-    """One run of trackio."""
+    """Sink for a run of trackio."""
 
     package = "trackio"
 
     def _log(self, values: dict[str, float], step: int | None) -> None:
-        self._run.log(values, step=step)  # its own steps may repeat, and "step" is a name that it keeps for itself
+        self._run.log(values, step=step)  # trackio permits repeated steps, and reserves the name "step"
 
     def _begin(self) -> Any:
         return self._library.init(
