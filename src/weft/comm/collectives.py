@@ -51,8 +51,8 @@ def start_all_reduce(
 ) -> Pending:
     """Begin `all_reduce`. Do not touch the tensor before `wait()` of the returned object.
 
-    tensor: as in `all_reduce`. parts: the input, if it is not in `tensor` yet. The result is written to `tensor`. wire:
-    as in `all_reduce`.
+    tensor: as in `all_reduce`. parts: the input, if it is stored in parts instead of in `tensor`; the result is written
+    to `tensor`. wire: as in `all_reduce`.
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))

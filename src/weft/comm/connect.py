@@ -197,7 +197,7 @@ def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device
 
 
 def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) -> tuple[Link | None, str]:
-    """Return the two-level link, or None and the reason why the hosts do not allow it. The same on all ranks."""
+    """Return the two-level link, or None and why the hosts do not allow it. All ranks get the same result."""
     block = hosts.block
     if block == 1:
         return None, "its hosts do not have equal blocks of 2, 4, 8 ... neighboring ranks that share memory"

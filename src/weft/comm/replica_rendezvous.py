@@ -285,7 +285,7 @@ class RendezvousClient:
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
-        """Send a request and return the answer. say: as in `RendezvousRounds.hear`. Raises OSError if there is no
+        """Send a request and return the answer. say: as in `RendezvousRounds.handle`. Raises OSError if there is no
         answer in time. Raises ConfigError if the server has another key.
         """
         host, _, port = self.address.rpartition(":")
