@@ -160,8 +160,7 @@ class Context:
 def context_attention(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Compute `attend_sharded` as one function that torch function modes, such as recompute=attention, can intercept.
-    """
+    """Compute `attend_sharded` as one function that torch function modes such as recompute=attention can intercept."""
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
         return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)

@@ -30,8 +30,7 @@ Shape: TypeAlias = Literal["all", "lower", "upper"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Number of tokens before and after a token that it attends to, in addition to itself. None means no limit.
-    """
+    """Number of tokens before and after a token that it attends to, in addition to itself. None means no limit."""
 
     before: int | None = None
     after: int | None = 0

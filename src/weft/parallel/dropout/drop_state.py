@@ -127,8 +127,7 @@ class Drops:
 
     @property
     def reads_tensors(self) -> bool:
-        """True if keys and samples are read from tensors, because compiled or recorded code would make them constants.
-        """
+        """True if keys and samples are read from tensors, because ints would be constants of compiled or recorded code."""
         return self._fixed is not None or torch.compiler.is_compiling()
 
     @property
@@ -186,8 +185,7 @@ class Drops:
         return ""
 
     def draw_rows(self, count: int, device: torch.device) -> Tensor:
-        """Return the index in the global batch of each row's sample, int64. Raises ModelError if rows are not samples.
-        """
+        """Return the global index of each row's sample, int64. Raises ModelError if rows are not samples."""
         samples = self._forward.samples
         if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
             raise ModelError(
