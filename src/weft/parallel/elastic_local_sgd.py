@@ -76,7 +76,7 @@ class ElasticDiLoCo(RareSync):
             self.began_with(0, self.token_of_anchor())
 
     def token_of_anchor(self) -> int:
-        """Return a checksum of the anchor. All ranks call it. If it differs from other replicas', their weights load."""
+        """Return a checksum of the anchor. All ranks call it. Replicas with another checksum load newer weights."""
         own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
         whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
         return int(whole) & _MASK

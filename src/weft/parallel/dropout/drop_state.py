@@ -127,7 +127,7 @@ class Drops:
 
     @property
     def reads_tensors(self) -> bool:
-        """True if keys and samples are read from tensors, because ints would be constants of compiled or recorded code."""
+        """True if keys and samples are read from tensors, because compiled or recorded code would fix ints."""
         return self._fixed is not None or torch.compiler.is_compiling()
 
     @property
