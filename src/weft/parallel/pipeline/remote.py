@@ -191,7 +191,7 @@ def _device_flags(func: Any, device: torch.device) -> bool | None:
 
 
 def _moved(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any, torch.device]:
-    """Return the arguments of a device move without the target device, because a remote tensor has no values to move."""
+    """Return the arguments of a device move without the target device: remote tensors have no values to move."""
 
     def is_device(value: Any) -> bool:
         return isinstance(value, torch.device) or (isinstance(value, str) and not isinstance(value, torch.dtype))

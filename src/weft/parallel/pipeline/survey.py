@@ -50,7 +50,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class EntryCall:
-    """First call of a stage that depends on earlier stages. `leaves` are the indices of its received tensor arguments."""
+    """First call of a stage that depends on earlier stages. `leaves`: indices of its received tensor arguments."""
 
     call: int
     leaves: tuple[int, ...]

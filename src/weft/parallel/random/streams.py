@@ -134,7 +134,7 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
-    """Draw an integer below 2^bits for each combination of positions, int64. places: positions along each dim, int64."""
+    """Draw an integer below 2^bits for each combination of positions, int64. places: int64 positions along each dim."""
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
     return ((high << 30) ^ (low >> 2)) >> (62 - bits)
 

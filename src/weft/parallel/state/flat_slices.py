@@ -203,7 +203,7 @@ class FlatSlice:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """Consecutive elements of a flattened part from `start` on. Optimizers use it to get positions in the full tensor."""
+    """Consecutive elements of a flattened part from `start` on. It gives optimizers positions in the full tensor."""
 
     name: str
     part: Part

@@ -187,7 +187,7 @@ class DataParallel(Protocol):
         ...
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the adopted optimizer's state, named `parameter/key`, like `model_slices`."""
+        """Yield this rank's flat slices of the adopted optimizer's state (`parameter/key`), like `model_slices`."""
         ...
 
     def load_weights(self, source: StateSource) -> None:
