@@ -393,11 +393,11 @@ class Watch(threading.Thread):
         if not waiter.waits_for:
             rank = self._read(_WAITER)
             if not rank:
-                return  # it went on in the meantime
+                return  # it made progress in the meantime
             waiter = self._ask(int(rank)) or waiter
         found = self._report(waiter, self._ask, self._process_of)
         if found.is_calm and self._still.seconds < self._warn_after_s:
-            return  # a save takes its time
+            return  # a save may take long
         self._still.report = found
         self._put(store, _ALARM, "1")
         self._print_line(found.text)

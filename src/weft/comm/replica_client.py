@@ -1,8 +1,8 @@
 """A link over sockets between ranks of several worlds, and a replica's client for local SGD rendezvous.
 
 A link is created for one rendezvous round and closed after it. A process group needs all of its ranks until its end,
-but a socket link costs one connection per pair, fails if no data moved for a given time, and leaves other groups
-intact when it fails. Sums use the same tree as all links, so results are bitwise identical.
+but a socket link costs one connection per pair, fails if no data moved for a given time, and leaves other groups intact
+when it fails. Sums use the same tree as all links, so results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.errors import CommError, ConfigError
 
 #: An all_reduce of at most this size, or between two ranks, sends the full tensor to every rank.
 _LITTLE_BYTES = 1 << 16
-_HEAD = struct.Struct("!QQ")  # which meeting, which place calls
+_HEAD = struct.Struct("!QQ")  # index of the round, index of the calling member
 _AT_ONCE = 1 << 20
 _FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 #: Time (s) within which a caller must identify itself.
@@ -64,7 +64,7 @@ class PeerListener:
                 call, _ = self._listener.accept()
                 caller = _who_calls(call, meeting)
                 if caller is None or not caller < place:
-                    call.close()  # of a meeting that came to nothing
+                    call.close()  # from a round that was aborted
                 else:
                     found[caller] = call
         except OSError:
@@ -359,7 +359,7 @@ class ReplicaGroup:
 
     @contextmanager
     def axis(self, call: Call) -> Generator[Axis]:
-        """Within the block, join the ranks of all members that store the same shard as this one into an axis.
+        """Join the ranks of all members that store the same shard as this one into an axis, within the block.
 
         Raises OSError if a rank does not connect.
         """
@@ -416,7 +416,7 @@ class ReplicaGroup:
 
     def _beat(self) -> None:
         while not self._over.wait(min(_BEAT_S, self.timeout_s / 4)):
-            with contextlib.suppress(ConfigError):  # told where this replica asks for a meeting
+            with contextlib.suppress(ConfigError):  # reported when this replica requests a round
                 self._report_where()
 
     def _report_where(self) -> bool:

@@ -46,9 +46,7 @@ def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
 
 
 def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
-    """Yield this rank's slices of the weights used in forward under gather=diff4, else nothing. Local; no
-    communication.
-    """
+    """Yield this rank's slices of the weights used in forward under gather=diff4, else nothing. Local."""
     if isinstance(engine, FlatModel):
         engine.wait_for_weights()
         yield from QuantizedWeights(engine.reducer.buckets, engine.axes).flat_slices()

@@ -1,7 +1,7 @@
 """Local SGD over replicas that are separate jobs: an outer step includes the available replicas, or fails for all.
 
-No replica acts alone. It contacts the coordinator (`weft.comm`), exchanges with the members into separate
-buffers, and applies the result only when the coordinator confirms the outer step. Cases:
+No replica acts alone. It contacts the coordinator (`weft.comm`), exchanges with the members into separate buffers, and
+applies the result only when the coordinator confirms the outer step. Cases:
 
     away            the others continue without it. Its anchor is then outdated: in the next outer step it contributes
                     nothing, and receives anchor, momentum and step from a replica with the newest anchor
@@ -206,7 +206,7 @@ class ElasticDiLoCo(RareSync):
 def attach_elastic_diloco(
     model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
 ) -> ElasticDiLoCo:
-    """Attach outer steps with separate replicas to a model. Return the object that runs them."""
+    """Keep outer steps with separate replicas in a model. Return the object that runs them."""
     sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)
     return sync

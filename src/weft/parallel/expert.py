@@ -212,7 +212,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Within the context, forwards add nothing to the balance loss and to the token counts."""
+        """Make forwards in the context add nothing to the balance loss and to the token counts."""
         before = [(router, router.aux_scale, router.load) for router in self._routers]
         for router, _, load in before:
             router.aux_scale, router.load = 0.0, Load(load.num_experts)

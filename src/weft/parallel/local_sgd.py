@@ -97,7 +97,7 @@ class RareSync:
         self._buffers = buffers - trained
         self._names: frozenset[str] | None = None
         self._runs: list[Bundle] = []
-        self._is_away = False  # the anchor is in the model, and its weights are in the bundles
+        self._is_away = False  # the model holds the anchor, and the bundles its weights
 
     @property
     def is_due(self) -> bool:

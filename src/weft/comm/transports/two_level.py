@@ -81,8 +81,7 @@ def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
 
 
 def share_memory(axis: Axis, group: dist.ProcessGroup, block: int, number: int = 1) -> tuple[list[Segment], str]:
-    """Map segments shared by each block of `block` adjacent ranks, or return none and the reason. All ranks must call
-    it.
+    """Map segments shared by each block of `block` adjacent ranks, or return none and the reason. Collective.
 
     The result is the same on all ranks of the axis.
     block: number of ranks that share one memory. The size of the axis means all.
@@ -223,7 +222,7 @@ class TwoLevelLink(Link):
         one.under_way = []
 
     def block(self, operation: Operation) -> bool:
-        """Block until the flat link completes the operation. Returns False if any operation runs in levels.
+        """Wait until the flat link completes the operation. Returns False if any operation runs in levels.
 
         Another rank may wait for such an operation before it begins the one that this rank waits for, and needs this
         rank to advance it.
@@ -361,7 +360,7 @@ class ChosenLink(Link):
         return any(moved)
 
     def block(self, operation: Operation) -> bool:
-        """Block until the operation's link completes it. Returns False if it cannot, or other links have operations."""
+        """Wait until the operation's link completes it. Returns False if it cannot, or other links have operations."""
         own = self._carried[operation]
         if any(link is not own and not one.finished for one, link in self._carried.items()):
             return False

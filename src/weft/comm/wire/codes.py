@@ -210,7 +210,7 @@ class RowCodes:
         return codes
 
     def decode(self, codes_RB: torch.Tensor, out_RN: torch.Tensor) -> None:
-        """Decode the shards of several ranks into `out_RN`.
+        """Write the values of several ranks' shards into `out_RN`.
 
         codes_RB: uint8 (ranks, num_bytes). out_RN: output, (ranks, numel).
         """
@@ -241,8 +241,8 @@ class RowCodes:
 def power_scale(largest: torch.Tensor, most: float) -> torch.Tensor:
     """Return the largest power of two (float32) that keeps magnitudes up to `largest` within `most`.
 
-    float8 matmuls and float8 communication share this rule. The scale of a non-finite value is NaN, because a
-    finite scale would turn the other values into zeros.
+    float8 matmuls and float8 communication share this rule. The scale of a non-finite value is NaN, because a finite
+    scale would turn the other values into zeros.
     """
     exact = (most / largest.double().clamp(min=_SMALLEST)).float()
     return (exact.view(torch.int32) & _POWER_BITS).view(torch.float32) + (largest - largest).float()

@@ -292,7 +292,7 @@ def _normalise(
     norm: Any, groups: NormGroups, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, moves: bool
 ) -> Tensor:
     cut = groups.split
-    if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows are not counted
+    if cut.axis is None and cut.samples.is_empty:  # a placeholder, whose rows are not counted
         return affine(x, weight, bias)
     rows = _rows_of_groups(cut, groups.size, x.shape[0])
     if cut.ends_alone and 1 in rows and x[0].numel() == x.shape[1]:
@@ -323,7 +323,7 @@ def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
     """Return the number of local rows of each group, out of `count` rows."""
     numbers = cut.samples.numbers
     if not numbers:
-        return (count,) + (0,) * (cut.num_groups - 1)  # a stand-in: normalized with some group, not counted
+        return (count,) + (0,) * (cut.num_groups - 1)  # a placeholder: normalized with some group, not counted
     per_sample = cut.samples.rows_of_each(count)
     if per_sample is None:
         raise ModelError(
@@ -383,7 +383,7 @@ class _Shared(Function):
         grad_bias, grad_weight = sums.sum(0).unbind(0)
         slope = torch.ones_like(mean_GC[0]) if weight is None else weight.to(dtype)
         first, second = (all_reduce(sums * slope, ctx.axis) / num_G[:, None]).unbind(1)
-        if not ctx.is_counted:  # a stand-in's rows are not part of any statistics
+        if not ctx.is_counted:  # a placeholder's rows are not part of any statistics
             first, second = torch.zeros_like(first), torch.zeros_like(second)
         # grad_x = scale (slope grad - first - x_hat second), computed as an affine function of grad plus one of x.
         bend_GC = -scale_GC.square() * second

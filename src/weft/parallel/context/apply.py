@@ -44,7 +44,7 @@ class Context:
         self._divided: Any = WeakTensorKeyDictionary()  # document ids -> View: all layers get the same tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of the model is a plain one
+        return None  # a copy of the model is not parallelized
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

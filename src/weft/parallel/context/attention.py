@@ -284,7 +284,7 @@ def _attend_sharded(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = asked.get("sliding_window")
     whole = key.shape[2] * context.axis.size
-    before = None if window is None or window >= whole else window - 1  # a window holds the token itself
+    before = None if window is None or window >= whole else window - 1  # a window includes the token itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     drop = getattr(module, _SITE).attention(dropout, *query.shape[:2], query.device) if dropout else None
     scoring = Scoring(scale, AttentionWindow(before, 0 if causal else before), asked.get("softcap"), drop)

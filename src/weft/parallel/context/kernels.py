@@ -248,7 +248,7 @@ def attend_backward(
     grad_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, causal: bool,
     scoring: Scoring, noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gradients of queries, keys and values. `out` and `lse` cover all keys, not only those of this block."""
+    """Return gradients of queries, keys and values. `out` and `lse` cover all keys, not only this block's keys."""
     kind = _kind(q_BHTC, scoring, noise)
     if kind == "cpu":
         return CPU_FLASH_BACKWARD(

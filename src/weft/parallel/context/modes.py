@@ -218,7 +218,7 @@ def attend_sharded(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
     """Return attention over the full sequence for this rank's queries, (B, H, T, C). Values may have another head dim
-    than queries and keys (multi-head latent attention); the output has that of the values. The narrower tensors are
+    than queries and keys (multi-head latent attention); the output has the values' head dim. The narrower tensors are
     padded with zeros, which change no result, so that keys and values are one message. `sink_H` is an attention sink of
     each head (GPT-OSS).
     """

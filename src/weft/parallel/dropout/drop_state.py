@@ -74,7 +74,7 @@ class Drops:
         self._cp, self._plan = mesh["cp"], mesh.plan
         self.device = mesh.device
         self._context, self._seed = context, seed
-        self.num_keys = 0  #: number of keys drawn here
+        self.num_keys = 0  #: number of keys from `next_key`
         self._forward = _Forward()
         self._compiled_key: int | None = None  # the key in compiled blocks
         self._fixed: FixedDraws | None = None
@@ -82,8 +82,8 @@ class Drops:
         #: True if noise of a sample may depend on its index. Recorded or compiled code draws noise from torch's
         #: generators instead.
         self.may_place_noise = self._cp.size == 1 and not mesh.plan.compile and not mesh.plan.graphs
-        self.places_noise = False  #: True if it does now: not in a step with given seeds.
-        self.model: weakref.ref[nn.Module] | None = None  #: its paths are part of the keys of draws in forward
+        self.places_noise = False  #: True if it does in this step, which has no given seeds
+        self.model: weakref.ref[nn.Module] | None = None  #: paths of its modules are part of random keys
         self._paths: dict[int, str] = {}  # by id of the module, filled at the first draw
         self._draw_sites: dict[str, DropSite] = {}
 
@@ -137,7 +137,7 @@ class Drops:
 
     @contextlib.contextmanager
     def stored(self, fixed: FixedDraws) -> Iterator[None]:
-        """Within the context, read keys and samples from persistent memory. fixed: that memory."""
+        """Read keys and samples from persistent memory in the context. fixed: that memory."""
         before = self.told_samples, self.is_told, [site.keys for site in self.sites]
         self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
         for site, row in zip(self.sites, fixed.keys.unbind(), strict=True):
@@ -214,10 +214,9 @@ class Drops:
             site.calls = 0
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Begin a forward of the full model outside of train steps. In training, set a new key and seed torch's
-        generators with it.
+        """Set a new key for a training forward of the full model outside train steps.
 
-        `after_forward` restores the generators.
+        torch's generators are seeded with it, until `after_forward` restores them.
         """
         if self._forward.is_driven or not model.training:
             return

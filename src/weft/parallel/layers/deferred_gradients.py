@@ -45,7 +45,7 @@ class DeferredWeightGrad:
         return self._open is not None
 
     def store(self, product: DeferredProduct) -> None:
-        """Store the factors of one weight gradient."""
+        """Keep the factors of one weight gradient."""
         assert self._open is not None
         self._open.append(product)
 
@@ -81,7 +81,7 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, param: Any, held: Any, transposed: bool, form: Any
     ) -> Tensor:
-        if hooks_of_parameter(weight)[0]:  # they would run without a gradient
+        if hooks_of_parameter(weight)[0]:  # hooks would run without a gradient
             held = None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight has no gradient
         ctx.param, ctx.held, ctx.is_transposed, ctx.form = param, held, transposed, form

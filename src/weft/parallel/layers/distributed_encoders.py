@@ -59,7 +59,7 @@ class ItemCost:
 def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
     """Return the items of each rank, ascending. The most costly remaining item goes to the rank with the least cost.
     homes: data rank whose batch contains each item. ranks_per_home: number of consecutive ranks per data rank. Of items
-    with equal cost, a rank gets those of its own data rank first.
+    with equal cost, a rank gets its own data rank's items first.
     """
     alike: dict[float, dict[int, list[int]]] = {}
     for item in reversed(range(len(costs))):
@@ -181,7 +181,7 @@ class Encoder:
 
     def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
         """Gather the number of items of each data rank. All ranks must call it. If some ranks do not call the module,
-        this returns a call of another rank that they can repeat, else None. `items` are those of this rank, or None if
+        this returns a call of another rank that they can repeat, else None. `items` are this rank's items, or None if
         it does not call the module.
         """
         said = b""
@@ -224,7 +224,7 @@ class Encoder:
         self.made += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def stand_by(self, model: nn.Module) -> None:
-        """Call the module if this rank's model did not, but those of other ranks did. If they called it through a
+        """Call the module if this rank's model did not, but other ranks' models did. If they called it through a
         method, the same method of `model` is called.
         """
         others = self._ask(None)
@@ -425,7 +425,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 
 
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
-    """Distribute the items of this rank's encoders over ranks. Call it after all other hooks are registered.
+    """Divide the items of this rank's encoders over ranks. Call it after all other hooks are registered.
 
     choice: encoders of the full model.
     """

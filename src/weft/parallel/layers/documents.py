@@ -296,7 +296,7 @@ def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
     """Return `why_documents_mix` for a transformers class and config whose layers do not use boundaries."""
     kind = config.model_type
     try:
-        with hugging_face.quiet():  # its messages would be about the small model
+        with hugging_face.quiet():  # its messages would describe the small model
             difference = _difference(small_copy(model_class, config, window=_WINDOW))
     except Exception as error:  # third-party code, with sizes that it may not support
         first = next(iter(str(error).strip().splitlines()), "")[:120].rstrip(".")

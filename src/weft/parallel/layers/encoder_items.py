@@ -44,7 +44,7 @@ def attend_by_borders(model: nn.Module) -> None:
     configs: dict[int, Any] = {id(module.config): module.config for module in attending}
     sharing = [module for module in model.modules() if id(getattr(module, "config", None)) in configs]
     if any("attention_mask" in inspect.signature(module.forward).parameters for module in sharing):
-        return  # a text module shares the config, and its attention takes no borders
+        return  # a text module shares the config, and its attention takes no boundaries
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
     for one in configs.values():
         own = copy.copy(one)
@@ -109,7 +109,7 @@ class Items:
         return all(count == 1 for count in self.rows)
 
     def sizes(self, place: int) -> tuple[int, ...]:
-        """Return the number of rows of each item in the leaf with index `place`."""
+        """Return the number of rows of each item in a leaf. place: the leaf's index."""
         return self.rows if place in self.by_row else (1,) * len(self.rows)
 
     @property

@@ -80,7 +80,7 @@ class _RowTables:
         self._is_long_BT = is_long_BT
 
     def after(self, rotary: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Replace the values for tokens of short documents by those of the short table."""
+        """Replace the values for tokens of short documents by values of the short table."""
         if self._is_long_BT is None:
             return None
         with torch.no_grad():

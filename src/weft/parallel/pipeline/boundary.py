@@ -144,7 +144,7 @@ class Flow:
         assert route is not None
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
         if relay.number not in route.calls and stages[relay.number] == self.stage:
-            return relay.stands_for(*args, **kwargs)  # a tower, or a module that this kind of batch does not use
+            return relay.stands_for(*args, **kwargs)  # an encoder, or a module that this kind of batch does not use
         number = self._calls
         if number >= len(route.calls) or route.calls[number] != relay.number:
             raise ModelError(
@@ -291,7 +291,7 @@ class Relay(StandIn):
     def __init__(self, module: nn.Module, path: str, number: int, flow: Flow):
         super().__init__(module, path)
         self.__dict__["_at"] = number, flow
-        if self.is_own:  # so that walks over the model find its contents
+        if self.is_own:  # so that iteration over the model finds its contents
             self.__dict__.update({name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")})
 
     @property
@@ -390,7 +390,7 @@ class Boundary:
         return self._kinds.setdefault(_described(batch), len(self._kinds))
 
     def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
-        """Begin a step, and drop the state of a failed step. arrived_by: see `spec.schedule`."""
+        """Begin a step, and drop the state of a failed step. arrived_by: as in `spec.schedule`."""
         self._arrived_by = arrived_by or {}
         self._arriving.clear()
         self._sent.clear()
@@ -451,7 +451,7 @@ class Boundary:
         if len(self._sent) >= _MOST_SENDS:
             self._sent.pop(next(iter(self._sent))).wait()
         key = (content or transfer.content, transfer.stage, transfer.microbatch)
-        before = self._sent.pop(key, None)  # from an evaluation, whose batches all have number 0
+        before = self._sent.pop(key, None)  # from an evaluation, whose batches all have index 0
         if before is not None:
             before.wait()
         self._sent[key] = start_send(tensor, *self._lane(transfer))

@@ -128,7 +128,7 @@ def _without_numbers(func: Any, args: Any, kwargs: Any, remote: list[RemoteTenso
         return device
     if name == "__get__" and (flag := _device_flags(func, device)) is not None:
         return flag
-    if func is _T.register_hook:  # it runs on the stages that have the value
+    if func is _T.register_hook:  # the hook runs on the stages that have the value
         return RemovableHandle(OrderedDict())
     if func in _LIKE and not is_remote(args[0]) and len(args) > 1 and is_remote(args[1]):
         with without_overrides():

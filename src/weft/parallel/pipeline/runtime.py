@@ -170,7 +170,7 @@ class Pipeline:
         self._weights: dict[tuple[int, int], list[Any]] = {}
         #: Tensors that pass between two stages of this rank, or are to be sent.
         self._made: dict[tuple[str, int, int], Carried] = {}
-        self._kinds: list[int] = []  # of the microbatches, numbered by their shapes
+        self._kinds: list[int] = []  # of the microbatches, which have one kind per shapes
         self._computed = 0.0  # time when the inputs of the current action were complete
         #: (action, start, end) of each computation of the last step, in seconds since its begin, by the host's clock.
         self.events: list[tuple[Action, float, float]] = []

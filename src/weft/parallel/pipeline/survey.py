@@ -151,7 +151,7 @@ class ValueSurvey:
         return without_towers(model, self._towers, args, kwargs)
 
     def called(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the call of a module, and return remote tensors in place of its outputs."""
+        """Record the call of a module, and return remote tensors instead of its outputs."""
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
         tensors = list(tensors_in((args, kwargs)))
         number, device = len(self._calls), _device_of(tensors)
@@ -161,7 +161,7 @@ class ValueSurvey:
         try:
             return remote_outputs(self.probes[site], args, kwargs, number, device, {})
         finally:
-            random.setstate(drawn)  # a block may draw: only its own stage runs it
+            random.setstate(drawn)  # a block may draw random numbers, but only its own stage runs it
 
     def _routed(self, outputs: list[torch.Tensor]) -> StageRoute:
         of_call = [self.stages[call.site] for call in self._calls]
@@ -311,7 +311,7 @@ class InnerModule(StandIn):
 
 
 def kind_of(stand_in: StandIn) -> type:
-    """Return the class that isinstance must see: the class of the replaced module."""
+    """Return the class that isinstance checks: the class of the replaced module."""
     return type(stand_in.stands_for) if "_for" in stand_in.__dict__ else type(stand_in)
 
 

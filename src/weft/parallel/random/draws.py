@@ -36,7 +36,7 @@ _active: list[Positions] = []  # the innermost context is the last
 
 @contextmanager
 def drawing_by(positions: Positions) -> Iterator[None]:
-    """Within the context, draw random tensors as functions of these positions."""
+    """Draw random tensors in the context as functions of these positions."""
     _active.append(positions)
     try:
         yield

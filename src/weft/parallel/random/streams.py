@@ -65,7 +65,7 @@ def _is_in(path: str, places: tuple[str, ...]) -> bool:
 
 
 def keep_part(model: nn.Module, part: ShardPosition) -> None:
-    """Attach the position to the model, for `shard_position_of`."""
+    """Keep the position in the model, for `shard_position_of`."""
     setattr(model, _PART, part)
 
 

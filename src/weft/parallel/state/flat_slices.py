@@ -227,7 +227,7 @@ class PlacedPart:
 
 
 def register_param_locations(optimizer: torch.optim.Optimizer, held: Iterable[tuple[nn.Parameter, PlacedPart]]) -> None:
-    """Store each parameter's location in its full parameter in the optimizer's `places`, if it has this dict."""
+    """Set each parameter's location in its full parameter in the optimizer's `places`, if it has this dict."""
     places = getattr(optimizer, "places", None)
     if isinstance(places, dict):
         places.clear()

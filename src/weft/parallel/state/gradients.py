@@ -51,7 +51,7 @@ class ErrorFeedback(Protocol):
 class DataParallel(Protocol):
     """Gradients, master weights and the collectives between them, of one module on one rank.
 
-    Names are those of `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank used
+    Names are as in `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank used
     in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the model in
     one process: sharded parts are joined, and other pipeline stages are included.
 
@@ -191,9 +191,7 @@ class DataParallel(Protocol):
         ...
 
     def load_weights(self, source: StateSource) -> None:
-        """Load weights, buffers and masters from a checkpoint of any plan. Each rank reads its flat slices. All ranks
-        call it.
-        """
+        """Load weights, buffers and masters that any plan saved. Each rank reads its slices. All ranks call it."""
         ...
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:

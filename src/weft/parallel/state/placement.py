@@ -313,7 +313,7 @@ class AxisMap:
 
     @staticmethod
     def turn(name: str) -> int:
-        """Return which of the holders comes first: the same on all ranks, and another for each tensor."""
+        """Return a number that rotates the holders: the same on all ranks, and another for each tensor."""
         return zlib.crc32(name.encode())
 
     def agreed_fields(self, name: str) -> tuple[object, ...]:

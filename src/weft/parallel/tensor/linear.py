@@ -455,7 +455,7 @@ class _CompiledRow(Function):
 
 
 class _ReduceHandoff:
-    """Passes a gradient from the backward of `_ChunkedRowSum` to that of `_RowFactors`, outside autograd."""
+    """Passes a gradient from the backward of `_ChunkedRowSum` to the backward of `_RowFactors`, outside autograd."""
 
     grad_BSF: Tensor | None = None
 

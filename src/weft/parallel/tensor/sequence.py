@@ -212,7 +212,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def second_states(module: nn.Module) -> tuple[tuple[int, str], ...]:
-    """Return indices and names of the arguments with other hidden states from which keys are computed (cross-attention)."""
+    """Return indices and names of the arguments from which keys are computed instead of the input (cross-attention)."""
     found = enumerate(_names(module))
     return tuple((place, name) for place, name in found if name in (_ENCODER_STATES, "key_value_states"))
 
@@ -331,7 +331,7 @@ class _ShardedStates:
 
 class _GatheredMixer:
     """Hooks of a replicated module that mixes tokens. They gather all tokens before it, and keep this rank's after it.
-    Each rank's gradients come from its own tokens, so they are summed like those of other modules in the block.
+    Each rank's gradients come from its own tokens, so they are summed like gradients of other modules in the block.
     """
 
     def __init__(self, line: SharedLayer, width: int, part: ShardPosition):
@@ -414,7 +414,7 @@ class _TakePositions:
         self._line = line
 
     def before(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Reduce positions (B, T) or (1, T) to those of this rank's tokens, (B, S) or (1, S)."""
+        """Reduce positions (B, T) or (1, T) to the positions of this rank's tokens, (B, S) or (1, S)."""
         del module
         size, rest = divmod(args[0].shape[1], self._line.axis.size)
         if rest:

@@ -155,15 +155,14 @@ class Entry:
 
     def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
         """Return all tokens of sharded activations; backward sums the gradient and shards it. is_shared: True if only
-        the
-        members read them.
+        the members read them.
         """
         if self.line.cuts_tokens and x.dim() < 3:
             x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
             inner = self._gathered(x, is_shared, is_flat=True)
         elif self.line.cuts_tokens:
             inner = self._gathered(x, is_shared, is_flat=False)
-            if self.part is not None:  # set again by a replay of only this block
+            if self.part is not None:  # set again if only this block is recomputed
                 self.part.sequences = x.shape[0]
         else:
             inner = copy_to(x, self.line.axis)
@@ -205,7 +204,7 @@ class Entry:
             self._begin(x, x)
         if x is not self._inner or self._outer is None:
             return _linear(member, x)  # computed from the input, tracked by autograd
-        if layers.is_packed(member):  # packed bytes are unpacked for one product only
+        if layers.is_packed(member):  # quantized weights are dequantized for one matmul only
             return _linear(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis))
         outer = self._outer
         if not self._products:
@@ -312,7 +311,7 @@ class Enter:
         )
 
     def _second_entered(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
-        """Return the arguments with all tokens of an encoder's output gathered, and True if there was such an argument."""
+        """Return the arguments with all tokens of an encoder's output gathered, and True if there is such an output."""
         for place, name in self._second if self._entry.line.cuts_tokens else ():
             if len(args) > place and args[place] is not None:
                 return (
@@ -369,7 +368,7 @@ class RowLinear(HoldingLayer):
             product = linear(x, layers.weight_of(self), None, None, form=self._weft_float8)
         else:
             product = layers.product(self, x)
-        if isinstance(self, AdaptedLinear):  # its product is part of the sum over ranks
+        if isinstance(self, AdaptedLinear):  # its output is part of the sum over ranks
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
             product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)
@@ -416,7 +415,7 @@ class VocabEmbedding(nn.Module):
     _weft_line: SharedLayer
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings (B, T, D) of ids (B, T), or those of this rank's tokens if tokens are sharded from here
+        """Return the embeddings (B, T, D) of ids (B, T), or of this rank's tokens only if tokens are sharded from here
         on.
         """
         line, rows_here = self._weft_line, self.weight.shape[0]
@@ -440,7 +439,7 @@ class LocalHeads(nn.Module):
 
 
 class _LocalSizes(TorchFunctionMode):
-    """Mode that replaces the sizes of all heads by those of this rank's, for tensors with this rank's features."""
+    """Mode that replaces the sizes of all heads by this rank's sizes, for tensors with this rank's features."""
 
     def __init__(self, module: nn.Module, written: WrittenHeads, ranks: int):
         super().__init__()

@@ -102,7 +102,7 @@ class TensorContext:
         shards: parameters that were replaced.
         part: position of this rank in sharded layers.
         line: sharding of layers in blocks.
-        outside: sharding of layers outside blocks, where each rank has all tokens.
+        outside: sharding of layers outside blocks. Each rank has all tokens there.
         ends: sharding of embedding and head.
     """
 
@@ -325,7 +325,7 @@ class AttentionParallel:
         self._written = {path: WrittenHeads.of(modules[path]) for path in together}
 
     def apply(self, path: str, module: nn.Module) -> None:
-        """Set the numbers of heads of a module, and constants for them in its code, to those of this rank."""
+        """Set the numbers of heads of a module, and constants for them in its code, to this rank's numbers."""
         localise(module, self._context.heads[path], self._context.axis.size)
         if (written := self._written.get(path)) is not None:
             replace_class(module, LocalHeads, written=written, ranks=self._context.axis.size)

@@ -75,7 +75,7 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
     if failure is None and is_random and training:
         training, full = False, copy.deepcopy(divided)  # the step may have changed its buffers
         failure, expected, _ = _step(full, inputs, training)
-    if failure is not None:  # a generated example may not fit; tracing has reported it
+    if failure is not None:  # a generated example may not fit the model; tracing has reported it
         return
     placements = cut(divided)
     failure, found, _ = _step(divided, inputs, training)

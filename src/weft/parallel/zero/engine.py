@@ -1,6 +1,6 @@
 """Base of the ZeRO engines: phases of a step, gradient reduction, and wrapping of optimizers.
 
-A step is driven in one of two ways. `TrainStep` calls the methods in the order that `weft.parallel.state.gradients`
+A step has one of two drivers. `TrainStep` calls the methods in the order that `weft.parallel.state.gradients`
 shows. In a user's own loop, hooks of backward and of the optimizer's step call them: they complete the gradients before
 the step, and publish the new weights to all ranks after it.
 """
@@ -87,7 +87,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Drop all gradients, including those of a failed step."""
+        """Drop all gradients, including gradients of a failed step."""
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:

@@ -81,7 +81,7 @@ class Slot:
         return self.start < part.stop and self.start + max(self.numel, 1) > part.start
 
     def elements_in(self, whole: torch.Tensor, part: slice) -> torch.Tensor:
-        """Return the elements of a full tensor that are in a part: in the parameter's shape if all are there, else 1-D."""
+        """Return the elements of a full tensor that are in a part: in the parameter's shape if all are, else 1-D."""
         start, end = self.inside(part)
         if end - start == self.numel:
             return whole
@@ -173,7 +173,7 @@ class Bucket:
         return Parts(lines, self.size, self.master.dtype)
 
     def use_grads(self, flat: torch.Tensor) -> None:
-        """Use `flat` for full gradients. Its values may be uninitialized; elements without a parameter are set to zero."""
+        """Use `flat` for full gradients. Its values may be uninitialized; elements of no parameter are set to zero."""
         self.grads = flat
         for gap in self.gaps:
             flat[gap].zero_()
@@ -295,7 +295,7 @@ def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Calla
 
 
 def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """Lay out slots one after another. limits: maximum number of elements of the first bucket, and of each other one."""
+    """Lay out slots one after another. limits: maximum number of elements of the first and of other buckets."""
     groups: list[list[Slot]] = []
     end = 0
     for slot in slots:

@@ -326,7 +326,7 @@ class OwnLoop:
         engine.show_gradients()
 
     def _wait_for_all(self) -> None:
-        """Join the gradient reductions of ranks that have not reached the optimizer's step yet, without new gradients."""
+        """Join the gradient reductions of ranks that have not reached the optimizer's step, without new gradients."""
         while self._require_engine().axes.stage.size > 1 and self._sync(at_step=True):
             self._reduce_touched()
         self._touched = set()
@@ -377,7 +377,7 @@ class OwnLoop:
         self._touched = set()
 
     def _sync(self, at_step: bool) -> bool:
-        """Return True if a rank is still in a backward. Sets `_touched` to the buckets with new gradients on any rank."""
+        """Return True if a rank is still in a backward. Set `_touched` to buckets with new gradients on any rank."""
         engine = self._require_engine()
         buckets = engine.reducer.buckets
         places = torch.zeros(1 + len(buckets), dtype=torch.int64, device=engine.device)

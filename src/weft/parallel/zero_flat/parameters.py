@@ -62,7 +62,7 @@ class FlatParameters:
         return SlotSlices(self.buckets, self._axes)
 
     def lay_out(self, source: WeightOf, unsharded: frozenset[str] = frozenset(), *, settle: bool) -> None:
-        """Lay out and fill buckets. settle: True to broadcast the first rank's weights, since initial ones may differ."""
+        """Lay out and fill buckets. settle: True to broadcast the first rank's weights, because ranks may differ."""
         self.buckets = []
         options: dict[str, Any] = {"whole": unsharded, "host": self.on_host, "bucket_bytes": self._bucket_bytes}
         for axes in dict.fromkeys(self.kinds.values()):
@@ -138,7 +138,7 @@ def check_written(slot: Slot, wait: Callable[[], None]) -> None:
 
 
 def take_master(slot: Slot, whole: torch.Tensor) -> None:
-    """Update this rank's part of the master after the user changed a parameter. whole: the parameter's full new values."""
+    """Update this rank's part of the master after the user changed a parameter. whole: its full new values."""
     slot.version = version_of(slot.param)
     bucket = slot.bucket
     piece = slot.view_in(bucket.master, bucket.own)

@@ -162,7 +162,7 @@ class WeightPrefetcher:
         return bool(self._units)
 
     def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:
-        """Start the other all-gathers. follow: True to return before they complete, if modules wait for their weights."""
+        """Start the other all-gathers. follow: True to return before they complete if modules wait for weights."""
         for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
                 self.start(bucket, is_update=is_update)
@@ -190,7 +190,7 @@ class WeightPrefetcher:
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules that can wait for their own weights: blocks, and other layers if the model's code is known."""
+    """Yield modules that can wait for their own weights: blocks, and other layers of transformers and Weft models."""
     blocks = list(repeated_blocks(model).values())
     yield from blocks
     is_known = isinstance(model, layers.KnownModel) or hugging_face.is_hugging_face(model)

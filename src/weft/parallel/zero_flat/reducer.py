@@ -33,7 +33,7 @@ MOST_UNDER_WAY = 2
 
 @dataclass(frozen=True, slots=True)
 class _PendingReduction:
-    """A bucket's reduction in flight. add: received sum to add to the shard, or None. final: True for the step's last."""
+    """A bucket's reduction in flight. add: sum to add to the shard, or None. final: True for the step's last one."""
 
     pending: Waitable
     add: torch.Tensor | None = None

@@ -40,8 +40,7 @@ MOST_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class PassEnd:
-    """State after a microbatch: for each slot its gradient, its view of the bucket's gradient, and number of
-    deliveries.
+    """State after a microbatch: for each slot its gradient, view of the bucket's gradient, and number of deliveries.
 
     buckets: for each bucket, its full gradients, and True if gradients were collected in them.
     """
@@ -62,7 +61,7 @@ class RecordedPasses:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Delay the microbatch's gradient communication until it ends, and wait for all weights before it."""
+        """Hold the microbatch's gradient communication back until it ends, and wait for all weights before it."""
         self._reducer.holds = True
         try:
             yield
@@ -143,7 +142,7 @@ class RecordedSteps:
 
 
 class _RecordedStep:
-    """One recording, and the memory that it reads. decision, rules: those of any step; only their shapes matter."""
+    """One recording, and the memory that it reads. decision, rules: from any step; only their shapes matter."""
 
     def __init__(self, decision: StepDecision, rules: Iterable[Rule]):
         self.recording: Recording[None] | None = None
@@ -246,7 +245,7 @@ class FlatStep:
     def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
         """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step. factor: factor
         by which gradients are multiplied when they are read. recorder: recorder for steps that the device may skip.
-        Such a step updates all buckets at once. None disables recording.
+        Such a step updates all buckets in this call. None disables recording.
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
@@ -468,7 +467,7 @@ class FlatOptimizers:
                 param.grad = None
 
     def full_states(self, buckets: Sequence[Bucket]) -> list[dict[str, torch.Tensor]]:
-        """Return copies of each optimizer's full states, before the buckets are laid out again. All ranks must call it."""
+        """Return copies of each optimizer's full states, before buckets are laid out again. All ranks must call it."""
         by_axes: dict[Axes, list[Bucket]] = {}
         for bucket in buckets:
             by_axes.setdefault(bucket.over, []).append(bucket)

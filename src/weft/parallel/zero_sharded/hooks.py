@@ -3,7 +3,7 @@
 Blocks have equal shapes. A rank that skips one would gather its shard of block 3 together with another rank's shard of
 block 4, and compute with wrong weights. In the first step, ranks therefore exchange which gather or reduction they
 start next, before each one. The result is recorded for the following steps. A rank that follows the record compares
-nothing, and a rank that deviates starts a comparison. If all ranks changed in the same way, they compare the rest of
+nothing, and a rank that deviates starts a comparison. If all ranks changed equally, they compare the rest of
 this step, which becomes the new record. If others did not change, they run the recorded gather or reduction while this
 rank runs a comparison. The transport reports the mismatch to both. If it cannot (nccl), the ranks hang, and the hang
 watch reports it.
@@ -126,7 +126,7 @@ class Order:
         self._place = 0
 
     def _leave_record(self, entry: Entry) -> None:
-        """Compare ranks after an operation that differs from the last step. It is valid if all ranks changed equally."""
+        """Compare ranks after an operation that differs from the last step. It is valid if all changed equally."""
         self._done = self._record[: self._place]
         self._follows = False
         act, unit, _ = self._record[self._place]
@@ -145,7 +145,7 @@ class Order:
         self._done.append(entry)
 
     def _compare(self, entry: Entry) -> None:
-        """Compare all ranks' entries. Entries are int64, unlike gathered weights, so the transport detects a mismatch."""
+        """Compare all ranks' entries. Entries are int64, unlike gathered weights, so transports detect a mismatch."""
         mine = torch.tensor(entry, dtype=torch.int64)
         found = all_gather(mine, self._axis).view(-1, 3).tolist()
         rows: list[Entry] = [(Act(act), unit, size) for act, unit, size in found]

@@ -184,7 +184,7 @@ class ShardAdoption:
 
 
 def _fit(shard: Shard, value: Any, cut: bool) -> Any:
-    """Convert a parameter's state: to this rank's rows if `cut`, else to that of the full parameter."""
+    """Convert a parameter's state: to this rank's rows if `cut`, else to the full parameter's state."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
@@ -212,7 +212,7 @@ class ShardSlices:
     def register_locations(
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
     ) -> None:
-        """Register where the optimizer's parameters are in full parameters, for optimizers that need positions."""
+        """Register the positions of the optimizer's parameters in full parameters, if the optimizer needs them."""
         found: list[tuple[nn.Parameter, PlacedPart]] = []
         for name, param, is_whole in adoption.local_params(optimizer):
             if param is None:

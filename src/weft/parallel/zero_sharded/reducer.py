@@ -103,7 +103,7 @@ class ShardReducer(GradientReducer):
                 param.register_hook(functools.partial(self._average_plain, index, over))
 
     def begin_step(self) -> None:
-        """Drop all gradients, including those of a failed step."""
+        """Drop all gradients, including gradients of a failed step."""
         modules = self._parameters.modules
         if self._lacks_buffers:
             for module in modules:
@@ -144,7 +144,7 @@ class ShardReducer(GradientReducer):
             self._set_last(True, overlaps=False)
 
     def _set_last(self, last: bool, *, overlaps: bool) -> None:
-        """Set whether this is the step's last microbatch, and whether its communication may overlap with computation."""
+        """Set whether this is the step's last microbatch, and whether communication may overlap with computation."""
         for replica_sum in self._sums:
             replica_sum.last, replica_sum.may_overlap = last, overlaps
         if self._parameters.hosted is not None:

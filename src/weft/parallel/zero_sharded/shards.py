@@ -24,7 +24,7 @@ from weft.private_torch import version_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One parameter's shard on this rank. param: fully_shard's DTensor; local: a plain parameter with the same memory."""
+    """One parameter's shard on this rank. param: fully_shard's DTensor; local: plain parameter with the same memory."""
 
     name: str
     param: nn.Parameter
@@ -42,7 +42,7 @@ class Shard:
         return tensor[start : start + self.local.shape[0]]
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather a full tensor from each rank's rows, which have the shape of `local`. Collective over the shard axis."""
+        """Gather a full tensor from each rank's rows, of `local`'s shape. Collective over the shard axis."""
         shape = self.param.shape
         padded = local
         if local.shape[0] != self.rows:
@@ -51,7 +51,7 @@ class Shard:
         return all_gather(padded.reshape(-1), self.axis)[: shape.numel()].view(shape)
 
     def link(self) -> None:
-        """Set the plain parameter's gradient to that of the DTensor, or to zeros if no rank used the parameter."""
+        """Set the plain parameter's gradient to the DTensor's, or to zeros if no rank used the parameter."""
         if self.param.grad is None:
             self.param.grad = torch.zeros_like(self.param)
         self.local.grad = local_part(self.param.grad)

@@ -82,7 +82,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def _is_block(site: blocks.Site) -> bool:
-    """Return True for an entry of a container that has a forward, but not for a list of blocks, or a backbone and head."""
+    """Return True for an entry of a container that has a forward, but not a list of blocks, or a backbone with head."""
     module = site.module
     if isinstance(module, blocks.LISTS) or not isinstance(site.parent, blocks.CONTAINERS):
         return False
@@ -297,7 +297,7 @@ def shard_units(
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding
         lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
-        lets_go = lets_go and mesh.plan.pp == 1  # with pp, other forwards run before the first backward
+        lets_go = lets_go and mesh.plan.pp == 1  # under pp, other forwards run before the first backward
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
         unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
@@ -360,7 +360,7 @@ class ShardedParameters:
         return chain(((name, shard.local) for name, shard in self.shards.items()), self.plain.items())
 
     def counted(self) -> Iterator[tuple[nn.Parameter, int]]:
-        """Yield this rank's shards and unsharded parameters, each with the number of ranks that store the same values."""
+        """Yield this rank's shards and unsharded parameters, each with the number of ranks that store the same one."""
         yield from ((shard.local, self.kinds[name].share[1]) for name, shard in self.shards.items())
         yield from ((param, self.kinds[name].same.size) for name, param in self.plain.items())
 
