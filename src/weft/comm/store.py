@@ -283,7 +283,7 @@ class RankZeroMessage:
         return word
 
     def wait_until_received(self) -> None:
-        """Wait on rank 0 until all others have received the message, for 10 s at most. Call it before an exit on error."""
+        """Wait on rank 0 until all others have received the message, 10 s at most. Call it before an exit on error."""
         end = time.monotonic() + _STAY_S
         try:
             while self._store.add(f"{self._key}/heard", 0) < self._place.world_size - 1 and time.monotonic() < end:

@@ -46,8 +46,7 @@ class ElasticDiLoCo(RareSync):
     step: number of steps done; callers that skip steps set it before each. goes_to: step to continue from, if others
     were ahead in an outer step. over: information on the other replicas, if they ended without this one. owes_meeting:
     True if the last step should have ended with an outer step, which this replica left because it was asked to stop.
-    terms: further settings that must be equal on all replicas, as text. model: model that is parallelized over the mesh
-    of this replica.
+    terms: further settings that must be equal on all replicas, as text. model: model on this replica's mesh.
     """
 
     is_apart = True

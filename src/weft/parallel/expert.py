@@ -339,8 +339,7 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
 class TokenDispatch:
     """Sends one module's tokens to their experts. tp: ranks with the same tokens (size 1: none). hides: True if
     selective recompute must ignore the module's operations, and so recompute all of them. Under zero=3, experts are
-    separate units in their block, and gathering them runs different operations in recomputation than in the forward,
-    which torch rejects.
+    separate units in their block, and their gathers differ between forward and recomputation, an error in torch.
     """
 
     ep: Axis

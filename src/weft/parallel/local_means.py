@@ -61,8 +61,7 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 def train_mode(model: nn.Module) -> Callable[[], object]:
     """Return a function like `model.train`, except that it keeps batch norms in eval mode if the user froze them.
 
-    A batch norm counts as frozen if it is in eval mode while the model trains. A `model.eval()` in between freezes
-    none.
+    A batch norm counts as frozen if it is in eval mode while the model trains. `model.eval()` freezes none.
     """
     norms, frozen = list(_batch_norms(model).values()), list[nn.Module]()
     if not norms:

@@ -248,9 +248,7 @@ class RareSync:
         return found
 
     def _fragment_of(self, name: str) -> int:
-        """Return the index of a tensor's fragment, by its name in checkpoints. It is equal on all ranks with the
-        tensor.
-        """
+        """Return the index of a tensor's fragment, by its name in checkpoints. Equal on all ranks with the tensor."""
         del name
         return 0
 
@@ -338,9 +336,7 @@ def anchored(model: nn.Module) -> AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class _Sent:
-    """A bundle whose sum is in flight. own: (anchor - weights) of this replica at its start. pending: sum over
-    replicas.
-    """
+    """A bundle whose sum is in flight. own: (anchor - weights) of this replica at its start. pending: the sum."""
 
     run: Bundle
     own: torch.Tensor

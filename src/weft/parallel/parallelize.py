@@ -249,8 +249,7 @@ def parallelize(
         seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of unkeyed dropout.
         filled_later: True if `data_parallel(model).load_weights` will fill parameters on the meta device.
         pinned_limit: host memory that all ranks of one machine may pin for offloading: a size or a share.
-        norm_group: samples per group of batch norm statistics, over any ranks; 0 means all samples of a rank's
-        microbatch.
+        norm_group: samples per group of batch norm statistics, over any ranks; 0: each rank's microbatch.
         bf16_layers, fp8_recipe: for precision=fp8: layers that stay in bf16 (paths, `first:N`), and sharing of scales.
         example: arguments of a forward with which tp and sp trace the model, or None to generate them.
 

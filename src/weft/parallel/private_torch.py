@@ -196,8 +196,7 @@ def gathered_parts(module: FSDPModule) -> list[list[tuple[torch.Size, torch.nn.M
 def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:
     """Make a unit keep secondary shards (ZeRO++ hpZ) between forward and backward, over the last dim of a 2-D mesh.
 
-    fully_shard's option takes a number of ranks, and would create a mesh, for which all ranks of the world must be
-    called.
+    fully_shard's option takes a number of ranks, and would create a mesh, which needs all ranks of the world.
     """
     within = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group in _groups(module):

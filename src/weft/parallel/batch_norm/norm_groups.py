@@ -80,9 +80,7 @@ class SampleGroups:
         return GroupSplit(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone, tuple(among))
 
     def _check_own_samples(self, samples: SampleNumbers, index: int, count: int) -> GroupSplit:
-        """Return the layout for samples that the caller distributed. Raises ModelError unless they form complete
-        groups.
-        """
+        """Return the layout for samples that the caller distributed, which must form complete groups."""
         numbers = samples.numbers
         own = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
         if not numbers or list(numbers) != list(own) or not _on_borders(own, self.size, count):
@@ -93,9 +91,7 @@ class SampleGroups:
         return GroupSplit(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None, runs=(own,))
 
     def _sharing(self, rows: int, is_even: bool) -> Axis:
-        """Return the ranks that share groups: with equal sample counts, the smallest axis that fits; else all data
-        ranks.
-        """
+        """Return the ranks that share groups: the smallest axis that fits, or all data ranks if counts differ."""
         data, plan = self._mesh.data, self._mesh.plan
         if rows * data.size == self.size:
             return data
@@ -416,9 +412,7 @@ def _sums(grad: Tensor, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, is_counted: bool) -> Tensor:
-    """Return the number of values, the mean and the sum of squared deviations of each channel of x (N, C, ...), (1 +
-    2C,).
-    """
+    """Return number of values, mean and sum of squared deviations of each channel of x (N, C, ...), (1 + 2C,)."""
     num = x.numel() // x.shape[1] if is_counted else 0
     if not num:
         return x.new_zeros(1 + 2 * x.shape[1])

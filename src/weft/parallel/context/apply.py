@@ -122,8 +122,7 @@ class Context:
     def divide(self, seq_len: int, ids_BT: Tensor | None) -> View:
         """Return the keys that this rank's tokens attend to, in sequences that `ids_BT` divides into documents.
 
-        The result is cached by tensor, so a call before the layers saves them the work. seq_len: tokens of the full
-        sequence.
+        The result is cached by tensor, so the layers reuse it. seq_len: tokens of the full sequence.
         """
         if ids_BT is None:
             if seq_len not in self._views:

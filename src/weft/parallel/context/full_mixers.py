@@ -157,8 +157,7 @@ def gather_mixers(
     model: nn.Module, context: FullSequenceMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]
 ) -> None:
     """Register hooks so that, while the context is in use, modules in `whole` get all tokens and other modules of
-    blocks get this rank's.
-    `runs` holds the paths of the blocks of each chain, or of each pipeline stage, on this rank.
+    blocks get this rank's. `runs` holds the paths of the blocks of each chain, or of each pipeline stage, on this rank.
     """
     modules = dict(model.named_modules())
     for path in whole:

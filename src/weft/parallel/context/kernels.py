@@ -189,8 +189,7 @@ class Noise:
 class AttentionDrop:
     """Dropout of one attention call: each weight with probability `rate`, by (sample, head, query, key).
 
-    `samples` holds the indices of this call's samples in the global batch, int64 (B,). `first_head` is this rank's
-    first head.
+    `samples` holds the global indices of this call's samples, int64 (B,). `first_head` is this rank's first head.
     """
 
     rate: float

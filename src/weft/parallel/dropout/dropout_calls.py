@@ -276,9 +276,7 @@ class ByPosition(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_callers(self) -> bool:
-        """Return True if the site's own module makes the call. Recomputation of an inner module may run without its
-        mode.
-        """
+        """Return True if the site's own module makes the call, not an inner module, recomputed without its mode."""
         if torch.compiler.is_compiling():
             return True
         frame: FrameType | None = inspect.currentframe()

@@ -384,9 +384,7 @@ class Boundary:
         self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
     def kind_of(self, batch: Any) -> int:
-        """Return an index for the microbatch's shapes, dtypes and names, which determine the shapes at stage
-        boundaries.
-        """
+        """Return an index for the microbatch's shapes, dtypes and names, which determine the shapes between stages."""
         return self._kinds.setdefault(_described(batch), len(self._kinds))
 
     def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:

@@ -43,9 +43,7 @@ class Returned:
 
 
 class Probe:
-    """Calls a module of the copied model on the meta device, once per form (structure, shapes, dtypes) of its
-    arguments.
-    """
+    """Calls a module of the copied model on the meta device, once per structure, shapes and dtypes of its arguments."""
 
     def __init__(self, module: nn.Module, path: str):
         self.module, self.path = module, path

@@ -399,9 +399,7 @@ def _same_site(model: nn.Module, site: blocks.Site) -> blocks.Site:
 
 
 def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTensor]]:
-    """Return a copy of a model with the chain's modules on the meta device, and remote tensors for weights outside
-    them.
-    """
+    """Return a copy of a model with the chain's modules on the meta device, and other weights as remote tensors."""
     memo: dict[int, Any] = {}
     for site in chain.sites:
         for part in site.module.modules():

@@ -23,8 +23,7 @@ class ShardPosition:
     `is_open` is True between a column-sharded layer and the following row-sharded one, where the rank has only its
     heads or features. `is_whole` is True if the current tensor is not sharded, even in such a region. `sequences` is
     the number of sequences in the microbatch if tokens are sharded; a tensor flattened to (batch * tokens, features)
-    does not show it. `padding` is the number of tokens added to each sequence so that it divides evenly among the
-    ranks.
+    does not show it. `padding` is the number of tokens added to each sequence so that it divides evenly.
     """
 
     def __init__(self, axis: Axis):

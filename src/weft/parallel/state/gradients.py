@@ -128,8 +128,7 @@ class DataParallel(Protocol):
         """Publish the new weights to the next forward on all ranks, after `optimizer.step()`.
 
         follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights when it
-        is called, and every method here that reads weights waits for all. Before you read parameters, call
-        `wait_for_weights`.
+        is called, and methods that read weights wait for all. Call `wait_for_weights` before reading parameters.
         """
         ...
 

@@ -149,9 +149,7 @@ class StaleReferences:
 
     @uncompiled
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """End the watch, and check the autograd graph of the output. output: the forward's output, or None if it
-        raised.
-        """
+        """End the watch, and check the output's autograd graph. output: the forward's output, or None if it raised."""
         del args
         own, self._own_pass = self._own_pass, None
         if own is not None:

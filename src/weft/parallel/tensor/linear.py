@@ -89,8 +89,7 @@ def column_gradients(
     x_BSD: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], axis: Axis, *, of_x: bool, of_weights: bool
 ) -> list[Tensor]:
     """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients. The
-    all-gather of the input overlaps with the matmul for x. The reduction of x's gradient overlaps with the matmuls for
-    the weights.
+    all-gather of the input overlaps with the matmul for x, the reduction of x's gradient with the weights' matmuls.
     """
     gathering = start_all_gather(x_BSD.contiguous(), axis, out=_by_ranks(x_BSD, axis)) if of_weights else None
     flat = [grad.flatten(0, -2) for grad in grads]

@@ -415,9 +415,7 @@ class VocabEmbedding(nn.Module):
     _weft_line: SharedLayer
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings (B, T, D) of ids (B, T), or of this rank's tokens only if tokens are sharded from here
-        on.
-        """
+        """Return the embeddings (B, T, D) of ids (B, T), or of this rank's tokens if the next layers shard them."""
         line, rows_here = self._weft_line, self.weight.shape[0]
         local_BT = ids_BT - line.axis.rank * rows_here
         elsewhere_BT = (local_BT < 0) | (local_BT >= rows_here)

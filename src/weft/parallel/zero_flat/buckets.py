@@ -90,9 +90,7 @@ class Slot:
         return whole.as_strided((self.numel,), (1,))[start - self.start : end - self.start]
 
     def view_in(self, shard: torch.Tensor, part: slice) -> torch.Tensor | None:
-        """Return the parameter's view of a part: in its shape, 1-D if only some elements are there, None without
-        overlap.
-        """
+        """Return the parameter's view of a part: in its shape, 1-D if only some elements are there, or None."""
         if not self.is_in(part):
             return None
         start, end = self.inside(part)
@@ -152,9 +150,7 @@ class Bucket:
         return self.on_host or self.differs or self.weights.dtype != self.master.dtype
 
     def found(self) -> list[tuple[Slot, torch.Tensor]] | None:
-        """Return the gradients that are in autograd's tensors, each with its parameter's strides, or None if some are
-        not.
-        """
+        """Return the gradients in autograd's tensors, with the parameters' strides, or None if some are missing."""
         found: list[tuple[Slot, torch.Tensor]] = []
         for slot in self.slots:
             grad = slot.param.grad
@@ -405,9 +401,7 @@ class BucketSums:
         return self._outer_coder(bucket, "shard" if self.divides(bucket) else "replicas")
 
     def over_replicas(self, bucket: Bucket, sums: torch.Tensor, parts: Parts | None = None) -> Pending:
-        """Start the sum over the ranks with equal parts. parts: the input, if it is stored in parts instead of in
-        `sums`.
-        """
+        """Start the sum over the ranks with equal parts. parts: the input, if it is not in `sums`."""
         over, coder = bucket.over, self._coder(bucket, "replicas")
         if over.outer.size == 1 or self.divides(bucket):
             return start_all_reduce(sums, over.replicate, parts=parts, wire=coder)

@@ -191,9 +191,7 @@ class SlotErrorFeedback:
         return slice(0, bucket.size) if self._sums.divides(bucket) or bucket.num_shards == 1 else bucket.own
 
     def _of(self, bucket: Bucket, whose: str, flat: torch.Tensor, low: int, high: int) -> Iterator[FlatSlice]:
-        """Yield a flat slice for each parameter with elements in `flat`, which is the bucket's range from `low` to
-        `high`.
-        """
+        """Yield a flat slice for each parameter with elements in `flat`, the bucket's range from `low` to `high`."""
         for slot in bucket.slots:
             start, end = max(slot.start, low), min(slot.start + slot.numel, high)
             if start < end:
@@ -203,9 +201,7 @@ class SlotErrorFeedback:
                 yield FlatSlice(name, part, deal, start - slot.start, flat[start - low : end - low])
 
     def _ownership(self, bucket: Bucket, slot: Slot, whose: str) -> OwnershipMap:
-        """Return the ranks that write each element of a parameter's residual: the first of the ranks with equal
-        residuals.
-        """
+        """Return the ranks that write each element of a parameter's residual: the first with this residual."""
         kind, me = bucket.over, self._axes.mesh.rank
         near = kind.alike[0] - me
         shards = kind.shard.ranks if self._span(bucket) == bucket.own and bucket.num_shards > 1 else (me,)

@@ -81,10 +81,9 @@ class WeightDifference:
 
         seen += D(E(master - seen))
 
-    `seen` is `weights`, which forward uses. It is bitwise equal on all ranks: each rank decodes all encoded parts,
-    including its own. The rounding error of a difference remains between master and seen, and is part of the next
-    step's difference, so no other state is needed. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv
-    2410.15526).
+    `seen` is `weights`, which forward uses. It is bitwise equal on all ranks, because each rank decodes all parts. The
+    rounding error of a difference remains between master and seen, and is part of the next step's difference, so no
+    other state is needed. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
     """
 
     @torch.no_grad()
@@ -141,8 +140,7 @@ class WeightPrefetcher:
 
     def start(self, bucket: Bucket, *, is_update: bool) -> None:
         """Start the all-gather of a bucket's masters into the weights of all ranks. Collective over its shard axis.
-        is_update: True after an optimizer step. Buckets that support differences then send them instead of full
-        weights.
+        is_update: True after an optimizer step. Buckets that support differences then send only those.
         """
         own = bucket.weights[bucket.own]
         if bucket.differs and is_update:

@@ -209,9 +209,7 @@ class Reducer(GradientReducer):
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's full flat gradient, including `.grad` of autograd or the user. Missing gradients are
-        zero.
-        """
+        """Return the bucket's full flat gradient, with `.grad` of autograd or the user. Missing gradients are zero."""
         flat = self._room(bucket)
         for slot in bucket.slots:
             if slot.param.grad is not slot.grad:

@@ -321,8 +321,7 @@ def watch_calls(
 def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Return a unit's output as tensors that are not views. Registered as a forward hook before fully_shard's own. A
     layer with a bias returns a view. An in-place operation on a view would remove the hook that gathers the unit for
-    backward. A value without a gradient is returned as the same object, because a head's loss identifies the batch's
-    labels by it.
+    backward. A value without a gradient stays the same object, by which a head's loss identifies the labels.
     """
     del module, args
     return tree_map(
@@ -367,8 +366,7 @@ _Written = tuple[torch.Tensor, int, int]
 
 
 class ForwardLimits:
-    """Refuses gradients through units that are computed in forward, and writes to parameters in the first training
-    forward.
+    """Refuses gradients through units computed in forward, and writes to parameters in the first training forward.
 
     Under a pipeline, the forward of a stage ends with an exception of the runtime, after which torch calls no hooks.
     Gradients in forward are then not detected.
