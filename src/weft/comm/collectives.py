@@ -198,7 +198,6 @@ def _rounded(what: torch.Tensor | Parts, wire: Coder | None) -> torch.Tensor | N
 
 
 def _reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | None) -> Pending:
-    """Begin a reduce_scatter (sum) of a flat tensor that is stored in parts."""
     name = f"reduce_scatter over {axis.label}"
     if axis.size == 1:
         return Pending(parts.copy_to(out))

@@ -146,7 +146,7 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
 
 
 def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
-    """Return True if all ranks of the axis are on one host. A collective for axes of up to MOST_OF_A_HOST ranks."""
+    """Return True if all ranks of the axis are on one host. Collective for axes of up to MOST_OF_A_HOST ranks."""
     if axis.size > MOST_OF_A_HOST:
         return False
     waiting, axis.pulse.waiting = axis.pulse.waiting, _Rendezvous(axis)

@@ -273,7 +273,7 @@ def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:
 
 
 def bind(cores: Cores) -> None:
-    """Run this process and its children on these cores only. Threads with another affinity keep theirs.
+    """Run this process and its children on these cores only. Threads with another affinity keep it.
 
     Raises OSError if the system does not allow it.
     """

@@ -161,7 +161,6 @@ class RareSync:
         self.since, self.meetings, self.differs = 0, self.meetings + 1, False
 
     def _coder(self, run: Bundle, here: Sequence[FlatSlice]) -> Coder | None:
-        """Return the coder that encodes a bundle, or None to send it unencoded."""
         return None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
 
     def _step(self, run: Bundle, delta: torch.Tensor, *, averages: bool) -> None:
@@ -289,7 +288,6 @@ class RareSync:
             )
 
     def _check_identical(self, held: Sequence[FlatSlice]) -> None:
-        """Raise CommError on all ranks if replicas do not store the same tensors."""
         device = self.mesh.device
         count = torch.tensor([len(held), sum(one.flat.numel() for one in held)], device=device)
         most, least = (all_reduce(count.clone(), self._axis, op=op) for op in ("max", "min"))

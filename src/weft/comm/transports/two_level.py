@@ -215,7 +215,6 @@ class TwoLevelLink(Link):
         return moved
 
     def _count(self, one: _Passing) -> None:
-        """Add the bytes that the parts of a level have sent."""
         for part in one.under_way:
             one.operation.sent_bytes += part.sent_bytes
             one.operation.off_host_bytes += part.off_host_bytes

@@ -170,7 +170,7 @@ class NormGroups:
     # --- running statistics ---
 
     def see(self, norm: nn.Module, mean_GC: Tensor, var_GC: Tensor) -> None:
-        """Store the statistics of a norm's groups in this microbatch. A replay stores the same values again."""
+        """Store the statistics of a norm's groups in this microbatch. Recomputation stores the same values again."""
         cut = self.split
         found = torch.cat([mean_GC, var_GC, mean_GC.new_ones(len(mean_GC), 1)], 1).double()
         # A group counts on the rank that has its first sample.

@@ -136,7 +136,7 @@ def shard_sequence(model: nn.Module, batch: Any) -> Any:
 
 
 def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
-    """Run forward and backward on a batch from `shard_sequence` inside this context.
+    """Run forward and backward on a batch from `shard_sequence` in this context.
 
     Outside it, the model takes full sequences.
     """

@@ -133,7 +133,7 @@ def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
 
 
 def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
-    """Make dropout and draws of weft.randn_like depend on positions in training.
+    """Make dropout and weft.randn_like depend on positions in training.
 
     Call it after the model was sharded, before recompute. Other random numbers of a forward come from torch's
     generators, which are seeded for each microbatch.

@@ -341,7 +341,6 @@ def _with_parts_by_position(function: Callable[..., Any]) -> Callable[..., Any]:
 def _drop_channels(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Run `F.dropout1d`, `F.dropout2d` or `F.dropout3d` with a mask that depends on positions."""
     if not training or p == 0:
         return input
     x = input[None] if input.ndim == _UNBATCHED.get(func) else input

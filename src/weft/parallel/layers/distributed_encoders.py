@@ -58,8 +58,7 @@ class ItemCost:
 
 def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
     """Return the items of each rank, ascending. The most costly remaining item goes to the rank with the least cost.
-    homes: each item's data rank. ranks_per_home: ranks per data rank. Of equal costs, a rank gets its data rank's items
-    first.
+    homes: each item's data rank. ranks_per_home: ranks per data rank. Of equal costs, its data rank's items come first.
     """
     alike: dict[float, dict[int, list[int]]] = {}
     for item in reversed(range(len(costs))):

@@ -1,4 +1,4 @@
-"""Tensors that cross stage boundaries: arguments of a stage's first call, and other values that later stages read."""
+"""Tensors that cross stage boundaries: arguments of a stage's first call, and other tensors that later stages read."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local, refuse
 from weft.parallel.pipeline.survey import StageRoute, Value, ValueSurvey, kind_of, remote_attribute, remote_outputs
 from weft.private_torch import version_of
 
-#: Slot of the first argument: the output of the previous block.
+#: Slot of the first argument: the hidden states that the previous block returned.
 STREAM = 0
 #: Slot of a placeholder tensor, if a stage needs nothing from earlier ones.
 NOTHING = -1
-#: Slots of values are at most this.
+#: Slots of values (tensors that are not arguments of the first call) are at most this.
 _VALUES = -2
 #: Byte alignment of tensors of several dtypes in one message.
 _ALIGNED = 16
 
 
 def slot_of(place: int, *, is_value: bool = False) -> int:
-    """Return the slot of an argument of the entered call, or of a value, from its index."""
+    """Return the slot of the `place`-th argument of the first call, or of the `place`-th value."""
     return _VALUES - place if is_value else place
 
 
 class Carried(NamedTuple):
-    """Tensors by slot (`slot_of`)."""
+    """Tensors that cross a boundary, by slot (see `slot_of`)."""
 
     slots: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
 
     @classmethod
     def one(cls, tensor: torch.Tensor) -> Carried:
-        """Return only the stream."""
+        """Return a boundary with the hidden states only."""
         return cls((STREAM,), (tensor,))
 
     def detach(self) -> Carried:
@@ -52,7 +52,7 @@ class Carried(NamedTuple):
 
 
 class SentForm(NamedTuple):
-    """Slots, shapes and dtypes of crossing tensors. Both ends store it, so one message carries all tensors."""
+    """Slots, shapes and dtypes of the tensors at a boundary. Both ends store it, so one message carries all tensors."""
 
     slots: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
@@ -69,7 +69,7 @@ class SentForm(NamedTuple):
         return torch.empty(sum(map(_padded, self._sizes())), dtype=torch.uint8, device=device)
 
     def pack(self, carried: Carried) -> torch.Tensor:
-        """Return the message: the tensor itself if there is only one, else the bytes of all tensors."""
+        """Return the message for tensors: the tensor itself if there is only one, else the bytes of all tensors."""
         if len(self.slots) == 1:
             return carried.tensors[0].detach().contiguous()
         message = self.empty(carried.tensors[0].device)
@@ -96,15 +96,15 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-# Substitutes for the model's modules, so that the model's own forward runs as a pipeline stage.
+# Placeholders for the model's modules, with which the model's own forward runs as a pipeline stage.
 
 
 class Left(BaseException):
-    """Ends forward after the last call of a stage. Not an Exception, because models may catch Exceptions."""
+    """Ends a stage's forward after its last call. Not an Exception, because models may catch Exceptions."""
 
 
 class Flow:
-    """State of one forward of a stage: its calls, and the tensors that enter and leave."""
+    """State of one forward of a stage: its module calls, and the tensors that enter and leave."""
 
     def __init__(self, stage: int, survey: ValueSurvey):
         self.stage, self.survey = stage, survey
@@ -139,7 +139,7 @@ class Flow:
         self._entering, self._leaving, self._versions = [], [], []
 
     def called(self, relay: Relay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module, or return its outputs as remote tensors. Leaves forward after the last call of the stage."""
+        """Run a module if it is in this stage, else return placeholders. Ends forward after the stage's last call."""
         route, stages = self.route, self.survey.stages
         assert route is not None
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
@@ -193,7 +193,7 @@ class Flow:
     def _enter(
         self, relay: Relay, leaves: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Replace arguments by the received tensors, and bind the values to the remote tensors for later uses."""
+        """Replace arguments by the received tensors, and map received values to their placeholders for later uses."""
         received = dict(zip(leaves, self._entering, strict=True))
         count = len(list(tensors_in((args, kwargs))))
         if any(leaf >= count for leaf in leaves):
@@ -210,7 +210,7 @@ class Flow:
         return args, map_tensors(replaced, kwargs)
 
     def _leave(self, relay: Relay, leaves: tuple[int, ...], args: Any, kwargs: Any) -> None:
-        """Record the arguments of the next stage's first call. Leave forward if this stage has no later call."""
+        """Record the arguments of the next stage's first call. End forward if this stage has no later call."""
         tensors = list(tensors_in((args, kwargs)))
         if any(leaf >= len(tensors) for leaf in leaves):
             raise _other_arguments(relay)
@@ -277,10 +277,10 @@ def _refused(tensor: torch.Tensor, use: str) -> ModelError:
 
 
 class RemoteModule(StandIn):
-    """Substitute in the model for a module that only other ranks hold."""
+    """Placeholder in the model for a module that only other ranks hold."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse the call. While a stage runs, a `Relay` replaces this module."""
+        """Refuse the call. While a stage runs, a `Relay` takes this module's place in the model."""
         del args, kwargs
         raise ModelError(f"module {self.path!r}: it is on another stage of the pipeline. Call the full model.")
 

@@ -82,7 +82,6 @@ class Probe:
         return self._guessed(args, kwargs) if found is None else found
 
     def _with_zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
-        """Call a copy of the module with weights and arguments of zeros."""
         module, device = self._zero_copy(args, kwargs)
 
         def zeros(tensor: torch.Tensor) -> torch.Tensor:

@@ -395,7 +395,6 @@ class Pipeline:
             self._made["gradient", stage.index - 1, microbatch] = Carried(flight.incoming.slots, tuple(given))
 
     def _gradients(self, stage: Stage, microbatch: int, count: int) -> Sequence[torch.Tensor | None]:
-        """Wait for the gradients of a stage's `count` outputs and return them."""
         if stage.is_last:
             return [None] * count
         made = self._made.pop(("gradient", stage.index, microbatch), None)

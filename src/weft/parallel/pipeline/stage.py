@@ -88,7 +88,6 @@ class Stage:
 
     @contextlib.contextmanager
     def _relays_only(self) -> Iterator[None]:
-        """Within the context, replace all modules of the chain by relays."""
         relays = self._relays = self._relays or self._new_relays()
         was = [site.module for site, _ in relays]
         for site, relay in relays:
@@ -227,7 +226,6 @@ def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dic
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
-    """Return all names of each parameter, by its id."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

@@ -46,7 +46,7 @@ def drawing_by(positions: Positions) -> Iterator[None]:
 
 @uncompiled
 def randn_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Draw normal numbers of the shape of `input`, equal under every plan within a step of Weft.
+    """Draw normally distributed values in the shape of `input`, equal under every plan within a step of Weft.
 
     Args:
         input: (samples, ...).
@@ -123,7 +123,6 @@ def _draw(like: Tensor, bits: int) -> Tensor:
 
 
 def _calling_modules() -> Iterator[nn.Module]:
-    """Yield the modules whose methods are on the call stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code

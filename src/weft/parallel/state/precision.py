@@ -125,7 +125,7 @@ class Precision:
 
 
 def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each parameter in forward and backward. Integer parameters keep theirs."""
+    """Return the dtype of each parameter in forward and backward. Integer parameters keep their dtype."""
     chosen: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
         wanted = precision.master if isinstance(module, BATCH_NORMS) else precision.compute

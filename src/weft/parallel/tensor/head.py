@@ -47,7 +47,7 @@ class LogitPasses(NamedTuple):
 
 
 def passes_for(logits_CV: Tensor, sums: torch.dtype, is_compiled: bool) -> LogitPasses:
-    """Choose the passes for these logits and this accumulation dtype."""
+    """Choose the variant of both functions for these logits and this accumulation dtype."""
     if is_compiled:
         return _compiled()
     # If the logits already have the accumulation dtype, a normalized copy would double the memory.

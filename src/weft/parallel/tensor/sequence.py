@@ -113,8 +113,7 @@ class TokenSharding:
     number of features of the residual stream. whole: modules that mix tokens and that the layout leaves unsharded;
     every rank gathers all tokens for them and computes all of them. reading: blocks that read an encoder's output.
     summed: indices of other outside tensors among a block's arguments, whose gradients are sums over the ranks. full:
-    modules in the blocks that get all tokens and compute them on every rank. pads: True to pad tokens that do not
-    divide evenly.
+    modules in the blocks that compute all tokens on every rank. pads: True to pad uneven numbers of tokens.
     """
 
     blocks: tuple[str, ...]

@@ -199,7 +199,6 @@ class ColumnParallel:
         entry.members.append(module)
 
     def _entry(self, path: str, module: nn.Module) -> Entry:
-        """Return the `Entry` of the module around the layer, or of the layer itself."""
         context, parent = self._context, layers.parent_of(path)
         around = context.modules[parent]
         alone = parent in self._separate
@@ -388,14 +387,12 @@ def partial_parameters(
 
 
 def _share_scales(module: nn.Module, **axes: Axis) -> None:
-    """Set the axes over which a float8 layer agrees on its scales."""
     form: Any = getattr(module, "_weft_float8", None)
     if form is not None:
         module._weft_float8 = replace(form, **axes)  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
 
 
 def _set_sizes(module: nn.Module) -> None:
-    """Set the size attributes of a layer to its sharded shape."""
     names = ("nf", "nx") if layers.is_transposed(module) else ("out_features", "in_features")
     for name, size in zip(names, layers.weight_of(module).shape, strict=True):
         setattr(module, name, size)

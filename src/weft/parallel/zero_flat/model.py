@@ -350,7 +350,6 @@ class OwnLoop:
             )
 
     def _replicated_norm(self) -> torch.Tensor:
-        """Return the norm of the gradients that are equal on all ranks, float64."""
         engine = self._require_engine()
         whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
         norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])

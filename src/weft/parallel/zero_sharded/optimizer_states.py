@@ -121,7 +121,6 @@ class ShardAdoption:
         return whole
 
     def _param(self, name: str) -> nn.Parameter:
-        """Return the replacement of a sharded parameter in an elementwise optimizer."""
         hosted = self._hosted.params.get(name) if self._hosted is not None else None
         return self._shards[name].local if hosted is None else hosted
 

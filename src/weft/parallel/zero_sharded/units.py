@@ -95,7 +95,6 @@ def _is_block(site: blocks.Site) -> bool:
 
 
 def _num_per_class(container: nn.Module) -> Counter[type[nn.Module]]:
-    """Count a container's entries that contain layers, by class."""
     return Counter(type(child) for child in container.children() if not blocks.is_layer(child))
 
 
