@@ -102,7 +102,7 @@ def hook_refusal(name: str) -> str:
 
 class StaleReferences:
     """Watches one model's first training forward and first evaluation for uses of old parameters. model: the model
-    after parallelize. storages: address of old memory -> name of the parameter to which it belonged.
+    after parallelize. storages: old memory -> (name of the parameter to which it belonged, address).
     """
 
     def __init__(
