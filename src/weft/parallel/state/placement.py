@@ -305,7 +305,7 @@ class AxisMap:
         return Part(self.full_shape(name, shape), placement.dim, rows, order)
 
     def slice_of(self, name: str, tensor: torch.Tensor) -> FlatSlice:
-        """Return a tensor's flat slice, of its dtype and shape (numel,). Ranks with the same part divide its writing."""
+        """Return a tensor's flat slice, of its dtype and shape (numel,). Ranks with equal parts divide its writing."""
         part, ranks = self.part_of(name, tensor), self.of(name, tensor.shape).same.ranks
         deal = assign_evenly(ranks, tensor.numel(), len(ranks), turn=self.turn(name))
         return FlatSlice.of_full(self.saved_name(name), tensor, part, deal)
