@@ -72,7 +72,7 @@ def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def is_product(operator: Any) -> bool:
-    """Return True if a graph's operator combines a matrix product with communication over some axis."""
+    """Return True if a graph's operator fuses a matmul with communication over some axis."""
     space, _, name = str(operator).partition(".")
     return space.startswith(_SPACE) and name in ("gather_multiply.default", "multiply_scatter.default")
 
@@ -118,7 +118,7 @@ def prepare_operators(axis: Axis, others: Mapping[str, Operator] | None = None) 
 
 
 def operator_of(axis: Axis, name: str) -> Callable[..., Any]:
-    """Return an operator from the `others` of `prepare_operators`."""
+    """Return an operator that was passed to `prepare_operators` in `others`."""
     return axis.operators[name]  # pyright: ignore[reportReturnType]  # kept as objects
 
 
@@ -131,7 +131,7 @@ class _Library:
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 
     def operators(self) -> dict[str, object]:
-        """Return the operators by name, and the library itself, which torch's operator table does not keep alive."""
+        """Return the operators by name, and the library that owns them, because torch does not keep it alive."""
         this: weakref.ref[_Library] = weakref.ref(self)
         library: Any = torch.library  # whose functions have no types
         for name, (schema, function, fake) in self._known.items():
@@ -182,7 +182,7 @@ def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def sum_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum the ranks' tensors; each rank receives the gradient of the sum."""
+    """Sum the ranks' tensors; in backward, every rank receives the gradient of the sum."""
     return x if axis.size == 1 else _SumOver.apply(x, axis)
 
 

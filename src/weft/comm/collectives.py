@@ -51,8 +51,8 @@ def start_all_reduce(
 ) -> Pending:
     """Begin `all_reduce`. Do not touch the tensor before `wait()` of the returned object.
 
-    tensor: as in `all_reduce`. parts: the input, if it is not in `tensor` yet. The result is written to `tensor`. wire:
-    as in `all_reduce`.
+    tensor: as in `all_reduce`. parts: the input, if it is stored in parts instead of in `tensor`; the result is written
+    to `tensor`. wire: as in `all_reduce`.
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
@@ -198,7 +198,6 @@ def _rounded(what: torch.Tensor | Parts, wire: Coder | None) -> torch.Tensor | N
 
 
 def _reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | None) -> Pending:
-    """Begin a reduce_scatter (sum) of a flat tensor that is stored in parts."""
     name = f"reduce_scatter over {axis.label}"
     if axis.size == 1:
         return Pending(parts.copy_to(out))

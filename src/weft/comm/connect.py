@@ -146,7 +146,7 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
 
 
 def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
-    """Return True if all ranks of the axis are on one host. A collective for axes of up to MOST_OF_A_HOST ranks."""
+    """Return True if all ranks of the axis are on one host. Collective for axes of up to MOST_OF_A_HOST ranks."""
     if axis.size > MOST_OF_A_HOST:
         return False
     waiting, axis.pulse.waiting = axis.pulse.waiting, _Rendezvous(axis)
@@ -197,7 +197,7 @@ def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device
 
 
 def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) -> tuple[Link | None, str]:
-    """Return the two-level link, or None and the reason why the hosts do not allow it. The same on all ranks."""
+    """Return the two-level link, or None and why the hosts do not allow it. All ranks get the same result."""
     block = hosts.block
     if block == 1:
         return None, "its hosts do not have equal blocks of 2, 4, 8 ... neighboring ranks that share memory"

@@ -44,8 +44,8 @@ VARIABLES = (
 
 
 def prepare_gpu() -> None:
-    """Set the variables that libraries read, before this process first uses its GPU. Matrix products of bf16 and fp16
-    accumulate in fp32, also if a kernel splits the product. By default torch allows reduced-precision reductions there.
+    """Set the variables that libraries read, before this process first uses its GPU.
+    Matmuls of bf16 and fp16 accumulate in fp32, even if a kernel splits the matmul; torch's default allows less.
     """
     for one in VARIABLES:
         if not (one.or_name and env.get(one.or_name)):
@@ -264,7 +264,7 @@ def choose_cores(
 
 
 def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:
-    """Return part number `place` of `count`, in full physical cores. Returns all cores if there are too few."""
+    """Return the `place`-th of `count` equal shares of the cores, in full physical cores. Too few cores: return all."""
     physical = sorted({tuple(sorted(topology.threads_of(core) & cores)) for core in cores})
     if len(physical) < count:
         return cores
@@ -273,7 +273,7 @@ def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:
 
 
 def bind(cores: Cores) -> None:
-    """Run this process and its children on these cores only. Threads with another affinity keep theirs.
+    """Run this process and its children on these cores only. Threads with another affinity keep it.
 
     Raises OSError if the system does not allow it.
     """

@@ -76,7 +76,7 @@ class HangReport:
 
 
 def hang_event(state: str, found: HangReport) -> dict[str, object]:
-    """Return a report as an event."""
+    """Return a report as an event, a dict that can be written as JSON."""
     event: dict[str, object] = {"event": "hang", "state": state, "ranks": found.culprits[:_MOST_ASKED]}
     if found.standing:
         event["standing"] = [[list(ranks), where] for ranks, where in found.standing]
@@ -233,17 +233,17 @@ def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int,
 WARN_AFTER_S = 60.0
 #: A wait of this many usual steps is a hang, but not before this many seconds.
 _STEPS_OF_A_HANG, _LEAST_S = 20.0, 10.0
-#: The ranks need time to record their status before one of them reports, which is after warn_after_s. In ticks.
+#: Ticks between `warn_after_s` and the report, in which all ranks record their status.
 _GRACE_TICKS = 3
 _STORE_TIMEOUT = datetime.timedelta(seconds=10)
 _PREFIX = "weft/watch/"
-#: Keys set while a wait is reported: the reporting rank, the waiting rank, a request to dump stacks.
+#: Store keys set while a wait is reported: the reporting rank, the waiting rank, a request to dump stacks.
 _TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}alarm"
 
 
 @dataclass(slots=True)
 class _Standstill:
-    """Time without progress. said: this rank's recorded status. report: what this rank reported."""
+    """Period without progress. said: the status that this rank recorded. report: the report that this rank made."""
 
     since: float
     seconds: float = 0.0
@@ -393,11 +393,11 @@ class Watch(threading.Thread):
         if not waiter.waits_for:
             rank = self._read(_WAITER)
             if not rank:
-                return  # it went on in the meantime
+                return  # it made progress in the meantime
             waiter = self._ask(int(rank)) or waiter
         found = self._report(waiter, self._ask, self._process_of)
         if found.is_calm and self._still.seconds < self._warn_after_s:
-            return  # a save takes its time
+            return  # a save may take long
         self._still.report = found
         self._put(store, _ALARM, "1")
         self._print_line(found.text)

@@ -1,6 +1,6 @@
 """Progress of this process, written by collectives and read by the hang watch's thread.
 
-A write costs three attributes per collective and reads no clock. The watch notes when something changed.
+Recording a collective sets three attributes and reads no clock. The watch thread records when they changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
-#: Number of recent steps for the usual step time, and the minimum number of them.
+#: Number of recent steps whose median is the usual step time, and the minimum number for a median.
 _STEPS, _ENOUGH = 32, 3
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weft.comm.mesh import Waited
 from weft.units import format_bytes
 
-#: Maximum number of unread stream waits. This is more than a step has; older ones have long passed.
+#: Maximum number of stream waits whose time was not read yet. One step has fewer; older waits are complete.
 _MOST_UNREAD = 2**14
 
 
@@ -17,8 +17,8 @@ _MOST_UNREAD = 2**14
 class LedgerEntry:
     """Sum over the calls of one operation on one axis. `num_bytes` counts the tensors on this rank in their wire
     format. `sent_bytes` counts the bytes that this rank sent to others; it is 0 over nccl, which does not report it.
-    `off_host_bytes` is the part of it that left this rank's host. `seconds` is the time that computation waited: the
-    host's, or the device compute stream's if the host does not wait. Time overlapped by other work is not included.
+    `off_host_bytes` is the part of `sent_bytes` that left this rank's host. `seconds` is the time that the host waited,
+    or the device's compute stream if the host does not wait. Time overlapped by other work is not included.
     """
 
     calls: int = 0
@@ -100,7 +100,7 @@ class Ledger:
         return "\n".join(lines)
 
     def mark(self) -> tuple[Mapping[str, float], int]:
-        """Return a mark of the current time for `seconds_between`, without waiting."""
+        """Return a marker of the current counts for `seconds_between`, without waiting for the device."""
         return dict(self._host), self._num_read + len(self._unread)
 
     def seconds_between(

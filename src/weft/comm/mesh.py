@@ -61,7 +61,7 @@ def ignore(
     """Ignore a call: the default `record` of a mesh."""
 
 
-#: Routes of bytes between hosts: the faster one, direct from every rank to every rank, or first within each host. The
+#: How bytes move between hosts. flat: directly between ranks. two_level: first within each host. auto: the faster. The
 #: route does not change results.
 ROUTES = ("auto", "flat", "two_level")
 
@@ -100,7 +100,7 @@ class Axis:
 
     @property
     def label(self) -> str:
-        """Display name without axes of one rank. `name` is the same under every plan."""
+        """Display name, without axes of size 1. `name` is the same under every plan."""
         return self.used or self.name
 
 
@@ -153,8 +153,9 @@ class Mesh:
         self._replica: Mesh | None = None
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
-        #: This rank among all that read different samples: its index on `data`, unless other worlds read some of them
-        #: too.
+        #: This rank's index among the ranks that read different samples: its index on `data`, unless several worlds
+        #: share
+        #: the samples.
         self.reader = Reader.for_rank(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:

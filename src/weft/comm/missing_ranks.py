@@ -55,7 +55,7 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 
 @contextmanager
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
-    """Print once within the block which ranks are missing, if it takes more than a few seconds. store: the rendezvous
+    """Within the block, print once which ranks are missing, if it takes more than a few seconds. store: the rendezvous
     store, or None while this rank tries to reach it. tell: called with the line; None writes it to stderr.
     """
     if place.starter == "weft":  # its launcher watches the processes of all ranks

@@ -152,7 +152,7 @@ def _largest(send: Sequence[int], axis: Axis, device: torch.device) -> int:
 
 
 class PeerLane(NamedTuple):
-    """A kind of content and its direction: sender and receiver as indices on the axis."""
+    """A kind of message with a fixed sender and receiver (indices on the axis)."""
 
     content: str
     sender: int
@@ -160,10 +160,10 @@ class PeerLane(NamedTuple):
 
 
 def join_lanes(axis: Axis, device: torch.device, lanes: Iterable[PeerLane]) -> dict[PeerLane, Axis]:
-    """Return the sender and the receiver of each lane as an axis of two ranks.
+    """Return an axis of two ranks, sender and receiver, for each lane.
 
     A lane has a separate process group unless the backend is gloo. Only its two ranks create the group, independent of
-    the size of the axis. A collective over the two ranks.
+    the size of the axis. Collective: both ranks of a lane must call it.
     lanes: the lanes that begin or end on this rank, identical on both ends.
     """
     if axis.group is None:

@@ -77,7 +77,7 @@ class Pending:
         return (str(operation), axis.ranks) if axis is not None and operation is not None else ("", ())
 
     def late(self) -> tuple[int, ...]:
-        """Return the global ranks that delay it, if the transport reports them."""
+        """Return the global ranks that delay the collective, if the transport reports them."""
         axis, operation = self._axis, self._operation
         if axis is None or operation is None:
             return ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.config.plan import AXES, Plan
 
-#: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
+#: For experts, the ranks of dp_shard x cp x tp form these two axes instead (row-major, `ep` innermost).
 EXPERT_AXES = ("beside_ep", "ep")
 #: The first and the last stage of a pipeline, which may share a weight.
 ENDS = "ends"
@@ -15,7 +15,7 @@ ENDS = "ends"
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One of the ranks that read different samples: number `rank` of `size`."""
+    """Position of a rank among the ranks that read different samples: index `rank` of `size`."""
 
     rank: int
     size: int
@@ -26,7 +26,7 @@ class Reader:
         return cls(ranks.index(rank), len(ranks))
 
     def in_replica(self, replica: int, plan: Plan) -> Reader:
-        """Return the reader of the same rank if its world is one replica of several."""
+        """Return this rank's reader among those of all replicas. replica: index of this rank's replica."""
         order, size = plan.axis_order, self.size * plan.dp_replicate
         if order.index("dp_replicate") < order.index("dp_shard"):
             return Reader(replica * self.size + self.rank, size)

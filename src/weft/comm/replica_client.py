@@ -1,8 +1,8 @@
 """A link over sockets between ranks of several worlds, and a replica's client for local SGD rendezvous.
 
-A link is created for one rendezvous round and closed after it. A process group lives as long as all of its ranks. A
-socket link costs one connection per pair, fails if no data moved for a given time, and leaves other groups intact when
-it fails. Sums use the same tree as all links, so results are bitwise identical.
+A link is created for one rendezvous round and closed after it. A process group needs all of its ranks until its end,
+but a socket link costs one connection per pair, fails if no data moved for a given time, and leaves other groups intact
+when it fails. Sums use the same tree as all links, so results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.errors import CommError, ConfigError
 
 #: An all_reduce of at most this size, or between two ranks, sends the full tensor to every rank.
 _LITTLE_BYTES = 1 << 16
-_HEAD = struct.Struct("!QQ")  # which meeting, which place calls
+_HEAD = struct.Struct("!QQ")  # index of the round, index of the calling member
 _AT_ONCE = 1 << 20
 _FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 #: Time (s) within which a caller must identify itself.
@@ -64,7 +64,7 @@ class PeerListener:
                 call, _ = self._listener.accept()
                 caller = _who_calls(call, meeting)
                 if caller is None or not caller < place:
-                    call.close()  # of a meeting that came to nothing
+                    call.close()  # from a round that was aborted
                 else:
                     found[caller] = call
         except OSError:
@@ -212,7 +212,7 @@ def _split(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _combined(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Combine the parts in the tree of all links, which splits n at the largest power of two below it."""
+    """Combine the parts in the reduction tree of all links: n parts split at the largest power of two below n."""
     if len(parts) == 1:
         is_short = op == "sum" and parts[0].dtype in (torch.bfloat16, torch.float16)
         return parts[0].float() if is_short else parts[0]  # rounded once, at the end
@@ -306,8 +306,7 @@ class ReplicaGroup:
     def begin(self) -> None:
         """Wait until every replica is ready for its first step or has trained before, for `timeout_s` at most.
 
-        A replica that starts a little later than the others then loads the same state as they did, and is late for no
-        round.
+        A replica that starts a little later than the others then loads the same state as they did, and misses no round.
         """
         self.figures["begins"] = True
         end = time.monotonic() + self.timeout_s
@@ -360,7 +359,7 @@ class ReplicaGroup:
 
     @contextmanager
     def axis(self, call: Call) -> Generator[Axis]:
-        """Join the members' ranks that store the same shard as this one, for the block.
+        """Join the ranks of all members that store the same shard as this one into an axis, within the block.
 
         Raises OSError if a rank does not connect.
         """
@@ -417,7 +416,7 @@ class ReplicaGroup:
 
     def _beat(self) -> None:
         while not self._over.wait(min(_BEAT_S, self.timeout_s / 4)):
-            with contextlib.suppress(ConfigError):  # told where this replica asks for a meeting
+            with contextlib.suppress(ConfigError):  # reported when this replica requests a round
                 self._report_where()
 
     def _report_where(self) -> bool:

@@ -92,7 +92,7 @@ class RendezvousRounds:
                 one.ended, one.arrived = said["where"], None
             case "leave":
                 self._leave(number)
-            case _:  # "beat": that it lives is known by now
+            case _:  # "beat": the replica is already marked as alive
                 pass
         others = {key: [each.step, each.loss] for key, each in self._replicas.items() if each.heard is not None}
         all_begin = all(each.has_begun or each.ended is not None for each in self._replicas.values())
@@ -148,7 +148,7 @@ class RendezvousRounds:
         newest = max(one.anchor for one in self._replicas.values() if self._lives(one, now))
         givers = sorted(key for key, one in here.items() if one.anchor == newest)
         if not givers:
-            return  # who has the newest anchor lives, and will come
+            return  # a live replica has the newest anchor, and will arrive
         away = [one for key, one in self._replicas.items() if key not in here and one.ended is None]
         patient = [one for one in away if not one.given_up and (one.heard is None or self._lives(one, now))]
         first = min(one.arrived for key in givers if (one := here[key]).arrived is not None)
@@ -285,7 +285,7 @@ class RendezvousClient:
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
-        """Send a request and return the answer. say: as in `RendezvousRounds.hear`. Raises OSError if there is no
+        """Send a request and return the answer. say: as in `RendezvousRounds.handle`. Raises OSError if there is no
         answer in time. Raises ConfigError if the server has another key.
         """
         host, _, port = self.address.rpartition(":")

@@ -1,7 +1,7 @@
 """Control messages between ranks over their store, for a thread that must not issue collectives.
 
 Sending costs one store request, independent of the number of ranks. Rank 0 reads all messages in batches of 1,024 keys.
-A second process group would need a socket for every other rank. All messages are signed (see `weft.comm.store`).
+A second process group would need a socket for every other rank. A `StoreKey` signs all messages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StoreKey:
         return self._numbers[purpose]
 
     def sign(self, name: str, message: str | bytes) -> bytes:
-        """Return a message as it is stored under the key `name`."""
+        """Return the signed message, to be stored under the key `name`."""
         text = message.encode() if isinstance(message, str) else message
         return self._signature(name, text) + text
 
@@ -86,7 +86,7 @@ def store_key() -> StoreKey:
 
 
 def share_store_key(given: str = "", common: bytes = b"") -> StoreKey:
-    """Return a new key of the current process group. All ranks call it; a collective unless a secret is given.
+    """Return a new key of the current process group. Collective, unless a secret is given.
 
     given: hex digits of the secret, if every rank has it already. common: settings that this rank received before there
     was a group. They must be equal on all ranks.
@@ -283,7 +283,7 @@ class RankZeroMessage:
         return word
 
     def wait_until_received(self) -> None:
-        """Wait on rank 0 until all others have received it, at most 10 s. Call it before exiting with an error."""
+        """Wait on rank 0 until all others have received the message, 10 s at most. Call it before an exit on error."""
         end = time.monotonic() + _STAY_S
         try:
             while self._store.add(f"{self._key}/heard", 0) < self._place.world_size - 1 and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Engine for each stage of ZeRO, and parts that only flat buckets have."""
+"""Choice of the engine for the plan's ZeRO stage, and functions for states that only flat buckets have."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def build_engine(
         placements: placements of parameters that techniques changed, by name.
         host: host memory for the plan's share of states, or None if nothing is offloaded.
         seed: seed of parameters on the meta device, or None if there are no such parameters.
-        filled_later: `load_weights` fills parameters on the meta device instead of a seed.
+        filled_later: True if `load_weights` fills parameters on the meta device, so that no seed is needed.
     """
     kind = FullyShardedModel if mesh.plan.zero == 3 else FlatModel
     return kind(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
 
 
 def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
-    """Return the recording state of the engine's passes, or None if it communicates within them (zero=3)."""
+    """Return the state of recorded microbatches (CUDA graphs), or None if the engine communicates in them (zero=3)."""
     return engine.recorded if isinstance(engine, FlatModel) else None
 
 
 def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
-    """Yield this rank's slices of forward's weights under gather=diff4, else nothing. Local; no communication."""
+    """Yield this rank's slices of the weights used in forward under gather=diff4, else nothing. Local."""
     if isinstance(engine, FlatModel):
         engine.wait_for_weights()
         yield from QuantizedWeights(engine.reducer.buckets, engine.axes).flat_slices()
 
 
 def load_quantized_weights(engine: DataParallel, source: StateSource) -> None:
-    """Load forward's weights from a checkpoint of any plan, after its masters were loaded. All ranks call it."""
+    """Load the weights used in forward from a checkpoint of any plan, after the master weights. All ranks call it."""
     if isinstance(engine, FlatModel):
         engine.wait_for_weights()
         QuantizedWeights(engine.reducer.buckets, engine.axes).take(source)

@@ -1,4 +1,4 @@
-"""torch.compile on each repeated block of a model, operators for untraceable code, and uncompiled cases."""
+"""torch.compile of each repeated block of a model, with custom operators for code that cannot be traced."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OpaqueModule(nn.Module):
     _weft_handle: Handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In a graph, selective recompute treats it as one operation, so the run that selects saved tensors must do the
-        # same.
+        # In a graph, selective recompute treats this call as one operation. The run that selects the saved tensors must
+        # do the same.
         with without_modes() if not torch.compiler.is_compiling() else nullcontext():
             return super().__call__(*args, **kwargs)
 
@@ -61,12 +61,12 @@ def register_operators(model: nn.Module, plan: Plan) -> None:
 
 
 def _gathers_experts(plan: Plan) -> bool:
-    """Return True if experts are gathered separately from their block: an operator needs gathered parameters."""
+    """Return True if experts are gathered separately, and so cannot be an operator, which needs gathered parameters."""
     return plan.zero == 3 and plan.ep > 1
 
 
 def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    """Run the module's forward on its arguments, with a stand-in for each of its parameters."""
+    """Run the module's forward on the first `inputs`; the last ones replace its parameters."""
     del numbers
     names = [f"module.{name}" for name, _ in module.named_parameters()]
     count = len(inputs) - len(names)
@@ -76,9 +76,9 @@ def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[f
 
 class CachelessBlock(nn.Module):
     """A compiled block that fills no key-value cache in training. Transformers models create a cache in each forward
-    unless use_cache=False is passed. Each layer uses its own cache entry, so torch.compile would build a graph for each
-    layer, and leave layers after the eighth uncompiled. Hooks with which transformers captures layer outputs would
-    break a graph, so they run outside it.
+    unless use_cache=False is passed. Each layer has its own entry in the cache, so torch.compile would build a graph
+    per layer and leave all layers after the eighth uncompiled. transformers' hooks that capture layer outputs would
+    break a graph, so they run outside the graph.
     """
 
     _weft_captures: list[hugging_face.Capture]
@@ -103,7 +103,7 @@ class CachelessBlock(nn.Module):
             if "use_cache" in kwargs:
                 kwargs["use_cache"] = False
         if any(map(hugging_face.is_cache, (*args, *kwargs.values()))) and not torch.compiler.is_compiling():
-            # It is used for generation, in which shapes also grow with each token.
+            # The cache is used for generation, in which shapes also grow with each token.
             with torch.compiler.set_stance("force_eager"):
                 return super().__call__(*args, **kwargs)
         return super().__call__(*args, **kwargs)
@@ -111,7 +111,7 @@ class CachelessBlock(nn.Module):
 
 @contextmanager
 def _put_back(captures: Sequence[hugging_face.Capture]) -> Iterator[None]:
-    """Run without compiled code while outputs of a block's modules are captured."""
+    """Run the block uncompiled, with these hooks registered again, while outputs of its modules are captured."""
     if not captures:
         yield
         return
@@ -129,7 +129,7 @@ def _unless_empty(value: Any) -> Any:
 
 
 class _OwnForward(nn.Module):
-    """Calls a module's forward without its hooks, which ran in the graph."""
+    """Calls a module's original forward without its hooks, which already run in the graph."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -141,7 +141,7 @@ class _OwnForward(nn.Module):
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each repeated block separately: compile time does not grow with depth. Without blocks, compile the model.
-    Blocks of one class share one graph. backend: torch.compile's.
+    Blocks of one class share one graph. backend: the backend argument of torch.compile.
     """
     recompute = recompute_of(model)
     blocks = list(repeated_blocks(model).values())
@@ -151,8 +151,9 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     for block in blocks or [model]:
         block.compile(backend=backend, options=options)
         if recompute is not None and recompute.setting != "none":
-            # A recomputed block records its state in sharded parts and dropout. Each forward resets that state, and
-            # the replay is already in the compiled graph, so it needs no record.
+            # In a recomputed block, layers and dropout change Python attributes in forward. Each forward resets them,
+            # and
+            # the recomputation is already in the compiled graph, so torch.compile need not replay these side effects.
             leave_side_effects_to_forward(block)
 
 

@@ -1,7 +1,7 @@
 """Local SGD over replicas that are separate jobs: an outer step includes the available replicas, or fails for all.
 
-A replica decides nothing alone. It contacts the coordinator (`weft.comm`), exchanges with the members into separate
-buffers, and applies the result only when the coordinator confirms the outer step. Cases:
+No replica acts alone. It contacts the coordinator (`weft.comm`), exchanges with the members into separate buffers, and
+applies the result only when the coordinator confirms the outer step. Cases:
 
     away            the others continue without it. Its anchor is then outdated: in the next outer step it contributes
                     nothing, and receives anchor, momentum and step from a replica with the newest anchor
@@ -33,7 +33,7 @@ _MASK = 2**62 - 1
 
 @dataclass(slots=True)
 class _Found:
-    """Result of an exchange for one bundle. anchor, momentum: set if they came from another replica."""
+    """Result of an exchange for one bundle. anchor, momentum: set if they were copied from another replica."""
 
     delta: torch.Tensor
     anchor: torch.Tensor | None = None
@@ -43,10 +43,10 @@ class _Found:
 class ElasticDiLoCo(RareSync):
     """Outer steps of one replica with others that are separate jobs.
 
-    step: steps done; callers that skip steps set it before each. goes_to: step to continue from, if others were ahead
-    in an outer step. over: information on the others, if they ended without this replica. owes_meeting: the last step
-    should have ended with an outer step, which this replica left because it was asked to stop. terms: further settings
-    that must be equal on all replicas, as text. model: model that is parallelized over the mesh of this replica.
+    step: number of steps done; callers that skip steps set it before each. goes_to: step to continue from, if others
+    were ahead in an outer step. over: information on the other replicas, if they ended without this one. owes_meeting:
+    True if the last step should have ended with an outer step, which this replica left because it was asked to stop.
+    terms: further settings that must be equal on all replicas, as text. model: model on this replica's mesh.
     """
 
     is_apart = True
@@ -65,7 +65,7 @@ class ElasticDiLoCo(RareSync):
 
     @property
     def is_due(self) -> bool:
-        """True if the current step ends with an outer step. A missed one is skipped until the next is due."""
+        """True if the current step ends with an outer step. If it fails, the replica trains until the next is due."""
         return self.meets_now or (self.since + 1) % self.every == 0
 
     def begin(self) -> None:
@@ -75,7 +75,7 @@ class ElasticDiLoCo(RareSync):
             self.began_with(0, self.token_of_anchor())
 
     def token_of_anchor(self) -> int:
-        """Return a checksum of the anchor. All ranks call it. A replica with another one loads the others' weights."""
+        """Return a checksum of the anchor. All ranks call it. Replicas with another checksum load newer weights."""
         own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
         whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
         return int(whole) & _MASK
@@ -146,7 +146,7 @@ class ElasticDiLoCo(RareSync):
             )
 
     def _exchange(self, call: Call) -> list[_Found] | None:
-        """Return the result of the members' exchange in separate buffers, or None if it failed."""
+        """Exchange with the members in separate buffers. Returns the result, or None if the exchange failed."""
         try:
             with self.party.axis(call) as axis:
                 return self._receive(call, axis)
@@ -205,7 +205,7 @@ class ElasticDiLoCo(RareSync):
 def attach_elastic_diloco(
     model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
 ) -> ElasticDiLoCo:
-    """Keep the sync of separate replicas with a model. Return the sync."""
+    """Keep outer steps with separate replicas in a model. Return the object that runs them."""
     sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)
     return sync

@@ -1,9 +1,9 @@
 """Expert parallelism, balancing of experts over ranks, and an auxiliary loss for Hugging Face routers.
 
-Transformers adds its loss (`output_router_logits`) to the model's own loss, over one rank's microbatch and all layers
-together. Here the loss is computed per sequence, as in Weft's own models, so it does not depend on the plan. It is
-added in backward at each router's weights (docs/adr/0010), with every loss function. For one layer and one sequence the
-two values are equal.
+Transformers adds its loss (`output_router_logits`) to the model's own loss, computed over one rank's microbatch and
+over all layers at once. Here the loss is computed per sequence, as in Weft's own models, so it does not depend on the
+plan. Its gradient is added in backward at each router's weights (docs/adr/0010), with every loss function. For one
+layer and one sequence the two losses are equal.
 
 B sequences, T tokens, M = B T, D model width, E experts, K experts per token.
 """
@@ -50,7 +50,7 @@ from weft.private_torch import uncompiled, without_modes
 
 class ForeignRouter(nn.Module):
     """A router that returns (logits, weights of the chosen experts, their ids), each with M rows. span, aux_scale,
-    load: as in `weft.models.experts.Router`. rows: samples of the layer's input, set before each forward.
+    load: as in `weft.models.experts.Router`. rows: number of samples in the layer's input, set before each forward.
     """
 
     load: Load
@@ -60,7 +60,7 @@ class ForeignRouter(nn.Module):
     _weft_rate: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class. In backward, the weights add the gradient of the balance loss."""
+        """Run the original forward. In backward, the weights add the gradient of the balance loss."""
         logits_ME, weights_MK, ids_MK = super().forward(*args, **kwargs)
         if not self.training or not torch.is_grad_enabled():
             return logits_ME, weights_MK, ids_MK
@@ -73,7 +73,7 @@ class ForeignRouter(nn.Module):
 
 
 class _Rows:
-    """Hook of the layer around a router, which flattens its samples. An object, as copies of a module copy hooks."""
+    """Hook of the layer around a router. It stores the batch size, because the layer flattens its samples."""
 
     def __init__(self, name: str):
         self._name = name
@@ -114,14 +114,14 @@ def balance_routers(model: nn.Module, rate: float) -> int:
 
 
 class TokenOrder(Protocol):
-    """Assignment of the tokens of full sequences to this rank."""
+    """Which tokens of full sequences this rank holds."""
 
     def shard(self, x: Tensor) -> Tensor:
-        """Map (B, T, ...) to this rank's (B, S, ...)."""
+        """Return this rank's tokens, (B, S, ...), of full sequences (B, T, ...)."""
         ...
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Map (B, S, ...) of each rank to (B, T, ...)."""
+        """Return full sequences, (B, T, ...), from the (B, S, ...) of each rank."""
         ...
 
 
@@ -135,7 +135,7 @@ class ShardedSequences(Protocol):
 
 
 class DividedSpan(Span):
-    """Sequences that are sharded over cp, and under sequence parallelism also over tp."""
+    """Sequences that are sharded over cp, and with sequence parallelism also over tp."""
 
     def __init__(self, context: ShardedSequences | None, tp: Axis):
         self._context, self._tp = context, tp
@@ -170,8 +170,8 @@ class DividedSpan(Span):
 
 
 def divide_sequences(model: nn.Module, mesh: Mesh, context: ShardedSequences | None) -> None:
-    """Set the sharding of sequences on routers if cp or sp divides them. Call it after both were applied. model: model,
-    with or without routers. context: sequence sharding of cp, or None without it.
+    """Tell the routers how sequences are sharded, if cp or sp shards them. Call it after both were applied. model:
+    model, with or without routers. context: sequence sharding of cp, or None without it.
     """
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     if context is not None or tp.size > 1:
@@ -184,12 +184,12 @@ def _gathered(x: Tensor, axis: Axis) -> list[Tensor]:
 
 
 def balanced_routers(model: nn.Module) -> Iterator[Router | ForeignRouter]:
-    """Yield routers that count their choices: Weft's own, and those that `balance_routers` changed."""
+    """Yield the routers that count tokens per expert: Weft's own, and those that `balance_routers` changed."""
     return (module for module in model.modules() if isinstance(module, Router | ForeignRouter))
 
 
 class ExpertBalance:
-    """Router work of a training step. Does nothing for a model without routers."""
+    """Balance of a model's experts in a training step. Does nothing for a model without routers."""
 
     def __init__(self, model: nn.Module, mesh: Mesh):
         self._routers = list(balanced_routers(model))
@@ -204,7 +204,7 @@ class ExpertBalance:
         return bool(self._routers)
 
     def begin(self, scale: float | Tensor) -> None:
-        """Begin a step. scale: gradient of a loss that is summed over tokens."""
+        """Begin a step. scale: factor of the balance loss, the gradient of a loss that is summed over tokens."""
         self._pending = None
         for router in self._routers:
             router.aux_scale = scale
@@ -212,7 +212,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Ignore forwards inside the context: they add nothing to the balance loss and to the token counts."""
+        """Make forwards in the context add nothing to the balance loss and to the token counts."""
         before = [(router, router.aux_scale, router.load) for router in self._routers]
         for router, _, load in before:
             router.aux_scale, router.load = 0.0, Load(load.num_experts)
@@ -223,7 +223,7 @@ class ExpertBalance:
                 router.aux_scale, router.load = scale, load
 
     def start(self) -> None:
-        """Start the sum of the ranks' counts, after the last backward. All ranks call it."""
+        """Start the all_reduce of token counts, after the last backward. All ranks call it."""
         if self._axis is not None:
             self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
 
@@ -258,9 +258,9 @@ _COUNT = "num_experts"  # attribute of expert modules
 
 
 def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
-    """Distribute experts over ep, in place. Returns the placements of the experts' parameters. layout: modules with
-    style `expert` are distributed too, in addition to those that are detected. Raises ModelError if the plan uses ep
-    and the model has no experts, or they do not divide evenly.
+    """Distribute experts over ep, in place. Returns the placements of the experts' parameters. layout: its modules with
+    style `expert` are distributed in addition to detected experts. Raises ModelError if the plan uses ep and the model
+    has no experts, or they do not divide evenly.
     """
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(layers.find_experts(model, layout))
@@ -283,8 +283,8 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
 
 
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
-    """Refuse a plan that distributes experts if the model has no experts. layout: modules with style `expert` count
-    too. Raises ModelError if ep is above 1 and there are no experts.
+    """Raise ModelError if ep is above 1 and the model has no experts. layout: its modules with style `expert` count as
+    experts.
     """
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
@@ -314,8 +314,8 @@ def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
 
 
 class Traffic(NamedTuple):
-    """Rows exchanged between this rank and the other ranks of ep. send, receive: rows to and from each rank. most:
-    maximum between any two ranks. by_source: device tensor of the rows from each rank for each local expert, (ep, L).
+    """Number of rows that the ranks of ep exchange. send, receive: rows to and from each rank. most: maximum between
+    any two ranks. by_source: device tensor of the rows from each rank for each local expert, (ep, L).
     """
 
     send: list[int]
@@ -325,11 +325,11 @@ class Traffic(NamedTuple):
 
 
 def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
-    """Exchange the number of rows between all ranks of ep. ends_E: ends of this rank's rows sorted by expert."""
+    """Exchange the number of rows between all ranks of ep. ends_E: end of each expert in this rank's sorted rows."""
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-    # All ranks' counts, and not only those for this rank: a few kilobytes avoid a collective for the maximum.
+    # Gathers the counts for all ranks, not only for this one: a few kilobytes save a collective for the maximum.
     table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # source rank, target rank, local expert
-    # The host needs the numbers of sent and received rows: the only wait for the device in this layer.
+    # The host needs the number of rows to send and receive. This is the only wait for the device in the layer.
     between = table.cpu().long().sum(2)
     send, receive = between[ep.rank].tolist(), between[:, ep.rank].tolist()
     return Traffic(send, receive, int(between.max()), table[:, ep.rank].long())
@@ -337,9 +337,9 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class TokenDispatch:
-    """Dispatch of one module's tokens to their experts. tp: ranks with the same tokens (size 1: none). hides: selective
-    recompute ignores the module's operations, and so recomputes all of it. Under zero=3, experts are separate units
-    inside their block. Their gather runs other operations in a replay than in the forward, and torch refuses that.
+    """Sends one module's tokens to their experts. tp: ranks with the same tokens (size 1: none). hides: True if
+    selective recompute must ignore the module's operations, and so recompute all of them. Under zero=3, experts are
+    separate units in their block, and their gathers differ between forward and recomputation, an error in torch.
     """
 
     ep: Axis
@@ -378,8 +378,8 @@ class TokenDispatch:
 
 
 def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the index that sorts received rows (by rank, then expert) by expert, its inverse, and the ends. by_source:
-    rows from each rank for each local expert, (ep, L), whose sum is num_rows.
+    """Return the index that sorts received rows (by rank, then expert) by expert, its inverse, and the experts' ends.
+    by_source: rows from each rank for each local expert, (ep, L), whose sum is num_rows.
     """
     num_ranks, num_here = by_source.shape
     device = by_source.device
@@ -392,7 +392,7 @@ def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor
 
 
 class DistributedExperts(nn.Module):
-    """Base of the classes of distributed experts, combined with the original class."""
+    """Base of the classes of distributed experts. It is combined with the original class of the experts."""
 
     _weft_spread: TokenDispatch
 
@@ -408,7 +408,7 @@ def _members(kind: type) -> dict[str, Any]:
 
 
 def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # The numbers of rows per rank are available only on the host, after the router has run.
+    # The host gets the number of rows per rank only after the router has run.
     @uncompiled
     def forward(self: Any, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
         spread: TokenDispatch = self._weft_spread
@@ -423,7 +423,7 @@ def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             count = rows_ND.shape[0]
             if not count:
                 return rows_ND  # many forwards have no gradient for empty input, but exchange needs one
-            # The class's own forward, with one expert of weight 1 for each row.
+            # Use the class's original forward, with one expert of weight 1 for each row.
             rows = torch.arange(count, device=ends_L.device, dtype=torch.int32)
             ids_N = torch.searchsorted(ends_L, rows, right=True)
             return plain(self, rows_ND, ids_N[:, None], rows_ND.new_ones(count, 1))

@@ -1,7 +1,7 @@
-"""Detection of means over one rank's samples that one device would compute over all samples, with one warning each.
+"""Warnings about means over one rank's samples that a single device would compute over all samples.
 
-Weft sums over ranks and divides once. A model's own means differ with the number of ranks: the statistics of batch
-norm, and the loss that a Hugging Face model computes from labels.
+Weft sums over ranks and divides once. Means that the model itself computes depend on the number of ranks: the
+statistics of batch norm, and the loss that a Hugging Face model computes from labels.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OWN_LOSS = "_weft_own_loss"
 
 
 def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
-    """Warn of batch norm now, and of a mean loss when a user's own loop runs backward through it. groups_norms: batch
-    norms use the statistics of groups, so they are the same under every plan.
+    """Warn of batch norm immediately, and of a mean loss when a user's own loop runs backward through it. groups_norms:
+    True if batch norms use statistics of sample groups, so that they are equal under every plan.
     """
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
@@ -38,7 +38,7 @@ def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> No
 
 
 def trust_loss(model: nn.Module) -> None:
-    """Trust that the model's loss is weighted correctly: no warning follows."""
+    """Trust that the model's loss is weighted correctly, and suppress the warning about it."""
     if (hook := getattr(model, _OWN_LOSS, None)) is not None:
         hook.is_trusted = True
 
@@ -46,8 +46,8 @@ def trust_loss(model: nn.Module) -> None:
 def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Mesh) -> torch.Tensor:
     """Return the mean over all ranks' tokens from each rank's sum and count. 0-d, equal on all ranks.
 
-    Its gradient is scaled so that the mean over ranks, which becomes `.grad`, is the gradient of the global mean. A
-    collective of two numbers; nothing waits for the device.
+    Its gradient is scaled so that the mean over ranks, which becomes `.grad`, is the gradient of the global mean.
+    Collective of two numbers, which does not wait for the device.
     loss_sum: sum over this rank's tokens, 0-d. num_tokens: number of this rank's tokens; 0-d if it is a tensor.
     """
     exact = {"dtype": torch.float64, "device": mesh.device}
@@ -59,9 +59,9 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 
 
 def train_mode(model: nn.Module) -> Callable[[], object]:
-    """Return `model.train` that keeps batch norms in eval if the user froze them: in eval while the model trains.
+    """Return a function like `model.train`, except that it keeps batch norms in eval mode if the user froze them.
 
-    An evaluation in between, `model.eval()`, changes no frozen batch norms.
+    A batch norm counts as frozen if it is in eval mode while the model trains. `model.eval()` freezes none.
     """
     norms, frozen = list(_batch_norms(model).values()), list[nn.Module]()
     if not norms:
@@ -86,7 +86,7 @@ def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def frequency_refusal(what: str) -> str:
-    """Write the reason for refusing gradients scaled by frequency. what: the module with such gradients."""
+    """Write the reason why gradients scaled by frequency are unsupported. what: the module with such gradients."""
     return (
         f"scale_grad_by_freq=True: {what} divides gradients by how often an index is in one microbatch on one rank, "
         "which depends on the plan. Use scale_grad_by_freq=False, or one rank with accumulation=1."
@@ -94,7 +94,7 @@ def frequency_refusal(what: str) -> str:
 
 
 def refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse embeddings that depend on all indices of a microbatch. The model has all its stages, so all ranks refuse.
+    """Refuse embeddings that depend on all indices of a microbatch. All ranks get the full model, so all refuse.
     Raises ModelError for an embedding with scale_grad_by_freq, or with max_norm on several ranks.
     """
     if mesh.world_size * mesh.plan.microbatches_per_step == 1:
@@ -110,7 +110,8 @@ def refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
-    # A model in eval will be trained later. A batch norm in eval while the model trains was frozen.
+    # Batch norms in eval mode in a training model are frozen and cause no warning. A model in eval mode will train
+    # later.
     found = {n: module for n, module in _batch_norms(model).items() if module.training or not model.training}
     num_ranks, num_micro = mesh.data.size, mesh.plan.microbatches_per_step
     if found and all(isinstance(module, nn.SyncBatchNorm) for module in found.values()):
@@ -135,7 +136,7 @@ def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
 
 
 class _OwnLoss:
-    """Forward hook that warns when a user's own loop runs backward through the model's own loss."""
+    """Forward hook that warns if a user's own loop runs backward through the loss that the model computes."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
@@ -146,7 +147,7 @@ class _OwnLoss:
             return
         loss = output.get("loss")
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            # Only backward shows that the loop does not use run.global_mean.
+            # Only a backward shows that the loop does not use run.global_mean.
             labels, logits = 'batch["labels"][:, 1:]' if _shifts(output) else 'batch["labels"]', output.get("logits")
             counted = f"len({labels})" if logits is not None and logits.ndim < 3 else f"({labels} != -100).sum()"
             loss.register_hook(lambda grad: self._warn(counted))
@@ -168,12 +169,12 @@ class _OwnLoss:
 
 
 def is_hugging_face_output(output: Any) -> bool:
-    """Return True if a transformers model returned it. transformers need not be installed."""
+    """Return True if `output` is the output of a transformers model. transformers need not be installed."""
     return isinstance(output, dict) and type(output).__module__.startswith("transformers.")
 
 
 def sum_of_hugging_face(output: Any) -> str:
-    """Write the body of a loss function for a Hugging Face output, to paste: the sum of the losses and their count."""
+    """Write the body of a loss function for a Hugging Face output, for users to copy: loss sum and token count."""
     logits = output.get("logits")
     if logits is not None and logits.ndim < 3:
         return '    return F.cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])'

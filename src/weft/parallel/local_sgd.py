@@ -1,14 +1,14 @@
 """Local SGD: replicas that synchronize every H steps, and the outer step that combines them.
 
 Between two outer steps, a replica trains on its own mesh (`Mesh.replica`). In an outer step, with w_r the weights of
-replica r, R replicas, and the anchor from which all of them started:
+replica r, R replicas, and the anchor (the weights from which all of them started):
 
     d       = mean over r of (anchor - w_r)         communicated, encoded by the plan's `compress`
     average: anchor -= d                            equals the mean of the weights
     diloco:  m = mu m + d;  anchor -= lr (d + mu m)  SGD with Nesterov momentum
     w_r     = anchor
 
-Anchor and momentum are sharded like the masters. Optimizer states stay local to each replica. Buffers that training
+Anchor and momentum are sharded like the master weights. Optimizer states stay local to each replica. Buffers that
 updates, such as running statistics, are averaged.
 
 Method: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo; its outer step has lr 0.7 and momentum 0.9); Stich 2019, arXiv
@@ -34,7 +34,7 @@ from weft.errors import CommError
 from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel, NotCopied
 
-#: Most elements in one collective: larger ones would need as much additional memory as the masters.
+#: Maximum number of elements in one collective. More would need as much additional memory as the master weights.
 _AT_ONCE = 2**24
 _ATTRIBUTE = "_weft_rare_sync"
 
@@ -50,7 +50,7 @@ class Bundle:
         sizes: number of elements of each tensor.
         name: name that is equal on all ranks that store the same tensors.
         fragment: index of the model's fragment, if fragments synchronize in turn.
-        owed: residual from a checkpoint, added to the next outer step.
+        owed: residual from a checkpoint, which is added to the next outer step, or None.
     """
 
     anchor: torch.Tensor
@@ -62,7 +62,7 @@ class Bundle:
     owed: torch.Tensor | None = None
 
     def with_carried_residual(self, delta: torch.Tensor) -> torch.Tensor:
-        """Return a change of the weights plus the earlier residual. Overwrites `delta`."""
+        """Return a change of the weights plus the residual from a checkpoint. Overwrites `delta`."""
         return delta if self.owed is None else delta.add_(self.owed)
 
     def own_tensors(self, held: Sequence[FlatSlice]) -> list[FlatSlice]:
@@ -73,9 +73,9 @@ class RareSync:
     """Outer steps of one model's replicas, on one rank.
 
     since: steps since the last outer step. meetings: number of outer steps. replicas: number of replicas. place: index
-    of this rank's replica. outer_lr, outer_momentum: of `diloco`. meets_now: the current step ends with an outer step
-    regardless of the plan, because it is the last step. differs: weights may differ from the anchor, because this
-    replica has trained.
+    of this rank's replica. outer_lr, outer_momentum: hyperparameters of `diloco`. meets_now: True if the current step
+    ends with an outer step regardless of the plan, because it is the last step. differs: True if weights may differ
+    from the anchor, because this replica has trained.
     engine: engine of the model, on the mesh of its replica. mesh: mesh of all replicas, or of one replica if each is a
     separate job. plan: plan of all replicas, or None for the mesh's plan.
     """
@@ -97,7 +97,7 @@ class RareSync:
         self._buffers = buffers - trained
         self._names: frozenset[str] | None = None
         self._runs: list[Bundle] = []
-        self._is_away = False  # the anchor is in the model, and its weights are in the bundles
+        self._is_away = False  # the model holds the anchor, and the bundles its weights
 
     @property
     def is_due(self) -> bool:
@@ -106,7 +106,7 @@ class RareSync:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Start all replicas from the first one's weights. All ranks call it, after the optimizer is adopted."""
+        """Copy the first replica's weights to all replicas. All ranks call it, after the optimizer is wrapped."""
         if self._runs:
             return
         held = self.master_slices()
@@ -161,7 +161,6 @@ class RareSync:
         self.since, self.meetings, self.differs = 0, self.meetings + 1, False
 
     def _coder(self, run: Bundle, here: Sequence[FlatSlice]) -> Coder | None:
-        """Return the coder of a bundle, or None to send it unencoded."""
         return None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
 
     def _step(self, run: Bundle, delta: torch.Tensor, *, averages: bool) -> None:
@@ -172,17 +171,17 @@ class RareSync:
         run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
 
     def master_slices(self) -> list[FlatSlice]:
-        """Return this rank's masters, and buffers that training updates, in their own memory. Local."""
+        """Return this rank's master weights, and buffers that training updates, as views. Local; no communication."""
         engine = self._engine
         names = frozenset(map(engine.axes.saved_name, engine.local_weights())) | self._buffers
         return [one for one in engine.model_slices() if one.name in names and one.flat.is_floating_point()]
 
     def anchors(self) -> list[FlatSlice]:
-        """Return the anchors of the tensors in `held`."""
+        """Return the anchors of the tensors in `master_slices`."""
         return self._placed((run, run.anchor) for run in self._runs)
 
     def momenta(self) -> list[FlatSlice]:
-        """Return the outer momenta."""
+        """Return the momenta of the outer optimizer."""
         return self._placed((run, run.momentum) for run in self._runs if run.momentum is not None)
 
     def residual_slices(self) -> list[FlatSlice]:
@@ -201,7 +200,7 @@ class RareSync:
     def load_residual(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
         """Add the residuals of a checkpoint's replicas to the next outer step. All ranks call it.
 
-        replicas: divisor of its share, because outer steps compute means.
+        whose: names of those replicas. replicas: divisor of the residuals, because outer steps compute means.
         """
         held = self.master_slices()
         for run in self._runs:
@@ -248,7 +247,7 @@ class RareSync:
         return found
 
     def _fragment_of(self, name: str) -> int:
-        """Return the fragment of a tensor, by its name in checkpoints. It is equal on all its ranks."""
+        """Return the index of a tensor's fragment, by its name in checkpoints. Equal on all ranks with the tensor."""
         del name
         return 0
 
@@ -258,7 +257,7 @@ class RareSync:
     def _sync_groups(self, held: Sequence[FlatSlice]) -> Iterator[list[int]]:
         """Yield the indices of tensors that are synchronized together: of one dtype, and stored by the same ranks.
         Tensors that several ranks of a replica store must be encoded identically on all of them, or their copies would
-        diverge. A scale covers neighboring elements, and tp ranks have different shards next to replicated tensors.
+        diverge. A scale covers adjacent elements, and tp ranks have different shards next to replicated tensors.
         """
         kinds: dict[tuple[object, ...], list[int]] = {}
         for place, one in enumerate(held):
@@ -289,7 +288,6 @@ class RareSync:
             )
 
     def _check_identical(self, held: Sequence[FlatSlice]) -> None:
-        """Raise CommError on all ranks if replicas do not store the same tensors."""
         device = self.mesh.device
         count = torch.tensor([len(held), sum(one.flat.numel() for one in held)], device=device)
         most, least = (all_reduce(count.clone(), self._axis, op=op) for op in ("max", "min"))
@@ -308,35 +306,35 @@ def put_anchor(here: Sequence[FlatSlice], run: Bundle) -> None:
 
 
 def move(here: Sequence[FlatSlice], by: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Add to flat slices. by: values to add, concatenated, 1-D, in their dtype."""
+    """Add values to flat slices. by: the values of all slices, concatenated, 1-D, in their dtype."""
     for one, part in zip(here, by.split(list(sizes)), strict=True):
         one.flat.add_(part)
         one.bring_home()
 
 
 def keep_sync(model: nn.Module, sync: RareSync) -> None:
-    """Store the sync of a model's replicas with the model, replacing an earlier one."""
+    """Attach a `RareSync` to a model, replacing an earlier one."""
     setattr(model, _ATTRIBUTE, NotCopied(sync))
 
 
 def rare_sync(model: nn.Module) -> RareSync | None:
-    """Return the sync of a model's replicas, or None if they synchronize in every step."""
+    """Return the `RareSync` of a model's replicas, or None if they synchronize in every step."""
     kept = getattr(model, _ATTRIBUTE, None)
     return None if kept is None else kept.value
 
 
 def anchored(model: nn.Module) -> AbstractContextManager[None]:
-    """Set a model to its last synchronized weights inside the context. No change if replicas sync in every step."""
+    """Set a model to its last synchronized weights in the context. Does nothing if replicas sync in every step."""
     sync = rare_sync(model)
     return nullcontext() if sync is None else sync.anchored()
 
 
-# Replicas that synchronize fragment by fragment: communication overlaps with the next step.
+# Replicas that synchronize one fragment after another: communication overlaps with the next step.
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A pending bundle. own: (anchor - weights) of this replica at the start. pending: the sum over replicas."""
+    """A bundle whose sum is in flight. own: (anchor - weights) of this replica at its start. pending: the sum."""
 
     run: Bundle
     own: torch.Tensor
@@ -346,14 +344,14 @@ class _Sent:
 class StreamedSync(RareSync):
     """Outer steps of one model's replicas, with fragments that synchronize one after another.
 
-    since: steps since the last round of H steps ended. engine: engine of the model, on the mesh of its replica.
+    since: steps in the current round of H steps. engine: engine of the model, on the mesh of its replica.
     """
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
         super().__init__(model, engine, mesh)
         self.fragments = self.plan.sync_fragments
         self._places = _fragments(model, engine, mesh, self.fragments)
-        #: Step of a round after which each fragment's sum starts.
+        #: For each fragment, the step of a round after which its sum starts.
         self._leaves = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         self._sent: list[_Sent] = []
         self._is_under_way = False  # a fragment is pending, even if this rank stores none of it
@@ -397,7 +395,7 @@ class StreamedSync(RareSync):
 
     @torch.no_grad()
     def send_again(self, source: StateSource, start: str) -> None:
-        """Start again the fragment that was pending when a checkpoint was saved. All ranks call it."""
+        """Start again the sum of the fragment that was pending when a checkpoint was saved. All ranks call it."""
         held = self.master_slices()
         self._is_under_way = any(name.startswith(start) for name in source.entries)
         for run in self._runs:
@@ -421,7 +419,8 @@ class StreamedSync(RareSync):
         if self._coders is not None:
             self._coders.take_turn(self.meetings)
         coder = self._coder(run, run.own_tensors(held))
-        # With an empty list of staged work: later collectives on the mesh must not wait for this one's first half.
+        # With an empty list of staged operations, so that later collectives on the mesh do not wait for this one's
+        # first stage.
         over = replace(self._axis, staged=[])
         self._sent.append(_Sent(run, own, start_all_reduce(run.with_carried_residual(own.clone()), over, wire=coder)))
 
@@ -447,8 +446,8 @@ class StreamedSync(RareSync):
 
 
 def _fragments(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) -> dict[str, int]:
-    """Return the fragment of each tensor, by its name in checkpoints. Fragments contain neighboring tensors, with about
-    equally many elements. Each pipeline stage is divided into all fragments, so that its ranks send equal amounts each
+    """Return the fragment of each tensor, by its name in checkpoints. Fragments contain adjacent tensors, with similar
+    numbers of elements. Each pipeline stage is divided into all fragments, so that its ranks send equal amounts each
     time. A tensor in two stages belongs to the fragment of the first.
     """
     axes, own = engine.axes, dict[str, int]()
@@ -465,7 +464,7 @@ def _fragments(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: in
 
 
 def attach_local_sgd(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
-    """Store the sync of a model's replicas with the model if the plan uses local SGD."""
+    """Attach a `RareSync` to the model if the plan uses local SGD."""
     if mesh.plan.sync != "step":
         kind = StreamedSync if mesh.plan.sync_fragments else RareSync
         keep_sync(model, kind(model, engine, mesh))

@@ -1,4 +1,4 @@
-"""Techniques that apply a plan to a model, in order."""
+"""Application of a plan to a model: a sequence of techniques, each with the condition under which it runs."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, s
 
 @dataclass(slots=True)
 class Application:
-    """One call of `parallelize`: its arguments, and results of techniques that later ones read.
+    """One call of `parallelize`: its arguments, and results of techniques that later techniques read.
 
     Attributes:
-        encoders: encoders that tp or the data ranks share.
+        encoders: encoders whose items tp or data ranks share.
         experts: placements of distributed experts.
-        sharded_layout: `layout` without distributed encoders, or as derived from the full model.
+        sharded_layout: `layout` without distributed encoders, or derived from the full model.
         regions: regions in which sp divides tokens, or None.
         why_full: reason why attention needs all tokens under cp, or "".
         placements: placements of changed parameters by name.
@@ -90,14 +90,14 @@ class Application:
 
 
 class Technique(NamedTuple):
-    """One change of a model. `when` is decided by the plan, so that other plans do not run its code; None is always."""
+    """One change of a model. `when` is a condition on the plan under which it runs; None means always."""
 
     apply: Callable[[Application], object]
     when: Callable[[Application], bool] | None = None
 
 
 def _check_full_model(run: Application) -> None:
-    """Check layout and sequences on the full model: a single stage, or distributed experts, cannot be traced."""
+    """Check layout and sequences on the full model, because a stage or distributed experts cannot be traced."""
     if run.plan.graphs and run.encoders.shared:
         rule = "ranks share the work of a spread encoder, and communicate within forward"
         raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])
@@ -155,12 +155,12 @@ def _offload(run: Application) -> None:
         warnings.warn(message, WeftWarning, stacklevel=4)
 
 
-#: Changes of layers while they are full: later techniques copy or shard what these leave.
+#: Changes of layers while they are full. Later techniques copy or shard the changed layers.
 PREPARE = (
     Technique(lambda run: refuse_frequencies(run.model, run.mesh)),
     Technique(lambda run: watch_indices(run.model)),
     Technique(lambda run: track_row_lengths(run.model, run.plan.cp)),
-    # Compiled blocks and CUDA kernels need static item borders.
+    # Compiled blocks and CUDA kernels need boundaries of items that do not depend on data.
     Technique(
         lambda run: attend_by_borders(run.model), when=lambda run: run.plan.compile or run.mesh.device.type == "cuda"
     ),
@@ -175,9 +175,9 @@ PREPARE = (
 SHARD = (
     # Checks of the full model come before a pipeline removes parts of it.
     Technique(_check_full_model),
-    # Stages come first, so that a rank shards only local layers.
+    # Stages are built first, so that a rank shards only local layers.
     Technique(lambda run: run.add(build_pipeline(run.model, run.mesh)), when=lambda run: run.plan.pp > 1),
-    # Tensor parallelism leaves distributed experts alone.
+    # Tensor parallelism does not shard distributed experts.
     Technique(_distribute_experts),
     Technique(_shard_tensors, when=lambda run: run.plan.tp > 1),
     # With tp, the sharded head computes the loss itself.
@@ -196,7 +196,7 @@ SHARD = (
 
 #: Changes of the sharded model, before the engine replaces its parameters.
 FINISH = (
-    # Positions of random numbers follow from how tp and cp sharded the model.
+    # Positions of random numbers depend on how tp and cp sharded the model.
     Technique(lambda run: drop_by_position(run.model, run.mesh, run.seed or 0)),
     Technique(lambda run: use_float8(run.model), when=lambda run: run.plan.precision == "fp8"),
     Technique(lambda run: group_norms(run.model, run.mesh, run.norm_group), when=lambda run: run.norm_group != 0),
@@ -207,7 +207,7 @@ FINISH = (
     Technique(lambda run: register_operators(run.model, run.plan), when=lambda run: run.plan.compile),
     Technique(lambda run: warn_of_uncompiled(run.model, run.mesh, stacklevel=5), when=lambda run: run.plan.compile),
     Technique(lambda run: compile_blocks(run.model), when=lambda run: run.plan.compile),
-    # Offloading saves what compiled blocks save.
+    # Offloads the activations that compiled blocks save.
     Technique(_offload, when=lambda run: bool(run.plan.offload)),
 )
 
@@ -247,9 +247,9 @@ def parallelize(
         layout: styles of modules for tensor parallelism, and modules with experts. None derives it from the model.
         placements: placements of a module that the caller sharded manually, by parameter name. Nothing else is sharded.
         seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of unkeyed dropout.
-        filled_later: `data_parallel(model).load_weights` fills parameters on the meta device.
+        filled_later: True if `data_parallel(model).load_weights` will fill parameters on the meta device.
         pinned_limit: host memory that all ranks of one machine may pin for offloading: a size or a share.
-        norm_group: samples per group of batch norm statistics, on any ranks; 0: the samples of this rank.
+        norm_group: samples per group of batch norm statistics, over any ranks; 0: each rank's microbatch.
         bf16_layers, fp8_recipe: for precision=fp8: layers that stay in bf16 (paths, `first:N`), and sharing of scales.
         example: arguments of a forward with which tp and sp trace the model, or None to generate them.
 

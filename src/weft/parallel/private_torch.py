@@ -1,4 +1,4 @@
-"""Private names of torch in parallel/, each with its purpose. Read in torch 2.11 and 2.13.
+"""Private names of torch in parallel/, each with its purpose. Checked against torch 2.11 and 2.13.
 
 The internals of fully_shard and the order of its hooks are the most likely to change.
 """
@@ -19,8 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-#: Attention kernels that return the log-sum-exp, which joins parts of a sequence. F.scaled_dot_product_attention does
-#: not return it.
+#: Attention kernels that return the log-sum-exp, with which partial results over keys are combined.
+#: F.scaled_dot_product_attention does not return it.
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CUDA_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
@@ -29,14 +29,15 @@ CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backwar
 #: Interface of fully_shard for custom collectives.
 GatherBase, ReduceBase = AllGather, ReduceScatter
 
-#: torch._dynamo's flag for side effects of a recomputed forward that its replay skips; some releases lack it.
+#: torch._dynamo flag: a recomputed forward skips its side effects when it runs again in backward. Some releases lack
+#: it.
 _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def leave_side_effects_to_forward(module: nn.Module) -> None:
-    """Make a compiled module skip a recomputed forward's side effects in the replay. torch reads the flag whenever it
-    traces, at the first call and at later calls with other inputs. The flag is on only during the module's calls, so
-    that code outside Weft is traced with its own setting.
+    """Skip the side effects of a compiled module's recomputed forward when backward runs it again. torch reads the flag
+    whenever it traces, at the first call and at later calls with other inputs. The flag is on only during the module's
+    calls, so that code outside Weft is traced with its own setting.
     """
     call: Callable[..., Any] | None = module._compiled_call_impl
     flags: Any = torch._dynamo.config
@@ -56,9 +57,9 @@ def leave_side_effects_to_forward(module: nn.Module) -> None:
 
 
 def without_override(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function of torch.nn.functional without its first line, which calls an active mode's `__torch_function__`.
+    """Copy a function of torch.nn.functional without its `has_torch_function` check, which would call active modes.
 
-    The copy runs the body, and the mode is called for the functions inside.
+    The copy runs the function's body, and modes intercept the functions that the body calls.
     """
     copied: Any = function
     names = {**copied.__globals__, **dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)}
@@ -71,11 +72,11 @@ def without_override(function: Callable[..., Any]) -> Callable[..., Any]:
 def lean_partitioner(is_again: Callable[[Any], bool]) -> Callable[..., Any]:
     """Return a partitioner of inductor's graphs that saves few tensors between forward and backward.
 
-    torch saves the input of each product, even if element-wise operations compute it from other saved tensors: a norm's
-    output, or the product of a gated layer. Backward runs through these operations anyway, so recomputing their result
-    costs one more write. torch never recomputes a collective.
+    torch saves the input of each matmul, even if element-wise operations compute it from other saved tensors: a norm's
+    output, or the product in a gated layer. Backward runs these operations anyway, so recomputing their result costs
+    one more write. torch never recomputes a collective.
 
-    is_again: returns True for an operator that backward may call again to save less.
+    is_again: returns True for an operator that backward may run again to save memory.
     """
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -102,7 +103,7 @@ def lean_partitioner(is_again: Callable[[Any], bool]) -> Callable[..., Any]:
 
 
 def apply_to_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change parameters, their gradients and buffers in place. `Module.to` cannot skip those on meta."""
+    """Change parameters, their gradients and buffers in place. Unlike `Module.to`, `change` can skip meta tensors."""
     model._apply(change)
 
 
@@ -112,9 +113,9 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def optimizer_step_hooks() -> MutableMapping[int, Callable[..., Any]]:
-    """Return the hooks of all optimizers' steps by key, to remove those of engines that no longer exist.
+    """Return the hooks of all optimizers' steps by key, so that hooks of freed engines can be removed.
 
-    A handle's `remove` would work, but no code can call it when an engine is freed, and a step may be running then.
+    A handle's `remove` cannot be used: an engine may be freed at any time, even during a step.
     """
     return _global_optimizer_pre_hooks
 
@@ -125,14 +126,14 @@ def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 
 
 def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Change each hook that a module's forward already has to a wrapped one. They keep their order."""
+    """Replace each existing forward hook of a module by a wrapped one. The order of hooks is kept."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = wrap(hook)
 
 
 def base_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor that autograd does not treat as a view, like torch's matmul.
+    """Return a tensor with the same memory that autograd does not treat as a view.
 
     fully_shard registers a hook on a unit's output, and an in-place operation on a view would lose it. torch warns of
     this.
@@ -141,7 +142,7 @@ def base_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp_state(module: FSDPModule) -> Any:
-    """Return fully_shard's state of a unit, initialized for its first forward."""
+    """Return fully_shard's state of a unit, after its lazy initialization."""
     state = module._get_fsdp_state()
     state._lazy_init()
     return state
@@ -160,13 +161,13 @@ def before_backward_of(module: FSDPModule, call: Callable[[], None]) -> None:
 
 
 def forget_forward(root: Any) -> None:
-    """Reset the root's state after a forward that did not end."""
+    """Reset the root's state after a forward that was interrupted."""
     root._training_state = TrainingState.IDLE
     root._state_ctx.iter_forward_root = None
 
 
 def end_backward(modules: Sequence[FSDPModule], root: Any) -> None:
-    """Run fully_shard's work at the end of a backward, as torch.distributed.pipelining does."""
+    """Run fully_shard's actions at the end of a backward, as torch.distributed.pipelining does."""
     for module in modules:
         for group in _groups(module):
             group.post_backward()
@@ -184,18 +185,18 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
 
 
 def gathered_parts(module: FSDPModule) -> list[list[tuple[torch.Size, torch.nn.Module, str]]]:
-    """Return a rank's parts of each gather of a unit, in order: shape, module and name of the parameter.
+    """Return this rank's shards in each all-gather of a unit, in order: shape, module and name of the parameter.
 
-    The last rows may be padding.
+    The last rows of a shard may be padding.
     """
     every = [[(param, param._module_info) for param in group.fsdp_params] for group in _groups(module)]
     return [[(one.padded_sharded_param_size, of.module, of.param_name) for one, of in group] for group in every]
 
 
 def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """Make a unit keep shards between forward and backward over the last dimension of a 2-D mesh.
+    """Make a unit keep secondary shards (ZeRO++ hpZ) between forward and backward, over the last dim of a 2-D mesh.
 
-    fully_shard's option takes a number, and would build its own mesh, whose groups all ranks of the world create.
+    fully_shard's option takes a number of ranks, and would create a mesh, which needs all ranks of the world.
     """
     within = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group in _groups(module):
@@ -208,10 +209,10 @@ def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:
 def wrap_waits(
     module: FSDPModule, gathered: Callable[[Callable[[], None]], None], summed: Callable[[Callable[[], None]], None]
 ) -> None:
-    """Replace the waits of the compute stream for a unit by wrapped ones: for its gather, and for its sums.
+    """Replace the waits of the compute stream for a unit's collectives by wrapped ones.
 
-    gathered: called with the wait for its gather, before each use. summed: called with the wait for gradient sums at
-    the end of a backward; once if one wait covers all units.
+    gathered: called with the wait for the all-gather, before each use. summed: called with the wait for gradient sums
+    at the end of a backward; called once if a single wait covers all units.
     """
     for group in _groups(module):
         await_gather, await_sums, shared = group.wait_for_unshard, group.finalize_backward, group.comm_ctx
@@ -235,7 +236,7 @@ def _groups(module: FSDPModule) -> Sequence[Any]:
 
 
 def multiplies_float8(x: torch.Tensor) -> bool:
-    """Return True if the tensor's device has row-scaled float8 products: Ada, Hopper and newer."""
+    """Return True if the tensor's device has float8 matmuls with a scale per row: Ada, Hopper and newer."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
@@ -244,22 +245,22 @@ def scaled_product(
 ) -> torch.Tensor:
     """Compute a b^T of row-major float8 matrices, each row multiplied by its scale.
 
-    torch has no documented public name for it. Its accumulation has fewer bits (`use_fast_accum`): the kernels with
-    exact sums are slower than bf16.
+    torch has no documented public name for it. It accumulates with fewer bits (`use_fast_accum`), because the kernels
+    with fp32 accumulation are slower than bf16.
 
     Args:
         a_RK: left matrix; K is a multiple of 16.
         b_CK: right matrix; C is a multiple of 16.
         back_a: scale of each row of `a_RK`.
         back_b: scale of each row of `b_CK`.
-        dtype: dtype of the product: bf16, the only supported one for row scales.
+        dtype: dtype of the result. Row scales support only bf16.
     """
     product = torch.ops.aten._scaled_mm
     return product(a_RK, b_CK.t(), back_a, back_b.t(), out_dtype=dtype, use_fast_accum=True)
 
 
 def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor in another shape that autograd does not treat as a view, like the output of `F.linear`.
+    """Return the tensor in another shape, as a tensor that autograd does not treat as a view.
 
     An autograd function must not return a view if later operations write to it in place.
     """
@@ -267,13 +268,13 @@ def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def without_memory(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Build a tensor of a Weft class without elements."""
+    """Build a tensor of a subclass of Weft that has a shape but no memory."""
     make: Any = torch.Tensor._make_wrapper_subclass
     return make(kind, shape, dtype=like.dtype, device=like.device)
 
 
 def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch without calling the classes of its arguments."""
+    """Call a torch function without the `__torch_function__` of its arguments' classes."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 

@@ -28,7 +28,7 @@ from weft.comm.transports.link import Combiner, Link, Operation, SentBytes, fail
 from weft.comm.transports.routes import same_memory
 from weft.comm.transports.scattered_tensor import Parts
 
-#: Supported by every release that Weft runs on. bool is sent as uint8.
+#: Dtypes that every supported release of NCCL and torch accepts. bool is sent as uint8.
 NCCL_FORMATS = frozenset(
     {
         torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -64,7 +64,7 @@ LITTLE_BYTES, OWN_GATHER_BYTES = 1 << 16, 1 << 20
 Stages = Generator[list[dist.Work], None, None]
 
 
-#: Shorter formats that the format of the sum represents exactly.
+#: For each dtype of a sum, the shorter dtypes that it represents exactly.
 _SHORT = {torch.float32: (torch.bfloat16, torch.float16)}
 
 
@@ -77,8 +77,8 @@ class BackendLink(Link):
     Within a host, bf16 or fp16 gradients whose sum is requested in fp32 are sent unconverted by an all_to_all, and each
     rank adds its slice in fp32. This equals an fp32 reduce_scatter with half the bytes, always in rank order. Between
     hosts a reduce_scatter sends less, because it adds along the route.
-    ranks: their global ranks, in order of the axis. on_one_host: returns True if all ranks are on one host. A
-    collective, called once.
+    ranks: their global ranks, in order of the axis. on_one_host: returns True if all ranks are on one host. Collective;
+    called once.
     """
 
     transport = "backend"
@@ -154,7 +154,7 @@ class BackendLink(Link):
 
 
 class ExchangeLink(Link):
-    """gloo moves the bytes, and sums are computed here in one tree over ranks: the same bits as over shared memory.
+    """A link on which gloo moves bytes, and sums are computed here in the same fixed tree as over shared memory.
 
     Relative to gloo's collectives (measured with torch 2.13), reduce_scatter as all_to_all plus a local sum takes 0.4
     to 0.9 of the time, and all_gather as one broadcast from each rank 0.3 to 0.8. Only with two ranks and little data

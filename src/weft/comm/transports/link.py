@@ -131,7 +131,7 @@ class SentBytes:
             operation.count(num_bytes, self._hosts[place] != self._hosts[self._rank])
 
     def ring(self, operation: Operation, num_bytes: int) -> None:
-        """Count gloo's all_reduce: each rank sends all but its part to the one before it, twice."""
+        """Count gloo's ring all_reduce: each rank sends all but 1 / size of the tensor to the previous rank, twice."""
         size = len(self._hosts)
         self.to(operation, (self._rank - 1) % size, 2 * (size - 1) * num_bytes // size)
 
@@ -198,7 +198,7 @@ class SpinBackoff:
         self._start = self._looked = time.perf_counter()
 
     def rest(self) -> float | None:
-        """Rest once. Returns the seconds waited so far if it is time to check the other ranks, else None."""
+        """Yield the core or sleep once. Returns the seconds waited so far if it is time to check the other ranks."""
         now = time.perf_counter()
         waited = now - self._start
         if waited < self.YIELD_S:

@@ -20,7 +20,7 @@ Slots = Sequence[torch.Tensor]
 #: Type of this rank's input.
 Source = TypeVar("Source", torch.Tensor, Parts)
 
-#: Below this size, each rank of three or more adds all parts itself: one synchronization instead of two.
+#: For tensors of fewer bytes, each rank of three or more adds all parts itself: one synchronization instead of two.
 WHOLE_BYTES = 1 << 15
 
 
@@ -64,7 +64,7 @@ class Route(Generic[Source]):
 
 
 class FlatRoute(Route[torch.Tensor]):
-    """Publishes its span unchanged."""
+    """Base of routes whose `publish` copies the span to the slot unchanged."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span
@@ -72,7 +72,7 @@ class FlatRoute(Route[torch.Tensor]):
 
 
 class DirectReduce(FlatRoute):
-    """all_reduce in which each rank adds all parts: for two ranks, and for small tensors."""
+    """All-reduce in which each rank reads and adds all parts: for two ranks, and for small tensors."""
 
     def reduce(self, span: Span, slots: Slots) -> None:
         first, last = span
@@ -82,7 +82,7 @@ class DirectReduce(FlatRoute):
 
 
 class SplitRoute(Route[Source]):
-    """all_reduce in which each rank adds its part of a span. The result is returned through its slot."""
+    """All-reduce in which each rank adds one part of a span and writes the sum to its slot for the others."""
 
     two_phases = True
 
@@ -97,7 +97,7 @@ class SplitRoute(Route[Source]):
 
 
 class SplitReduce(SplitRoute[torch.Tensor]):
-    """SplitRoute of one tensor."""
+    """SplitRoute with a single tensor as input."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span
@@ -115,7 +115,7 @@ class SplitReduce(SplitRoute[torch.Tensor]):
 
 
 class ScatterRoute(Route[Source]):
-    """reduce_scatter. Spans index into a shard; a slot holds the same span of every other rank's shard."""
+    """Reduce-scatter. A span is a range within a shard; a slot holds this span of every other rank's shard."""
 
     def __init__(self, operation: Operation, source: Source, rank: int, size: int, combine: Combiner):
         super().__init__(operation, source, rank, size, combine)
@@ -134,7 +134,7 @@ class ScatterRoute(Route[Source]):
 
 
 class ReduceScatter(ScatterRoute[torch.Tensor]):
-    """ScatterRoute of one tensor."""
+    """ScatterRoute with a single tensor as input."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span
@@ -156,7 +156,7 @@ class ReduceScatter(ScatterRoute[torch.Tensor]):
 
 
 class AllGather(FlatRoute):
-    """all_gather. Spans index into a shard."""
+    """All-gather. A span is a range within a shard."""
 
     def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
         super().__init__(operation, source, rank, size, combine)
@@ -172,7 +172,7 @@ class AllGather(FlatRoute):
 
 
 class AllToAll(Route[torch.Tensor]):
-    """all_to_all. Spans index into the data from one rank to another; a slot holds one span for every other rank."""
+    """All-to-all. A span is a range of the data from one rank to another; a slot holds one span per other rank."""
 
     def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
         super().__init__(operation, source, rank, size, combine)
@@ -208,7 +208,7 @@ class AllToAll(Route[torch.Tensor]):
 
 
 class Broadcast(FlatRoute):
-    """broadcast. Only the root publishes."""
+    """Broadcast, in which only the root publishes."""
 
     def published(self, span: Span) -> int:
         return super().published(span) if self.rank == self.operation.root else 0
@@ -224,14 +224,14 @@ class Broadcast(FlatRoute):
 
 
 class Barrier(Route[torch.Tensor]):
-    """barrier. Synchronizes and moves no data."""
+    """Barrier, which synchronizes the ranks and moves no data."""
 
 
 # Routes of operations whose input is scattered over several tensors.
 
 
 class ScatteredDirectReduce(Route[Parts]):
-    """all_reduce of parts in which each rank adds everything."""
+    """All-reduce of a tensor stored in parts; each rank adds all elements."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         self.source.copy_to(mine[: span[1] - span[0]], span[0])
@@ -245,7 +245,7 @@ class ScatteredDirectReduce(Route[Parts]):
 
 
 class PartsSplitReduce(SplitRoute[Parts]):
-    """all_reduce of parts in which each rank adds its part of a span."""
+    """All-reduce of a tensor stored in parts; each rank adds one part of a span."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, numel = span[0], span[1] - span[0]
@@ -267,7 +267,7 @@ class PartsSplitReduce(SplitRoute[Parts]):
 
 
 class PartsReduceScatter(ScatterRoute[Parts]):
-    """reduce_scatter of parts."""
+    """Reduce-scatter of a tensor stored in parts."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span

@@ -54,9 +54,9 @@ class Hosts:
 
     @property
     def block(self) -> int:
-        """Number of neighbors of each host that share memory, if hosts have equal blocks of 2^k; else 1.
+        """Ranks per host, if every host has an equal block of 2^k consecutive ranks that share memory; else 1.
 
-        Such a block is a branch of the tree in which sums are computed.
+        Such a block is a subtree of the reduction tree.
         """
         size, found = len(self.memories), self.memories.count(0)
         blocks = tuple(place // max(found, 1) for place in range(size))
@@ -81,7 +81,7 @@ def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
 
 
 def share_memory(axis: Axis, group: dist.ProcessGroup, block: int, number: int = 1) -> tuple[list[Segment], str]:
-    """Map segments that each block of `block` neighbors shares, or return none and the reason. All ranks must call it.
+    """Map segments shared by each block of `block` adjacent ranks, or return none and the reason. Collective.
 
     The result is the same on all ranks of the axis.
     block: number of ranks that share one memory. The size of the axis means all.
@@ -215,14 +215,13 @@ class TwoLevelLink(Link):
         return moved
 
     def _count(self, one: _Passing) -> None:
-        """Add the bytes that the parts of a level have sent."""
         for part in one.under_way:
             one.operation.sent_bytes += part.sent_bytes
             one.operation.off_host_bytes += part.off_host_bytes
         one.under_way = []
 
     def block(self, operation: Operation) -> bool:
-        """Wait in the flat link if the operation uses it. Returns False if any operation is in the levels.
+        """Wait until the flat link completes the operation. Returns False if any operation runs in levels.
 
         Another rank may wait for such an operation before it begins the one that this rank waits for, and needs this
         rank to advance it.
@@ -243,7 +242,7 @@ class TwoLevelLink(Link):
                     self._links[one.level].look(part, waited_s)
 
     def _stages(self, operation: Operation) -> tuple[list[Stage], Callable[[], object]] | None:
-        """Return the levels of an operation and its end, or None if it uses the flat link."""
+        """Return the levels of an operation and a function that completes it, or None if it uses the flat link."""
         match operation.kind:
             case "all_reduce":
                 return self._all_reduce(operation)
@@ -360,7 +359,7 @@ class ChosenLink(Link):
         return any(moved)
 
     def block(self, operation: Operation) -> bool:
-        """Wait in the operation's link, if nothing is in flight on the others. Returns False if it cannot."""
+        """Wait until the operation's link completes it. Returns False if it cannot, or other links have operations."""
         own = self._carried[operation]
         if any(link is not own and not one.finished for one, link in self._carried.items()):
             return False

@@ -39,7 +39,7 @@ class CodedGather(Pending):
 
 
 class CodedExchange(Pending):
-    """The sum of the ranks' flat tensors in one stage: each encodes its own, and all decode and add all of them."""
+    """The sum of the ranks' flat tensors in one stage: each rank encodes its own, then decodes and adds all."""
 
     def __init__(self, flat_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
         codes = _encoded(coder, "summands", flat_1N, axis.rank)

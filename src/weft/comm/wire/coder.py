@@ -99,7 +99,7 @@ class Coder:
         self.calls = 0
 
     def take_turn(self, turn: int) -> None:
-        """Continue after `turn` applied steps."""
+        """Set the number of applied steps to `turn`, as after loading a checkpoint."""
         self.turn, self.calls = turn, 0
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,7 +153,7 @@ class Coders:
 
     @property
     def counts_turns(self) -> bool:
-        """True if encoded values depend on `turn`."""
+        """True if encoding depends on the number of applied steps (stochastic rounding, or exact first steps)."""
         return self.wire.by_chance or self.outer_wire.by_chance or self.outer_wire.spec.exact_steps > 0
 
     @property
@@ -163,7 +163,7 @@ class Coders:
 
     @property
     def needs_host(self) -> bool:
-        """True if the host must read if this step is applied.
+        """True if the host must know whether this step is applied.
 
         The host needs it to clip residuals, or because a state is stored for the first time.
         """
@@ -200,7 +200,7 @@ class Coders:
             coder.load({})
 
     def take_turn(self, turn: int) -> None:
-        """Continue after `turn` applied steps."""
+        """Set the number of applied steps to `turn`, as after loading a checkpoint."""
         self.turn = turn
         for coder in self._coders.values():
             coder.take_turn(turn)
@@ -208,7 +208,7 @@ class Coders:
     def states(self) -> dict[str, torch.Tensor]:
         """Return this rank's states for its plan as `tensor/role/name`.
 
-        Residuals are left out, because they are valid for any plan.
+        Residuals are omitted, because they are valid for any plan.
         """
         return {
             f"{name}/{key}": tensor

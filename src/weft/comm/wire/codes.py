@@ -122,7 +122,7 @@ def scales_of(blocks_BK: torch.Tensor, largest: int) -> torch.Tensor:
 
 
 def usable(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the divisors for scales: 1 if the scale is zero (all values are zero) or NaN."""
+    """Return the scales as divisors: 1 for a scale that is zero (all values are zero) or NaN."""
     return torch.where(scales > 0, scales, 1.0).to(dtype)
 
 
@@ -146,7 +146,7 @@ _ALIGNED = 16
 
 
 class RowSlice(NamedTuple):
-    """Shape of a weight's part on a rank: rows and columns. With `is_exact` it is sent unencoded."""
+    """Numbers of rows and columns of a rank's shard of a weight. With `is_exact` the shard is sent unencoded."""
 
     rows: int
     columns: int
@@ -154,14 +154,14 @@ class RowSlice(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> RowSlice:
-        """Return the slice of a part of this shape. All dims after the first form a row."""
+        """Return the `RowSlice` for a shard of this shape. All dims after the first form a row."""
         return cls(shape[0] if shape else 1, math.prod(shape[1:]), len(shape) < 2 or not math.prod(shape))
 
 
 class RowCodes:
-    """Encoding of one rank's weight parts of a unit, stored one after another.
+    """Encoding of one rank's shards of a unit's weights, stored one after another.
 
-    spec: gives the block size. fp8 uses e4m3 with one scale per row. stretches: shapes of the parts, in their order in
+    spec: gives the block size. fp8 uses e4m3 with one scale per row. stretches: shapes of the shards, in their order in
     the flat tensor.
     """
 
@@ -182,7 +182,7 @@ class RowCodes:
         return 1 if self._is_float else math.ceil(one.columns / self._block)
 
     def _ranges(self) -> Iterator[tuple[RowSlice, slice, slice]]:
-        """Yield each part with its slice of the values and of the bytes."""
+        """Yield each shard with its slice of the values and of the bytes."""
         at = first = 0
         for one, size in zip(self._flat_slices, self._sizes, strict=True):
             numel = one.rows * one.columns
@@ -190,7 +190,7 @@ class RowCodes:
             at, first = at + numel, first + size
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a rank's parts, uint8 (num_bytes,). flat: their values, (numel,)."""
+        """Return the encoded bytes of a rank's shards, uint8 (num_bytes,). flat: their values, (numel,)."""
         codes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=flat.device)
         for one, values, place in self._ranges():
             x, out = flat[values], codes[place]
@@ -210,7 +210,7 @@ class RowCodes:
         return codes
 
     def decode(self, codes_RB: torch.Tensor, out_RN: torch.Tensor) -> None:
-        """Write the values of several ranks' parts.
+        """Write the values of several ranks' shards into `out_RN`.
 
         codes_RB: uint8 (ranks, num_bytes). out_RN: output, (ranks, numel).
         """
@@ -241,8 +241,8 @@ class RowCodes:
 def power_scale(largest: torch.Tensor, most: float) -> torch.Tensor:
     """Return the largest power of two (float32) that keeps magnitudes up to `largest` within `most`.
 
-    float8 matrix products and float8 communication share this rule. The scale of a non-finite value is NaN, because a
-    finite scale would turn the other values into zeros.
+    float8 matmuls and float8 communication share this rule. The scale of a non-finite value is NaN, because a finite
+    scale would turn the other values into zeros.
     """
     exact = (most / largest.double().clamp(min=_SMALLEST)).float()
     return (exact.view(torch.int32) & _POWER_BITS).view(torch.float32) + (largest - largest).float()

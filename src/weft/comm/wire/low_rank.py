@@ -50,7 +50,7 @@ class LowRank(Wire):
 
 
 def matrices_of(shape: Sequence[int], start: int, end: int, offset: int, rank: int) -> list[Matrix]:
-    """Return the matrix of a parameter, limited to the full rows in a flat slice, or [] if it would save too little.
+    """Return the matrix of a parameter, limited to the full rows in a flat slice, or [] if this would save too little.
 
     Several dims are grouped into rows and columns such that the matrix is closest to a square.
     shape: the parameter's shape, in memory order. offset: index of the parameter's first element in the flat tensor.

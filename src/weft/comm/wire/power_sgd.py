@@ -98,7 +98,7 @@ class LowRankSum(Pending):
 
 
 def _scaled(products: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Scale each basis to a maximum of 1, independent of the loss scale, so that products with it do not underflow."""
+    """Scale each basis to a maximum of 1, independent of the loss scale, so that matmuls with it do not underflow."""
     parts = [part / largest if (largest := part.abs().amax()) > 0 else part for part in torch.split(products, sizes)]
     return torch.cat(parts)
 

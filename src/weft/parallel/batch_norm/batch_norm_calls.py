@@ -19,7 +19,7 @@ from weft.errors import ModelError
 from weft.models.inspect.blocks import class_before
 from weft.private_torch import tree_leaves, version_of
 
-#: torch forwards that only normalize.
+#: Forwards of torch's classes, which do nothing but normalize.
 _PLAIN = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 _NAMES = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
@@ -74,9 +74,9 @@ def is_plain_forward(norm: nn.Module) -> bool:
 
 @torch.no_grad()
 def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise ModelError if samples interact in a subclass's forward outside its calls of batch_norm. Runs the forward
+    """Raise ModelError if samples interact in a subclass's forward outside its calls of batch_norm. The forward runs
     twice, with batch_norm reduced to scale and shift: on the input, and on the input followed by more samples. The
-    input's rows must give the same output. Buffers and generators are restored.
+    input's rows must give the same output both times. Buffers and generators are restored.
     """
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.ndim]
     if len(tensors) != 1 or not args or args[0] is not tensors[0]:

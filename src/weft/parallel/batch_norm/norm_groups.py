@@ -28,9 +28,9 @@ from weft.private_torch import Function, uncompiled
 @dataclass(frozen=True, slots=True)
 class GroupSplit:
     """Layout of the groups of one microbatch. index: index of the microbatch in the step. samples: this rank's samples.
-    first: number of the first group with samples in the microbatch. num_groups: groups in the microbatch, over the
-    ranks of `axis`. axis: ranks that share groups, or None if groups are local. ends_alone: the last group of the
-    global batch is one sample. runs: samples of each rank of `axis`, or only of this rank.
+    first: index of the first group with samples in the microbatch. num_groups: number of groups in the microbatch, over
+    the ranks of `axis`. axis: ranks that share groups, or None if each group is on one rank. ends_alone: the last group
+    of the global batch has a single sample. runs: samples of each rank of `axis`, or only of this rank.
     """
 
     index: int
@@ -80,7 +80,7 @@ class SampleGroups:
         return GroupSplit(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone, tuple(among))
 
     def _check_own_samples(self, samples: SampleNumbers, index: int, count: int) -> GroupSplit:
-        """Return the layout of samples that Weft did not distribute. They are valid if they are complete groups."""
+        """Return the layout for samples that the caller distributed, which must form complete groups."""
         numbers = samples.numbers
         own = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
         if not numbers or list(numbers) != list(own) or not _on_borders(own, self.size, count):
@@ -91,7 +91,7 @@ class SampleGroups:
         return GroupSplit(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None, runs=(own,))
 
     def _sharing(self, rows: int, is_even: bool) -> Axis:
-        """Return the ranks that share groups: the smallest axis if all ranks have equally many samples."""
+        """Return the ranks that share groups: the smallest axis that fits, or all data ranks if counts differ."""
         data, plan = self._mesh.data, self._mesh.plan
         if rows * data.size == self.size:
             return data
@@ -107,7 +107,7 @@ class SampleGroups:
 
 
 def _on_borders(run: range, size: int, count: int) -> bool:
-    """Return True if a run of samples consists of complete groups. The last group of a batch may be smaller."""
+    """Return True if a range of samples consists of complete groups. The last group of a batch may be smaller."""
     return not run or (run.start % size == 0 and (run.stop % size == 0 or run.stop == count))
 
 
@@ -125,8 +125,8 @@ class NormGroups:
         self.norms: list[nn.Module] = []
         self._mesh = mesh
         self._current: GroupSplit | None = None
-        #: For each norm and microbatch, sums of means and variances over the groups that begin on this rank, and their
-        #: number, (2C + 1,).
+        #: For each norm and microbatch, (2C + 1,): sums of means and of variances over the groups whose first sample is
+        #: on this rank, and the number of these groups.
         self._seen: dict[int, dict[int, Tensor]] = {}
         self._pending: Pending | None = None
 
@@ -140,14 +140,14 @@ class NormGroups:
 
     @contextlib.contextmanager
     def microbatch(self, samples: SampleNumbers, index: int) -> Iterator[None]:
-        """Set the samples of the global batch that the model processes inside the context. Raises ModelError if a group
+        """Set, within the context, which samples of the global batch the model processes. Raises ModelError if a group
         has samples in another microbatch.
         """
         with self._at(self._groups.split_of(samples, index)):
             yield
 
     def travelling(self) -> AbstractContextManager[None]:
-        """Return the context that a later replay of the current computation must run in."""
+        """Return a context for a later recomputation of the current forward, with the same groups of samples."""
         return self._at(self._current)
 
     @contextlib.contextmanager
@@ -170,7 +170,7 @@ class NormGroups:
     # --- running statistics ---
 
     def see(self, norm: nn.Module, mean_GC: Tensor, var_GC: Tensor) -> None:
-        """Store the statistics of a norm's groups in this microbatch. A replay stores the same values again."""
+        """Store the statistics of a norm's groups in this microbatch. Recomputation stores the same values again."""
         cut = self.split
         found = torch.cat([mean_GC, var_GC, mean_GC.new_ones(len(mean_GC), 1)], 1).double()
         # A group counts on the rank that has its first sample.
@@ -182,13 +182,13 @@ class NormGroups:
         self._seen.setdefault(id(norm), {})[cut.index] = found.sum(0)
 
     def begin(self, scale: float | Tensor = 1.0) -> None:
-        """Begin a step. Statistics do not depend on the scale of the loss."""
+        """Begin a step. `scale` is ignored: statistics do not depend on the scale of the loss."""
         del scale
         self._seen.clear()
         self._pending = None
 
     def start(self) -> None:
-        """Start the sum of the ranks' statistics, after the last backward. All ranks call it."""
+        """Start the all_reduce of the ranks' statistics, after the last backward. All ranks call it."""
         parts: list[Tensor] = []
         for norm in self._moving():
             none = torch.zeros(2 * norm.num_features + 1, dtype=torch.float64, device=self._mesh.device)
@@ -227,7 +227,7 @@ def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
 
 
 class TwoStates:
-    """Combined state of two owners that a replay needs."""
+    """Combines the states of two objects whose contexts a recomputation must enter."""
 
     def __init__(self, *states: Any):
         self._states = states
@@ -252,21 +252,21 @@ def norm_groups_of(model: nn.Module) -> NormGroups | None:
 
 
 class GroupedBatchNorm(nn.Module):
-    """nn.BatchNorm1d, 2d or 3d over groups of samples."""
+    """nn.BatchNorm1d, 2d or 3d whose statistics cover groups of samples."""
 
     _weft_groups: NormGroups
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (N, C, ...). Return the same shape."""
         groups, norm = self._weft_groups, cast("nn.BatchNorm2d", self)
-        # Frozen statistics are those in eval. A norm that was unpickled outside its mesh is a plain one.
+        # Frozen statistics are used as in eval mode. A norm that was unpickled without a mesh is a plain batch norm.
         if not self.training or groups is None:
             return super().forward(x)
         return _normalise(self, groups, x, norm.weight, norm.bias, norm.eps, norm.track_running_stats)
 
 
 class GroupedCalls(nn.Module):
-    """A batch norm whose class overrides forward: its calls of batch_norm use groups of samples."""
+    """A batch norm whose class overrides forward. In training, its batch_norm calls use statistics of sample groups."""
 
     _weft_groups: NormGroups
     _weft_is_checked: bool
@@ -288,7 +288,7 @@ def _normalise(
     norm: Any, groups: NormGroups, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, moves: bool
 ) -> Tensor:
     cut = groups.split
-    if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows are not counted
+    if cut.axis is None and cut.samples.is_empty:  # a placeholder, whose rows are not counted
         return affine(x, weight, bias)
     rows = _rows_of_groups(cut, groups.size, x.shape[0])
     if cut.ends_alone and 1 in rows and x[0].numel() == x.shape[1]:
@@ -319,7 +319,7 @@ def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
     """Return the number of local rows of each group, out of `count` rows."""
     numbers = cut.samples.numbers
     if not numbers:
-        return (count,) + (0,) * (cut.num_groups - 1)  # a stand-in: normalized with some group, not counted
+        return (count,) + (0,) * (cut.num_groups - 1)  # a placeholder: normalized with some group, not counted
     per_sample = cut.samples.rows_of_each(count)
     if per_sample is None:
         raise ModelError(
@@ -333,7 +333,7 @@ def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
 
 
 class _Shared(Function):
-    """Groups that are shared by the ranks of an axis: mean and variance by the parallel formula of Chan et al. 1979."""
+    """Batch norm of groups that several ranks share: mean and variance by the parallel formula of Chan et al. 1979."""
 
     @staticmethod
     def forward(
@@ -371,7 +371,7 @@ class _Shared(Function):
         x, weight, mean_GC, scale_GC, num_G = ctx.saved_tensors
         dtype = mean_GC.dtype
         whole = list(zip(grads[0].to(dtype).split(ctx.rows), x.to(dtype).split(ctx.rows), strict=True))
-        # For each local group, sums of the gradient, and of its product with the normalized x. (G, 2, C)
+        # For each local group, the sums of the gradient and of gradient * normalized x. (G, 2, C)
         sums = torch.stack([
             _sums(grad, part, mean, scale)
             for (grad, part), mean, scale in zip(whole, mean_GC, scale_GC, strict=True)
@@ -379,9 +379,9 @@ class _Shared(Function):
         grad_bias, grad_weight = sums.sum(0).unbind(0)
         slope = torch.ones_like(mean_GC[0]) if weight is None else weight.to(dtype)
         first, second = (all_reduce(sums * slope, ctx.axis) / num_G[:, None]).unbind(1)
-        if not ctx.is_counted:  # a stand-in's rows are not part of any statistics
+        if not ctx.is_counted:  # a placeholder's rows are not part of any statistics
             first, second = torch.zeros_like(first), torch.zeros_like(second)
-        # scale (slope grad - first - hat second), as an affine function of grad plus one of x.
+        # grad_x = scale (slope grad - first - x_hat second), computed as an affine function of grad plus one of x.
         bend_GC = -scale_GC.square() * second
         lines = zip(whole, scale_GC * slope, bend_GC, -mean_GC * bend_GC - scale_GC * first, strict=True)
         found = _join([_line(part, bend, shift).add_(_line(grad, up, None)) for (grad, part), up, bend, shift in lines])
@@ -398,7 +398,7 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _line(x: Tensor, slope_C: Tensor, shift_C: Tensor | None) -> Tensor:
-    """Compute x slope + shift per channel in one pass, with torch's batch norm kernel at mean 0 and variance 1."""
+    """Compute x slope + shift per channel in one kernel: torch's batch norm with mean 0 and variance 1."""
     return F.batch_norm(x, torch.zeros_like(slope_C), torch.ones_like(slope_C), slope_C, shift_C, eps=0.0)
 
 
@@ -412,7 +412,7 @@ def _sums(grad: Tensor, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, is_counted: bool) -> Tensor:
-    """Return number of values, mean and sum of squared deviations per channel of x (N, C, ...), (1 + 2C,)."""
+    """Return number of values, mean and sum of squared deviations of each channel of x (N, C, ...), (1 + 2C,)."""
     num = x.numel() // x.shape[1] if is_counted else 0
     if not num:
         return x.new_zeros(1 + 2 * x.shape[1])
@@ -424,7 +424,7 @@ def _moments(x: Tensor, is_counted: bool) -> Tensor:
 
 
 class _GroupedFunctions(TorchFunctionMode):
-    """Mode in which torch's batch_norm functions use statistics of groups of samples for one module."""
+    """Mode in which one module's calls of torch's batch_norm functions use statistics of groups of samples."""
 
     def __init__(self, norm: Any, groups: NormGroups):
         super().__init__()
@@ -456,8 +456,8 @@ def _own_counts(norm: Any) -> Iterator[None]:
 def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
     """Make the model's batch norms use statistics of groups of `size` samples. Changes the model.
 
-    A subclass that overrides forward keeps it: groups replace the statistics of the batch_norm calls inside. Returns
-    None for a model without batch norms.
+    If a subclass overrides forward, its forward still runs, and only the statistics of its batch_norm calls change.
+    Returns None for a model without batch norms.
 
     Call it after the model was sharded and after `drop_by_position`, before recompute. model: model, with or without
     batch norms. Raises ModelError for a size below 1.

@@ -26,7 +26,7 @@ class Context:
     """State of context parallelism for one model on one rank.
 
     `in_use` is True while the model receives sharded sequences. Otherwise, as in generation, the model uses its
-    original attention and each rank computes full sequences. plan: provides `cp_mode` and `tp`.
+    original attention, and each rank computes full sequences. plan: its `cp_mode` and `tp` are used.
     """
 
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
@@ -44,14 +44,14 @@ class Context:
         self._divided: Any = WeakTensorKeyDictionary()  # document ids -> View: all layers get the same tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of the model is a plain one
+        return None  # a copy of the model is not parallelized
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Treat the model's inputs inside this context as this rank's shards of sequences."""
+        """Treat the model's inputs within this context as this rank's shards of sequences."""
         before, self.in_use = self.in_use, True
         try:
             yield
@@ -59,7 +59,7 @@ class Context:
             self.in_use = before
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Return the order of this rank's tokens in sequences of `seq_len` tokens.
+        """Return which tokens of a sequence this rank holds. seq_len: tokens of the full sequence.
 
         Raises ModelError if tokens or heads do not divide evenly.
         """
@@ -120,9 +120,9 @@ class Context:
         return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)
 
     def divide(self, seq_len: int, ids_BT: Tensor | None) -> View:
-        """Return this rank's view of sequences of `seq_len` tokens that `ids_BT` divides into documents.
+        """Return the keys that this rank's tokens attend to, in sequences that `ids_BT` divides into documents.
 
-        The result is cached by tensor. If it is called before the layers, they find the cached view.
+        The result is cached by tensor, so the layers reuse it. seq_len: tokens of the full sequence.
         """
         if ids_BT is None:
             if seq_len not in self._views:
@@ -159,7 +159,7 @@ class Context:
 def context_attention(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Compute `attend_sharded` as one call that torch function modes, such as recompute=attention, can intercept."""
+    """Compute `attend_sharded` as one function that torch function modes such as recompute=attention can intercept."""
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
         return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)

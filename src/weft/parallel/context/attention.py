@@ -1,4 +1,4 @@
-"""Attention with dropout by position, and context-parallel attention of decoders and Hugging Face models.
+"""Attention whose dropout depends only on token positions, and context-parallel attention of models.
 
 B sequences, T queries, S keys, H query heads, K key-value heads, C head dim.
 """
@@ -42,9 +42,9 @@ def dropped_attention(
 ) -> Tensor:  # fmt: skip
     """Attend as F.scaled_dot_product_attention does, with dropout by position. Returns (B, H, T, C).
 
-    mask: bool (True means visible) or a float added to scores, broadcastable to (B, H, T, S). None: everything is
-    visible. is_causal: each token attends only to itself and earlier tokens. drop: dropout of attention weights, by
-    position.
+    mask: bool (True: attend) or a float added to scores, broadcastable to (B, H, T, S). None: no mask. is_causal: each
+    token attends only to itself and earlier tokens. drop: dropout of attention weights, as a function of their
+    positions.
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -86,7 +86,7 @@ def _noise(drop: AttentionDrop, q_BHTC: Tensor, k_BKSC: Tensor) -> Noise:
     return drop.noise(drop.lines(q_BHTC.shape[1], queries), keys)
 
 
-# Context parallelism of the project's decoders: each attention gets another core.
+# Context parallelism of Weft's decoders: the core of each attention is replaced.
 
 
 class ContextCore(SdpaCore):
@@ -99,13 +99,13 @@ class ContextCore(SdpaCore):
 
     @property
     def takes_ids(self) -> bool:
-        """True while the sequence is sharded. A document can continue past this rank's tokens, so ids mark documents
-        instead of start positions.
+        """True while the sequence is sharded: document ids are needed instead of start positions, because a document
+        can continue on other ranks.
         """
         return self.context is not None and self.context.in_use
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
-        """Mix the values; (B, H, T, C)."""
+        """Return the attention output, (B, H, T, C)."""
         if self.context is None or not self.context.in_use:
             return super().forward(q_BHTC, k_BKSC, v_BKSC, visible)
         ids_BT = visible.document_ids_BT
@@ -180,13 +180,13 @@ class _FillPositions:
 PREFIX = "weft_context_parallel_"
 _ATTRIBUTE, _OWN, _HANDLE = "_weft_context", "_weft_own_attention", "_weft_handle"
 _SITE = "_weft_site"  # attribute in which dropout by position stores a module's site
-#: Arguments of some models' attention that sharded sequences do not support yet.
+#: Arguments of some models' attention that are unsupported with sharded sequences.
 _UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
-    """Replace the attention functions that the model looks up by name. The new functions call `attend_sharded` while
-    the context is in use.
+    """Replace the attention functions that the model looks up by name. The new ones call `attend_sharded` while the
+    context is in use.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -276,7 +276,7 @@ def _attend_sharded(
     is_causal: bool | None,
     asked: dict[str, Any],
 ) -> Tensor:
-    """Read the layer's attention options and attend. Returns (B, T, H, C)."""
+    """Compute a layer's attention over the sharded sequence with the options of the call. Returns (B, T, H, C)."""
     _refuse(module, context, dropout, asked)
     refuse_chunks(module, context, key.shape[2] * context.axis.size)
     if not context.has_looked:
@@ -284,7 +284,7 @@ def _attend_sharded(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = asked.get("sliding_window")
     whole = key.shape[2] * context.axis.size
-    before = None if window is None or window >= whole else window - 1  # a window holds the token itself
+    before = None if window is None or window >= whole else window - 1  # a window includes the token itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     drop = getattr(module, _SITE).attention(dropout, *query.shape[:2], query.device) if dropout else None
     scoring = Scoring(scale, AttentionWindow(before, 0 if causal else before), asked.get("softcap"), drop)
@@ -351,8 +351,8 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 def _document_ids(
     context: Context, mask: Tensor | None, positions: Tensor | None, places_T: Tensor, batch: int
 ) -> Tensor | None:
-    """Return a document id per token, by the rules of transformers. A mask marks padding. Without a mask, a document
-    begins where positions restart, if the model fills no cache (`use_cache=False`).
+    """Return a document id per token, by the rules of transformers. A mask marks padding. Without a mask and a cache
+    (`use_cache=False`), a document begins where positions restart.
     """
     if mask is not None:
         if mask.shape != (batch, places_T.shape[0]):
@@ -370,7 +370,7 @@ def _document_ids(
         raise ModelError(
             f"position_ids of shape {tuple(positions.shape)}: context parallelism needs (batch, sequence). Use cp=1."
         )
-    # Start position of the token's document in the sequence: constant within a document, and larger in the next.
+    # Position of the first token of the token's document: constant in a document, and larger in the next one.
     first = getattr(context.positions, "first", 0)  # else an id could equal PADDING
     ids_BT = (places_T - positions + first).expand(batch, -1)
     if (whole := full_values(positions)) is not None:
@@ -392,7 +392,7 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
 
 
 def _check_blocks(model: nn.Module, context: Context) -> None:
-    """Raise ModelError if a layer did not call attention in the first forward: something else mixes its tokens."""
+    """Raise ModelError if a layer did not call attention in the first forward, so that other code mixes its tokens."""
     callers, context.callers, context.has_looked = context.callers, set(), True
     for path, block in repeated_blocks(model).items():
         is_layer = next(block.children(), None) is not None
@@ -404,7 +404,7 @@ def _check_blocks(model: nn.Module, context: Context) -> None:
 
 
 def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
-    """Raise ModelError for chunked attention (Llama 4), which only a mask could express."""
+    """Raise ModelError for chunked attention (Llama 4), which is possible only with a mask."""
     if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:
         raise ModelError(
             f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "
@@ -415,7 +415,8 @@ def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
 # Default positions of a model.
 
 
-#: RoBERTa's position counter in transformers: a method of the embeddings, in earlier versions a module-level function.
+#: Function of RoBERTa in transformers that counts positions: a method of the embeddings, in earlier versions a
+#: module-level function.
 _COUNTS = "create_position_ids_from_input_ids"
 
 #: Function from a rank's (tokens or their embeddings, mask, token indices) to positions, (B, T) or (1, T).
@@ -448,7 +449,7 @@ def _positions(context: Context, tokens: Tensor, mask: Tensor | None, places_T: 
 
 
 class _PastPadding:
-    """Positions that start at padding_idx + 1. Padding has position padding_idx."""
+    """Default positions of RoBERTa: they start at padding_idx + 1, and padding has position padding_idx."""
 
     def __init__(self, count: Callable[[Tensor, int], Any], padding_idx: int):
         self._count, self._padding_idx = count, padding_idx

@@ -1,4 +1,4 @@
-"""Public API of context parallelism: prepare a model, shard a batch, and mark sharded sequences as in use."""
+"""Public API of context parallelism: prepare a model, shard a batch, and run with sharded sequences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MIXERS = "_weft_mixers"  # modules of a user's own model that need all tokens
 
 
 def check_sequences(model: nn.Module, mesh: Mesh, example: Any = None) -> str:
-    """Check a full model before it is sharded, and return the reason why its attention needs all tokens.
+    """Check a full model before it is sharded, and return the reason if its attention needs all tokens.
 
     Returns "" if attention itself can be sharded. Pass the result to `apply_context`. example: arguments of a forward
     of a user's own model, or None to generate them.
@@ -74,8 +74,8 @@ def apply_context(
     """Make `model` take sequences that are sharded over `mesh["cp"]`, in place. Does nothing if cp is 1.
 
     Returns the placements of changed parameters, which is empty: every cp rank stores full parameters. why: result of
-    `check_sequences` for the full model. runs: paths of the blocks of each pipeline stage on this rank. None if all
-    blocks are here. Raises ModelError if the model's attention cannot be replaced from outside.
+    `check_sequences` for the full model. runs: paths of the blocks of each pipeline stage on this rank. None: all
+    blocks are on this rank. Raises ModelError if the model's attention cannot be replaced.
     """
     if mesh["cp"].size == 1:
         return {}
@@ -114,7 +114,7 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
 
 
 def register_context_operators(model: nn.Module, recomputes: bool) -> None:
-    """Make attention over sharded sequences one operator per call in compiled blocks. Call it before compiling."""
+    """Make each attention call over sharded sequences one operator in compiled blocks. Call it before compiling."""
     if context_of(model) is not None:
         opaque = Opaque(is_attention=True, recomputes=recomputes)
         register_core_operators(model, opaque)
@@ -136,9 +136,9 @@ def shard_sequence(model: nn.Module, batch: Any) -> Any:
 
 
 def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
-    """Run forward and backward on a batch from `shard_sequence` inside this context.
+    """Run forward and backward on a batch from `shard_sequence` in this context.
 
-    Outside of it, the model takes full sequences.
+    Outside it, the model takes full sequences.
     """
     context = context_of(model)
     return contextlib.nullcontext() if context is None else context.use()

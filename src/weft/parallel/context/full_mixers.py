@@ -1,10 +1,10 @@
-"""Context parallelism for models whose attention cannot be replaced from outside: it gets all tokens on every rank.
+"""Context parallelism for models whose attention cannot be replaced: every rank computes it for all tokens.
 
-Outside of its blocks the model works on full sequences, so its own code computes masks, positions and biases. From the
+Outside its blocks the model works on full sequences, so its own code computes masks, positions and biases. From the
 first block to the last, each rank holds a contiguous range of tokens: the memory of norms, dropout, feed-forward layers
 and the residual stream shrinks with cp. Before a module that mixes tokens, ranks all-gather the tokens. Each rank
-computes the module for all tokens and keeps its own. So attention costs each rank as much as in one process. The head
-gets only this rank's tokens.
+computes this module for all tokens and keeps the output of its own, so attention costs each rank as much as in one
+process. The head gets only this rank's tokens.
 
 Every collective has its transpose in backward, and each rank's loss covers its own tokens. Gradients are therefore
 partial sums over cp, as with sharded attention.
@@ -30,19 +30,19 @@ from weft.parallel.context.apply import Context
 from weft.parallel.context.modes import SequenceOrder, full_sequence, shard_tensor
 from weft.private_torch import tree_flatten, tree_unflatten
 
-#: Inputs that are not tokens: every rank reads them in full.
+#: Inputs that contain no tokens: every rank reads them in full.
 BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 _TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
-#: Prefixes of arguments that an encoder computed: they hold all of its tokens.
+#: Prefixes of arguments that contain an encoder's output, for all of its tokens.
 _OF_ENCODER = ("encoder_", "key_value_states")
 _TOKEN_DIM = 1
 _Rebuild = Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class FullSequenceMixers(Context):
-    """Context in which mixing modules get all tokens. Each rank holds one contiguous range, independent of `cp_mode`.
-    whole: paths of the modules in these blocks that get all tokens. is_own: the model is the user's own, so its
-    arguments and outputs may have any names.
+    """Context in which modules that mix tokens get all tokens. Each rank holds one contiguous range for any `cp_mode`.
+    whole: paths of the modules inside blocks that get all tokens. is_own: True for a user's own model, whose arguments
+    and outputs may have any names.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FullSequenceMixers(Context):
         self.length = 0  #: length of the full sequences whose tokens the loss counts, in this forward
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Return the order of this rank's tokens in sequences of `seq_len` tokens. Raises ModelError if tokens do not
+        """Return which tokens of a sequence of `seq_len` tokens this rank holds. Raises ModelError if tokens do not
         divide evenly, or a rank would get a single token.
         """
         cp = self.axis.size
@@ -66,7 +66,7 @@ class FullSequenceMixers(Context):
         return SequenceOrder("ulysses", cp, self.axis.rank, seq_len)
 
     def shard(self, batch: Any) -> Any:
-        """Return this rank's shard of a batch. Encoder and decoder tokens are sharded by their own lengths. Raises
+        """Return this rank's shard of a batch. Tokens of an encoder and a decoder are sharded separately. Raises
         ModelError if the batch has no tokens, or they do not divide evenly.
         """
         if self.is_own or not isinstance(batch, Mapping):
@@ -106,7 +106,7 @@ def chains_of(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def mixers_of(model: nn.Module) -> list[str]:
-    """Return the paths of the outermost modules in blocks that mix tokens, judged by their classes."""
+    """Return the paths of the outermost modules in blocks that mix tokens, determined by their classes."""
     found: list[str] = []
     for path, block in repeated_blocks(model).items():
         for name, module in block.named_modules():
@@ -117,8 +117,8 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError if the model's blocks do not form chains, or mix tokens outside its mixers. Call it with the
-    full model: a pipeline stage cannot be traced.
+    """Raise ModelError if blocks are not called in sequence, or mix tokens outside the modules of `mixers_of`. Call it
+    with the full model: a pipeline stage cannot be traced.
     """
     blocks, mixers = repeated_blocks(model), mixers_of(model)
     chains = {layers.parent_of(path) for path in blocks}
@@ -137,7 +137,7 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
 
 
 def find_own_mixers(model: nn.Module, axis: Axis, example: Any = None) -> tuple[str, ...]:
-    """Return the modules of a user's own model that need all tokens, found by one traced forward. Raises ModelError if
+    """Return paths of a user model's modules that need all tokens, found by one traced forward. Raises ModelError if
     the model has no blocks, no embedding, or blocks that mix tokens in their own code.
     """
     where, remedy = f"cp={axis.size}", "Use cp=1 for this model."
@@ -156,8 +156,8 @@ def find_own_mixers(model: nn.Module, axis: Axis, example: Any = None) -> tuple[
 def gather_mixers(
     model: nn.Module, context: FullSequenceMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]
 ) -> None:
-    """Register hooks so that blocks get this rank's tokens and `whole` modules get all, while the context is in use.
-    `runs` holds the paths of the blocks of each chain, or of each pipeline stage, on this rank.
+    """Register hooks so that, while the context is in use, modules in `whole` get all tokens and other modules of
+    blocks get this rank's. `runs` holds the paths of the blocks of each chain, or of each pipeline stage, on this rank.
     """
     modules = dict(model.named_modules())
     for path in whole:
@@ -177,14 +177,14 @@ def gather_mixers(
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Return argument names of forward. They are read before other code replaces the class, which hides the names."""
+    """Return the argument names of forward. Call it before the class is replaced, which hides the names."""
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
 class _Hooks:
-    """Base of the hook objects. Hooks are objects because copies of a module copy its hooks. A copied hook has the
-    context None, so the copied model is a plain one.
+    """Base of the hook objects. They are objects because copies of a module copy its hooks. A copied hook has the
+    context None, so it does nothing.
     """
 
     def __init__(self, context: FullSequenceMixers, names: tuple[str, ...]):
@@ -203,7 +203,7 @@ class _Hooks:
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Rebuild]:
         """Return arguments by name, and a function that rebuilds args and kwargs from them. Hidden states come before
-        other arguments. Outputs of an encoder are left out.
+        other arguments. Outputs of an encoder are omitted.
         """
         given = dict(zip(self._names, args, strict=False))
         given |= {str(place): value for place, value in enumerate(args) if place >= len(self._names)}
@@ -230,10 +230,10 @@ class _Hooks:
 
 
 class _Ends(_Hooks):
-    """Hooks of the first and the last block of a chain."""
+    """Hooks of the first and the last block of a chain, which enter and leave the sharded sequence."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep this rank's tokens of the hidden states."""
+        """Reduce the hidden states to this rank's tokens."""
         if self._is_idle:
             return None
         given, rebuilt = self._split(args, kwargs)
@@ -250,7 +250,7 @@ class _Ends(_Hooks):
         return rebuilt(tree_unflatten(leaves, tree))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Gather all tokens. Each rank continues with its own loss."""
+        """Gather the hidden states of all tokens; each rank continues with its own loss."""
         del args
         if self._is_idle:
             return None
@@ -261,7 +261,7 @@ class _Ends(_Hooks):
 
 
 class _Mixer(_Hooks):
-    """Hooks of a module that gets all tokens."""
+    """Hooks of a module in a block that gets all tokens."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather all tokens of the hidden states and of other tensors of their shape, such as a residual."""
@@ -289,7 +289,7 @@ class _Mixer(_Hooks):
 
 
 class _Outer(_Hooks):
-    """Hooks of the model and its head."""
+    """Hooks of the full model and its head."""
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_idle:
@@ -321,14 +321,14 @@ class _Outer(_Hooks):
         return (), given
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Keep this rank's tokens of the hidden states."""
+        """Reduce the hidden states to this rank's tokens."""
         del head
         if self._is_idle or not args or args[0].ndim != 3 or args[0].shape[1] != self._context.length:
             return None
         return (self._own(args[0]), *args[1:])
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Keep this rank's part of outputs that have an entry per token."""
+        """Reduce outputs with one entry per token to this rank's tokens."""
         del model, args
         if self._is_idle:
             return None

@@ -1,11 +1,11 @@
-"""Attention over a sharded sequence as a list of blocks that need no mask.
+"""Attention over a sharded sequence, split into blocks that need no mask.
 
 Queries and keys are chunks of one sequence. A query attends to a band around its own position, and documents are
-intervals. So the visible part between two chunks consists of full rectangles, lower triangles (query i attends to keys
-up to i) and upper triangles (from key i on), which are lower triangles read backwards. A window shorter than a chunk
+intervals. So the mask between two chunks consists of full rectangles, lower triangles (query i attends to keys up to i)
+and upper triangles (from key i on), which become lower triangles if both are reversed. A window shorter than a chunk
 gives many equal triangles in sequence. These tiles form one block.
 
-No tensor of size (queries x keys) is allocated. Pairs that windows or documents separate are never computed.
+No tensor of size (queries x keys) is allocated. Scores that windows or documents mask out are never computed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from weft.parallel.random.streams import keeps, lines_of
 
 #: First tokens of the documents in one sequence, ascending from 0, followed by the sequence length.
 Borders = tuple[int, ...]
-#: Visible part of a block: all keys, keys up to the query's index in the block, or keys from that index on.
+#: Keys of a block that a query attends to: all keys, keys up to the query's index in the block, or keys from that index
+#: on.
 Shape: TypeAlias = Literal["all", "lower", "upper"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Numbers of tokens before and after itself that a token attends to. None means no limit. A token always attends to
-    itself.
-    """
+    """Number of tokens before and after a token that it attends to, in addition to itself. None means no limit."""
 
     before: int | None = None
     after: int | None = 0
@@ -56,7 +55,7 @@ class AttentionBlock(NamedTuple):
     tiles: int = 1
 
     def moved(self, rows: tuple[int, int] | None, q: int, k: int) -> AttentionBlock:
-        """Return the same block for other rows, with query and key indices shifted."""
+        """Return the same block for the sequences `rows`, with query and key indices shifted."""
         return AttentionBlock(rows, self.q0 + q, self.q1 + q, self.k0 + k, self.k1 + k, self.shape, self.tiles)
 
 
@@ -68,8 +67,8 @@ def attention_blocks(
     sight: AttentionWindow = CAUSAL,
 ) -> list[AttentionBlock]:
     """Return the blocks in which queries of the chunks `mine` attend to keys of the chunks `theirs`. May be empty.
-    Chunks ascend, have `length` tokens each, and are equal or disjoint as sets. `borders` holds the documents of each
-    sequence of the batch. None means that each sequence is one document.
+    Chunk indices ascend. Chunks have `length` tokens each, and the two lists are equal or have no common chunk.
+    `borders` holds the document boundaries of each sequence of the batch. None: each sequence is one document.
     """
     if borders is None:
         if sight in (CAUSAL, BOTH_WAYS):
@@ -88,7 +87,7 @@ def _undivided(
     mine: tuple[int, ...], theirs: tuple[int, ...], length: int, sight: AttentionWindow
 ) -> Iterator[AttentionBlock]:
     if mine == theirs or sight == BOTH_WAYS:
-        # Both ascend, so their order is the order of the sequence.
+        # Both lists ascend, so their order is the order of the sequence.
         yield AttentionBlock(
             None, 0, len(mine) * length, 0, len(theirs) * length, "all" if sight == BOTH_WAYS else "lower"
         )
@@ -123,13 +122,13 @@ def _divided(
 
 
 def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterator[AttentionBlock]:
-    """Yield the blocks in which queries q0..q1 attend to keys k0..k1, all by position in the sequence."""
+    """Yield the blocks in which queries q0..q1 attend to keys k0..k1, all as positions in the sequence."""
     before = q1 - k0 if sight.before is None else sight.before
     after = k1 - q0 if sight.after is None else sight.after
     q0, q1 = max(q0, k0 - after), min(q1, k1 + before)  # queries with visible keys
     if q0 >= q1:
         return
-    # From `slides` on, a query's first key moves with it. Before `stops`, its last key moves with it.
+    # From `slides` on, the first key of a query's window advances with it. Before `stops`, its last key does.
     slides, stops = (min(max(place, q0), q1) for place in (k0 + before, k1 - after))
     for start, end in pairwise(sorted({q0, slides, stops, q1})):
         if start >= slides and end <= stops:
@@ -145,8 +144,8 @@ def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterato
 
 
 def _window(start: int, end: int, before: int, after: int) -> Iterator[AttentionBlock]:
-    """Yield blocks for queries whose full window is visible. The blocks have tiles as long as the window, and one
-    shorter block covers the rest.
+    """Yield blocks for queries whose full window is in the sequence: tiles as long as the window, and one shorter block
+    for the rest.
     """
     length = max(1, before + after)
     whole = (end - start) // length
@@ -173,14 +172,14 @@ _SCORES = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Dropout of weights with probability `rate`, by query numbers (B, H, T) and key numbers (B, 1, S)."""
+    """Dropout of weights with probability `rate`, from a random number per query (B, H, T) and per key (B, 1, S)."""
 
     rate: float
     lines_BHT: Tensor
     columns_B1S: Tensor
 
     def factors(self, rows: slice, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """Return the factors of some queries' weights, (B, K, G, T, S): 0, or 1 / (1 - rate)."""
+        """Return the dropout factors of some queries' weights, (B, K, G, T, S): 0, or 1 / (1 - rate)."""
         lines = self.lines_BHT[:, :, rows].unflatten(1, (kv_heads, -1))
         kept = keeps(lines[..., None], self.columns_B1S[:, :, None, None], self.rate)
         return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
@@ -190,7 +189,7 @@ class Noise:
 class AttentionDrop:
     """Dropout of one attention call: each weight with probability `rate`, by (sample, head, query, key).
 
-    `samples` holds the global sample numbers of this call, int64 (B,). `first_head` is this rank's first head.
+    `samples` holds the global indices of this call's samples, int64 (B,). `first_head` is this rank's first head.
     """
 
     rate: float
@@ -199,20 +198,20 @@ class AttentionDrop:
     first_head: int
 
     def lines(self, heads: int, places_T: Tensor) -> Tensor:
-        """Return the dropout numbers of queries, (B, H, T)."""
+        """Return the random numbers of queries, (B, H, T)."""
         heads_H = torch.arange(self.first_head, self.first_head + heads, device=places_T.device)
         return lines_of(self.key, [self.samples.to(places_T.device), heads_H, places_T])
 
     def noise(self, lines_BHT: Tensor, places_S: Tensor) -> Noise:
-        """Return the dropout for queries with these numbers and keys at these positions."""
+        """Return the dropout for queries with these random numbers and keys at these positions."""
         columns = lines_of(~self.key, [places_S])
         return Noise(self.rate, lines_BHT, columns.expand(lines_BHT.shape[0], 1, -1))
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Scores of one attention call: products times `scale`, then softcap * tanh(score / softcap). `sight` is the
-    attention window, which the blocks implement and kernels ignore. `drop` is the dropout of the weights.
+    """How one attention call computes scores: scale * q @ k.T, then softcap * tanh(score / softcap). `sight` is the
+    attention window; it is applied by the choice of blocks, not by kernels. `drop` is the dropout of the weights.
     """
 
     scale: float
@@ -222,7 +221,7 @@ class Scoring:
 
     @property
     def is_usual(self) -> bool:
-        """True if one call of torch's attention over full sequences computes this scoring."""
+        """True if one call of torch's attention over full sequences computes these scores."""
         return self.softcap is None and self.drop is None and self.sight in (CAUSAL, BOTH_WAYS)
 
 
@@ -248,7 +247,7 @@ def attend_backward(
     grad_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, causal: bool,
     scoring: Scoring, noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gradients of queries, keys and values. `out` and `lse` are over all keys, not only this block's."""
+    """Return gradients of queries, keys and values. `out` and `lse` cover all keys, not only this block's keys."""
     kind = _kind(q_BHTC, scoring, noise)
     if kind == "cpu":
         return CPU_FLASH_BACKWARD(
@@ -264,7 +263,7 @@ def attend_backward(
 
 
 def _kind(q_BHTC: Tensor, scoring: Scoring, noise: Noise | None) -> str:
-    """Return the kernel for these inputs: torch's CPU kernel, flash attention, or plain arithmetic."""
+    """Return the name of the kernel for these inputs: torch's CPU kernel, flash attention, or plain arithmetic."""
     if scoring.softcap is not None or noise is not None:
         return "plain"
     if q_BHTC.device.type == "cpu":
@@ -303,8 +302,8 @@ def attend_plainly(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool, scoring: Scoring, noise: Noise | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `attend` in plain arithmetic, some queries per iteration. A query without visible keys gets zeros. `mask`
-    is bool (True means visible) or a float added to scores, of four dims that expand to (B, H, T, S).
+    """Compute `attend` in plain arithmetic, some queries per iteration. A query that attends to no key gets zeros.
+    `mask` is bool (True: attend) or a float added to scores, with four dims that expand to (B, H, T, S).
     """
     dtype = sum_dtype(q_BHTC.dtype)
     k_BKSC, v_BKSC = k_BKSC.to(dtype), v_BKSC.to(dtype)
@@ -356,7 +355,7 @@ KeysValues: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class PartialAttention:
-    """Output and log-sum-exp of queries over the keys added up to now. Initially zero and -inf. `places_T` holds the
+    """Output and log-sum-exp of queries over the keys added so far. Initially zero and -inf. `places_T` holds the
     queries' positions in the sequence.
     """
 
@@ -384,8 +383,8 @@ class PartialAttention:
             whole_lse.copy_(total)
 
     def result(self, sink_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return output (B, H, T, C) in the queries' dtype, and log-sum-exp (B, H, T). `sink_H` is an additional score
-        per head that takes its share of the weights and has no value.
+        """Return output (B, H, T, C) in the queries' dtype, and log-sum-exp (B, H, T). `sink_H` is an attention sink: a
+        score per head that takes part in the softmax and has no value.
         """
         if sink_H is not None:
             total = torch.logaddexp(self._lse, sink_H.to(self._lse.dtype)[:, None])
@@ -395,7 +394,7 @@ class PartialAttention:
 
 
 def sink_gradient(grad_BHTC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, sink_H: Tensor | None) -> Tensor | None:
-    """Return the gradient of the sinks from the output's gradient. `out` and `lse` include the sinks."""
+    """Return the gradient of the attention sinks from the output's gradient. `out` and `lse` include the sinks."""
     if sink_H is None:
         return None
     share_BHT = (sink_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp_()
@@ -404,7 +403,7 @@ def sink_gradient(grad_BHTC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, sink_H: 
 
 
 class Gradients:
-    """Gradients of queries, accumulated here, and of each set of keys and values, added to the caller's buffer."""
+    """Gradients of attention: of queries, accumulated here, and of keys and values, added to the caller's buffers."""
 
     def __init__(
         self, grad_BHTC: Tensor, q_BHTC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, scoring: Scoring, places_T: Tensor
@@ -442,7 +441,7 @@ def _noise_of(noise: Noise | None, piece: AttentionBlock) -> Noise | None:
 
 
 def _part(x: Tensor, piece: AttentionBlock, start: int, end: int) -> Tensor:
-    """Return the block's sequences and tokens start..end in dim 2, or the tensor itself if that is everything."""
+    """Return a block's sequences and its tokens start..end in dim 2, without a copy."""
     if piece.rows is not None and piece.rows != (0, x.shape[0]):
         x = x[piece.rows[0] : piece.rows[1]]
     return x if (start, end) == (0, x.shape[2]) else x[:, :, start:end]

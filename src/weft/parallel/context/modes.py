@@ -42,7 +42,7 @@ _WHOLE = "_weft_whole_values"
 
 @dataclass(frozen=True, slots=True)
 class SequenceOrder:
-    """Positions of one rank's tokens in the sequence. `mode` is "gather", "ring" or "ulysses"."""
+    """Which tokens of a sequence one rank holds, and in which order. `mode` is "gather", "ring" or "ulysses"."""
 
     mode: str
     cp: int
@@ -54,7 +54,7 @@ class SequenceOrder:
         return self.seq_len // num_chunks(self.mode, self.cp)
 
     def chunks(self, rank: int | None = None) -> tuple[int, ...]:
-        """Return the chunk numbers of a rank (default: this one), in sequence order."""
+        """Return the chunk indices of a rank (default: this one), in sequence order."""
         return chunks_of(self.mode, self.cp, self.rank if rank is None else rank)
 
     def positions(self, device: torch.device) -> torch.Tensor:
@@ -79,7 +79,7 @@ class SequenceOrder:
 
 
 def sequence_length(batch: Any) -> int | None:
-    """Return the tokens per sequence of a batch, or None. This is dim 1 of its input_ids, or else of its first tensor
+    """Return the tokens per sequence of a batch, or None. They are dim 1 of its input_ids, or else of its first tensor
     with two dims.
     """
     if isinstance(batch, torch.Tensor):
@@ -129,7 +129,7 @@ def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> 
 
 
 def remember_full(part: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Record the host values of full sequences, (B, S), for a tensor that is this rank's shard of them."""
+    """Store with a rank's shard of a tensor the full sequences' values on the host, (B, S)."""
     if values is not None and not part.is_inference():
         setattr(part, _WHOLE, (values, version_of(part)))
 
@@ -148,17 +148,17 @@ PADDING = -1
 
 
 def full_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch.Tensor:
-    """Return the full sequence of all ranks' tokens in order, (B, S). A collective over the axis."""
+    """Return the full sequence of all ranks' tokens in order, (B, S). Collective over the axis."""
     x_BT = x_BT.contiguous()
     parts = all_gather(x_BT, axis, out=x_BT.new_empty((axis.size, *x_BT.shape)))
     return order.join(list(parts.unbind(0)))
 
 
 def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tuple[Borders, ...] | None:
-    """Return the document boundaries in full sequences, from the ids of each rank's tokens. Identical on all ranks.
-    Returns None if no sequence has an inner border. Uses host values if the batch came from the host. For ids computed
-    on the device, this is a collective over the axis, and the host waits for it. Raises ModelError if a document
-    continues after another one.
+    """Return the document boundaries in full sequences, from the ids of each rank's tokens. All ranks get the same.
+    Returns None if each sequence is one document. Uses host values if the batch came from the host. For ids computed on
+    the device, this is a collective over the axis, and the host waits for it. Raises ModelError if a document continues
+    after another one.
     """
     known = full_values(ids_BT)
     ids_BS = (full_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
@@ -183,12 +183,12 @@ def _check_row(row: np.ndarray) -> None:
         )
 
 
-# The three modes in which a rank's queries attend to the keys of the full sequence.
+# The three modes in which queries of a rank attend to the keys of the full sequence.
 
 
 @dataclass(slots=True)
 class View:
-    """Visibility of keys for this rank's tokens: their order, and the documents of each sequence (None: one each)."""
+    """Which keys this rank's tokens attend to: their order, and the documents of each sequence (None: one each)."""
 
     axis: Axis
     order: SequenceOrder
@@ -217,10 +217,10 @@ class View:
 def attend_sharded(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Return attention over the full sequence for this rank's queries, (B, H, T, C). Values may differ in width from
-    queries and keys (multi-head latent attention). The output has the values' width. The narrower tensors are padded
-    with zeros, which change no product, so that keys and values stay one message. `sink_H` is a score per head that
-    takes a share of the weights and has no value (attention sinks of GPT-OSS).
+    """Return attention over the full sequence for this rank's queries, (B, H, T, C). Values may have another head dim
+    than queries and keys (multi-head latent attention); the output has the values' head dim. The narrower tensors are
+    padded with zeros, which change no result, so that keys and values are one message. `sink_H` is an attention sink of
+    each head (GPT-OSS).
     """
     width = v_BKTC.shape[-1]
     widest = max(width, q_BHTC.shape[-1])
@@ -296,7 +296,7 @@ class _Ring(torch.autograd.Function):
             part, source = own if step == 0 else torch.zeros_like(own), (axis.rank - step) % axis.size
             grads.add(kv, view.blocks_of(source, ctx.scoring.sight), view.positions(source, device), part)
             if step:
-                # The gradient of these keys, from the ranks that held them before, arrives one step behind them.
+                # The gradient of these keys from the ranks that had them before arrives one step after the keys.
                 part = part if grad_coming is None else part.add_(grad_coming.wait())
                 grad_coming = start_shift(part, axis)
             kv = coming.wait() if coming else kv
@@ -306,7 +306,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _FullAttention(torch.autograd.Function):
-    """Attention over full sequences on one rank that no single call of a fused kernel computes."""
+    """Attention over full sequences on one rank, for scores that a single fused kernel does not compute."""
 
     @staticmethod
     def forward(

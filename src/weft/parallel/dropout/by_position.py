@@ -1,7 +1,7 @@
-"""Modules that drop by position and replace the dropout of a model.
+"""Modules whose dropout is a function of positions. They replace the dropout of a model.
 
 nn.Dropout modules get a subclass. In modules that call dropout functions (F.dropout, F.scaled_dot_product_attention), a
-mode replaces the calls. Attention with dropout then runs unfused, because no fused kernel accepts such random numbers.
+mode replaces the calls. Attention with dropout then runs unfused: no fused kernel accepts a given dropout mask.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _end(drops: Drops | None, model: nn.Module, args: Any, output: Any) -> None:
 
 
 class PositionDropout(nn.Module):
-    """nn.Dropout by position."""
+    """nn.Dropout whose mask is a function of (seed, step, module path, position)."""
 
     _weft_site: DropSite
     inplace: bool
@@ -63,12 +63,12 @@ class PositionDropout(nn.Module):
 
 
 class FunctionalDropout(nn.Module):
-    """A module whose forward calls dropout functions; in training they drop by position."""
+    """A module whose forward calls dropout functions. In training, their masks are functions of positions."""
 
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the original class."""
+        """Run the original forward; in training, its dropout depends on positions."""
         site = self._weft_site
         if not self.training or site.is_plain:
             return super().forward(*args, **kwargs)
@@ -83,7 +83,7 @@ class FunctionalDropout(nn.Module):
 
 
 class UncompiledDropout(FunctionalDropout):
-    """A torch layer with dropout inside, which runs outside compiled code."""
+    """A torch layer that contains dropout, which runs outside compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
@@ -92,7 +92,7 @@ class UncompiledDropout(FunctionalDropout):
 
 
 class NoisyModule(nn.Module):
-    """A module that draws noise; in training the noise of samples depends on their numbers."""
+    """A module that draws random noise. In training, the noise of a sample depends on its index in the global batch."""
 
     _weft_site: DropSite
 
@@ -104,7 +104,7 @@ class NoisyModule(nn.Module):
 
 
 class RecurrentDropout(UncompiledDropout):
-    """A recurrent network with dropout between its layers."""
+    """A recurrent network of torch with dropout between its layers."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._weft_site.is_plain:
@@ -113,7 +113,7 @@ class RecurrentDropout(UncompiledDropout):
 
 
 class DroppingBlock(nn.Module):
-    """A block with dropout inside. Each forward counts calls from zero, so that a replay has the same counts."""
+    """A block that contains dropout. Each forward counts calls from zero, so that a recomputation counts the same."""
 
     _weft_sites: list[DropSite]
 
@@ -133,11 +133,11 @@ def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
 
 
 def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
-    """Make dropout and draws of weft.randn_like depend on positions in training.
+    """Make dropout and weft.randn_like depend on positions in training.
 
     Call it after the model was sharded, before recompute. Other random numbers of a forward come from torch's
     generators, which are seeded for each microbatch.
-    model: model, with or without modules that drop. seed: seed of steps and forwards without a key.
+    model: any model, with or without dropout. seed: seed of steps, and of forwards outside train steps.
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
     drops.model = weakref.ref(model)

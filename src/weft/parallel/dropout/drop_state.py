@@ -1,9 +1,9 @@
 """State of a model's random numbers on one rank, and dropout by position.
 
-A number is drawn from (seed, step, module path, position). A position is (sample of the global batch, token of the
-sequence, feature or head). Ranks with the same computation therefore drop the same elements. Ranks with a part of the
-tokens, heads or features drop the elements that one process would drop there. Dropout does not depend on the division
-of a batch into ranks and microbatches.
+A random number is a function of (seed, step, module path, position). A position is (sample of the global batch, token
+of the sequence, feature or head). Ranks with the same computation therefore drop the same elements. Ranks with a part
+of the tokens, heads or features drop the elements that one process would drop there. Dropout does not depend on the
+division of a batch into ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from weft.parallel.random.draws import drawing_by
 from weft.parallel.random.streams import SampleNumbers, ShardPosition, keep_mask_at, key_of, rows_of_samples
 from weft.private_torch import graph_task, uncompiled
 
-#: Attribute of a batch's tensors that contains their samples.
+#: Attribute of a batch's tensors that holds the indices of their samples.
 MARK = "_weft_samples"
-#: Calls of one module per forward of its block that run inside a compiled block. Later calls run outside it.
+#: Maximum number of calls of a module per forward of its block that run inside a compiled block. Later calls run
+#: outside.
 _CALLS = 4
 
 
 def marked_samples(batch: Any) -> SampleNumbers | None:
-    """Return the samples of a batch from `run.shard`, or None if its tensors have no such mark."""
+    """Return the sample indices of a batch from `run.shard`, or None if its tensors do not have them."""
     return next((found for one in tensors_in(batch) if (found := getattr(one, MARK, None)) is not None), None)
 
 
 @dataclass
 class _Forward:
-    """State of the current forward. is_driven: a train step chose key and samples. samples: samples of the microbatch,
-    or None if a rank's samples follow the previous rank's. draws: number of tensors that each module drew. is_replay:
-    backward replays a forward.
+    """State of the current forward. is_driven: True if a train step chose key and samples. samples: samples of the
+    microbatch, or None if a rank's samples follow the previous rank's. draws: number of random tensors that each module
+    has drawn. is_replay: True if backward recomputes a forward.
     """
 
     is_driven: bool = False
@@ -65,24 +66,24 @@ class Drops:
     def __init__(self, mesh: Mesh, seed: int, part: ShardPosition | None, context: Context | None):
         self.part = part or ShardPosition(mesh["tp"])
         self.sites: list[DropSite] = []
-        #: Sample numbers as a tensor that compiled blocks read. None if they follow from the rank, or if rows are not
-        #: samples: dropout then runs outside compiled blocks.
+        #: Sample indices as a tensor that compiled blocks read. None if they follow from the rank, or if rows are not
+        #: samples; dropout then runs outside compiled blocks.
         self.told_samples: Tensor | None = None
         self.is_told = True
         self._data = mesh.data
         self._cp, self._plan = mesh["cp"], mesh.plan
         self.device = mesh.device
         self._context, self._seed = context, seed
-        self.num_keys = 0  #: number of keys drawn here
+        self.num_keys = 0  #: number of keys from `next_key`
         self._forward = _Forward()
         self._compiled_key: int | None = None  # the key in compiled blocks
         self._fixed: FixedDraws | None = None
         self._kept: contextlib.ExitStack | None = None  # the loop's generator states, during its forward
-        #: True if noise of samples can depend on their numbers. Recorded or compiled code draws it from torch's
-        #: generators.
+        #: True if noise of a sample may depend on its index. Recorded or compiled code draws noise from torch's
+        #: generators instead.
         self.may_place_noise = self._cp.size == 1 and not mesh.plan.compile and not mesh.plan.graphs
-        self.places_noise = False  #: True if it does now: not in a step with given seeds.
-        self.model: weakref.ref[nn.Module] | None = None  #: its paths are part of the keys of draws in forward
+        self.places_noise = False  #: True if it does in this step, which has no given seeds
+        self.model: weakref.ref[nn.Module] | None = None  #: paths of its modules are part of random keys
         self._paths: dict[int, str] = {}  # by id of the module, filled at the first draw
         self._draw_sites: dict[str, DropSite] = {}
 
@@ -94,11 +95,11 @@ class Drops:
 
     @property
     def key(self) -> int:
-        """Key of this step's numbers, equal on all ranks."""
+        """Key of this step's random numbers, equal on all ranks."""
         return self._forward.key
 
     def next_key(self) -> int:
-        """Return a key from the seed and a counter, for steps and forwards without a number."""
+        """Return a key from the seed and a counter, for a step or forward that has no index."""
         self.num_keys += 1
         return key_of(self._seed, self.num_keys)
 
@@ -106,10 +107,10 @@ class Drops:
     def microbatch(
         self, key: int, samples: SampleNumbers | None, replayed: Mapping[str, int] | None = None
     ) -> Iterator[None]:
-        """Set the samples of the global batch that the model processes inside the context.
+        """Set, within the context, which samples of the global batch the model processes.
 
         samples: samples of the microbatch, or None if a rank's samples follow those on the rank before. replayed:
-        number of tensors that each module had drawn when the replayed forward began, or None for a forward.
+        number of random tensors that each module had drawn when the recomputed forward began, or None for a forward.
         """
         before = self._forward
         self._forward = _Forward(True, key, samples, dict(replayed or {}), replayed is not None)
@@ -126,17 +127,17 @@ class Drops:
 
     @property
     def reads_tensors(self) -> bool:
-        """True if keys and samples are now read from tensors, because compiled or recorded code would store numbers."""
+        """True if keys and samples are read from tensors, because compiled or recorded code would fix ints."""
         return self._fixed is not None or torch.compiler.is_compiling()
 
     @property
     def is_fixed(self) -> bool:
-        """True if they are read from persistent memory."""
+        """True if keys and samples are read from persistent memory."""
         return self._fixed is not None
 
     @contextlib.contextmanager
     def stored(self, fixed: FixedDraws) -> Iterator[None]:
-        """Read keys and samples from persistent memory inside the context. fixed: that memory."""
+        """Read keys and samples from persistent memory in the context. fixed: that memory."""
         before = self.told_samples, self.is_told, [site.keys for site in self.sites]
         self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
         for site, row in zip(self.sites, fixed.keys.unbind(), strict=True):
@@ -149,13 +150,13 @@ class Drops:
                 site.keys = row
 
     def travelling(self) -> AbstractContextManager[None]:
-        """Return the context that a later replay of the current computation must run in."""
+        """Return a context for a later recomputation of the current forward, with the same random numbers."""
         return _Replay(self, self._forward.key, self._forward.samples, dict(self._forward.draws))
 
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
-        """Return the key of the next tensor drawn in forward, and the position of its elements in each dim.
+        """Return the key of the next random tensor in forward, and the positions of its elements along each dim.
 
-        Raises ModelError if positions do not follow from the shape, or draws cannot be counted.
+        Raises ModelError if the shape does not determine positions, or if random tensors cannot be counted.
         """
         if self._plan.graphs:
             raise ModelError("graphs=on: the model draws with weft.randn_like or a similar function. Use graphs=off.")
@@ -174,7 +175,7 @@ class Drops:
         return key, site.draw_positions(like)
 
     def _path_of(self, modules: Iterable[nn.Module]) -> str:
-        """Return the path of the innermost module that belongs to the model, or "" outside all."""
+        """Return the path of the innermost module that belongs to the model, or "" if none does."""
         model = None if self.model is None else self.model()
         for module in modules:
             if id(module) not in self._paths and model is not None:
@@ -184,7 +185,7 @@ class Drops:
         return ""
 
     def draw_rows(self, count: int, device: torch.device) -> Tensor:
-        """Return a number for each row of a drawn tensor. Raises ModelError if rows do not belong to samples."""
+        """Return the global index of each row's sample, int64. Raises ModelError if rows are not samples."""
         samples = self._forward.samples
         if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
             raise ModelError(
@@ -194,7 +195,7 @@ class Drops:
         return self.samples(count, device)
 
     def check_draw(self, like: Tensor, is_inside: bool, is_cut: bool, is_whole: bool) -> None:
-        """Refuse a random tensor if its shape does not show which part of it this rank has.
+        """Refuse a random tensor if its shape does not determine which part of the full tensor this rank has.
 
         Raises ModelError with the field of the plan.
         """
@@ -207,15 +208,15 @@ class Drops:
             )
 
     def restart(self) -> None:
-        """Begin a forward: reset call counts, and leave any sharded part."""
+        """Begin a forward: reset call counts, and mark that no sharded region is open."""
         self.part.is_open = False
         for site in self.sites:
             site.calls = 0
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Set a new key for a training forward of the full model, in a loop without train steps.
+        """Set a new key for a training forward of the full model outside train steps.
 
-        torch's generators are seeded from it too, until `after_forward`.
+        torch's generators are seeded with it, until `after_forward` restores them.
         """
         if self._forward.is_driven or not model.training:
             return
@@ -235,7 +236,7 @@ class Drops:
             self._kept = None
 
     def seed_at(self, key: int, samples: SampleNumbers | None, model: nn.Module) -> int:
-        """Return the seed of torch's generators for a microbatch, from the key of its step and its first sample.
+        """Return the seed of torch's generators for a microbatch, derived from its step's key and its first sample.
 
         Ranks of tp share it. Ranks of cp have other tokens of the same samples and do not share it.
         samples: samples of the microbatch, or None if unknown.
@@ -245,7 +246,7 @@ class Drops:
         return key_of(key, type(model).__qualname__, first, self._cp.rank) % 2**63
 
     def _pass_to_compiled(self) -> None:
-        """Pass keys and samples to compiled blocks as tensors: numbers would be constants of their graphs."""
+        """Pass keys and samples to compiled blocks as tensors, because ints would become constants of their graphs."""
         if not self._plan.compile or self._fixed is not None or not self.sites:
             return
         samples = self._forward.samples
@@ -261,16 +262,16 @@ class Drops:
             self._compiled_key = self._forward.key
 
     def keys_of(self, key: int, calls: int) -> list[list[int]]:
-        """Return the keys of each site's first calls, derived from the step's key."""
+        """Return the keys of the first calls of each site, derived from the step's key."""
         return [[site.key(key, call) for call in range(1, calls + 1)] for site in self.sites]
 
     @property
     def num_calls(self) -> int:
-        """Most calls that a site has made in one forward, or the limit for compiled blocks."""
+        """Maximum number of calls of a site in one forward, or the limit for compiled blocks."""
         return _CALLS if self._plan.compile else max((site.most_calls for site in self.sites), default=0)
 
     def samples(self, count: int, device: torch.device) -> Tensor:
-        """Return a number for each row of a tensor, derived from its sample in the global batch."""
+        """Return an index for each row of a tensor, derived from its sample in the global batch."""
         if self.reads_tensors and self.told_samples is not None:
             return rows_of_samples(self.told_samples, count)
         samples = self._forward.samples
@@ -280,13 +281,13 @@ class Drops:
         return samples.row_numbers(count, device)
 
     def has_samples(self, count: int) -> bool:
-        """Return True if the microbatch has this many samples and noise depends on their numbers."""
+        """Return True if the microbatch has this many samples, and their noise depends on their indices."""
         samples = self._forward.samples
         known = samples is not None and len(samples.numbers) == count
         return known and self.places_noise and self.may_place_noise
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """Return a number for each row, if rows are samples, or tokens of all sequences that may be sharded."""
+        """Return an index for each row. Rows are samples, or the tokens of all sequences, which may be sharded."""
         context = self._context
         in_context = context is not None and context.in_use and not is_whole
         sequences = 0  # unknown, or not needed
@@ -305,13 +306,13 @@ class Drops:
         return self.samples(count * cuts, device).view(sequences, -1)[:, here].flatten()
 
     def sees_full_sequence(self, path: str) -> bool:
-        """Return True if a module has all tokens despite cp."""
+        """Return True if a module gets all tokens of a sequence that cp shards."""
         return self._context is not None and self._context.sees_full_sequence(path)
 
     def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """Return the sequence positions of this rank's tokens.
+        """Return the sequence positions of this rank's tokens. is_cut: tokens are sharded over tp, as under sp.
 
-        is_cut: tokens are sharded over tp, as between sharded layers under sp.
+        is_whole: the tensor has the tokens of the full sequence despite cp.
         """
         tp = self.part.axis
         whole = count * tp.size if is_cut else count
@@ -324,8 +325,8 @@ class Drops:
 
 
 class _Replay:
-    """Context of a replayed forward. It can be entered again, for a second backward. draws: number of tensors that each
-    module had drawn when the forward began.
+    """Context of a recomputed forward. It can be entered again, for a second backward. draws: number of random tensors
+    that each module had drawn when the forward began.
     """
 
     def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
@@ -342,7 +343,7 @@ class _Replay:
 
 
 class DropSite:
-    """Dropout of one module. path: its name."""
+    """Dropout of one module. path: the module's path in the model."""
 
     def __init__(self, drops: Drops, path: str):
         self.calls = self.most_calls = 0
@@ -400,9 +401,9 @@ class DropSite:
         return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
 
     def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
-        """Drop values of packed sequences at the same positions as `drop` would in padded ones. values: data of
-        nn.utils.rnn.PackedSequence, (tokens of all samples, features). batch_sizes: number of samples with a token at
-        each position of the sequence.
+        """Drop values of packed sequences at the positions at which `drop` would drop them in padded sequences. values:
+        data of nn.utils.rnn.PackedSequence, (tokens of all samples, features). batch_sizes: number of samples with a
+        token at each position of the sequence.
         """
         sizes = batch_sizes.tolist()
         kept = self.keep((sizes[0], len(sizes), values.shape[1]), rate, values.device)
@@ -457,11 +458,11 @@ class DropSite:
         return self._next_key()
 
     def rows(self, count: int, device: torch.device) -> Tensor:
-        """Return the numbers of the microbatch's samples, int64 (count,)."""
+        """Return the global indices of the microbatch's samples, int64 (count,)."""
         return self._drops.samples(count, device)
 
     def draw_positions(self, x: Tensor) -> list[Tensor]:
-        """Return the positions of a random tensor's elements, for each dim. x: (samples, ...)."""
+        """Return the positions of a random tensor's elements along each dim. x: (samples, ...)."""
         drops = self._drops
         is_inside = drops.part.is_open and not self._sees_all
         is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
@@ -476,7 +477,7 @@ class DropSite:
         return places
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
-        """Return the dropout of one call of attention. num_heads: heads on this rank."""
+        """Return the dropout of one attention call. num_heads: heads on this rank."""
         part = self._drops.part
         first_head = part.axis.rank * num_heads if part.is_open else 0
         is_told = self.has_stored_key if self._drops.is_fixed else torch.compiler.is_compiling()
@@ -485,7 +486,7 @@ class DropSite:
 
 
 class FixedDraws:
-    """Memory from which a recording reads its dropout state: keys of the sites' calls, and sample numbers.
+    """Memory from which a recorded forward reads its dropout state: keys of the sites' calls, and sample indices.
 
     samples: samples of a microbatch. All replayed microbatches have the same number of samples.
     """
@@ -498,7 +499,7 @@ class FixedDraws:
         self._sent: int | None = None  # the key in memory
 
     def fill(self, key: int, samples: SampleNumbers) -> None:
-        """Write the state of a microbatch for the next replay."""
+        """Write the keys and samples of a microbatch for the next replay of the recording."""
         if key != self._sent:
             send_numbers(self._drops.keys_of(key, self._calls), self.keys)
             self._sent = key

@@ -1,4 +1,4 @@
-"""Detection of modules whose code calls torch's dropout functions, for any name of their rate."""
+"""Detection of modules whose code calls torch's dropout functions, whatever the name of their rate."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _DROPS = frozenset({
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_",
     "feature_alpha_dropout", "feature_dropout",
 })  # fmt: skip
-#: torch functions that drop if they get a rate, which most callers never pass.
+#: torch functions that drop only if they get a rate, which most callers never pass.
 _MAY_DROP = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 #: torch functions and methods that draw noise.
 _DRAWS = frozenset({
     "randn_like", "rand_like", "randn", "rand", "randint", "bernoulli", "bernoulli_", "normal_", "uniform_",
     "exponential_", "rsample", "sample", "gumbel_softmax",
 })  # fmt: skip
-#: Packages whose code is not read: torch's layers are handled by class, and transformers' layers store their rates in
-#: attributes that `drops_itself` reads.
+#: Packages whose code is not searched: torch's layers are handled by class, and transformers' layers store their rates
+#: in attributes that `drops_itself` reads.
 _UNREAD = frozenset({"torch", "transformers", "weft", "numpy", "einops", *sys.stdlib_module_names})
 #: Attributes that hold a rate, in addition to those with "drop" in their names.
 _RATE_NAMES = ("p", "rate", "prob")
-#: torch's dropout of channels, and dropout that preserves mean and variance.
+#: torch's dropout of full channels, and dropout that preserves mean and variance.
 CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def calls_dropout(module: nn.Module, known: dict[tuple[type, bool], bool] | None = None) -> bool:
-    """Return True if a module may drop values in its own forward: by its class, or by calls in its code. module: module
-    of a model, without its submodules. known: results for classes whose code was read, extended by this call.
+    """Return True if a module may drop values in its own forward, by its class or by calls in its code. module: module
+    of a model; its submodules are ignored. known: results for classes whose code was searched, extended by this call.
     """
     if isinstance(module, CHANNEL_DROPOUTS):
         return module.p > 0
@@ -79,15 +79,15 @@ def _is_unread(module: str | None) -> bool:
 
 
 def recomputes_itself(module: nn.Module) -> bool:
-    """Return True if a module's code calls torch.utils.checkpoint, which runs parts of its forward a second time. No
-    mode is active in that run. torch's generators restart from their earlier state.
+    """Return True if a module's code calls torch.utils.checkpoint, which runs parts of its forward again in backward.
+    Modes are inactive in that run, and torch's generators restart from their earlier state.
     """
     return any("checkpoint" in method.__code__.co_names for method in _methods(type(module)))
 
 
 def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool:
-    """Return True if a module's code draws torch random numbers, except in the initialization of its weights. module:
-    module of a model, without its submodules. known: results for classes whose code was read, extended by this call.
+    """Return True if a module's code draws random numbers with torch, except to initialize weights. module: module of a
+    model; its submodules are ignored. known: results for classes whose code was searched, extended by this call.
     """
     key = type(module), False
     if key not in known:
@@ -104,7 +104,7 @@ class _Reader:
         self._seen: set[types.CodeType] = set()
 
     def calls(self, function: types.FunctionType) -> bool:
-        """Return True if the function drops, or calls one that does."""
+        """Return True if the function drops values, or calls a function that does."""
         names = dict(function.__globals__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not assigned yet
@@ -141,12 +141,12 @@ class _Reader:
         return (may_drop and (has_rate or self._has_rate)) or any(self._reads(one, names) for one in inner)
 
 
-# Noise of samples, drawn by the sample's number like dropout, so it does not depend on the sample's rank.
+# Noise of a sample is a function of its global index, like dropout, so it does not depend on the sample's rank.
 
 
 def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the noise of a call of torch, or None if it is not noise for samples. func: function of torch, or method
-    of Tensor.
+    """Return the random noise for a call of a torch function, or None if its rows are not samples. func: function of
+    torch, or method of Tensor.
     """
     draw = _NOISE.get(func)
     if draw is None or kwargs.get("generator") is not None or kwargs.get("out") is not None:
@@ -155,7 +155,7 @@ def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _uniform(site: DropSite, shape: Sequence[int], device: torch.device | str | None) -> Tensor | None:
-    """Return numbers between 0 and 1 by position, float64, or None if the rows are not samples."""
+    """Return random numbers between 0 and 1 that depend on positions, float64, or None if the rows are not samples."""
     where = torch.empty(0, device=device).device
     key = site.key_of_noise(shape)
     if key is None:
@@ -239,16 +239,16 @@ _NOISE: dict[Any, Callable[..., Tensor | None]] = {
 }
 
 
-# torch functions that drop values, by position: a mode replaces their calls while a module's forward runs.
+# Dropout functions of torch, by position: a mode replaces their calls while a module's forward runs.
 
 #: The constant of torch's alpha dropout: the negative of SELU's limit at minus infinity.
 _ALPHA = 1.7580993408473766
-#: Number of dims of an input without samples.
+#: Number of dims of an input that has no batch dim.
 _UNBATCHED = {F.dropout1d: 2, F.dropout3d: 4}
 
 
 class ByPosition(TorchFunctionMode):
-    """Mode in which torch functions drop by position, if a module calls them in its own code."""
+    """Mode in which dropout functions that a module's own code calls have masks that depend on positions."""
 
     def __init__(self, site: DropSite):
         super().__init__()
@@ -276,7 +276,7 @@ class ByPosition(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_callers(self) -> bool:
-        """Return True if the site's module makes the call. A replay of a module inside it may run without this mode."""
+        """Return True if the site's own module makes the call, not an inner module, recomputed without its mode."""
         if torch.compiler.is_compiling():
             return True
         frame: FrameType | None = inspect.currentframe()
@@ -316,7 +316,7 @@ class ByPosition(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rate: float, is_causal: bool,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
-        """Compute attention of inputs without heads, or with more dims between samples and heads."""
+        """Compute attention for inputs without a head dim, or with several dims between samples and heads."""
         lead = query.shape[:-2]
 
         def in_four(x: Tensor) -> Tensor:
@@ -341,7 +341,6 @@ def _with_parts_by_position(function: Callable[..., Any]) -> Callable[..., Any]:
 def _drop_channels(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Run `F.dropout1d`, `F.dropout2d` or `F.dropout3d` by position."""
     if not training or p == 0:
         return input
     x = input[None] if input.ndim == _UNBATCHED.get(func) else input
@@ -350,7 +349,7 @@ def _drop_channels(
 
 
 def _channel_mask(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
-    """Return a mask of the channels to keep, of (samples, channels, ...), with trailing dims of 1."""
+    """Return a mask of the channels to keep, (samples, channels, 1, ...)."""
     kept = mode.site.keep(x.shape[:2], rate, x.device)
     return kept.view(*x.shape[:2], *(1,) * (x.ndim - 2))
 
@@ -403,7 +402,7 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
 
 
 def attend_dropping(site: DropSite, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    """Compute the attention of `ByPosition._attend` from the inputs of an operator."""
+    """Compute the attention of `ByPosition._attend` from the flattened arguments of a custom operator."""
     del site
     query, key, value, drop_key, samples = inputs[:5]
     is_causal, scale, rate, first_head = numbers

@@ -1,7 +1,7 @@
-"""Deferred weight gradients: matrix products whose backward can store the two factors of the weight gradient.
+"""Deferred weight gradients: linear layers whose backward can store the two factors of the weight gradient.
 
-While a `DeferredWeightGrad` is open, backward returns the input gradient immediately and stores the factors. Everything
-else that autograd saved is freed, so a deferred gradient costs the layer's input and the gradient of its output.
+While a `DeferredWeightGrad` is open, backward returns the input gradient immediately and stores the factors. All other
+tensors that autograd saved are freed, so a deferred gradient keeps only the layer's input and its output gradient.
 
 Method: Qi et al. 2023, arXiv 2401.10241. R rows, I features in, O features out.
 """
@@ -20,7 +20,7 @@ from weft.private_torch import Function, hooks_of_parameter
 
 @dataclass(slots=True)
 class DeferredProduct:
-    """Factors of one weight's gradient. `is_transposed` means that the weight is (I, O)."""
+    """The two factors of a weight gradient. `is_transposed` means that the weight is (I, O)."""
 
     weight: nn.Parameter
     x_RI: Tensor
@@ -28,13 +28,13 @@ class DeferredProduct:
     is_transposed: bool
 
     def multiply(self) -> Tensor:
-        """Compute the gradient, in the weight's shape."""
+        """Multiply the factors. Returns the gradient in the weight's shape."""
         left, right = (self.x_RI, self.grad_RO) if self.is_transposed else (self.grad_RO, self.x_RI)
         return left.t() @ right
 
 
 class DeferredWeightGrad:
-    """Collector of the weight gradients that the current backward defers."""
+    """Stores the factors of weight gradients that the current backward defers."""
 
     def __init__(self) -> None:
         self._open: list[DeferredProduct] | None = None
@@ -50,7 +50,7 @@ class DeferredWeightGrad:
         self._open.append(product)
 
     def during(self, backward: Callable[[], None]) -> list[DeferredProduct]:
-        """Run a backward that defers weight gradients. Returns their factors."""
+        """Run `backward` and defer its weight gradients. Returns their factors."""
         self._open = []
         try:
             backward()
@@ -63,7 +63,7 @@ class DeferredWeightGrad:
 
 
 class HoldingLayer(nn.Module):
-    """Linear layer that can defer its weight gradient: it does so if `_weft_held` is set and open.
+    """Linear layer that defers its weight gradient while `_weft_held` is set and open.
 
     `_weft_float8` sets float8 multiplication. None means the weight's dtype.
     """
@@ -75,13 +75,13 @@ class HoldingLayer(nn.Module):
 
 
 class _Linear(Function):
-    """x W^T + b with a weight gradient that can be deferred."""
+    """x W^T + b, whose weight gradient can be deferred."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, param: Any, held: Any, transposed: bool, form: Any
     ) -> Tensor:
-        if hooks_of_parameter(weight)[0]:  # they would run without a gradient
+        if hooks_of_parameter(weight)[0]:  # hooks would run without a gradient
             held = None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight has no gradient
         ctx.param, ctx.held, ctx.is_transposed, ctx.form = param, held, transposed, form

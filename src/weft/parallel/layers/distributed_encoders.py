@@ -38,7 +38,7 @@ from weft.private_torch import graph_task, tree_flatten, tree_leaves, tree_unfla
 
 @dataclass(frozen=True, slots=True)
 class ItemCost:
-    """Relative FLOPs of an item: a term per row, and a term per pair of rows that attend to each other."""
+    """Relative FLOPs of an encoder item: a term per row, and a term per pair of rows that attend to each other."""
 
     per_row: float
     per_pair: float
@@ -58,7 +58,7 @@ class ItemCost:
 
 def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
     """Return the items of each rank, ascending. The most costly remaining item goes to the rank with the least cost.
-    ranks_per_home: number of consecutive ranks per data rank. Of equally costly items a rank gets its home's first.
+    homes: each item's data rank. ranks_per_home: ranks per data rank. Of equal costs, its data rank's items come first.
     """
     alike: dict[float, dict[int, list[int]]] = {}
     for item in reversed(range(len(costs))):
@@ -79,7 +79,7 @@ def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, r
 # Encoders whose items are distributed over ranks by cost. Each rank holds the full encoder and calls it once, for its
 # assigned items.
 
-#: Methods of transformers models that call an encoder and the modules after it, such as a projector.
+#: Methods of transformers models that call an encoder and the modules that follow it, such as a projector.
 FEATURES = ("get_image_features", "get_audio_features")
 #: Item count of a rank that does not call the encoder.
 _NOT_CALLED = -1
@@ -90,8 +90,8 @@ Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Encoder:
-    """One module whose items are distributed. module: the encoder. shares: distribute items. If False, ranks only
-    ensure that all of them call the module.
+    """A module whose items are distributed over ranks. module: the encoder. shares: True to distribute items. If False,
+    the ranks only ensure that all of them call the module.
     """
 
     def __init__(self, path: str, module: nn.Module, mesh: Mesh, *, shares: bool, over_data: bool):
@@ -99,7 +99,7 @@ class Encoder:
         alone = Axis("alone", 1, 0, (mesh.rank,))
         self._over_data = over_data and mesh.data.size > 1
         self._ranks = Ranks(mesh.data if self._over_data else alone, mesh["tp"] if shares else alone)
-        #: Ranks that must issue identical calls of the module.
+        #: Ranks on which the calls of the module must be identical.
         self.alike = mesh.data if self._over_data or mesh.plan.zero == 3 else alone
         self._cost = ItemCost.of(module)
         self._call: ItemCall | None = None
@@ -118,8 +118,8 @@ class Encoder:
     def before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Outer | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the arguments of a call by this rank's items. outer: the enclosing call of the model's method, or
-        None.
+        """Replace the arguments of a call by this rank's items. outer: call of the model's method that calls the
+        encoder, or None.
         """
         self.calls += 1
         self._call = None
@@ -143,8 +143,8 @@ class Encoder:
         return self._divided(items, known) if max(counts) > 0 else None
 
     def _divided(self, home: Items, known: Items) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with this rank's items. `home` holds the items of this rank's batch. A rank without
-        items computes the cheapest item of `known` instead.
+        """Return the arguments with this rank's items. `home` holds the items of this rank's batch. A rank that gets no
+        item computes the cheapest item of `known` instead.
         """
         home = home if len(home) else known.without_any
         division = self._divide(home)
@@ -179,9 +179,9 @@ class Encoder:
         return Division(self._ranks, rows, homes, dealt)
 
     def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
-        """Gather the number of items of each data rank. All ranks must call it. Returns the calls of another rank if
-        some ranks do not call the module, else None. `items` are this rank's; None means that it does not call the
-        module.
+        """Gather the number of items of each data rank. All ranks must call it. If some ranks do not call the module,
+        this returns a call of another rank that they can repeat, else None. `items` are this rank's items, or None if
+        it does not call the module.
         """
         said = b""
         if items is not None and len(items):
@@ -219,11 +219,11 @@ class Encoder:
         return found
 
     def keep(self, output: Any) -> None:
-        """Record outputs that backward must pass through on this rank, as on the others."""
+        """Store outputs that backward must pass through on this rank as on the others."""
         self.made += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def stand_by(self, model: nn.Module) -> None:
-        """Call the module if the model did not but other ranks' models did. If the other ranks called it through a
+        """Call the module if this rank's model did not, but other ranks' models did. If they called it through a
         method, the same method of `model` is called.
         """
         others = self._ask(None)
@@ -251,7 +251,7 @@ class Encoders:
             encoder.begin()
 
     def inside(self, method: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the holder, and record it as the enclosing call of encoders. Returns its result."""
+        """Run a method of the model that calls encoders, and record its arguments for them. Returns its result."""
         before, self._outer = self._outer, (method, args, kwargs)
         try:
             return call(*args, **kwargs)
@@ -259,8 +259,8 @@ class Encoders:
             self._outer = before
 
     def enter(self, encoder: Encoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call of an encoder. Earlier encoders that the model has not called are called first, for the other
-        ranks.
+        """Begin a call of an encoder. Earlier encoders that this rank's model skipped are called first, because other
+        ranks call them.
         """
         for one in self._encoders[: self._encoders.index(encoder)]:
             self._stand_by(one)
@@ -276,8 +276,8 @@ class Encoders:
     def prepare_text(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call the encoders that the model did not call, and tie all encoder outputs to the graph. Runs before the
-        first text block.
+        """Call the encoders that the model skipped, and connect all encoder outputs to the autograd graph. Runs before
+        the first text block.
         """
         for encoder in self._encoders:
             self._stand_by(encoder)
@@ -294,7 +294,7 @@ class Encoders:
 
 
 class FeatureCalls(nn.Module):
-    """Mixin for transformers models that call their encoders in methods: it records the arguments of these methods."""
+    """Mixin for transformers models that call their encoders in methods. It records the arguments of these methods."""
 
     _weft_encoders: Encoders
 
@@ -313,7 +313,7 @@ class FeatureCalls(nn.Module):
 
 
 class _Hooks:
-    """Hooks of one encoder. An object, because copies of a module copy its hooks."""
+    """Hooks of one encoder. They are an object because copies of a module copy its hooks."""
 
     def __init__(self, encoders: Encoders, encoder: Encoder):
         self._encoders, self._encoder = encoders, encoder
@@ -349,7 +349,7 @@ class _Text:
 
 
 def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
-    """Register the hooks in front of existing ones, so that other techniques' collectives run later. text: first block
+    """Register hooks that run before existing ones, so that other techniques' collectives run later. text: first block
     that reads encoder outputs. None if it is not on this rank or does not exist. encoders: encoders by module, in call
     order.
     """
@@ -369,16 +369,16 @@ def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn
         text.register_forward_pre_hook(uncompiled(hooks.before), with_kwargs=True, prepend=True)
 
 
-# Choice of the encoders: modules that a layout names, and towers that every data rank must call under zero=3.
+# Choice of the encoders: modules that a layout names, and encoders that every data rank must call under zero=3.
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: Attribute names of dropout rates in modules that drop by functions.
+#: Attributes with a dropout rate in modules that call dropout functions.
 _RATES = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout", "layerdrop")
 
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """Encoders of a full model.
+    """Which modules of a full model are encoders with distributed items.
 
     `shared` maps the paths of encoders whose items are distributed to True if data ranks share them too. `watched`
     holds the paths of encoders that all data ranks must call and whose items stay on their rank. `text` is the first
@@ -390,11 +390,11 @@ class EncoderChoice:
     text: nn.Module | None = None
 
     def holds(self, path: str) -> bool:
-        """Return True if a module's items are distributed, or it is inside such a module."""
+        """Return True if the module's items are distributed, or it is inside a module whose items are."""
         return any(path == one or path.startswith(f"{one}.") for one in self.shared)
 
     def parameters(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names of their parameters on this rank. Each rank's gradients cover only its items."""
+        """Return the names of encoder parameters on this rank. Each rank's gradients cover only its own items."""
         return tuple(name for name, _ in model.named_parameters() if self.holds(name.rpartition(".")[0]))
 
 
@@ -424,7 +424,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 
 
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
-    """Make ranks share the items of the encoders on this rank. Call it after all other hooks are registered.
+    """Divide the items of this rank's encoders over ranks. Call it after all other hooks are registered.
 
     choice: encoders of the full model.
     """
@@ -442,7 +442,7 @@ def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> 
 
 
 def _check_plan(first: str, model: nn.Module, mesh: Mesh, named: Mapping[str, bool]) -> None:
-    """Raise LayoutError if the plan divides something that must stay complete."""
+    """Raise LayoutError if the plan shards something that distributed encoders need in full."""
     if mesh.plan.cp > 1:
         raise LayoutError(
             f"{first}=spread: with cp={mesh.plan.cp} each rank has a part of the tokens, and their items are "
@@ -484,7 +484,7 @@ def _rate(module: nn.Module) -> float:
 
 
 def _towers(model: nn.Module) -> tuple[str, ...]:
-    """Return the towers of a model that writes images over its tokens. A text-only batch calls none of them."""
+    """Return the encoders of a model that replaces placeholder tokens by image features. Text batches skip them."""
     if not hugging_face.is_hugging_face(model) or not hugging_face.reads_images_as_tokens(model):
         return ()
     lists = dict.fromkeys(layers.parent_of(path) for path in repeated_blocks(model))
@@ -502,5 +502,5 @@ def _towers(model: nn.Module) -> tuple[str, ...]:
 
 
 def _meets(path: str, other: str) -> bool:
-    """Return True if one module is the other or inside it."""
+    """Return True if two module paths are equal, or one module is inside the other."""
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")

@@ -1,4 +1,4 @@
-"""Document masking in transformers models, and tests of it on a small copy of the model."""
+"""Document masking in transformers models, and a test of it on a small copy of the model."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from weft.errors import ModelError
 from weft.models.attention import document_attention, find_starts, ids_of
 from weft.models.inspect import hugging_face, token_flow
 
-#: Sizes of the copy. Heads times head dim equals the model width, which many configs assume.
+#: Sizes of the small copy. Heads times head dim equals the model width, which many configs assume.
 _SIZES = {
     "vocab": 61, "hidden": 32, "heads": 4, "head_dim": 8, "rope_dim": 8, "q_rank": 8, "kv_rank": 8, "ffn": 32,
     "expert_ffn": 8, "num_experts": 4, "top_k": 2, "groups": 2, "top_groups": 1, "positions": 64, "dense_layers": 1,
     "expand": 1,
 }  # fmt: skip
-#: Larger ids are ordinary tokens.
+#: Token ids above this are ordinary tokens in all models.
 _LAST_PADDING = 4
 #: A list with more distinct values than this does not encode layer kinds.
 _MOST_KINDS = 4
 
 
 def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.Module:
-    """Build a small transformers model of the same class and config, with random weights in fp32. It has enough layers
-    to include one of each kind. Propagates the errors of transformers if the sizes do not fit. window: tokens of its
-    windows and chunks, if it has any.
+    """Build a small transformers model of the same class and config, with random weights in fp32. It contains one layer
+    of each kind. Propagates the errors of transformers if the sizes do not fit. window: length in tokens of its
+    attention windows and chunks, if it has any.
     """
     config = copy.deepcopy(config)
     for part in _parts(config):
@@ -68,7 +68,7 @@ def _make_small(config: Any, window: int) -> None:
 
 
 def _kinds(config: Any, num_layers: int) -> dict[str, list[Any]]:
-    """Return the config's lists that have an entry per layer and few distinct values."""
+    """Return the config's lists that have an entry per layer and few distinct values, as lists of layer kinds do."""
     names = {*vars(config), "layer_types", "layers_block_type"}
     found = {name: getattr(config, name, None) for name in sorted(names)}
     return {
@@ -79,7 +79,7 @@ def _kinds(config: Any, num_layers: int) -> dict[str, list[Any]]:
 
 
 def _filled(kind: type[nn.Module], config: Any) -> nn.Module:
-    """Build the model, with weights large enough that tokens affect each other. The global RNG state is kept."""
+    """Build the model, with weights large enough that tokens affect each other. The global RNG state is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with torch.device("cpu"):
@@ -93,26 +93,26 @@ def _filled(kind: type[nn.Module], config: Any) -> nn.Module:
     return model
 
 
-# Attention of Hugging Face models within the documents of packed sequences, without a mask over pairs of tokens.
+# Attention of Hugging Face models within the documents of packed sequences, without a (T, T) mask.
 
 #: transformers' name for torch's fused attention, and the name of its replacement.
 _OWN, _NAME = "sdpa", "weft_sdpa_by_documents"
 _READY = "_weft_reads_documents"
-#: Attributes of a model: its first position, and the flag of a call of `call_in_documents`.
+#: Attributes of a model: its first position, and a flag that is True during a call of `call_in_documents`.
 _FIRST, _TOLD = "_weft_first_position", "_weft_is_told_documents"
-#: Dtypes of masks that hold document boundaries: start positions, or document ids.
+#: Dtypes by which masks with document boundaries are recognized: start positions, or document ids.
 _PLACES, _IDS = torch.int64, torch.int32
-#: Attention arguments of some models that need a mask over pairs.
+#: Attention arguments of some models that are possible only with a (T, T) mask.
 _BESIDE = ("softcap", "s_aux", "position_bias", "head_mask", "indices")
 
 
 def reads_documents(model: nn.Module) -> bool:
-    """Return True if `attend_in_documents` can make this model's layers read borders."""
+    """Return True if `attend_in_documents` can make this model's layers use document boundaries."""
     return hugging_face.is_hugging_face(model) and _is_usual(model)
 
 
 def attend_in_documents(model: nn.Module) -> None:
-    """Make the layers of a causal transformers model read the output of `borders_of`, in place."""
+    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place."""
     if not reads_documents(model):
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -133,9 +133,9 @@ def attend_in_documents(model: nn.Module) -> None:
 
 
 def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the forward arguments that mark where the documents of a loader's batch begin. Empty if the model does not
-    read borders: then positions mark them. If the batch has no border the mask is empty, so that transformers does not
-    search for borders.
+    """Return the forward arguments that pass the document boundaries of a loader's batch. Empty if the model's layers
+    do not use boundaries; then positions show them. For a batch of one document per row the mask is empty, so that
+    transformers does not search for boundaries.
     """
     if not reads_borders(model):
         return {}
@@ -150,7 +150,7 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor:
-    """Return the attention mask that encodes document boundaries: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
+    """Return an attention mask that encodes document boundaries: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
     starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device sync.
     ids_BT: ascending document id per token, used if `starts_BM` is None.
     """
@@ -161,15 +161,14 @@ def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor
 
 
 def reads_borders(model: nn.Module) -> bool:
-    """Return True if `attend_in_documents` has made this model's layers read borders."""
+    """Return True if `attend_in_documents` has made this model's layers use document boundaries."""
     return getattr(model, _READY, False)
 
 
 def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Call a causal transformers model on a loader's batch. Tokens attend only within their document.
+    """Call a causal transformers model on a packed batch. Tokens attend only within their document.
 
-    A model that does not read borders gets block-diagonal masks, even if it does not pass positions to transformers'
-    masks.
+    If the model's layers do not use document boundaries, block-diagonal masks are passed.
     """
     if not hasattr(model, _FIRST):
         setattr(model, _FIRST, hugging_face.first_position(model))
@@ -184,15 +183,15 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def has_documents(model: nn.Module) -> bool:
-    """Return True if the current call comes from `call_in_documents`, which marks the documents."""
+    """Return True during a call of `call_in_documents`, which passes the document boundaries."""
     return getattr(model, _TOLD, False)
 
 
 @contextlib.contextmanager
 def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
-    """Keep every mask that transformers builds over these tokens within documents, inside this context. Some models
-    (OPT, gpt-oss) have positions but do not pass them when they build a mask. Others (BioGPT) pass a mask of ones, and
-    then transformers ignores positions.
+    """Within the context, restrict every mask that transformers builds to documents. Some models (OPT, gpt-oss) have
+    positions but do not pass them when they build a mask. Others (BioGPT) pass a mask of ones, and then transformers
+    ignores positions.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     known: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {})
@@ -215,7 +214,7 @@ def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
 
 
 def _is_usual(model: Any) -> bool:
-    """Return True if all layers look up torch's fused attention and are causal, and nothing else reads the mask."""
+    """Return True if all layers are causal and use torch's fused attention, and nothing else reads the mask."""
     takes = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     layers = [module for module in model.modules() if hasattr(module, "is_causal")]
@@ -232,7 +231,7 @@ def _is_usual(model: Any) -> bool:
 
 
 def _reads_mask(module: nn.Module) -> bool:
-    """Return True if a module takes the mask but contains no attention, like an indexer of sparse attention."""
+    """Return True if a module takes the mask but contains no attention, such as an indexer of sparse attention."""
     takes = "attention_mask" in inspect.signature(module.forward).parameters
     return takes and not any(hasattr(one, "is_causal") for one in module.modules())
 
@@ -243,7 +242,7 @@ def _attend(
     is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention with the interface of transformers: (B, H, T, C) in, (B, T, H, C) out. `own` is the function
-    that this one replaces. It is bound here because compiled blocks cannot look up a name.
+    that this one replaces. It is bound in advance because compiled blocks cannot look up a name.
     """
     how = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
     if attention_mask is None or attention_mask.dtype not in (_PLACES, _IDS):
@@ -264,7 +263,7 @@ def _attend(
 
 
 def _mask(starts_BM: Tensor | None, ids_BT: Tensor | None, num_tokens: int, window: int | None) -> Tensor:
-    """Return the visibility mask, bool (B, 1, T, T)."""
+    """Return the attention mask of documents and window, bool (B, 1, T, T). True: attend."""
     if ids_BT is None:
         assert starts_BM is not None
         ids_BT = ids_of(starts_BM, num_tokens)
@@ -275,18 +274,18 @@ def _mask(starts_BM: Tensor | None, ids_BT: Tensor | None, num_tokens: int, wind
     return seen[:, None]
 
 
-# Test for attention across documents of one row in a transformers model.
+# Test whether tokens attend to other documents of their row in a transformers model.
 
-#: Lengths of the repeated document and of the one between. The window is shorter than both.
+#: Lengths of a document that a row contains twice, and of the one between. The window is shorter than both.
 _TWICE, _BETWEEN, _WINDOW = 11, 13, 6
-#: Limit relative to the logits' standard deviation: rounding is below 1e-5, and the weakest leak found is 8e-2.
+#: Limit of the difference in standard deviations of the logits. Rounding is below 1e-5, the weakest leak found is 8e-2.
 _LIMIT = 1e-3
 
 
 def why_documents_mix(model: Any) -> str:
     """Return the reason why packed documents affect each other in this transformers model, or "" if they do not.
 
-    `model` may be on any device and must be unmodified. It and the RNG state are not changed.
+    `model` may be on any device and must be unmodified. The model and the RNG state are not changed.
     """
     if not hugging_face.is_hugging_face(model) or reads_documents(model):
         return ""
@@ -294,10 +293,10 @@ def why_documents_mix(model: Any) -> str:
 
 
 def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
-    """Return the same for a transformers class whose layers do not read borders, and its config."""
+    """Return `why_documents_mix` for a transformers class and config whose layers do not use boundaries."""
     kind = config.model_type
     try:
-        with hugging_face.quiet():  # its messages would be about the small model
+        with hugging_face.quiet():  # its messages would describe the small model
             difference = _difference(small_copy(model_class, config, window=_WINDOW))
     except Exception as error:  # third-party code, with sizes that it may not support
         first = next(iter(str(error).strip().splitlines()), "")[:120].rstrip(".")
@@ -311,7 +310,7 @@ def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
 
 
 def _difference(model: Any) -> float:
-    """Return the largest difference between a document's logits in a row and alone, in standard deviations."""
+    """Return the largest difference, in standard deviations, between a document's logits in a packed row and alone."""
     attend_in_documents(model)
     tokens = torch.randint(5, 50, (_TWICE + _BETWEEN,), generator=torch.Generator().manual_seed(1))
     twice, between = tokens[:_TWICE], tokens[_TWICE:]
@@ -339,16 +338,16 @@ def _packed(*documents: Tensor) -> dict[str, Tensor]:
     }
 
 
-# Documents that a script packs into rows and marks by `position_ids` that restart within a row.
+# Documents that a training script packs into rows, with `position_ids` that restart at each document.
 
-#: Arguments that hold earlier tokens: the document continues.
+#: Arguments that hold earlier tokens. With them, the first document continues an earlier one.
 _CACHES = ("past_key_values", "cache", "cache_params", "state")
 
 
 def separate_by_position_ids(model: nn.Module) -> None:
-    """Keep the documents of a transformers model apart if `position_ids` of a call restart within a row, in place.
+    """Make a transformers model separate packed documents if `position_ids` restart within a row, in place.
 
-    Call it before any other change to the model. Other models are not changed.
+    Call it before any other change to the model. Models of other libraries are not changed.
     """
     if not hugging_face.is_hugging_face(model):
         return
@@ -358,8 +357,8 @@ def separate_by_position_ids(model: nn.Module) -> None:
 
 
 class _Follower:
-    """Hooks of a model that handle restarting positions. The model is tested when it first gets such positions, since
-    most scripts pass none.
+    """Hooks of a model that handle restarting positions. The model is tested only when it first gets such positions,
+    since most scripts pass none.
     """
 
     def __init__(self, model: Any):
@@ -375,7 +374,7 @@ class _Follower:
         return self.__dict__ | {"_open": []}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call. Returns new arguments if they change."""
+        """Begin a call of the model. Returns new arguments if they change."""
         stack = contextlib.ExitStack()
         self._open.append(stack)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
@@ -401,8 +400,8 @@ class _Follower:
             self._open.pop().close()
 
     def _expect_separate(self, positions_BT: Tensor, ids_BT: Tensor) -> None:
-        """Refuse restarting positions in a model in which documents of a row affect each other. If positions are only
-        on the device, such a model syncs in each call. No other model does.
+        """Refuse restarting positions if documents of a row affect each other in this model. If positions are only on
+        the device, this waits for the device in each call of such a model, and only of such a model.
         """
         if self._why is None:
             self._why = why_kind_mixes(self._kind, self._config)
@@ -415,7 +414,7 @@ class _Follower:
 
 def _document_ids(given: dict[str, Any]) -> Tensor | None:
     """Return an ascending document id per token, int64 (B, T), or None if the call does not need separated documents.
-    Computed on the host if it has the values of positions and mask, else on their device. A document begins where a
+    Computed on the host if the host has the values of positions and mask, else on their device. A document begins if a
     position is not its predecessor plus 1. Padding forms separate documents.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")

@@ -1,8 +1,8 @@
 """Encoder attention over all images of a batch in one call, and the items of an encoder call.
 
-Models of transformers with such an encoder (Qwen2-VL and related models) call torch's fused attention once per image
-and layer, and read the borders from the device each time. transformers passes the borders to one call only if the
-attention function's name contains "flash". So the encoder's modules get a copy of the config with such a name.
+transformers models with such an encoder (Qwen2-VL and related models) call torch's fused attention once per image and
+layer, and copy the image boundaries from the device each time. transformers passes the boundaries to a single call only
+if the attention function's name contains "flash". So the encoder's modules get a copy of the config with such a name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.models.attention import bordered_attention
 from weft.models.inspect import hugging_face
 from weft.private_torch import Function, tree_flatten, tree_unflatten
 
-#: transformers passes borders to functions with "flash" in their names.
+#: transformers passes boundaries to functions with "flash" in their names.
 _NAME = "weft_flash_by_borders"
 _BORDERS = "cu_seqlens"
 
@@ -44,7 +44,7 @@ def attend_by_borders(model: nn.Module) -> None:
     configs: dict[int, Any] = {id(module.config): module.config for module in attending}
     sharing = [module for module in model.modules() if id(getattr(module, "config", None)) in configs]
     if any("attention_mask" in inspect.signature(module.forward).parameters for module in sharing):
-        return  # a text module shares the config, and its attention takes no borders
+        return  # a text module shares the config, and its attention takes no boundaries
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
     for one in configs.values():
         own = copy.copy(one)
@@ -55,7 +55,7 @@ def attend_by_borders(model: nn.Module) -> None:
 
 
 def _calls_by_picture(module: nn.Module) -> bool:
-    """Return True if the module attends between borders with torch's fused attention and without dropout."""
+    """Return True if the module attends within each image by torch's fused attention, without dropout."""
     if hugging_face.attention_name(module) != "sdpa" or not hasattr(module, "scaling"):
         return False
     drops = getattr(module, "attention_dropout", 0.0)
@@ -89,9 +89,9 @@ _GRIDS = (2, 3)
 
 @dataclass(frozen=True)
 class Items:
-    """Arguments of one encoder call, divided into items. `rows` holds the rows per item, and `spans` how many of them
-    attend to each other. `leaves` and `tree` are the flattened arguments. `by_row` and `by_item` hold the indices of
-    leaves with one entry per row or per item.
+    """Arguments of one encoder call, divided into items (images or clips). `rows` holds the rows per item, and `spans`
+    how many of them attend to each other. `leaves` and `tree` are the flattened arguments. `by_row` and `by_item` hold
+    the indices of leaves with one entry per row or per item.
     """
 
     rows: tuple[int, ...]
@@ -109,7 +109,7 @@ class Items:
         return all(count == 1 for count in self.rows)
 
     def sizes(self, place: int) -> tuple[int, ...]:
-        """Return the number of rows of each item in a leaf."""
+        """Return the number of rows of each item in a leaf. place: the leaf's index."""
         return self.rows if place in self.by_row else (1,) * len(self.rows)
 
     @property
@@ -119,7 +119,7 @@ class Items:
         return Items((), (), leaves, self.tree, self.by_row, self.by_item)
 
     def taken(self, place: int, chosen: Sequence[int]) -> Tensor:
-        """Return the rows of the chosen items in a leaf, concatenated."""
+        """Return the rows of the chosen items in the leaf with index `place`, concatenated."""
         return take(self.leaves[place], self.sizes(place), chosen)
 
     def arguments(self, replaced: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -128,7 +128,7 @@ class Items:
 
 
 def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
-    """Return the rows of the chosen items, concatenated. tensor: (rows of all items, ...). chosen: item numbers, in
+    """Return the rows of the chosen items, concatenated. tensor: (rows of all items, ...). chosen: item indices, in
     output order.
     """
     if list(chosen) == list(range(len(sizes))):
@@ -141,9 +141,9 @@ def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
 
 def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Items:
     """Return the items of a call. An integer tensor can define how many rows of the first float tensor belong to each
-    item: (N, 3) grids of frames, height and width, (N, 2) grids of height and width, or (N,) counts. They must add up
-    to the number of rows. Without such a tensor each row is one item. Raises LayoutError if the borders of items cannot
-    be determined.
+    item: (N, 3) grids of frames, height and width, (N, 2) grids of height and width, or (N,) counts. The items must add
+    up to the number of rows. Without such a tensor each row is one item. Raises LayoutError if the boundaries of items
+    cannot be determined.
     """
     leaves, tree = tree_flatten((args, kwargs))
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
@@ -170,7 +170,7 @@ def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item
 
 
 def _counts(leaf: Tensor, total: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return rows per item and how many of them attend to each other, or None if the numbers do not fit."""
+    """Return rows per item and how many of them attend to each other, or None if they do not add up to `total`."""
     if leaf.dtype == torch.bool or leaf.is_meta:
         return None
     if leaf.dim() == 1 and leaf.shape[0] <= total:
@@ -189,7 +189,7 @@ def _counts(leaf: Tensor, total: int) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Axes that share items. `data` has size 1 if items stay with their data rank."""
+    """Axes over which items are distributed. `data` has size 1 if items stay with their data rank."""
 
     data: Axis
     tp: Axis
@@ -221,7 +221,7 @@ class Division:
 
     @cached_property
     def _first(self) -> int:
-        """Number of this data rank's first item."""
+        """Index of this data rank's first item among all items."""
         return sum(home < self.ranks.data.rank for home in self.homes)
 
     def _at(self, data_rank: int, place: int, home: int) -> list[int]:
@@ -235,12 +235,12 @@ class Division:
 
     @cached_property
     def _received(self) -> list[list[int]]:
-        """Items that this rank computes, by their data rank."""
+        """Items that this rank computes, listed by the data rank whose batch contains them."""
         data, place = self.ranks.data, self.ranks.batch_index
         return [self._at(data.rank, place, home) for home in range(data.size)]
 
     def bring(self, items: Items, place: int) -> Tensor:
-        """Return the rows of this rank's items in a leaf of the call. A collective over `data`."""
+        """Return the rows of this rank's items in the leaf with index `place`. Collective over `data`."""
         leaf, sizes = items.leaves[place], items.sizes(place)
         if self.ranks.data.size == 1:
             return take(leaf, sizes, self.own)
@@ -263,9 +263,9 @@ class Division:
     def home(self, outputs: Sequence[Tensor], given: int) -> list[Tensor]:
         """Return the rows of all items of this data rank in the module's outputs, in item order.
 
-        A collective over `data`, then over tp.
+        Collective over `data`, then over tp.
         outputs: each (rows, ...). The number of rows equals the number of input rows, or a multiple or fraction of it.
-        given: number of input rows, from this rank's items or from the substitute item.
+        given: number of input rows, of this rank's items or of the placeholder item.
         """
         scaled = [self._rows_of(output.shape[0], given) for output in outputs]
         if not self.own:
@@ -283,7 +283,7 @@ class Division:
         return [rows * made // given for rows in self.rows]
 
     def _over_data(self, outputs: Sequence[Tensor], scaled: list[list[int]]) -> list[Tensor]:
-        """Return all outputs to their data ranks, with one exchange per dtype, so that backward has a fixed order."""
+        """Send all outputs to their data ranks in one exchange per dtype, so that the order of backward is fixed."""
         found: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             places = [place for place, output in enumerate(outputs) if output.dtype == dtype]
@@ -304,7 +304,7 @@ class Division:
         return [found[place] for place in range(len(outputs))]
 
     def _joined(self, output: Tensor, rows: list[int]) -> Tensor:
-        """Return the rows from all ranks with this batch, in item order."""
+        """Gather the rows from all ranks with this batch, in item order."""
         ranks, home = self.ranks, self.ranks.data.rank
         order = [
             [item for rank in range(ranks.data.size) for item in self._at(rank, place, home)]
@@ -327,7 +327,7 @@ class Division:
         return output.index_select(0, torch.tensor(places, dtype=torch.int64, device=output.device))
 
 
-# Description of an encoder call for ranks without items: one item of another rank, without its float values.
+# Description of an encoder call for ranks without items: one item of another rank, with zeros for its float values.
 
 #: Maximum number of integers that are sent with their values. For floats only the shape is sent.
 _MOST_NUMBERS = 1024
@@ -384,8 +384,8 @@ def _made_call(text: list[Any], device: torch.device) -> Items:
 
 
 def first_recorded(own: bytes, sizes: list[int], axis: Axis, device: torch.device) -> bytes:
-    """Return the message of the first rank that has one. All ranks must call it. sizes: message size of each rank of
-    the axis, in bytes.
+    """Return the message of the first rank whose message is not empty. All ranks must call it. sizes: message size of
+    each rank of the axis, in bytes.
     """
     filled = torch.zeros(max(sizes), dtype=torch.uint8)
     filled[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else filled[:0]
@@ -415,7 +415,7 @@ def _made(said: Any, device: torch.device) -> Any:
     return torch.tensor(numbers, dtype=dtype, device=device).view(shape)
 
 
-# Return of features from encoder to model: all items are gathered immediately, or when they are read.
+# Gathering of features after an encoder: all items are gathered immediately, or each output when it is read.
 
 
 class ZeroGradDependency(Function):
@@ -435,7 +435,7 @@ class ZeroGradDependency(Function):
 @dataclass(frozen=True)
 class ItemCall:
     """State of one call between its pre-hook and its hook. `given` is the number of rows that the module got.
-    `expected` is the number of rows that a substitute call passed and expects back; 0 for an ordinary call.
+    `expected` is the number of rows in a placeholder call's input and output; 0 for an ordinary call.
     """
 
     division: Division
@@ -443,7 +443,7 @@ class ItemCall:
     expected: int
 
     def home(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the rows of this data rank's items in the module's outputs. A substitute call gets zeros."""
+        """Return the rows of this data rank's items in the module's outputs. A placeholder call gets zeros."""
         found = self.division.home(outputs, self.given)
         if not self.expected:
             return found
@@ -453,7 +453,7 @@ class ItemCall:
 
 
 def lists_of_states(output: Any) -> dict[str, tuple[Tensor, ...]]:
-    """Return the entries of a dict output that hold a tensor per layer. Models read few of them."""
+    """Return the entries of a dict output that hold one tensor per layer. Most models read few of these tensors."""
     if not isinstance(output, dict):
         return {}
     return {

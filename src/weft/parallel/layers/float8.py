@@ -1,9 +1,9 @@
 """Selection of the linear layers that multiply in float8.
 
-Selected are the linear layers inside repeated blocks, including layers before and after their norms. Not selected
-are embeddings, the head, norms, stacked experts, routers, and frozen base weights stored as bytes. Both dims of a
-layer's full weight must be multiples of 16. The user can exclude more layers. Selection depends on the model and not
-on the plan, so every plan of a model rounds the same layers.
+These are the linear layers inside repeated blocks, including layers before and after their norms. Embeddings, the head,
+norms, stacked experts, routers, and frozen base weights stored as bytes are excluded. Both dims of a layer's full
+weight must be multiples of 16. The user can exclude more layers. Selection depends on the model and not on the plan, so
+every plan of a model rounds the same layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.parallel.layers.deferred_gradients import HoldingLayer, linear
 from weft.parallel.layers.float8_products import MULTIPLE, RECIPES, Float8
 from weft.parallel.private_torch import multiplies_float8
 
-#: The first or last N blocks.
+#: An entry of `keep` for the first or last N blocks.
 _END = re.compile(r"(first|last):(\d+)")
 
 
@@ -42,8 +42,8 @@ def choose_float8(
 ) -> None:
     """Choose the layers that will multiply in float8. Call it on the full model, before any technique shards it.
 
-    keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16. speaks: this rank
-    warns of layers that stay in bf16, and of a device without float8 products.
+    keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16. speaks: True if this
+    rank warns of layers that stay in bf16, and of a device without float8 matmuls.
     Raises ModelError if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
     """
     if recipe not in RECIPES:
@@ -112,16 +112,16 @@ def _bf16_paths(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Seque
 
 
 def use_float8(model: nn.Module) -> None:
-    """Make the chosen layers that no technique has sharded multiply in float8."""
+    """Make the selected layers that no technique has sharded multiply in float8."""
     for module in model.modules():
         if getattr(module, "_weft_float8", None) is not None and not isinstance(module, HoldingLayer):
             replace_class(module, Float8Linear)
 
 
 def refuse_partial(path: str, module: nn.Module) -> None:
-    """Refuse a chosen layer whose output gradient is a partial sum on each rank.
+    """Raise PlanError for a selected layer whose output gradient is a partial sum on each rank.
 
-    Raises PlanError because rounding summands is not rounding their sum.
+    The rounded summands would not add up to the rounded sum.
     """
     if getattr(module, "_weft_float8", None) is not None:
         raise PlanError(

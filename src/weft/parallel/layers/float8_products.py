@@ -1,21 +1,21 @@
-"""Float8 products of linear layers: rounding and multiplication.
+"""Float8 matmuls of linear layers: rounding and multiplication.
 
-    output             x rounded per token, the weight per output feature             over input features
-    x's gradient       the output's gradient rounded per token, the weight per tensor  over output features
-    weight's gradient  not rounded, in the compute dtype
+        output             x rounded per token, the weight per output feature; sums over input features
+        x's gradient       the output's gradient rounded per token, the weight per tensor; sums over output features
+        weight's gradient  not rounded, in the compute dtype
 
 This is the recipe "rowwise". Under "tensorwise" x, the output's gradient and the weight have one scale each, for all
-tokens of a microbatch on a rank. torchao reports faster products with it. A token's rounding then depends on the other
-tokens.
+tokens of a microbatch on a rank. torchao reports faster matmuls with it, but a token's rounding then depends on the
+other tokens.
 
 Values round to e4m3 (4 exponent bits, 3 mantissa bits). Gradients under one scale round to e5m2, which has a wider
 range. A scale is the largest power of two that keeps the largest magnitude within the format. So scaling itself rounds
 nothing, and the rounded values are exact in bf16. With per-row scales a token's result depends only on that token and
 the weights: every division of a batch over ranks, microbatches and stages rounds identically. If tensor parallelism
-divides the features that a scale spans, ranks first all-reduce the largest magnitude.
+shards the features that a scale covers, ranks first all-reduce the largest magnitude.
 
 Method: Micikevicius et al. 2022, arXiv 2209.05433 (the formats). The choice of scales is torchao's recipe
-"rowwise_with_gw_hp". Devices without float8 products multiply the rounded values in the compute dtype.
+"rowwise_with_gw_hp". Devices without float8 matmuls multiply the rounded values in the compute dtype.
 
 R rows (tokens), I features in, O features out.
 """
@@ -37,9 +37,9 @@ from weft.parallel.private_torch import multiplies_float8, own_view, scaled_prod
 #: Scale recipes.
 RECIPES = ("rowwise", "tensorwise")
 FORMAT, WIDER = torch.float8_e4m3fn, torch.float8_e5m2
-#: Largest value of each format.
+#: Largest finite value of each format.
 LARGEST = {FORMAT: 448.0, WIDER: 57344.0}
-#: Devices' float8 products need matrix dims that are multiples of this.
+#: Float8 kernels of GPUs need matrix dims that are multiples of this.
 MULTIPLE = 16
 
 
@@ -59,7 +59,7 @@ class Float8:
         return self  # a copy of the layer runs on the same ranks
 
     def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return the product of (..., I) and (O, I), which is (..., O), without autograd."""
+        """Return the matmul of (..., I) and (O, I), which is (..., O), without autograd."""
         x_RI = x.reshape(-1, x.shape[-1])
         if self.recipe == "tensorwise":
             of_x, of_weight = _agreed(self.inner, _max_magnitude(x_RI), _max_magnitude(weight_OI))
@@ -71,7 +71,7 @@ class Float8:
         return own_view(out_RO, (*x.shape[:-1], weight_OI.shape[0]))
 
     def input_gradients(self, grads: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-        """Return the input gradient, (R, I), of each of several products of one input.
+        """Return the input gradient, (R, I), of each of several layers with the same input.
 
         `grads` are (R, O) each, and `weights` are (O, I) each.
         """
@@ -87,7 +87,7 @@ class Float8:
         ]
 
     def _input_gradient(self, grad_RO: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return one input gradient, with one scale for all tokens."""
+        """Return one input gradient, with a single scale for all tokens."""
         of_grad, of_weight = _agreed(self.outer, _max_magnitude(grad_RO), _max_magnitude(weight_OI))
         [of_weight] = _agreed(self.inner, of_weight)
         scale = _scale(of_grad, WIDER)[:, None]
@@ -116,7 +116,7 @@ def round_to(x: Tensor, scale: Tensor, form: torch.dtype = FORMAT) -> Tensor:
 
 
 def _multiply(a_RK: Tensor, b_CK: Tensor, scale_a: Tensor, scale_b: Tensor, form_a: torch.dtype = FORMAT) -> Tensor:
-    """Return a b^T with both rounded. `scale_a` is (R, 1) and `scale_b` (C, 1), or both are (1, 1)."""
+    """Return a b^T with both operands rounded. `scale_a` is (R, 1) and `scale_b` (C, 1), or both are (1, 1)."""
     small_a, small_b = round_to(a_RK, scale_a, form_a), round_to(b_CK, scale_b)
     back_a, back_b = scale_a.reciprocal(), scale_b.reciprocal()
     if multiplies_float8(a_RK) and a_RK.shape[0] and not any(side % MULTIPLE for side in b_CK.shape):
@@ -138,7 +138,7 @@ def _max_magnitude(x: Tensor) -> Tensor:
 
 
 def _agreed(axis: Axis | None, *largest: Tensor) -> list[Tensor]:
-    """Return the maxima over all ranks of an axis, with one small collective."""
+    """Return the maxima over all ranks of an axis, with a single small collective."""
     if axis is None or axis.size == 1:
         return list(largest)
     return list(max_over(torch.cat(largest), axis).split([len(one) for one in largest]))

@@ -1,8 +1,8 @@
 """Range checks of indices into tables, such as token ids into embeddings, before a GPU assertion ends the process.
 
 A GPU kernel fails on an index out of range with an assertion that names neither the index nor the table. A sharded
-table would return zeros. The host checks the values that it sent to the device, so it never syncs for them. Of indices
-computed on the device it checks only the first ones, with one sync.
+table would return zeros. The host checks the values that it sent to the device, so this needs no device sync. Of
+indices that are computed on the device, only the first ones are checked, with one device sync.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def watch_indices(model: nn.Module) -> None:
 def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
     """Refuse labels outside the head's range, if the host has their values.
 
-    Raises ModelError with the label and the remedy.
+    Raises ModelError with the label and a suggested fix.
     """
     if torch.compiler.is_compiling() or leave_check(labels, lambda values: check_labels(values, num_classes, ignored)):
         return
@@ -44,7 +44,7 @@ def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
 
 
 class _Watch:
-    """Forward pre-hook of one embedding. `rows` is the size of the full table."""
+    """Forward pre-hook of one embedding, which checks its indices. `rows` is the number of rows of the full table."""
 
     def __init__(self, name: str, rows: int):
         self._name, self._rows = name, rows
@@ -91,11 +91,11 @@ def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | Non
     return int(outside.flat[0]) if outside.size else None
 
 
-# Substitute of a module that this rank does not hold. Techniques that inspect modules skip it.
+# Placeholder for a module that this rank does not hold. Techniques that inspect modules skip it.
 
 
 class StandIn(nn.Module):
-    """Substitute for another module at `path`: it has that module's attributes and no parameters."""
+    """Placeholder for another module at `path`: it has that module's attributes and no parameters."""
 
     def __init__(self, module: nn.Module, path: str):
         super().__init__()

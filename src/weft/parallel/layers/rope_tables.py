@@ -1,8 +1,8 @@
-"""Rotary tables that follow the length of each row, for transformers models that choose one by the longest position.
+"""RoPE tables that follow the length of each row, for transformers models that choose one by the longest position.
 
 With `rope_type=longrope` (Phi-3, Phi-4) transformers uses the long table for all rows of a batch if one row is longer
-than `original_max_position_embeddings`. A short row would then get other numbers with a long row in its batch than
-alone. With `rope_type=dynamic` the table also depends on the batches before.
+than `original_max_position_embeddings`. So a short row's output would depend on whether its batch contains a long row.
+With `rope_type=dynamic` the table also depends on earlier batches.
 
 B sequences, T tokens.
 """
@@ -21,7 +21,7 @@ from weft.models.inspect import hugging_face
 
 
 def track_row_lengths(model: nn.Module, cp: int) -> None:
-    """Make a transformers model choose its rotary table for each document. Other models are not changed.
+    """Make a transformers model choose its RoPE table for each document. Other models are not changed.
 
     cp: number of ranks that share a sequence.
     """
@@ -37,7 +37,7 @@ def track_row_lengths(model: nn.Module, cp: int) -> None:
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the type of a rotary embedding whose table depends on positions, or ""."""
+    """Return the `rope_type` of a rotary embedding whose table depends on positions, or ""."""
     found = getattr(module, "rope_type", "")
     kinds = [*found.values()] if isinstance(found, Mapping) else [found]
     return next(
@@ -80,7 +80,7 @@ class _RowTables:
         self._is_long_BT = is_long_BT
 
     def after(self, rotary: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Give the tokens of short documents the short table."""
+        """Replace the values for tokens of short documents by values of the short table."""
         if self._is_long_BT is None:
             return None
         with torch.no_grad():
@@ -103,7 +103,7 @@ def _limit(rotary: Any) -> int:
 
 
 def _lengths(given: dict[str, Any]) -> Tensor | None:
-    """Return the tokens of each token's document, (B, T) or (B, 1), or None if each row is one full document."""
+    """Return the length of each token's document, (B, T) or (B, 1), or None if each row is one full document."""
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if isinstance(positions, Tensor) and positions.ndim == 2:
         document_BT = (positions == 0).long().cumsum(1)

@@ -1,4 +1,4 @@
-"""Tensors that cross stage boundaries: arguments of a stage's first call, and other values that later stages read."""
+"""Tensors that cross stage boundaries: arguments of a stage's first call, and other tensors that later stages read."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local, refuse
 from weft.parallel.pipeline.survey import StageRoute, Value, ValueSurvey, kind_of, remote_attribute, remote_outputs
 from weft.private_torch import version_of
 
-#: Slot of the first argument: the output of the previous block.
+#: Slot of the first argument: the hidden states that the previous block returned.
 STREAM = 0
 #: Slot of a placeholder tensor, if a stage needs nothing from earlier ones.
 NOTHING = -1
-#: Slots of values are at most this.
+#: Slots of values (tensors that are not arguments of the first call) are at most this.
 _VALUES = -2
 #: Byte alignment of tensors of several dtypes in one message.
 _ALIGNED = 16
 
 
 def slot_of(place: int, *, is_value: bool = False) -> int:
-    """Return the slot of an argument of the entered call, or of a value, from its index."""
+    """Return the slot of the `place`-th argument of the first call, or of the `place`-th value."""
     return _VALUES - place if is_value else place
 
 
 class Carried(NamedTuple):
-    """Tensors by slot (`slot_of`)."""
+    """Tensors that cross a boundary, by slot (see `slot_of`)."""
 
     slots: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
 
     @classmethod
     def one(cls, tensor: torch.Tensor) -> Carried:
-        """Return only the stream."""
+        """Return a boundary with the hidden states only."""
         return cls((STREAM,), (tensor,))
 
     def detach(self) -> Carried:
@@ -52,7 +52,7 @@ class Carried(NamedTuple):
 
 
 class SentForm(NamedTuple):
-    """Slots, shapes and dtypes of crossing tensors. Both ends store it, so one message carries all tensors."""
+    """Slots, shapes and dtypes of the tensors at a boundary. Both ends store it, so one message carries all tensors."""
 
     slots: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
@@ -69,7 +69,7 @@ class SentForm(NamedTuple):
         return torch.empty(sum(map(_padded, self._sizes())), dtype=torch.uint8, device=device)
 
     def pack(self, carried: Carried) -> torch.Tensor:
-        """Return the message: the tensor itself if there is only one, else the bytes of all tensors."""
+        """Return the message for tensors: the tensor itself if there is only one, else the bytes of all tensors."""
         if len(self.slots) == 1:
             return carried.tensors[0].detach().contiguous()
         message = self.empty(carried.tensors[0].device)
@@ -96,15 +96,15 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-# Substitutes for the model's modules, so that the model's own forward runs as a pipeline stage.
+# Placeholders for the model's modules, with which the model's own forward runs as a pipeline stage.
 
 
 class Left(BaseException):
-    """Ends forward after the last call of a stage. Not an Exception, because models may catch Exceptions."""
+    """Ends a stage's forward after its last call. Not an Exception, because models may catch Exceptions."""
 
 
 class Flow:
-    """State of one forward of a stage: its calls, and the tensors that enter and leave."""
+    """State of one forward of a stage: its module calls, and the tensors that enter and leave."""
 
     def __init__(self, stage: int, survey: ValueSurvey):
         self.stage, self.survey = stage, survey
@@ -139,12 +139,12 @@ class Flow:
         self._entering, self._leaving, self._versions = [], [], []
 
     def called(self, relay: Relay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module, or return its outputs as remote tensors. Leaves forward after the last call of the stage."""
+        """Run a module if it is in this stage, else return placeholders. Ends forward after the stage's last call."""
         route, stages = self.route, self.survey.stages
         assert route is not None
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
         if relay.number not in route.calls and stages[relay.number] == self.stage:
-            return relay.stands_for(*args, **kwargs)  # a tower, or a module that this kind of batch does not use
+            return relay.stands_for(*args, **kwargs)  # an encoder, or a module that this kind of batch does not use
         number = self._calls
         if number >= len(route.calls) or route.calls[number] != relay.number:
             raise ModelError(
@@ -193,7 +193,7 @@ class Flow:
     def _enter(
         self, relay: Relay, leaves: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Replace arguments by the received tensors, and bind the values to the remote tensors for later uses."""
+        """Replace arguments by the received tensors, and map received values to their placeholders for later uses."""
         received = dict(zip(leaves, self._entering, strict=True))
         count = len(list(tensors_in((args, kwargs))))
         if any(leaf >= count for leaf in leaves):
@@ -210,7 +210,7 @@ class Flow:
         return args, map_tensors(replaced, kwargs)
 
     def _leave(self, relay: Relay, leaves: tuple[int, ...], args: Any, kwargs: Any) -> None:
-        """Record the arguments of the next stage's first call. Leave forward if this stage has no later call."""
+        """Record the arguments of the next stage's first call. End forward if this stage has no later call."""
         tensors = list(tensors_in((args, kwargs)))
         if any(leaf >= len(tensors) for leaf in leaves):
             raise _other_arguments(relay)
@@ -277,21 +277,21 @@ def _refused(tensor: torch.Tensor, use: str) -> ModelError:
 
 
 class RemoteModule(StandIn):
-    """Substitute in the model for a module that only other ranks hold."""
+    """Placeholder in the model for a module that only other ranks hold."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse the call. While a stage runs, a `Relay` replaces this module."""
+        """Refuse the call. While a stage runs, a `Relay` takes this module's place in the model."""
         del args, kwargs
         raise ModelError(f"module {self.path!r}: it is on another stage of the pipeline. Call the full model.")
 
 
 class Relay(StandIn):
-    """Substitute for a module of the chain while a stage runs."""
+    """Placeholder for a module of the model's chain of modules while a stage runs."""
 
     def __init__(self, module: nn.Module, path: str, number: int, flow: Flow):
         super().__init__(module, path)
         self.__dict__["_at"] = number, flow
-        if self.is_own:  # so that walks over the model find its contents
+        if self.is_own:  # so that iteration over the model finds its contents
             self.__dict__.update({name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")})
 
     @property
@@ -314,7 +314,7 @@ class Relay(StandIn):
         return self.flow.survey.stages[self.number] == self.flow.stage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, or return remote tensors."""
+        """Run the module if it is in this stage, else return placeholders for its outputs."""
         if not self.flow.is_active:  # torch's checkpoint runs a part of forward again
             return self.stands_for(*map_tensors(local, args), **map_tensors(local, kwargs))
         return self.flow.called(self, args, kwargs)
@@ -356,7 +356,7 @@ def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.M
 
 
 def put(site: blocks.Site, module: nn.Module) -> None:
-    """Put a module at a site of its model."""
+    """Set the module at a site of its model."""
     blocks.children(site.parent)[site.key] = module
 
 
@@ -367,7 +367,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 _MAX_DIMS = 8
 _MAX_PARTS = 32
 _OF_PART = 3 + _MAX_DIMS
-#: Maximum number of sends in flight before the oldest is waited for. A sender is seldom so far ahead.
+#: Maximum number of sends in flight. Beyond it, a send first waits for the oldest. Few schedules send so far ahead.
 _MOST_SENDS = 64
 
 
@@ -384,17 +384,17 @@ class Boundary:
         self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
     def kind_of(self, batch: Any) -> int:
-        """Return a number for the microbatch's shapes, dtypes and names, which determine the shapes between stages."""
+        """Return an index for the microbatch's shapes, dtypes and names, which determine the shapes between stages."""
         return self._kinds.setdefault(_described(batch), len(self._kinds))
 
     def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
-        """Begin a step, and drop the state of a failed one. See `spec.schedule` for `arrived_by`."""
+        """Begin a step, and drop the state of a failed step. arrived_by: as in `spec.schedule`."""
         self._arrived_by = arrived_by or {}
         self._arriving.clear()
         self._sent.clear()
 
     def receive(self, transfer: Transfer, kind: int) -> None:
-        """Start the receive whose result `take` returns."""
+        """Start the receive whose result `take` will return."""
         entered = _entered(transfer)
         form = self._forms.get((entered, kind))
         if form is None:
@@ -429,7 +429,7 @@ class Boundary:
         self._post(transfer, form.pack(carried))
 
     def end(self, kinds: Iterable[int] = ()) -> None:
-        """Wait until all sends are complete. Microbatches of `kinds` have crossed all boundaries of this rank."""
+        """Wait until all sends are complete. kinds: microbatches whose shapes are now recorded at all boundaries."""
         for message in self._sent.values():
             message.wait()
         self._sent.clear()
@@ -449,14 +449,14 @@ class Boundary:
         if len(self._sent) >= _MOST_SENDS:
             self._sent.pop(next(iter(self._sent))).wait()
         key = (content or transfer.content, transfer.stage, transfer.microbatch)
-        before = self._sent.pop(key, None)  # from an evaluation, whose batches all have number 0
+        before = self._sent.pop(key, None)  # from an evaluation, whose batches all have index 0
         if before is not None:
             before.wait()
         self._sent[key] = start_send(tensor, *self._lane(transfer))
 
     @contextmanager
     def unrecorded(self) -> Iterator[int]:
-        """Yield a kind of microbatch whose shapes are forgotten afterwards."""
+        """Yield the index of a temporary kind of microbatch. Its recorded shapes are dropped after the context."""
         kind = -1
         try:
             yield kind
@@ -465,7 +465,7 @@ class Boundary:
 
     @staticmethod
     def check(stage: int, carried: Carried) -> SentForm:
-        """Return the form of the inputs of a stage. Raises ModelError if a message cannot carry them."""
+        """Return the form of a stage's inputs. Raises ModelError if one message cannot carry them."""
         form = SentForm.of(carried)
         is_standard = all(len(shape) <= _MAX_DIMS for shape in form.shapes) and set(form.dtypes) <= set(_DTYPES)
         if not is_standard or len(form.slots) > _MAX_PARTS:
@@ -509,7 +509,7 @@ def _describe(form: SentForm) -> str:
 
 
 def _entered(transfer: Transfer) -> int:
-    """Return the stage that the activation of this boundary enters. Its gradient has the same form."""
+    """Return the later stage of a boundary. Activations enter it, and gradients leave it with the same form."""
     return transfer.stage if transfer.content == "activation" else transfer.stage + 1
 
 

@@ -1,12 +1,11 @@
 """Shapes of a module's outputs, from one call of a copy on the meta device.
 
 A module that cannot run on meta, such as experts that count tokens, is called once with zeros. If that fails too, it is
-called with its real arguments and zero weights, for every microbatch. As a last resort its output is assumed to be like
-its first argument. The stage that holds the module verifies this (`check`).
+called with its real arguments and zero weights, for every microbatch. If that also fails, its output is assumed to have
+the shape and dtype of its first argument. The stage that holds the module verifies this (`check`).
 
 A module must return a tensor, a tuple, a dict or a dataclass. Side effects are detected too. Attributes that the module
-sets (`self.aux`) are outputs like any other. A module that stores a tensor elsewhere or changes its arguments is
-refused.
+sets (`self.aux`) count as outputs. A module that stores a tensor elsewhere or changes its arguments is rejected.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 class Returned:
     """Outputs of a call on the meta device. `value` is the return value. `set_tensors` holds the attributes with
     tensors that the call set, by (path in the module, name). `set_others` holds other attributes that it changed. If
-    `is_guess`, the first argument substitutes the output.
+    `is_guess`, the output is unknown and assumed to be like the first argument.
     """
 
     value: Any
@@ -45,7 +44,7 @@ class Returned:
 
 
 class Probe:
-    """Calls a module of a copied model on the meta device, once per form of its arguments."""
+    """Calls a module of the copied model on the meta device, once per structure, shapes and dtypes of its arguments."""
 
     def __init__(self, module: nn.Module, path: str):
         self.module, self.path = module, path
@@ -56,8 +55,8 @@ class Probe:
         self._known: dict[Any, Returned] = {}
 
     def returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        """Return the outputs for arguments of this form. Raises ModelError if the module changes its arguments or
-        stores a tensor that no stage can find.
+        """Return the outputs for arguments of this form. Raises ModelError if the module changes its arguments, or
+        stores a tensor that is neither an output nor an attribute.
         """
         form = self.module.training, _form((args, kwargs))
         if form in self._known:
@@ -84,7 +83,6 @@ class Probe:
         return self._guessed(args, kwargs) if found is None else found
 
     def _with_zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
-        """Call a copy of the module whose weights and arguments are zeros."""
         module, device = self._zero_copy(args, kwargs)
 
         def zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,7 +97,7 @@ class Probe:
         return found
 
     def _with_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
-        """Call a copy of the module whose weights are zeros with copies of its arguments."""
+        """Call a copy of the module with weights of zeros and copies of the real arguments."""
         module, _ = self._zero_copy(args, kwargs)
         given = _without_caches(map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs)))
         return self._attempt(module, given, on_meta=False)
@@ -151,7 +149,7 @@ class Probe:
         return Returned(_plain(first), is_guess=True)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Compare the module's real output with the assumption of other stages. Raises ModelError if it differs."""
+        """Compare the module's real output with a guess that other stages made. Raises ModelError if they differ."""
         expected = next(tensors_in((args, kwargs)), None)
         is_alike = isinstance(output, torch.Tensor) and expected is not None and output.shape == expected.shape
         if self.guesses and not is_alike:
@@ -172,7 +170,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_caches(value: Any) -> Any:
-    """Replace key-value caches by None: a call on the meta device must not fill one."""
+    """Replace key-value caches by None, because a call on the meta device must not fill a cache."""
     if isinstance(value, dict):
         return {name: _without_caches(each) for name, each in value.items()}
     if type(value) in (tuple, list):
@@ -197,7 +195,7 @@ def _sizes(value: Any) -> list[int]:
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """Yield objects of other classes among the arguments, whose attributes a module may change."""
+    """Yield the arguments that are neither tensors nor containers: a module may change their attributes."""
     parts = parts_of(value)
     for part in parts or ():
         yield from _objects(part)
@@ -207,7 +205,7 @@ def _objects(value: Any) -> Iterator[Any]:
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the plain attributes of a module and its submodules, with copies of lists."""
+    """Return the attributes of a module and its submodules that are neither parameters nor modules, lists as copies."""
     found: dict[tuple[str, str], Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -221,7 +219,7 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
 def _changes(
     module: nn.Module, before: dict[tuple[str, str], Any]
 ) -> tuple[tuple[tuple[tuple[str, str], Any], ...], tuple[tuple[str, str], ...]]:
-    """Return the attributes that a call changed: attributes that now hold tensors, and all others."""
+    """Return the attributes that a call changed: those that hold tensors now, and all others."""
     tensors: list[tuple[tuple[str, str], Any]] = []
     others: list[tuple[str, str]] = []
     missing = object()
@@ -249,7 +247,7 @@ def _attribute_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class _Made(TorchDispatchMode):
-    """Records the tensors that are created inside."""
+    """Mode that records the tensors that are created while it is active."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Tensors of another stage: shape and dtype without values.
+"""Tensors of other stages: they have a shape and a dtype, but no values on this stage.
 
 The forward of a stage is the model's own code. Modules of other stages return a `RemoteTensor`. Operations on remote
 tensors return remote tensors, also below autograd: `detach`, `data` and `no_grad` do not change this. Reading a value,
-or writing one into a tensor of this stage, is an error. So a value of another stage never enters a result unnoticed.
+or writing it into a tensor of this stage, raises an error. So no result silently contains a value of another stage.
 
 After the stage receives the values (`receive`), a remote tensor acts as the received tensor.
 """
@@ -25,7 +25,7 @@ from weft.private_torch import version_of
 _created = count()
 _T = torch.Tensor
 
-#: Functions that create a tensor like another one without reading its values.
+#: Functions that create a tensor like a given one without reading its values.
 _FACTORIES = frozenset(
     {torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like,
      torch.randint_like, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_empty, _T.new_tensor}
@@ -44,8 +44,8 @@ _MOVES = frozenset({_T.to, _T.cpu, _T.cuda})
 class RemoteTensor(torch.Tensor):
     """A tensor that another stage computes, on the meta device. See the module.
 
-    `source` is the path of the module that computes it, or "" for a weight that every stage has. `value` is (call
-    number, index among the call's outputs), or None for a tensor computed from such outputs. `parents` are the remote
+    `source` is the path of the module that computes it, or "" for a weight that every stage has. `value` is (index of
+    the call, index among the call's outputs), or None for a tensor computed from such outputs. `parents` are the remote
     tensors that it depends on. `created` is its creation order.
     """
 
@@ -73,7 +73,7 @@ class RemoteTensor(torch.Tensor):
         return made
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Bind the received values."""
+        """Set the received values, with which operations then compute."""
         self.received = tensor
 
     @classmethod
@@ -91,12 +91,12 @@ class RemoteTensor(torch.Tensor):
 
 
 def is_remote(value: Any) -> bool:
-    """Return True if a value is a tensor without values on this stage."""
+    """Return True if a value is a remote tensor whose values were not received."""
     return isinstance(value, RemoteTensor) and value.received is None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the received tensor of a remote one, and any other tensor unchanged."""
+    """Return the received values if the tensor is remote and has them, else the tensor itself."""
     return tensor.received if isinstance(tensor, RemoteTensor) and tensor.received is not None else tensor
 
 
@@ -109,7 +109,7 @@ def to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse(remote: RemoteTensor, use: str) -> ModelError:
-    """Return the error for a use of a value that this stage does not have."""
+    """Return the error for an operation that needs values which this stage does not have."""
     if not remote.source:
         return ModelError(
             f"pp: {use}, which follows from a weight outside the blocks. Move this into a block, or use pp=1."
@@ -121,14 +121,14 @@ def refuse(remote: RemoteTensor, use: str) -> ModelError:
 
 
 def _without_numbers(func: Any, args: Any, kwargs: Any, remote: list[RemoteTensor]) -> Any:
-    """Run a function of remote tensors on the meta device."""
+    """Run a torch function with remote arguments on the meta device. Returns remote tensors."""
     device = remote[0].real_device
     name = getattr(func, "__name__", str(func))
     if func == _T.device.__get__:  # pyright: ignore[reportAttributeAccessIssue] - a descriptor
         return device
     if name == "__get__" and (flag := _device_flags(func, device)) is not None:
         return flag
-    if func is _T.register_hook:  # it runs on the stages that have the value
+    if func is _T.register_hook:  # the hook runs on the stages that have the value
         return RemovableHandle(OrderedDict())
     if func in _LIKE and not is_remote(args[0]) and len(args) > 1 and is_remote(args[1]):
         with without_overrides():
@@ -191,7 +191,7 @@ def _device_flags(func: Any, device: torch.device) -> bool | None:
 
 
 def _moved(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any, torch.device]:
-    """Return the arguments of a device move without the device: missing values cannot move."""
+    """Return the arguments of a device move without the target device: remote tensors have no values to move."""
 
     def is_device(value: Any) -> bool:
         return isinstance(value, torch.device) or (isinstance(value, str) and not isinstance(value, torch.dtype))

@@ -1,8 +1,8 @@
 """Runtime of a pipeline schedule, with deferred weight gradients.
 
-Linear layers get a subclass with a deferrable weight gradient (parallel/layers/deferred_gradients.py). Layers that
-support it already, such as layers sharded by tensor parallelism, only get the collector. Other layers compute all their
-gradients in backward, which is correct but less balanced.
+Linear layers get a subclass whose weight gradient can be deferred (parallel/layers/deferred_gradients.py). Layers that
+support this already, such as layers sharded by tensor parallelism, only get the object that stores the factors. Other
+layers compute all gradients in backward, which is correct but less balanced.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from weft.parallel.state.placement import Placement
 def deliver(held: list[DeferredProduct]) -> None:
     """Compute deferred weight gradients and pass them to autograd, as if their backward ran now. Weights are processed
     one after another, and the factors of each are freed, so that a stage never holds all new gradients in addition to
-    the accumulated ones. All products of one weight are passed together, because its gradient hooks must run only once.
+    the accumulated ones. All gradients of one weight are summed first, because its gradient hooks must run only once.
     """
     by_weight: dict[nn.Parameter, list[DeferredProduct]] = {}
     for product in held:
@@ -74,7 +74,7 @@ def defer_weight_gradients(model: nn.Module, held: DeferredWeightGrad) -> int:
 
 
 class _HoldingLinear(HoldingLayer):
-    """A linear layer with a deferrable weight gradient."""
+    """nn.Linear whose weight gradient can be deferred."""
 
     _weft_held: DeferredWeightGrad
 
@@ -105,9 +105,9 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
 
 # Execution of one rank's schedule: forwards, backwards, weight gradients and transfers.
 
-#: (output, batch, microbatch number) -> (sum of losses, number of tokens).
+#: (output, batch, microbatch index) -> (sum of losses, number of tokens).
 CountedLoss = Callable[[Any, Any, int], tuple[torch.Tensor, torch.Tensor | int]]
-#: Microbatch number -> context of its forward.
+#: Microbatch index -> context of its forward.
 Inside = Callable[[int], AbstractContextManager[None]]
 #: Each stage seeds its generator with the microbatch's seed plus a multiple of this.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -122,9 +122,9 @@ class Phases(Protocol):
 
 @dataclass(slots=True)
 class _Flight:
-    """A microbatch on a stage, between its forward and its backward. `incoming` holds the stage's inputs, and their
-    gradients after backward. `roots` holds the start of backward for each output, or None if nothing before the output
-    is trained.
+    """A microbatch on a stage, between its forward and its backward. `incoming` holds the stage's inputs, which get
+    gradients in backward. `roots` holds the autograd edge at which backward starts for each output, or None for an
+    output that needs no gradient.
     """
 
     incoming: Carried | None
@@ -151,7 +151,7 @@ class StepWork:
 
 
 class Pipeline:
-    """Stages of one rank, and its list of schedule actions."""
+    """Pipeline stages of one rank, and the rank's list of schedule actions."""
 
     def __init__(self, split: Split, mesh: Mesh):
         self.stages = split.stages
@@ -168,11 +168,11 @@ class Pipeline:
         self._plan = mesh.plan
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._weights: dict[tuple[int, int], list[Any]] = {}
-        #: Tensors that stay on this rank between two of its stages, or are to be sent.
+        #: Tensors that pass between two stages of this rank, or are to be sent.
         self._made: dict[tuple[str, int, int], Carried] = {}
-        self._kinds: list[int] = []  # of the microbatches, numbered by their shapes
+        self._kinds: list[int] = []  # of the microbatches, which have one kind per shapes
         self._computed = 0.0  # time when the inputs of the current action were complete
-        #: (action, start, end) of the last step's compute, in seconds since the step began, by the host's clock.
+        #: (action, start, end) of each computation of the last step, in seconds since its begin, by the host's clock.
         self.events: list[tuple[Action, float, float]] = []
 
     @property
@@ -183,7 +183,7 @@ class Pipeline:
     def defer_weight_gradients(self, model: nn.Module) -> None:
         """Make this rank's linear layers defer the weight gradients that the schedule computes later, in place.
 
-        A compiled block computes all its gradients in one program, so its W action does nothing.
+        A compiled block computes all gradients in backward, so its action for weight gradients (W) does nothing.
         Raises ModelError if the plan recomputes or compiles blocks and the model has no blocks.
         """
         plan = self._plan
@@ -198,12 +198,12 @@ class Pipeline:
             defer_weight_gradients(model, self._held)
 
     def step(self, work: StepWork, phases: Phases) -> None:
-        """Run forward and backward of all microbatches. A collective over the axis of stages."""
+        """Run forward and backward of all microbatches. Collective over the pp axis."""
         self._begin(work.microbatches, self._arrived_by)
         self._survey(work.forward, work.microbatches)
         began = self._computed = time.perf_counter()
         self.events = []
-        # A receive of unrecorded shape blocks the host, so it keeps the order that all ranks share.
+        # A receive of unrecorded shape blocks the host, so it must run in the order that all ranks share.
         for step in self._early if self._boundary.knows(self._kinds) else self.program:
             if isinstance(step, Transfer):
                 with phases.phase("wait"):
@@ -219,7 +219,7 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
         """Run only the forward of batches, one after another.
 
-        A collective over the pp axis: all its ranks pass the same batches.
+        Collective over the pp axis: all its ranks pass the same batches.
         batches: the same number on all ranks. forward: forward(model, batch) -> output. each: each(output, batch),
         called on the rank with the last stage.
         """
@@ -246,7 +246,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def probing(self, batch: Any, forward: ForwardFn) -> Iterator[None]:
-        """Restore the recorded shapes between stages afterwards, so that `run_in_turn` may run other sizes.
+        """Restore the recorded shapes at stage boundaries after the context, so that `run_in_turn` may run other sizes.
 
         forward: forward(model, batch) -> output. Raises ModelError if no stage can compute the model's forward.
         """
@@ -260,7 +260,7 @@ class Pipeline:
     ) -> list[Any]:
         """Run the forward of one batch, stage after stage, and return the results of this rank's stages.
 
-        A collective over the pp axis and the ranks of `agree`. Unlike in `evaluate`, no rank waits for a failed stage.
+        Collective over the pp axis and the ranks of `agree`. Unlike in `evaluate`, no rank waits for a failed stage.
 
         Args:
             batch: the same batch on all ranks of the axis.
@@ -290,7 +290,7 @@ class Pipeline:
         return made
 
     def _pass_on(self, index: int, output: Carried | None) -> Carried | None:
-        """Return the inputs of the stage after `index` on its rank, and None on others. `output`: of this rank's."""
+        """Pass the output of stage `index` to the next stage. Returns it on the rank of that stage, else None."""
         source, target = self.schedule.owner(index), self.schedule.owner(index + 1)
         if source == target:
             return output
@@ -310,15 +310,15 @@ class Pipeline:
         self._kinds = [self._boundary.kind_of(batch) for batch in batches]
 
     def _survey(self, forward: ForwardFn, batches: Sequence[Any]) -> None:
-        """Find the tensors that cross between stages. Unsupported models fail here, before any rank waits."""
+        """Find the tensors that cross stage boundaries. Unsupported models raise here, before any rank waits."""
         stage = next(iter(self.stages.values()))
         for batch in batches:
             stage.survey(forward, batch)
 
     def _move(self, transfer: Transfer) -> None:
-        """Start one end of a transfer. Does nothing if no gradient is needed."""
+        """Start this rank's part of a transfer. Does nothing for a gradient that is not needed."""
         if transfer.content == "gradient":
-            # The stage after this boundary sends a gradient if something before the boundary is trained.
+            # The stage after a boundary sends a gradient if any parameter before the boundary is trained.
             receives = transfer.way == "receive"
             stage = self.stages[transfer.stage + (not receives)]
             if not (stage.trains if receives else stage.takes_gradient):
@@ -389,12 +389,12 @@ class Pipeline:
                 backward()
         if stage.takes_gradient:
             assert flight.incoming is not None
-            # If no output of the stage depended on its input, a gradient of zeros keeps the ranks in step.
+            # If no output of the stage depends on its input, a gradient of zeros is sent, because the other rank waits
+            # for it.
             given = [torch.zeros_like(each) if each.grad is None else each.grad for each in flight.incoming.tensors]
             self._made["gradient", stage.index - 1, microbatch] = Carried(flight.incoming.slots, tuple(given))
 
     def _gradients(self, stage: Stage, microbatch: int, count: int) -> Sequence[torch.Tensor | None]:
-        """Wait for the gradients of a stage's `count` outputs and return them."""
         if stage.is_last:
             return [None] * count
         made = self._made.pop(("gradient", stage.index, microbatch), None)
@@ -402,7 +402,7 @@ class Pipeline:
 
 
 def _edge_of(output: torch.Tensor) -> Any:
-    """Return the start of backward for an output without keeping it alive, or None if it needs no gradient."""
+    """Return the autograd edge of an output, which does not keep the output alive, or None if it needs no gradient."""
     return torch.autograd.graph.get_gradient_edge(output) if output.requires_grad else None
 
 

@@ -29,8 +29,8 @@ ForwardFn = Callable[[nn.Module, Any], Any]
 
 
 class Stage:
-    """One stage of the chain. takes_gradient: something before the stage is trained, so it sends a gradient back.
-    trains: something in the stage or before it is trained, so it has a backward.
+    """One stage of the pipeline. takes_gradient: True if a parameter before the stage is trained, so that the stage
+    sends a gradient back. trains: True if a parameter in the stage or before it is trained, so that it has a backward.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Stage:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Paths of its blocks, in order."""
+        """Paths of the stage's blocks, in order."""
         own = {site.path for site in self.sites()}
         return tuple(site.path for site in self._chain.blocks if site.path in own)
 
@@ -88,7 +88,6 @@ class Stage:
 
     @contextlib.contextmanager
     def _relays_only(self) -> Iterator[None]:
-        """Replace all modules of the chain by relays inside this context."""
         relays = self._relays = self._relays or self._new_relays()
         was = [site.module for site, _ in relays]
         for site, relay in relays:
@@ -116,12 +115,12 @@ class Stage:
         return found
 
 
-# Division of a model into stages: blocks per stage, shared weights, and removal of other stages' tensors.
+# Division of a model into stages: number of blocks per stage, shared weights, and removal of other stages' tensors.
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """This rank's stages by ascending number, and placements of weights that it shares with another stage. `counts`
+    """This rank's stages in ascending order, and placements of weights that it shares with another stage. `counts`
     holds the number of blocks of each stage of the pipeline.
     """
 
@@ -132,9 +131,9 @@ class Split:
 
 def split_model(model: nn.Module, mesh: Mesh) -> Split:
     """Keep only this rank's stages of a model, in place. The model may be on the meta device. Modules of other stages
-    are replaced by substitutes without parameters, so that names equal the full model's. Raises ModelError if the model
-    is not a chain of blocks, or shares weights between stages other than first and last. Raises PlanError if the plan's
-    split does not fit.
+    are replaced by placeholders without parameters, so that names equal the full model's. Raises ModelError if the
+    model is not a chain of blocks, or shares weights between stages other than first and last. Raises PlanError if the
+    plan's split does not fit.
     """
     plan, rank = mesh.plan, mesh["pp"].rank
     chain = find_chain(model)
@@ -158,8 +157,8 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
 
 
 def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
-    """Return the blocks per stage: the plan's split, or a split with balanced matrix elements. Raises PlanError if the
-    plan's split or the number of stages does not fit.
+    """Return the number of blocks per stage: the plan's split, or one that balances matmul weights. Raises PlanError if
+    the plan's split or the number of stages does not fit.
     """
     num_stages, num_blocks = plan.pp * plan.virtual_stages, len(chain.blocks)
     if plan.split:
@@ -180,7 +179,7 @@ def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
 
 
 def _cost(sites: Sequence[blocks.Site]) -> float:
-    """Return the number of matrix elements: a forward costs two operations per element and token."""
+    """Return the number of elements of matrices: forward takes two FLOPs per element and token."""
     tables = {param for site in sites for param in layers.table_params(site.module)}
     params = {param for site in sites for param in site.module.parameters()}
     return float(sum(param.numel() for param in params - tables if param.ndim >= 2)) or 1e-9
@@ -201,8 +200,8 @@ def _is_trained(sites: Sequence[blocks.Site]) -> bool:
 
 
 def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dict[tuple[str, ...], dict[str, str]]:
-    """Return each name of the weights that ranks share, with the name in checkpoints, by the axis of the ranks. The
-    first and the last rank may share a weight, and all ranks. Raises ModelError if other ranks share a weight.
+    """Return the weights that several stages share, by the axis that joins the ranks: {name here: name in checkpoints}.
+    Only the first and the last rank, or all ranks, may share a weight; others raise ModelError.
     """
     ranks: dict[int, dict[int, str]] = {}
     for stage in stages:
@@ -227,7 +226,6 @@ def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dic
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
-    """Return all names of each parameter, by its id."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

@@ -1,14 +1,14 @@
-"""Survey of the tensors that each pipeline stage receives, from one forward of the full model without values.
+"""Analysis of the tensors that each pipeline stage receives, from one forward of the full model without values.
 
 The model is copied before it is split, with its modules on the meta device. Its forward runs on the batch, and the
-modules return remote tensors. The calls and the dependencies between remote tensors give, for each stage, the tensors
-that it must receive:
+modules return remote tensors. Each stage must receive these tensors, found from the recorded calls and the dependencies
+between remote tensors:
 
-- the arguments of its first call that depend on earlier stages (`StageRoute.entry`): usually one, the stream;
+- the arguments of its first call that depend on earlier stages (`StageRoute.entry`): usually only the hidden states;
 - other outputs of earlier stages' modules that it reads (`StageRoute.values`), such as a skip connection.
 
-All ranks compute the same routes, so nothing is communicated. If a stage still uses a remote tensor, it raises an
-error.
+All ranks compute the same result, so nothing is communicated. If a stage needs the value of another remote tensor, that
+raises an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.parallel.pipeline.probe import Probe
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local
 from weft.parallel.random.draws import drawing_by
 
-#: (call number, index of the tensor among the call's outputs).
+#: (index of the call, index of the tensor among the call's outputs).
 Value = tuple[int, int]
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
@@ -41,7 +41,7 @@ ForwardFn = Callable[[nn.Module, Any], Any]
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a module: its number in the chain, its tensor arguments, and its creation order."""
+    """A recorded call of a module: the module's index in the chain, its tensor arguments, and its creation order."""
 
     site: int
     tensors: list[torch.Tensor]
@@ -50,7 +50,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class EntryCall:
-    """First call of a stage that needs earlier stages. `leaves` are the indices of its received tensor arguments."""
+    """First call of a stage that depends on earlier stages. `leaves`: indices of its received tensor arguments."""
 
     call: int
     leaves: tuple[int, ...]
@@ -58,7 +58,7 @@ class EntryCall:
 
 @dataclass(frozen=True, slots=True)
 class StageRoute:
-    """Tensors that cross between stages in a forward. `calls` holds the module number of each call. `entry` and
+    """Tensors that cross stage boundaries in a forward. `calls` holds the module index of each call. `entry` and
     `values` are keyed by the receiving stage. `last` maps each stage to its last call.
     """
 
@@ -69,18 +69,18 @@ class StageRoute:
 
 
 class _AnyPositions:
-    """Positions for `weft.randn_like` and similar functions, which need no generator: every stage draws the same."""
+    """Dummy positions for `weft.randn_like` and similar functions, whose values do not matter here."""
 
     def next_draw(self, like: torch.Tensor, modules: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return a key and positions of the right shape."""
+        """Return a key of zero, and positions of the right shape."""
         del modules
         key = torch.zeros((), dtype=torch.int64, device=like.device)
         return key, [torch.arange(size, device=like.device) for size in like.shape]
 
 
 class ValueSurvey:
-    """Routes of a model, by form of the batch. model: the model before it is split. It is not modified. stops: for each
-    stage, the number of blocks before its end.
+    """The `StageRoute` of a model for each form of batch. model: the model before it is split. It is not modified.
+    stops: for each stage, the index of the block after its last one.
     """
 
     def __init__(self, model: nn.Module, chain: Chain, stops: Sequence[int]):
@@ -106,7 +106,7 @@ class ValueSurvey:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the recorded results of module calls after this context."""
+        """Restore the recorded outputs of module calls after the context."""
         known = [{name: value.copy() if isinstance(value, dict | set) else value for name, value in vars(probe).items()}
                  for probe in self.probes]  # fmt: skip
         try:
@@ -151,7 +151,7 @@ class ValueSurvey:
         return without_towers(model, self._towers, args, kwargs)
 
     def called(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the call of a module, and return remote tensors in the form of its outputs."""
+        """Record the call of a module, and return remote tensors instead of its outputs."""
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
         tensors = list(tensors_in((args, kwargs)))
         number, device = len(self._calls), _device_of(tensors)
@@ -161,7 +161,7 @@ class ValueSurvey:
         try:
             return remote_outputs(self.probes[site], args, kwargs, number, device, {})
         finally:
-            random.setstate(drawn)  # a block may draw: only its own stage runs it
+            random.setstate(drawn)  # a block may draw random numbers, but only its own stage runs it
 
     def _routed(self, outputs: list[torch.Tensor]) -> StageRoute:
         of_call = [self.stages[call.site] for call in self._calls]
@@ -198,7 +198,7 @@ class ValueSurvey:
 
 
 class _Walk:
-    """Finds the outputs of earlier stages that a stage's tensors depend on."""
+    """Finds the outputs of earlier stages on which a stage's tensors depend."""
 
     def __init__(self, calls: list[_Call], of_call: list[int], paths: list[str]):
         self._calls, self._of_call, self._paths = calls, of_call, paths
@@ -221,7 +221,7 @@ class _Walk:
         return None
 
     def begin(self, stage: int, entry: EntryCall | None) -> None:
-        """Begin a stage: add the values that its calls need in addition to the entry."""
+        """Begin a stage: find the values that its calls need in addition to the arguments of the first call."""
         self._stage, self.found = stage, set()
         self._received, self._entered = set(), 0
         if entry is not None:
@@ -234,7 +234,7 @@ class _Walk:
                 self.need([each for leaf, each in enumerate(call.tensors) if leaf not in entering], number)
 
     def need(self, tensors: Iterable[torch.Tensor], reader: int | None = None) -> None:
-        """Add the outputs of earlier stages that these tensors depend on."""
+        """Add the outputs of earlier stages on which these tensors depend."""
         waiting = [(each, True) for each in tensors if is_remote(each)]
         seen: set[tuple[int, bool]] = set()
         while waiting:
@@ -268,7 +268,7 @@ class _Walk:
 
 
 class Surveyed(StandIn):
-    """Substitute for a module of the chain in the copied model."""
+    """Placeholder for a module of the chain in the copied model. It records calls."""
 
     def __init__(self, module: nn.Module, path: str, number: int, survey: ValueSurvey):
         super().__init__(module, path)
@@ -288,7 +288,7 @@ class Surveyed(StandIn):
 
 
 class InnerModule(StandIn):
-    """Substitute for a submodule of another stage's module: it has attributes but cannot be called."""
+    """Placeholder for a submodule of a module in another stage: it has attributes but cannot be called."""
 
     def __init__(self, probe: Probe, inner: str):
         super().__init__(probe.module.get_submodule(inner), f"{probe.path}.{inner}")
@@ -311,7 +311,7 @@ class InnerModule(StandIn):
 
 
 def kind_of(stand_in: StandIn) -> type:
-    """Return the class for isinstance: the class of the replaced module."""
+    """Return the class that isinstance checks: the class of the replaced module."""
     return type(stand_in.stands_for) if "_for" in stand_in.__dict__ else type(stand_in)
 
 
@@ -339,8 +339,8 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
 def remote_outputs(
     probe: Probe, args: Any, kwargs: Any, call: int, device: torch.device, received: Mapping[Value, torch.Tensor]
 ) -> Any:  # fmt: skip
-    """Return a module's outputs as remote tensors, except for the received ones. Attributes with tensors that the
-    module would set are set on it too.
+    """Return a module's outputs as remote tensors, except for the received ones. Also set the attributes with tensors
+    that the module's forward would set.
     """
     returned = probe.returned(args, kwargs)
     count = iter(range(2**31))
@@ -362,14 +362,14 @@ def remote_outputs(
 def without_towers(
     model: nn.Module, towers: Sequence[str], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the forward arguments without images and sounds, which are already written into the stream."""
+    """Return the forward arguments without images and audio, whose features are already part of the hidden states."""
     names = inspect.signature(model.forward).parameters
     placed = [None if name in towers else each for name, each in zip(names, args, strict=False)]
     return (*placed, *args[len(placed) :]), {name: None if name in towers else each for name, each in kwargs.items()}
 
 
 def stages_of_sites(chain: Chain, stops: Sequence[int]) -> list[int]:
-    """Return the stage of each module in `chain.sites`."""
+    """Return the stage index of each module in `chain.sites`."""
     last = len(stops) - 1
     found = [0] * len(chain.before)
     first = 0
@@ -399,7 +399,7 @@ def _same_site(model: nn.Module, site: blocks.Site) -> blocks.Site:
 
 
 def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTensor]]:
-    """Return a copy of a model with the chain's modules on the meta device, and the weights outside them."""
+    """Return a copy of a model with the chain's modules on the meta device, and other weights as remote tensors."""
     memo: dict[int, Any] = {}
     for site in chain.sites:
         for part in site.module.modules():
@@ -426,7 +426,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _make_local(model: nn.Module, inside: set[nn.Module]) -> list[RemoteTensor]:
-    """Replace weights that every stage holds, and meta buffers, by remote tensors without a source."""
+    """Replace weights that every stage holds, and buffers on the meta device, by remote tensors without a source."""
     found: list[RemoteTensor] = []
     for module in model.modules():
         if module in inside:

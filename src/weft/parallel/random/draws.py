@@ -1,9 +1,9 @@
 """Random tensors for a model's forward and its loss, equal under every plan: `weft.randn_like` and similar functions.
 
-In a step of Weft, an element's value depends on the seed, the step, the calling module, the number of tensors that the
-module drew before in this forward, the sample's number in the global batch, and the element's position in the sample.
-Ranks, accumulation and resuming do not change it. Outside of a step (evaluation, a custom loop, without Weft) these
-functions are torch's, with torch's generator.
+In a step of Weft, an element's value depends on the seed, the step, the calling module, the number of random tensors
+that the module has drawn in this forward, the sample's index in the global batch, and the element's position in the
+sample. It does not depend on ranks, accumulation and resuming. Outside a step (evaluation, a custom loop, without Weft)
+these functions are torch's, with torch's generator.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 
 class Positions(Protocol):
-    """Positions of random tensors in the global batch."""
+    """Gives random tensors their key and the positions of their elements in the global batch."""
 
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
-        """Return the key of the next draw, and positions for each dim."""
+        """Return the key of the next random tensor, and positions along each dim."""
         ...
 
 
@@ -36,7 +36,7 @@ _active: list[Positions] = []  # the innermost context is the last
 
 @contextmanager
 def drawing_by(positions: Positions) -> Iterator[None]:
-    """Draw random tensors by these positions inside this context."""
+    """Draw random tensors in the context as functions of these positions."""
     _active.append(positions)
     try:
         yield
@@ -46,14 +46,14 @@ def drawing_by(positions: Positions) -> Iterator[None]:
 
 @uncompiled
 def randn_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Draw normal numbers of the shape of `input`, equal under every plan within a step of Weft.
+    """Draw normally distributed values in the shape of `input`, equal under every plan within a step of Weft.
 
     Args:
         input: (samples, ...).
         dtype: dtype of the result; None takes the input's.
 
     Raises:
-        ModelError: within a step, if dim 0 is not the samples, or the plan divides a tensor of unknown layout.
+        ModelError: within a step, if dim 0 is not the batch dim, or the plan shards a tensor of unknown layout.
     """
     dtype = dtype or input.dtype
     if not _active or not dtype.is_floating_point:
@@ -106,7 +106,7 @@ def bernoulli(input: Tensor, p: float | None = None) -> Tensor:
 
     Args:
         input: probabilities, (samples, ...). If p is given, only the shape is used.
-        p: one probability for all elements.
+        p: single probability for all elements.
 
     Raises:
         ModelError: as for `randn_like`.
@@ -123,7 +123,6 @@ def _draw(like: Tensor, bits: int) -> Tensor:
 
 
 def _calling_modules() -> Iterator[nn.Module]:
-    """Yield the modules whose methods are on the call stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Random numbers by position, and this rank's position in sharded layers and in the global batch."""
+"""Random numbers as functions of position, and this rank's position in sharded layers and in the global batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PART = "_weft_cut_part"
 class ShardPosition:
     """Position of this rank in the sharded layers of one model, for modules that draw random numbers there.
 
-    `is_open` is True between a column-sharded layer and the following row-sharded one, in which the rank has its own
-    heads or features. `is_whole` is True if the current tensor is not sharded, wherever it is drawn. `sequences` is the
-    number of sequences in the microbatch if tokens are sharded. A tensor flattened to (batch * tokens, features) does
-    not show it. `padding` is the number of tokens added to each sequence so that the ranks share them evenly.
+    `is_open` is True between a column-sharded layer and the following row-sharded one, where the rank has only its
+    heads or features. `is_whole` is True if the current tensor is not sharded, even in such a region. `sequences` is
+    the number of sequences in the microbatch if tokens are sharded; a tensor flattened to (batch * tokens, features)
+    does not show it. `padding` is the number of tokens added to each sequence so that it divides evenly.
     """
 
     def __init__(self, axis: Axis):
@@ -42,7 +42,7 @@ class ShardPosition:
 
     @contextmanager
     def at(self, *, is_open: bool, is_whole: bool = False) -> Iterator[None]:
-        """Set another position inside this context, such as the one before a layer."""
+        """Set another position within the context, such as the one before a layer."""
         before = self.is_open, self.is_whole
         self.is_open, self.is_whole = is_open, is_whole
         try:
@@ -64,7 +64,7 @@ def _is_in(path: str, places: tuple[str, ...]) -> bool:
 
 
 def keep_part(model: nn.Module, part: ShardPosition) -> None:
-    """Keep the position with the model, for `shard_position_of`."""
+    """Keep the position in the model, for `shard_position_of`."""
     setattr(model, _PART, part)
 
 
@@ -73,9 +73,9 @@ def shard_position_of(model: nn.Module) -> ShardPosition | None:
     return getattr(model, _PART, None)
 
 
-# Modules that drop in training.
+# Modules with dropout in training.
 
-#: Attribute names of dropout rates in modules that drop by functions.
+#: Names of attributes with dropout rates, in modules that call dropout functions.
 _RATES = (
     "attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout",
     "hidden_dropout",
@@ -83,7 +83,7 @@ _RATES = (
 
 
 def drops_itself(module: nn.Module) -> bool:
-    """Return True if a module is nn.Dropout, has a rate attribute, or is attention that contains a dropout."""
+    """Return True if a module is nn.Dropout, has a dropout rate attribute, or is attention that contains dropout."""
     if type(module).forward is nn.Dropout.forward:
         rate: Any = module.p
         return rate > 0
@@ -106,16 +106,16 @@ _FIRST_32, _SECOND_32 = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def key_of(*parts: int | str) -> int:
-    """Return a key from numbers and names, identical on every machine."""
+    """Return a key that is a hash of numbers and names, identical on every machine."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
-    """Return a number for each combination of positions, int32, with a dim for each of `places`.
+    """Return a random number for each combination of positions, int32, with a dim for each of `places`.
 
-    `key` is a Python integer, or a 0-d int64 tensor. `places` are int64 vectors on one device, at least one if the key
-    is a Python integer.
+    `key` is a Python integer, or a 0-d int64 tensor. `places` are int64 vectors on one device; at least one is needed
+    if the key is a Python integer.
     """
     mixed = key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=places[0].device)
     for dim in places:
@@ -124,7 +124,7 @@ def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
 
 
 def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Return the elements that are kept if each is dropped with probability `rate`: bool, of the broadcast shape.
+    """Return a mask of kept elements if each is dropped with probability `rate`: bool, of the broadcast shape.
 
     lines: result of `lines_of` for all dims but the last, with a last dim of 1. columns: result of `lines_of` for the
     last dim. rate: 0 to 1.
@@ -133,7 +133,7 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
-    """Draw an integer below 2^bits for each combination of positions, int64. Positions are int64, 1-D, for each dim."""
+    """Draw an integer below 2^bits for each combination of positions, int64. places: int64 positions along each dim."""
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
     return ((high << 30) ^ (low >> 2)) >> (62 - bits)
 
@@ -157,9 +157,9 @@ def _hash(x: Tensor) -> Tensor:
 def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
     """Draw the mask of `keeps` for all combinations of positions: lines from the key, columns from its complement.
 
-    In compiled code this is one operator: generated code would
-    treat positions as index arithmetic, which does not use 64 bits, and would draw other numbers.
-    key: int64, 0-d. Positions are int64, 1-D, for each dim. rate: 0 to 1.
+    In compiled code this is one operator. Code that inductor generates would treat positions as index arithmetic, which
+    does not use 64 bits, and would compute other numbers. key: int64, 0-d. places: positions along each dim, int64,
+    1-D. rate: 0 to 1.
     """
     if torch.compiler.is_compiling():
         return keep_mask_operator(key, places, rate)
@@ -187,19 +187,19 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-# Sample numbers of a microbatch: random numbers depend on them, and not on the rank that holds the samples.
+# Indices of a microbatch's samples: random numbers depend on them, and not on the rank that holds the samples.
 
-#: Distance between the numbers of consecutive rows of a sample. Row 0 has the sample's number.
+#: Difference between the indices of consecutive rows of a sample. Row 0 has the sample's index.
 _ROW = 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class SampleNumbers:
-    """Samples of the global batch in a microbatch.
+    """Which samples of the global batch are in a microbatch.
 
-    `numbers` are the samples' numbers in the global batch, in their order. It is empty if the microbatch is a
-    substitute on a rank without samples. `rows` holds one tuple per tensor whose rows are not samples, with the rows of
-    each sample. `total` is the number of samples in the global batch, or None if unset.
+    `numbers` are the samples' indices in the global batch, in their order. It is empty if the microbatch is a
+    placeholder on a rank without samples. `rows` holds one tuple per tensor whose rows are not samples, with the number
+    of rows of each sample. `total` is the number of samples in the global batch, or None if unset.
     """
 
     numbers: Sequence[int]
@@ -208,14 +208,14 @@ class SampleNumbers:
 
     @property
     def is_empty(self) -> bool:
-        """True if the rank has no samples here: the microbatch that it runs does not count."""
+        """True if the rank has no samples in this microbatch: it runs a placeholder that does not count."""
         return not self.numbers
 
     def row_numbers(self, count: int, device: torch.device) -> Tensor:
-        """Return a number for each of a tensor's `count` rows, int64 (count,), independent of the division of batches.
+        """Return an index for each of a tensor's `count` rows, int64 (count,), independent of the division of batches.
 
         If there are as many rows as samples, each row is a sample. Otherwise the rows per sample come from `rows`, or
-        every sample has the same number of rows. A row's number combines the sample's number and the row's index in the
+        every sample has the same number of rows. A row's index combines the sample's index and the row's index in the
         sample.
         """
         numbers = self.numbers
@@ -250,7 +250,7 @@ class SampleNumbers:
 
 
 def rows_of_samples(numbers: Tensor, count: int) -> Tensor:
-    """Return `SampleNumbers.row_numbers` for samples without `rows`, from their numbers. For compiled code."""
+    """Return `SampleNumbers.row_numbers` for samples without `rows`, from their indices. For compiled code."""
     size, rest = divmod(count, len(numbers))
     if rest:
         return numbers[0] + torch.arange(count, device=numbers.device)

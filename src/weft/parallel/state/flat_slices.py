@@ -34,7 +34,7 @@ class Original:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the values, in their loaded dtype."""
+        """Size of the values in bytes, in the dtype in which they were loaded."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -66,9 +66,9 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
 
 
 def refuse_float64(model: nn.Module, plan: Plan) -> None:
-    """Refuse a float64 model under a precision that keeps weights in float32.
+    """Raise ModelError for a float64 model under a precision that keeps weights in float32.
 
-    Raises ModelError with the first float64 parameter.
+    The error names the first float64 parameter.
     """
     if Precision.of(plan).master == torch.float64:
         return
@@ -107,7 +107,7 @@ def dtype_growth_warning(originals: Mapping[str, Original], precision: Precision
 
 # Flat slices of a model's tensors and an optimizer's states on a rank, for checkpoints.
 
-#: Elements per copy if the saved dtype differs or the memory is on a device.
+#: Number of elements per copy if the saved dtype differs, or the memory is on a device.
 _AT_ONCE = 2**23
 
 
@@ -121,7 +121,7 @@ class SavedTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Name of its dtype, as safetensors writes it."""
+        """Name of the dtype, as safetensors writes it."""
         ...
 
 
@@ -140,7 +140,7 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatSlice:
-    """Elements of one tensor on this rank. `flat` is 1-D memory: the flattened part from `start` on.
+    """Elements of one tensor on this rank. `flat` is 1-D: this rank's flattened part of the tensor from `start` on.
 
     `name` is the name in checkpoints. `deal` assigns the elements to the ranks that write them. If `flat` is a copy,
     `home` is the tensor that gets the elements after loading.
@@ -155,7 +155,7 @@ class FlatSlice:
 
     @classmethod
     def of_full(cls, name: str, tensor: torch.Tensor, part: Part, deal: OwnershipMap) -> FlatSlice:
-        """Return the flat slice, of the tensor's dtype and shape (numel,), of a part that this rank holds completely.
+        """Return the flat slice, of the tensor's dtype and shape (numel,), of a part that is completely on this rank.
 
         deal: assignment of the elements to ranks that hold the same part.
         """
@@ -170,13 +170,13 @@ class FlatSlice:
         return cls(name, part, deal, 0, tensor.contiguous().view(-1), tensor)
 
     def mine(self, rank: int) -> tuple[int, torch.Tensor] | None:
-        """Return (first element, elements) that this rank writes, or None if other ranks write all."""
+        """Return (index of the first element, elements) that this rank writes, or None if it writes nothing."""
         run = self.deal.run_of(rank, self.start, self.start + self.flat.numel(), self.part.numel)
         return None if run is None else (run[0], self.flat[run[0] - self.start : run[1] - self.start])
 
     @torch.no_grad()
     def fill(self, source: StateSource) -> None:
-        """Read its elements from a checkpoint.
+        """Read the slice's elements from a checkpoint.
 
         Raises CheckpointError if the checkpoint lacks the tensor or has another shape.
         """
@@ -196,14 +196,14 @@ class FlatSlice:
         self.bring_home()
 
     def bring_home(self) -> None:
-        """Copy the elements to the tensor that they are a copy of, if any."""
+        """Copy the elements back to `home`, if the slice is a copy."""
         if self.home is not None:
             self.home.copy_(self.flat.view(self.home.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """Consecutive elements of a flattened part from `start` on, for optimizers that need positions."""
+    """Consecutive elements of a flattened part from `start` on. It gives optimizers positions in the full tensor."""
 
     name: str
     part: Part
@@ -211,7 +211,7 @@ class PlacedPart:
     device: torch.device
 
     def positions(self, first: int, last: int) -> torch.Tensor:
-        """Return the int64 positions of elements first..last in the full tensor, counted in its memory order."""
+        """Return the int64 positions of elements first..last in the full tensor, in its memory order."""
         part = self.part
         line = torch.arange(self.start + first, self.start + last, device=self.device)
         if part.rows is None:
@@ -227,7 +227,7 @@ class PlacedPart:
 
 
 def register_param_locations(optimizer: torch.optim.Optimizer, held: Iterable[tuple[nn.Parameter, PlacedPart]]) -> None:
-    """Set the locations of an optimizer's parameters in the full parameters, if it has a dict `places`."""
+    """Set each parameter's location in its full parameter in the optimizer's `places`, if it has this dict."""
     places = getattr(optimizer, "places", None)
     if isinstance(places, dict):
         places.clear()

@@ -37,10 +37,10 @@ _ATTRIBUTE = "_weft_data_parallel"
 
 
 class ErrorFeedback(Protocol):
-    """Error feedback of rounded gradients that is pending on replicas, as full tensors by name."""
+    """Error feedback of rounded gradients that is pending on replicas: full tensors by name."""
 
     def residual_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's residuals as flat slices, in its own memory. Local; no communication."""
+        """Yield this rank's residuals as flat slices, without a copy. Local; no communication."""
         ...
 
     def take(self, source: StateSource) -> list[str]:
@@ -51,9 +51,9 @@ class ErrorFeedback(Protocol):
 class DataParallel(Protocol):
     """Gradients, master weights and the collectives between them, of one module on one rank.
 
-    Names are the names in `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank
-    used in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the
-    model in one process: sharded parts are joined, and other pipeline stages are included.
+    Names are as in `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank used
+    in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the model in
+    one process: sharded parts are joined, and other pipeline stages are included.
 
     `axes` holds the placements of local parts and the axes over which gradients are summed.
     """
@@ -71,7 +71,7 @@ class DataParallel(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Set gradients to zero. The previous step need not be complete."""
+        """Set gradients to zero. The previous step may be incomplete."""
         ...
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
@@ -79,7 +79,7 @@ class DataParallel(Protocol):
         ...
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        """Wait until gradients are sums over all data ranks (this rank's shard of them).
+        """Wait until gradients are sums over all data ranks; each rank has its shard of the sums.
 
         `totals` is a small float64 vector that is summed in place over all ranks in the same collective.
         """
@@ -88,7 +88,7 @@ class DataParallel(Protocol):
     def norm(self) -> torch.Tensor:
         """Return the Euclidean norm of the full gradient after `finish`: 0-d, equal on all ranks.
 
-        NaN if ranks disagreed and the sums are wrong. `check` then raises the reason.
+        NaN if ranks disagreed and the sums are wrong. `check` then raises an error with the cause.
         """
         ...
 
@@ -101,7 +101,7 @@ class DataParallel(Protocol):
         ...
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if `update` accepts the device's decision for this optimizer, so that the host need not wait.
+        """Return True if `update` accepts a decision on the device for this optimizer, so that the host need not wait.
 
         Call it after `finish`. False if the optimizer cannot skip a step or runs on the host, and in the step in which
         a wire format begins to carry state.
@@ -109,16 +109,16 @@ class DataParallel(Protocol):
         ...
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
-        """Run the adopted optimizer's step with gradients multiplied by a factor, after `finish`.
+        """Run the step of the optimizer with gradients multiplied by a factor, after `finish`.
 
-        With a decision, nothing changes in a step that the device skips. Step counts are corrected when the decision is
-        read, by the next `update` or by any method that saves or loads states. From here on `.grad` may lack the
-        factor; `gradients` includes it.
+        With a `StepDecision`, nothing changes in a step that the device skips. Step counts are corrected when the
+        decision is read, by the next `update` or by any method that saves or loads states. After this call `.grad` may
+        lack the factor; `gradients` includes it.
         """
         ...
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients to a norm of at most max_norm, in a custom loop after backward.
+        """Clip all gradients to a norm of at most max_norm, in a custom loop after backward.
 
         All ranks call it together. Returns the norm of the full gradient before clipping: 0-d, equal on all ranks.
         """
@@ -128,7 +128,7 @@ class DataParallel(Protocol):
         """Publish the new weights to the next forward on all ranks, after `optimizer.step()`.
 
         follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights when it
-        is called, and every method here that reads weights waits for all. Call `arrive` before reading parameters.
+        is called, and methods that read weights wait for all. Call `wait_for_weights` before reading parameters.
         """
         ...
 
@@ -143,63 +143,63 @@ class DataParallel(Protocol):
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
 
-        Does nothing if the optimizer is already adopted.
-        Raises ModelError if it has states, or holds a parameter that is not the module's.
+        Does nothing if the optimizer was adopted before.
+        Raises ModelError if it has states, or contains a parameter of another module.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trainable parameters by name: full, in the master dtype, in the parameter's shape.
 
-        A collective: all ranks iterate to the end. A tensor may be kept until the next step, but not modified.
+        Collective: all ranks iterate to the end. A tensor may be kept until the next step, but not modified.
         """
         ...
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield frozen tensors that are not full on each rank, by name and in full, in the same manner as `weights`."""
+        """Yield frozen tensors that are sharded, by name and in full, under the rules of `weights`."""
         ...
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full gradients by name after `finish` or `publish`, in the same manner as `weights`."""
+        """Yield the full gradients by name after `finish` or `publish`, under the rules of `weights`."""
         ...
 
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of the trainable parameters by name, in the master's dtype and memory.
+        """Return this rank's part of the trainable parameters by name: the master weights themselves, not copies.
 
-        It may be modified between steps. `publish` then copies it into the parameters of all ranks.
+        They may be modified between steps. `publish` then copies them into the parameters of all ranks.
         """
         ...
 
     def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield this rank's parts of the trainable weights, with the number of ranks that hold the same part.
 
-        In the master's dtype and memory, which the optimizer modifies. Local; no communication.
+        These are the master weights that the optimizer modifies, not copies. Local; no communication.
         """
         ...
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return the tensors that store this rank's gradients now, to count their bytes. Local; no communication."""
+        """Return the tensors that currently store this rank's gradients, to count bytes. Local; no communication."""
         ...
 
     def model_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model for checkpoints, in its own memory. Local; no communication."""
+        """Yield this rank's flat slices of the model for checkpoints, without copies. Local; no communication."""
         ...
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the adopted optimizer's state, named `parameter/key`, in the same manner."""
+        """Yield this rank's flat slices of the adopted optimizer's state (`parameter/key`), like `model_slices`."""
         ...
 
     def load_weights(self, source: StateSource) -> None:
-        """Load weights, buffers and masters that any plan saved. Each rank reads its flat slices. All ranks call it."""
+        """Load weights, buffers and masters that any plan saved. Each rank reads its slices. All ranks call it."""
         ...
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
-        """Load the adopted optimizer's states that any plan saved, in the same manner."""
+        """Load the adopted optimizer's states from a checkpoint of any plan, like `load_weights`."""
         ...
 
 
 class NotCopied:
-    """Attribute of a module that becomes None in copies and pickles of it: a copy is a plain module."""
+    """Attribute of a module that becomes None in copies and pickles of the module, so that they are plain modules."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -209,7 +209,7 @@ class NotCopied:
 
 
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
-    """Keep the engine and the tensors of the plain module with the module, for `data_parallel` and `originals`."""
+    """Keep the engine and the plain module's tensors as attributes, for `data_parallel` and `originals`."""
     setattr(model, _ATTRIBUTE, NotCopied((engine, originals or {})))
 
 
@@ -219,14 +219,14 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def originals(model: nn.Module) -> Mapping[str, Original]:
-    """Return the tensors that a parallelized module held before, by name."""
+    """Return the tensors that a module had before it was parallelized, by name."""
     return getattr(model, _ATTRIBUTE).value[1]
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
     """Return the engine that `parallelize` made for this module.
 
-    Raises ModelError if it was not called, or the module is a copy.
+    Raises ModelError if `parallelize` was not called, or the module is a copy.
     """
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
@@ -237,23 +237,23 @@ def data_parallel(model: nn.Module) -> DataParallel:
     return attached.value[0]
 
 
-# Matrices sharded by tensor parallelism, joined temporarily for optimizers that need full matrices.
+# Matrices sharded by tensor parallelism, gathered temporarily for optimizers that need full matrices.
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedJoin:
-    """One sharded parameter. `device` is the device of the collectives."""
+    """Gathers one sharded parameter. `device` is the device of the collectives."""
 
     name: str
     axes: AxisMap
     device: torch.device
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of something sharded like the parameter. A collective over tp."""
+        """Return the full tensor of a part that is sharded like the parameter. Collective over the sharding axis."""
         return self.axes.full_tensor(self.name, part.to(self.device))
 
     def full_shape(self, part: torch.Tensor) -> tuple[int, ...]:
-        """Return the full shape, identical on all ranks that hold parts."""
+        """Return the full shape of a part, equal on all ranks that hold parts."""
         return self.axes.full_shape(self.name, part.shape)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -263,9 +263,9 @@ class ShardedJoin:
 def join_sharded(
     optimizer: torch.optim.Optimizer, params: Iterable[tuple[str, nn.Parameter]], axes: AxisMap, device: torch.device
 ) -> None:
-    """Set the joins of sharded parameters on an optimizer that needs full matrices.
+    """Give a `ShardedJoin` for each sharded parameter to an optimizer that needs full matrices.
 
-    optimizer: an attribute `joins` marks support for sharded parameters.
+    optimizer: its attribute `joins`, if any, receives them.
     Raises ModelError if the optimizer does not support sharded parameters.
     """
     cut = {name: param for name, param in params if axes.is_divided(name)}

@@ -1,7 +1,7 @@
-"""Materialization of meta parameters: this rank's part, with weights determined by name.
+"""Materialization of meta parameters: allocation of this rank's part, with initial values determined by name.
 
-A model larger than one device is built and sharded on the meta device, which costs nothing. Then each full parameter is
-created on the host, one at a time, and this rank keeps its part.
+A model larger than one device is built and sharded on the meta device, which needs no memory. Then each full parameter
+is created on the host, one at a time, and this rank keeps its part.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from weft.parallel.state.placement import AxisMap
 class Materialise:
     """Materializes the parameters of one model.
 
-    seed: seed for `weft.models.initialize`. None if no parameter needs initialization. filled_later: values are loaded
-    from files afterwards, so each rank only allocates its part. A and B of adapters are initialized from the seed,
-    because files do not contain them.
+    seed: seed for `weft.models.initialize`. None if no parameter needs initialization. filled_later: True if values are
+    loaded from files afterwards, so that each rank only allocates its part. A and B of LoRA adapters are initialized
+    from the seed, because files do not contain them.
     Raises ModelError if a buffer is on the meta device, or a parameter is and there is no seed.
     """
 
@@ -58,7 +58,7 @@ class Materialise:
     def make(
         self, params: Iterable[nn.Parameter], frozen_formats: Mapping[nn.Parameter, torch.dtype] | None = None
     ) -> None:
-        """Make the meta parameters among `params` real, in place, in their dtype.
+        """Make meta parameters in `params` real, in place, in their dtype.
 
         `frozen_formats` overrides the dtype of frozen parameters that are filled later.
         """
@@ -118,7 +118,7 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
     hashes = [hashlib.blake2b(repr(row).encode(), digest_size=8).digest() for row in rows]
     numbers = [int.from_bytes(one, "little", signed=True) for one in hashes]
     marks = torch.tensor(numbers + [0] * (int(most) - len(rows)), device=device)
-    # Reduce min and max instead of gathering: the received bytes must not grow with the number of ranks.
+    # Reduce min and max instead of gathering, so that the received bytes do not grow with the number of ranks.
     unlike = (all_reduce(marks.clone(), axis, op="max") != all_reduce(marks.clone(), axis, op="min")).nonzero()
     if len(unlike):
         column = int(unlike[0])
@@ -132,13 +132,13 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
         )
 
 
-# Guards of state_dict and related methods if a rank holds only shards: they raise an error with the right call.
+# Guards of state_dict and related methods if a rank holds only shards: they raise an error that names the right call.
 
 _ATTRIBUTE = "_weft_pieces"
 
 
 def guard_model(model: nn.Module, axes: AxisMap) -> None:
-    """Make state_dict and load_state_dict of a sharded model raise, and copies of it under zero=3."""
+    """Make state_dict and load_state_dict of a sharded model raise, and under zero=3 also copy.deepcopy."""
     words = _divided_model(axes)
     if not words:
         return
@@ -170,7 +170,7 @@ def guard_model(model: nn.Module, axes: AxisMap) -> None:
 
 @contextlib.contextmanager
 def allow_sharded_state(model: nn.Module) -> Iterator[None]:
-    """Let the model's state_dict return this rank's shards inside this context, for code that handles shards."""
+    """Let the model's state_dict return this rank's shards in this context, for code that handles shards."""
     guard = getattr(model, _ATTRIBUTE, None)
     if guard is None:
         yield
@@ -211,7 +211,7 @@ def _divided_model(axes: AxisMap) -> str:
 
 
 class _Guard:
-    """Hooks of one model. An object, because copies and pickles of a module include its hooks."""
+    """Hooks of one model. They are an object because copies and pickles of a module include its hooks."""
 
     is_open = False
 

@@ -1,8 +1,8 @@
 """Placement of parameters: the part of the full tensor on this rank, and the axes over which its gradient is summed.
 
 Tensor, expert and pipeline parallelism modify a module in place before data parallelism wraps it. They replace a
-parameter by a plain one that holds this rank's part, under the same name. They return a `Placement` by name for each
-changed parameter. A parameter without one is full on every rank, and its gradient is summed over `mesh.batch`.
+parameter by a plain parameter with this rank's part, under the same name, and return a `Placement` for each changed
+parameter by name. A parameter without one is full on every rank, and its gradient is summed over `mesh.batch`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from weft.parallel.state.flat_slices import FlatSlice
 class Placement:
     """Position of this rank's part of one parameter in the full tensor.
 
-    cut: mesh axes that shard the tensor, such as ("tp",) or ("ep",); () if it is full here.
+    cut: mesh axes that shard the tensor, such as ("tp",) or ("ep",); () if this rank holds the full tensor.
     dim: the sharded dim, divided into equal contiguous parts in order of the joined axis.
     parts: full sizes of segments of `dim` that are sharded separately (fused query-key-value, gate-up).
-    index: rows of `dim` that this rank holds if they are not the equal part; needs `whole_shape`. Several ranks may
+    index: indices of this rank's rows of `dim` if these are not an equal part; needs `whole_shape`. Several ranks may
         hold the same rows (fewer key-value heads than tp). Then `partial` contains the sharding axis, adjacent ranks
         hold the same rows, and gradients are summed over these ranks.
     whole_shape: full shape without padding; () if it follows from the part.
-    partial: mesh axes in addition to the data axes over which the gradient is a partial sum.
+    partial: mesh axes, other than the data axes, over which the gradient is a partial sum.
     pad: rows of padding at the end of `dim` for equal parts. Not in checkpoints, and zero after loading.
-    name: name in checkpoints if it differs from the name here, for a weight that two stages share.
+    name: name in checkpoints if it differs from the name on this rank, for a weight that two stages share.
     """
 
     cut: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Placement:
         return bool(self.cut)
 
     def full_shape(self, local: Sequence[int], size: int) -> tuple[int, ...]:
-        """Return the full shape, from the part's shape and the number of ranks of the sharding axis."""
+        """Return the full shape. local: shape of the part. size: number of ranks of the sharding axis."""
         if self.whole_shape or not self.cut:
             return self.whole_shape or tuple(local)
         shape = list(local)
@@ -69,13 +69,13 @@ class Placement:
         return tuple(shape)
 
     def num_equal(self, local: Sequence[int], size: int) -> int:
-        """Return the number of ranks of the sharding axis that hold the same rows."""
+        """Return how many ranks of the sharding axis hold the same rows."""
         if self.index is None or not set(self.cut) <= set(self.partial):
             return 1
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
 
     def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are beyond the full size."""
+        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are after the full size."""
         if self.index is not None:
             return tuple(_ranges(self.index))
         if not self.parts:
@@ -89,7 +89,7 @@ class Placement:
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Return a rank's part of the full tensor: a view if the rows are contiguous.
 
-        Raises ModelError if the rows are not a multiple of the ranks.
+        Raises ModelError if the number of rows is not a multiple of the number of ranks.
         """
         if not self.cut:
             return whole
@@ -113,7 +113,7 @@ class Placement:
     def join(self, parts: Sequence[torch.Tensor], indexes: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
         """Return the full tensor from the parts of all ranks of the sharding axis.
 
-        `indexes` holds each rank's `index`, if it is used. If several ranks hold a row, the first one's is taken.
+        `indexes` holds each rank's `index`, if it is used. If several ranks hold a row, that of the first one is used.
         """
         if not self.cut:
             return parts[0]
@@ -135,7 +135,6 @@ class Placement:
 
 
 def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return numbers as ranges of consecutive numbers, in their order."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and found[-1][1] == number:
@@ -150,7 +149,7 @@ WHOLE = Placement()
 
 
 def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the placements of several techniques as one.
+    """Return the placements of several techniques as one mapping.
 
     Only one technique may shard a parameter. Partial axes are combined.
     Raises ModelError if two techniques shard the same parameter.
@@ -170,7 +169,7 @@ def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
     return merged
 
 
-# Axes over which each parameter is sharded, reduced, joined and kept consistent, derived from its placement.
+# Axes over which each parameter is sharded, reduced, gathered and kept equal, derived from its placement.
 
 _DATA = ("dp_replicate", "dp_shard")
 #: Axis of a single rank.
@@ -179,22 +178,22 @@ NOBODY = Axis("nobody", 1, 0, (0,))
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Axes of one kind of parameters.
+    """Axes of the parameters with one kind of placement.
 
-    shard: ranks that divide a bucket.
-    replicate: ranks with equal parts, whose sums are added.
-    over: both joined.
+    shard: ranks over which a bucket is sharded.
+    replicate: ranks with equal shards, over which the sums of gradients are added.
+    over: `shard` and `replicate` joined.
     same: all ranks that hold the same part of the parameter.
     cut: ranks that hold its other parts.
     extra: axes of `replicate` without dp_replicate.
-    share: this rank's index among the ranks with equal sums, and their number.
-    waits: True if its reductions must not start before all stages have finished their passes.
-    holders: ranks that hold the same parts of tensors divided over `shard`, including this rank, in order.
-    outer: within `over`, the axis of the plan's `compress`: dp_replicate, or `shard` if dp_replicate is 1.
+    share: (index of this rank among the ranks with equal gradient sums, number of these ranks).
+    waits: True if its reductions must start only after all stages have finished their microbatches.
+    holders: ranks that hold the same parts of tensors sharded over `shard`, including this rank, in order.
+    outer: within `over`, the axis to which `compress` applies: dp_replicate, or `shard` if dp_replicate is 1.
     inner: within `over`, the other ranks.
     beside: within `replicate`, the ranks that are not on `outer`. Without `compress`, `outer`, `inner` and `beside` are
         empty.
-    alike: ranks with the same sums before the sums of `outer` are added, including this rank.
+    alike: ranks with the same sums before the reduction over `outer`, including this rank.
     """
 
     shard: Axis
@@ -217,8 +216,8 @@ class AxisMap:
 
     `batch` is the default axis for gradient sums. `stage` joins all ranks with the same modules. `world` joins all
     ranks.
-    placements: placements from techniques, by name. A tensor without one is full. sharded: the plan shards optimizer
-    states (zero above 0).
+    placements: placements from techniques, by name. A tensor without one is full. sharded: True if the plan shards
+    optimizer states (zero above 0).
     """
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
@@ -233,7 +232,7 @@ class AxisMap:
 
     @property
     def plain(self) -> Axes:
-        """Axes of a parameter that is not sharded."""
+        """Axes of parameters that are not sharded."""
         return self.of("", ())
 
     def is_expert(self, name: str) -> bool:
@@ -251,11 +250,11 @@ class AxisMap:
                 raise ModelError(f"placement of {name!r}: the model has no such parameter. Name it as it is now.")
 
     def placement(self, name: str) -> Placement:
-        """Return the placement of the part that this rank holds."""
+        """Return the placement of a tensor's part on this rank."""
         return self.placements.get(name, WHOLE)
 
     def of(self, name: str, shape: Sequence[int]) -> Axes:
-        """Return the axes of a parameter with this local shape."""
+        """Return the axes of a parameter. shape: shape of its part on this rank."""
         placement = self.placement(name)
         times = placement.num_equal(shape, self._size(placement.cut))
         key = (placement.cut, tuple(sorted(placement.partial)), times)
@@ -264,16 +263,16 @@ class AxisMap:
         return self._kinds[key]
 
     def settling(self, name: str, buffer: torch.Tensor) -> Axis:
-        """Return the axis over which a buffer is made equal: the ranks with other samples, or holders of its part."""
+        """Return the axis over which a buffer is made equal: ranks with other samples, or ranks with the same part."""
         return self.of(name, buffer.shape).same if name in self.placements else self.batch
 
     def full_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the full shape."""
+        """Return the full shape of a tensor. shape: shape of its part on this rank."""
         placement = self.placement(name)
         return placement.full_shape(shape, self._size(placement.cut))
 
     def full_tensor(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor from this rank's part, or from a tensor of its shape. All ranks must call it."""
+        """Return the full tensor from this rank's part, or from a tensor sharded like it. All ranks must call it."""
         placement = self.placement(name)
         axis = self.of(name, part.shape).cut
         if axis.size == 1:
@@ -306,14 +305,14 @@ class AxisMap:
         return Part(self.full_shape(name, shape), placement.dim, rows, order)
 
     def slice_of(self, name: str, tensor: torch.Tensor) -> FlatSlice:
-        """Return a tensor's flat slice, of its dtype and shape (numel,). Every rank of its kind holds the same part."""
+        """Return a tensor's flat slice, of its dtype and shape (numel,). Ranks with equal parts divide its writing."""
         part, ranks = self.part_of(name, tensor), self.of(name, tensor.shape).same.ranks
         deal = assign_evenly(ranks, tensor.numel(), len(ranks), turn=self.turn(name))
         return FlatSlice.of_full(self.saved_name(name), tensor, part, deal)
 
     @staticmethod
     def turn(name: str) -> int:
-        """Return which of the holders comes first: the same on all ranks, and another for each tensor."""
+        """Return a number that rotates a tensor's holders: equal on all ranks, and different for each tensor."""
         return zlib.crc32(name.encode())
 
     def agreed_fields(self, name: str) -> tuple[object, ...]:
@@ -331,9 +330,9 @@ class AxisMap:
         return self._size(self.placement(name).cut) > 1
 
     def refuse_sharded(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that needs full parameters for these sharded ones.
+        """Raise ModelError for an optimizer that needs full parameters but has sharded ones.
 
-        Raises ModelError for the first of the names.
+        The error names the first of `names`.
         """
         for name in sorted(names):
             cut = self.placement(name).cut
@@ -343,11 +342,11 @@ class AxisMap:
             )
 
     def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full tensors with their names in checkpoints. A collective over the sharding axes."""
+        """Yield the full tensors with their names in checkpoints. Collective over the sharding axes."""
         return ((self.saved_name(name), self.full_tensor(name, tensor)) for name, tensor in pairs)
 
     def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are not full on every rank."""
+        """Yield the tensors that are sharded or on another pipeline stage, so that not every rank has them in full."""
         for pairs in groups:
             yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_sharded)
 
@@ -399,11 +398,11 @@ class AxisMap:
         return len(self.mesh.ranks_over(names)) if names else 1
 
     def _lasting(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Drop axes of size 1 that would only make names longer. Data axes stay."""
+        """Drop axes of size 1, which would only make names longer. Data axes are kept."""
         return tuple(name for name in names if name in (*_DATA, "beside_ep") or self._size((name,)) > 1)
 
     def _without(self, names: tuple[str, ...], outer: tuple[str, ...]) -> Axis:
-        """Return the joined axes of several ranks that are not in `outer`."""
+        """Return the joined axes of `names` that have several ranks and are not in `outer`."""
         rest = tuple(name for name in names if name not in outer and self._size((name,)) > 1)
         return self.mesh[rest] if rest else NOBODY
 

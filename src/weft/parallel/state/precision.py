@@ -1,10 +1,10 @@
-"""Dtypes of the parts of a step, and conversion of a module to them.
+"""Dtypes of weights, gradients and optimizer states in a step, and conversion of a module to them.
 
-One policy for every ZeRO stage. Weights in forward and backward have the compute dtype, so that activations, gathers
-and memory have it too. Master weights, gradients and optimizer states are fp32 (fp64 under "fp64"). Masters start from
-the weights before rounding. Gradients are communicated in the master dtype, or in the wire format of the plan's
-`reduce`, which encodes them only for the collective. Batch norms stay in the master dtype: their running statistics
-change by less than a bf16 step. Buffers keep their dtype under bf16 and fp16.
+All ZeRO stages use the same dtypes. Weights in forward and backward have the compute dtype, so activations and
+all-gathers have it too. Master weights, gradients and optimizer states are fp32 (fp64 under "fp64"). Master weights
+start from the weights before rounding. Gradients are communicated in the master dtype, or in the wire format of the
+plan's `reduce`, which encodes them only for the collective. Batch norms stay in the master dtype: their running
+statistics change by less than a bf16 step. Buffers keep their dtype under bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from weft.errors import ModelError, PlanError
 from weft.models.initialize import BATCH_NORMS
 from weft.private_torch import tree_map
 
-# If several names share a dtype, the last one names it. Under the others only products are narrower.
+# If several precisions share a dtype, the last one names it. Under the others only matmuls have fewer bits.
 _COMPUTE = {"tf32": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
 _COMPUTE |= {"fp8": torch.bfloat16, "bf16": torch.bfloat16}
 _HALVES = (torch.bfloat16, torch.float16)
-#: Precisions under which only products are narrower, and which products.
+#: Precisions under which only matmuls have fewer bits, with a description.
 _PRODUCTS = {"fp8": "products of linear layers in blocks in fp8", "tf32": "products and convolutions rounded to TF32"}
 
 
@@ -37,7 +37,7 @@ class Precision:
     `compute` is the dtype of weights in forward and backward and of activations. `master` is the dtype of sums and
     stored values. `wire` is the wire format of gradients. `outer_wire` is the format over the outermost data axis; None
     means the same as `wire`. `sync` is the plan's synchronization of replicas. `products` is "fp8" for linear layers in
-    blocks, "tf32" for all products, or "" if products are not narrower than the rest.
+    blocks, "tf32" for all matmuls, or "" if matmuls use the compute dtype.
     """
 
     compute: torch.dtype
@@ -71,9 +71,9 @@ class Precision:
         return self.compute == torch.float16
 
     def refuse_error_feedback(self) -> None:
-        """Refuse a custom loop with error feedback or with sync other than every step.
+        """Raise ModelError in a custom loop with error feedback, or with replicas that do not sync in every step.
 
-        Raises ModelError because a custom loop provides neither the gradient factor nor the step boundaries.
+        A custom loop provides neither the gradient factor nor the step boundaries that these need.
         """
         if self.sync != "step":
             raise ModelError(
@@ -89,9 +89,9 @@ class Precision:
                 )
 
     def refuse_unscaled(self, what: str) -> None:
-        """Refuse a custom loop if the loss must be scaled.
+        """Raise ModelError in a custom loop under fp16, which needs loss scaling.
 
-        `what` describes the event, such as "backward() came". Raises ModelError under fp16.
+        `what` describes the event, such as "backward() came".
         """
         if self.scales_loss:
             raise ModelError(
@@ -125,7 +125,7 @@ class Precision:
 
 
 def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each parameter in forward and backward. Integer parameters keep theirs."""
+    """Return the dtype of each parameter in forward and backward. Integer parameters keep their dtype."""
     chosen: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
         wanted = precision.master if isinstance(module, BATCH_NORMS) else precision.compute
@@ -135,7 +135,7 @@ def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.
 
 
 def cast_inputs(model: nn.Module, precision: Precision) -> None:
-    """Make modules accept floating inputs of any dtype and return the compute dtype.
+    """Make modules accept floating-point inputs of any dtype and return the compute dtype.
 
     The model and each module that owns parameters cast their inputs to the dtype of their weights. If precision is not
     mixed, buffers are cast to the master dtype.
@@ -149,7 +149,7 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
             model.register_forward_pre_hook(functools.partial(_cast_inputs, precision.master), with_kwargs=True)
         if not any(param.dtype in _HALVES for param in model.parameters()):
             return
-        # The model was built in half precision, so its code and its batches may be too.
+        # The model was built in half precision, so its code and its batches may use half precision too.
     for module in model.modules():
         owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
         if isinstance(module, BATCH_NORMS):

@@ -1,12 +1,13 @@
-"""Detection of references to parameters from before parallelize, which raise when a forward uses them.
+"""Detection of references to parameters from before parallelize. They raise an error when a forward uses them.
 
 `parallelize` moves parameters to other memory, and under zero=3 and tp replaces the parameter objects in their modules.
 A view from before (`self.w_t = self.linear.weight.t()`) or another holder of a replaced object (a Python list, a
 closure, a Keras variable) keeps the old values. A model that computes with them trains with stale weights.
 
-Before anything moves, weak references to each parameter and its memory are taken. If one is still alive afterwards and
-is not the parameter itself, something outside the modules refers to it. Only then is the first forward watched:
-keeping such a reference is legal, for example in a list for an optimizer's groups, but computing with it is not.
+Before parallelize moves or replaces parameters, it takes weak references to each parameter and its memory. If one of
+them is still alive afterwards and is not the parameter itself, an object outside the modules refers to it. Only then is
+the first forward watched: keeping such a reference is allowed, for example in a list for an optimizer's groups, but
+computing with it is not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from weft.errors import ModelError
 from weft.private_torch import hooks_of_parameter, tree_leaves, uncompiled
 
 _ATTRIBUTE = "_weft_stale_references"
-#: Methods and properties that read no values.
+#: Methods and properties that do not read a tensor's values.
 _NO_VALUES = frozenset({
     "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "get_device",
     "data_ptr",
@@ -59,8 +60,8 @@ class OriginalParameters:
     def watch(self, model: nn.Module, compiles: bool) -> None:
         """Make the first forward refuse references to old values, if any exist.
 
-        model: the model after parallelize. compiles: blocks are compiled; the watched forward runs without compiled
-        code. Raises ModelError for a hook of a parameter that was replaced.
+        model: the model after parallelize. compiles: True if blocks are compiled; the watched forward then runs
+        uncompiled. Raises ModelError for a hook of a parameter that was replaced.
         """
         named = dict(model.named_parameters())
         for name in self._hooked:
@@ -86,13 +87,13 @@ class OriginalParameters:
 
     @staticmethod
     def refusing_old(model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context for a train step's first passes: the loss and a custom forward are watched too."""
+        """Return a context for a train step's first microbatches, in which the loss is watched too."""
         stale = watched_references(model)
         return nullcontext() if stale is None else stale.watching()
 
 
 def hook_refusal(name: str) -> str:
-    """Return the error for a hook of a parameter that does not run."""
+    """Return the error for a parameter hook that would not run."""
     return (
         f"parameter {name}: it has a hook, and zero=3 and tp replace parameters, so the hook does not run. Use zero=2 "
         "and tp=1, or change the gradient in forward, as a parametrization or a custom autograd function does."
@@ -100,8 +101,8 @@ def hook_refusal(name: str) -> str:
 
 
 class StaleReferences:
-    """Watches one model's first training forward and first evaluation for old parameters. model: the model after
-    parallelize. storages: old memory, with the name of the parameter that it belonged to and its address.
+    """Watches one model's first training forward and first evaluation for uses of old parameters. model: the model
+    after parallelize. storages: old memory -> (name of the parameter to which it belonged, address).
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class StaleReferences:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Refuse operations on old parameters inside this context. Raises ModelError with the parameter and how the
-        model reaches it.
+        """Within the context, raise ModelError for an operation on an old parameter. The error names the parameter and
+        how the model reaches it.
         """
         self._depth += 1
         try:
@@ -140,7 +141,7 @@ class StaleReferences:
 
     @uncompiled
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        """Watch a forward that no train step runs."""
+        """Watch a forward outside train steps."""
         del args
         if not self._depth and model.training not in self._watched and (self._objects or self._storages):
             self._own_pass = ExitStack()
@@ -148,7 +149,7 @@ class StaleReferences:
 
     @uncompiled
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """End the watch, and follow the gradients of the output. output: the forward's output, or None if it raised."""
+        """End the watch, and check the output's autograd graph. output: the forward's output, or None if it raised."""
         del args
         own, self._own_pass = self._own_pass, None
         if own is not None:
@@ -158,19 +159,19 @@ class StaleReferences:
             self.check_graph(output)
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter that a tensor is an old reference to, or None."""
+        """Return the name of the parameter whose old values a tensor holds, or None."""
         ref, name = self._objects.get(id(tensor), (None, None))
         if ref is not None and ref() is tensor:
             return name
         if not _has_memory(tensor):
             return None
-        # By address too: numpy arrays and DLPack give tensors another storage on the same memory.
+        # Compare addresses too: numpy arrays and DLPack give tensors another storage on the same memory.
         name = self._storages.get(_memory(tensor))
         key, at_address = self._addresses.get(_address(tensor), (None, None))
         return at_address if name is None and key is not None and not key.expired() else name
 
     def check_graph(self, output: Any) -> None:
-        """Refuse an output whose gradients reach an old parameter. Raises ModelError with the parameter and how the
+        """Raise ModelError if the output's gradients reach an old parameter. The error names the parameter and how the
         model reaches it.
         """
         nodes = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
@@ -179,7 +180,7 @@ class StaleReferences:
                 self.refuse(variable)
 
     def refuse(self, tensor: Tensor) -> None:
-        """Refuse a tensor with old values. Raises ModelError that names the parameter and how the model reaches it."""
+        """Raise ModelError for a tensor with old values. It names the parameter and how the model reaches it."""
         name, model = self.name_of(tensor), self._model()
         how = None if model is None else next(iter(_holders(model, self, name)), None)
         reached = f"through {how}" if how else "from outside its modules, such as a global variable"
@@ -237,7 +238,7 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 
 
 def _holders(model: nn.Module, stale: StaleReferences, name: str | None) -> Iterator[str]:
-    """Yield expressions by which the model's modules reach old values of a parameter."""
+    """Yield Python expressions by which the model's modules reach old values of a parameter."""
     done: set[int] = {id(stale)}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -299,7 +300,7 @@ def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(nodes: list[Any], most: float = math.inf) -> Iterator[Tensor]:
-    """Yield the leaves of an autograd graph. most: nodes after which the search ends."""
+    """Yield the leaf tensors of an autograd graph. most: maximum number of nodes to visit."""
     known = set(nodes)
     while nodes and len(known) < most:
         node = nodes.pop()

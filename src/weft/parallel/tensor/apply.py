@@ -1,4 +1,4 @@
-"""Tensor parallelism: shard the large matrices in place, as the layout specifies.
+"""Tensor parallelism: sharding of large weights in place, as the layout specifies.
 
 A column-sharded layer computes part of its output features. A row-sharded layer reads part of its input features, and
 its output is summed over the ranks. Modules between such a pair work on their own heads or features and need no
@@ -64,10 +64,10 @@ def shard_tensors(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> dict[str, Placement]:
-    """Divide the model's parameters in place as the layout specifies, and with sp the tokens between sharded layers.
+    """Divide the model's parameters in place as the layout specifies, and under sp the tokens between sharded layers.
 
     Returns the placements of the changed parameters.
-    Raises LayoutError if the layout does not fit the model. Raises PlanError if tp does not divide the model.
+    Raises LayoutError if the layout does not fit the model. Raises PlanError if the plan's tp does not fit the model.
 
     Args:
         layout: layout of the model; None derives it from the model.
@@ -101,7 +101,7 @@ def shard_tensors(
     context.shards.replace_ties(model)
     for path in heads:
         attention.apply(path, modules[path])
-    # Unsharded layers whose outputs feed sharded layers.
+    # Unsharded layers whose outputs are inputs of sharded layers.
     full = [path for path, style in styles.items() if style.name == "partial" and layers.is_linear(modules[path])]
     for path in full:
         refuse_partial(path, modules[path])
@@ -112,7 +112,7 @@ def shard_tensors(
 
 
 def fuse_replicated_head(model: nn.Module, mesh: Mesh | None = None) -> None:
-    """Make a head with an unsharded vocabulary compute the loss directly if its logits would be large.
+    """Make an unsharded language head compute the loss directly if its logits would be large.
 
     mesh: gives the device and whether the model is compiled. None means an uncompiled model on a CPU.
     """
@@ -127,11 +127,11 @@ def check_full_model(
 ) -> tuple[Layout, token_flow.TokenRegions | None]:
     """Check conditions that need the full model, before a pipeline removes parts of it.
 
-    Returns the layout, and the regions in which tokens are divided if the plan has sp. A trial step runs on small user
-    models. If the trial fails with a derived layout, one module is left unsharded, and a warning names it.
-    layout: layout of the model; None derives it from the model. is_whole: returns True for the path of a module that
-    another technique keeps replicated. example: arguments of a forward, or None to generate them. Raises LayoutError if
-    the layout names a missing module, sp would divide tokens that interact, or a trial fails.
+    Returns the layout, and the regions in which tokens are sharded if the plan has sp. Small models of users also run a
+    trial step. If the trial fails with a derived layout, one module is left unsharded, and a warning names it. layout:
+    layout of the model; None derives it from the model. is_whole: returns True for the path of a module that another
+    technique keeps replicated. example: arguments of a forward, or None to generate them. Raises LayoutError if the
+    layout names a missing module, sp would shard tokens that interact, or a trial fails.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     if layout is not None:
@@ -157,7 +157,7 @@ def check_full_model(
 
 
 def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
-    """Return `regions`, after a warning if tokens are gathered more often than for sharded layers."""
+    """Return `regions`. Warn if tokens are gathered more often than for sharded layers."""
     if regions is not None and mesh.rank == 0:
         if regions.why_apart:
             said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
@@ -189,9 +189,9 @@ def _checked(
 def find_token_regions(
     model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], tp: int, example: Any = None
 ) -> token_flow.TokenRegions:
-    """Return the regions in which sp divides tokens. is_whole: returns True for the path of a module that another
+    """Return the regions in which sp shards tokens. is_whole: returns True for the path of a module that another
     technique keeps replicated. example: arguments of a forward, or None to generate them. Raises LayoutError if sp
-    would divide tokens that interact.
+    would shard tokens that interact.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     styles = read_styles(layout, modules, tp)
@@ -213,7 +213,7 @@ def find_token_regions(
 def _check_covered(
     modules: Mapping[str, nn.Module], styles: Mapping[str, Style], own: Mapping[str, Style], parents: Iterable[str]
 ) -> None:
-    """Raise LayoutError if modules inside a sharded part have parameters that no pattern covers."""
+    """Raise LayoutError if modules inside a sharded region have parameters that no pattern covers."""
     missing: list[str] = []
     for parent in parents:
         if is_wide(parent, modules, styles):

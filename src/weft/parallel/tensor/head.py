@@ -1,8 +1,8 @@
-"""Element-wise passes of a head's loss over its logits, in three variants.
+"""Element-wise operations of a head's loss on its logits, in three variants.
 
 On a CPU, exponentials overwrite the logits, which needs the least memory. On a GPU, torch's kernel normalizes
-low-precision logits in one pass, and gradients overwrite the logits. When compiled, both passes read the logits in the
-dtype of the product, and no wider tensor is written.
+low-precision logits in one pass over them, and gradients overwrite the logits. If compiled, both passes read the logits
+in the dtype of the matmul, and no wider tensor is written.
 
 C tokens per chunk, V local entries of the vocabulary.
 """
@@ -35,12 +35,11 @@ class Labels(NamedTuple):
 
 
 class LogitPasses(NamedTuple):
-    """The two passes over the logits.
+    """Two functions that each read all logits once: for the loss, and for its gradient.
 
-    sums: maps (logits_CV, labels, accumulation dtype) to (state for the other pass, local log-sum-exp_C, label
-    logit_C).
-    gradient: maps (state of the first pass, log-sum-exp_C over the full vocabulary, logit_C, labels, dtype) to the
-    gradient of the logits, (C, V). Both may overwrite the logits.
+    sums: maps (logits_CV, labels, accumulation dtype) to (state for `gradient`, local log-sum-exp_C, label logit_C).
+    gradient: maps (state from `sums`, log-sum-exp_C over the full vocabulary, logit_C, labels, dtype) to the gradient
+    of the logits, (C, V). Both may overwrite the logits.
     """
 
     sums: Callable[[Tensor, Labels, torch.dtype], tuple[Any, Tensor, Tensor]]
@@ -48,7 +47,7 @@ class LogitPasses(NamedTuple):
 
 
 def passes_for(logits_CV: Tensor, sums: torch.dtype, is_compiled: bool) -> LogitPasses:
-    """Choose the passes for these logits and this accumulation dtype."""
+    """Choose the variant of both functions for these logits and this accumulation dtype."""
     if is_compiled:
         return _compiled()
     # If the logits already have the accumulation dtype, a normalized copy would double the memory.
@@ -60,7 +59,7 @@ def _logit_at(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
 
 
 def _less_label(share_CV: Tensor, whole_C: Tensor, label_C: Tensor, labels: Labels) -> Tensor:
-    """Subtract 1 at the label in place, before rounding: a low-precision dtype has few values near 1."""
+    """Subtract 1 at the label in place, before rounding, because low-precision dtypes have few values near 1."""
     less_C = ((label_C - whole_C).exp_() - 1.0).to(share_CV.dtype)
     there_C = share_CV.gather(1, labels.place_C1).squeeze(1)
     return share_CV.scatter_(1, labels.place_C1, less_C.where(labels.is_here_C, there_C)[:, None])
@@ -116,7 +115,7 @@ def _narrow_gradient(
 
 @cache
 def _compiled() -> LogitPasses:
-    """Compile the passes for any number of tokens. Compilation happens at the first call."""
+    """Compile both functions for any number of tokens. Compilation happens at the first call."""
     sums, gradient = torch.compile(_narrow_sums, dynamic=True), torch.compile(_narrow_gradient, dynamic=True)
     return LogitPasses(
         lambda logits_CV, labels, dtype: (logits_CV, *sums(logits_CV, labels.place_C1, dtype)),
@@ -129,8 +128,8 @@ def _compiled() -> LogitPasses:
 
 @dataclass(frozen=True, slots=True)
 class LossChunking:
-    """Chunk size of a head's loss. It is equal on all tp ranks, because their chunks communicate. compiled: compile the
-    element-wise passes.
+    """Chunk size of a head's loss. It must be equal on all tp ranks, because they communicate after each chunk.
+    compiled: True to compile the element-wise operations.
     """
 
     chunk: LossChunk = field(default_factory=LossChunk)
@@ -138,8 +137,8 @@ class LossChunking:
 
     @classmethod
     def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossChunking:
-        """Return the chunking for heads on `device`. On a GPU this runs a collective over the axis: the smallest device
-        determines the size.
+        """Return the chunking for heads on `device`. On a GPU this is a collective over the axis, and the smallest
+        device determines the size.
         """
         if device.type != "cuda":
             return cls(LossChunk(), compiled)
@@ -161,16 +160,16 @@ def token_loss(
     way: LossChunking | None = None,
     weights_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
+    """Sum the cross-entropies in nats of the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
 
     Args:
         x_BSD: input of the head; this rank's tokens if sp shards them.
-        bias_V: this rank's rows, or None.
+        bias_V: this rank's part of the bias, or None.
         labels_BT: labels of all tokens, int64.
         vocab: size of the full vocabulary. This rank has V entries from rank * V on; entries from `vocab` on are
             padding.
         way: chunk size, or None for the default of a CPU.
-        weights_BT: weights of all tokens' losses in the sum, or None for 1.
+        weights_BT: weights of all tokens' losses in the sum, or None for weights of 1.
     """
     way = LossChunking() if way is None else way
     wants_grad = torch.is_grad_enabled()
@@ -210,9 +209,9 @@ class _TokenLoss(torch.autograd.Function):
 
 
 def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
-    """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens. In chats
-    most tokens have no label. Only on a CPU: on a device, the host would wait for the count. All tp ranks have the same
-    labels, so they make the same choice.
+    """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens. In chat
+    data most tokens have no label. Used only on a CPU, because on a device the host would wait for the count. All tp
+    ranks have the same labels, so they make the same choice.
     """
     if labels_N.device.type != "cpu":
         return None
@@ -221,15 +220,15 @@ def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
 
 
 def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply a saved gradient by the gradient of the loss in one pass, rounded once."""
+    """Multiply a saved gradient by the gradient of the loss, with a single rounding."""
     if saved.dtype == dtype:
-        # In place, because a weight's gradient is large. torch detects the change and refuses a second backward.
+        # In place, because a weight's gradient is large. torch detects this and raises an error in a second backward.
         return saved.mul_(grad)
     return torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
 
 
 class TokenChunks:
-    """One pass over the tokens in chunks, limited to labeled tokens if that is less work."""
+    """Computation of a head's loss in chunks of tokens. It skips tokens without a label if that saves work."""
 
     def __init__(
         self,
@@ -252,7 +251,7 @@ class TokenChunks:
         self.first = self.axis.rank * weight_VD.shape[0]
         self.num_real = min(max(vocab - self.first, 0), weight_VD.shape[0])
         self.grad_x = torch.empty_like(self.hidden_ND) if needs[0] else None
-        # Chunks accumulate in the accumulation dtype: half precision would lose small terms. The first chunk is
+        # Chunks are added in the accumulation dtype, because half precision would lose small terms. The first chunk is
         # stored.
         self.is_first = self.labels_N.numel() > 0
         made = torch.empty_like if self.is_first else torch.zeros_like
@@ -260,8 +259,8 @@ class TokenChunks:
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
     def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Yield the losses of each chunk of tokens. weights_N: weights of this pass's tokens in the gradients, or None
-        for 1.
+        """Yield the losses of each chunk of tokens. weights_N: weights of the processed tokens in the gradients, or
+        None for weights of 1.
         """
         labels_N = self.labels_N
         rows = max(1, self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize))
@@ -280,25 +279,25 @@ class TokenChunks:
         return total
 
     def of_pass(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Select the values of this pass's tokens from values of all tokens."""
+        """Select the values of the processed tokens from values of all tokens."""
         return values_N if self.kept_N is None else values_N[self.kept_N]
 
     def of_all(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Scatter this pass's values to all tokens, with zeros for skipped tokens."""
+        """Scatter values of the processed tokens to all tokens, with zeros for skipped tokens."""
         if self.kept_N is None:
             return values_N
         num_tokens = math.prod(self.shape[:-1])
         return values_N.new_zeros(num_tokens, *values_N.shape[1:]).index_copy_(0, self.kept_N, values_N)
 
     def grad_of_all(self) -> torch.Tensor | None:
-        """Return the gradient of the hidden states, (B, T, D), after the pass, or None if it was not requested."""
+        """Return the gradient of the hidden states, (B, T, D), after all chunks, or None if it was not requested."""
         return None if self.grad_x is None else self.of_all(self.grad_x).view(self.shape)
 
     def _chunk(self, part: slice, labels_C: torch.Tensor, weights_C: torch.Tensor | None) -> torch.Tensor:
         hidden_CD = self.hidden_ND[part]
         logits_CV = F.linear(hidden_CD, self.weight, self.bias)
         if self.num_real < logits_CV.shape[1]:
-            # Not -inf: on a rank of padding alone the sum of exponentials would be 0.
+            # Not -inf, because on a rank that has only padding the sum of exponentials would be 0.
             logits_CV[:, self.num_real :] = torch.finfo(logits_CV.dtype).min
         local_C = labels_C - self.first
         trained_C = labels_C != self.ignore
@@ -333,8 +332,8 @@ class TokenChunks:
         trained_C: torch.Tensor,
         weights_C: torch.Tensor | None,
     ) -> None:
-        """Accumulate gradients from the logits' gradient. Tokens without a label are masked here. Masking rows of
-        hidden states is cheaper than masking rows of logits.
+        """Accumulate the weight's and hidden states' gradients from the logits' gradient. Tokens without a label are
+        masked here, because it is cheaper to mask rows of hidden states than rows of logits.
         """
         trained_C1 = trained_C[:, None]
         if weights_C is not None:

@@ -1,7 +1,8 @@
 """Token log-probabilities directly from hidden states, for losses that are not a sum over tokens.
 
-The gradient of a token's log-probability is known only after the forward. Backward therefore recomputes the logits in
-chunks of tokens, and the full logits never exist. The computation is the token loss with other weights: see `head.py`.
+The gradient of a token's log-probability is available only after the forward. Backward therefore recomputes the logits
+in chunks of tokens, and full logits never exist. The computation is that of the token loss, with other weights: see
+`head.py`.
 
 B sequences, T tokens, S tokens of this rank, D features, V entries of this rank.
 """
@@ -30,7 +31,7 @@ def token_log_probs(
 
     Args:
         x_BSD: input of the head; this rank's tokens if sp shards them.
-        bias_V: this rank's rows, or None.
+        bias_V: this rank's part of the bias, or None.
         labels_BT: labels of all tokens, int64.
         vocab: size of the full vocabulary without padding.
         way: chunk size, or None for the default of a CPU.

@@ -1,8 +1,8 @@
-"""Head of a language model: returns logits, or computes the loss directly without storing all logits.
+"""Head of a language model: it returns logits, or computes the loss directly without storing all logits.
 
-A head that receives the labels before the forward (`expect_labels`) returns a `HeadLoss` instead of logits. It
-processes the logits in chunks of tokens, and with a sharded vocabulary each rank computes only its own entries. Without
-labels it returns full logits, so a user's loss function works under every plan.
+A head that gets the labels before the forward (`expect_labels`) returns a `HeadLoss` instead of logits. It processes
+the logits in chunks of tokens, and with a sharded vocabulary each rank computes only its own entries. Without labels it
+returns full logits, so a user's loss function works under every plan.
 
 N tokens, C tokens per chunk, D features, V entries of the vocabulary of this rank.
 """
@@ -30,19 +30,19 @@ from weft.parallel.tensor.linear import TOKENS, SharedLayer
 from weft.parallel.tensor.sharded_modules import Entry
 from weft.private_torch import register_pytree_node
 
-#: With an unsharded vocabulary, the head computes the loss directly if logits would exceed this.
+#: A head with an unsharded vocabulary computes the loss directly if the logits would exceed this size.
 LARGE_LOGITS_BYTES = 2**28
 
 _ATTRIBUTE = "_weft_head"
 
 
 class _LogitsStandIn:
-    """Stand-in for logits that raises if the model changes them after the head."""
+    """Placeholder for logits. It raises an error if the model changes the logits after the head."""
 
     __slots__ = ()
 
     def contiguous(self) -> Self:
-        """Return this object: models may call it on their logits, and it changes no values."""
+        """Return this object. Models may call this on their logits, and it changes no values."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -68,7 +68,7 @@ class _LogitsStandIn:
 class HeadLoss(_LogitsStandIn):
     """Output of a head instead of logits: the sum of the tokens' losses for `labels`, and the number of counted tokens.
 
-    With weights, both are sums of weights.
+    With weights, these are the weighted sum of losses and the sum of weights.
     """
 
     loss_sum: torch.Tensor
@@ -78,7 +78,7 @@ class HeadLoss(_LogitsStandIn):
 
 @dataclass(slots=True)
 class HeadLogProbs(_LogitsStandIn):
-    """Output of a head for a loss on tokens: log p(label) of each, (B, T), and 0 for ignored labels."""
+    """Output of a head for a loss on log-probabilities: log p(label) of each token, (B, T); 0 for ignored labels."""
 
     log_probs: torch.Tensor
     labels: torch.Tensor
@@ -106,9 +106,9 @@ register_pytree_node(
 
 
 class Head:
-    """State of a model's head in addition to its weight. vocab: entries without padding. entry: entry of a sharded
-    head. scales: the model changes logits after the head, so it cannot compute the loss. way: chunk size, or None for
-    the default of a CPU.
+    """State of a model's head in addition to its weight. vocab: number of entries without padding. entry: `Entry` of a
+    sharded head. scales: True if the model changes logits after the head, so that the head cannot compute the loss.
+    way: chunk size, or None for the default of a CPU.
     """
 
     def __init__(self, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossChunking | None):
@@ -132,10 +132,10 @@ class Head:
 
 
 class LossHead(nn.Module):
-    """A linear layer that returns logits, or the loss of its tokens."""
+    """A linear layer that returns logits, or the loss of its input tokens."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Map (B, T, D) to full logits, or to a HeadLoss or HeadLogProbs."""
+        """Return full logits for (B, T, D), or a HeadLoss or HeadLogProbs."""
         head: Head = getattr(self, _ATTRIBUTE)
         weight, bias = layers.weight_of(self), layers.bias_of(self)
         if head.gives_loss(x, weight):
@@ -164,7 +164,7 @@ def make_head(
 
 
 def fuse_head(module: nn.Module, scales: bool, way: LossChunking | None = None) -> None:
-    """Call `make_head` for a model with an unsharded vocabulary."""
+    """Run `make_head` for a model with an unsharded vocabulary."""
     uncut = SharedLayer(Axis("tp", 1, 0, (0,)))
     make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)
 
@@ -176,7 +176,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
-    """Set the batch's labels on the head of `model` inside the context, if `loss_fn` accepts the head's result.
+    """Set the batch's labels on the head of `model` in the context, if `loss_fn` accepts the head's result.
 
     model: model, with or without a head that can compute the loss. loss_fn: accepts the head's loss if its attribute
     `takes_head_loss` is true. With the value "tokens" it receives the log-probability of each token. batch: mapping

@@ -1,8 +1,8 @@
-"""Products of sharded layers in chunks of the sequence, to overlap communication over tp with computation.
+"""Matmuls of sharded layers in chunks of the sequence, to overlap communication over tp with computation.
 
 Chunk k holds the same range of every rank's tokens, so the sequence is sharded as in `sequence.py`. The last chunk is
-shorter if the chunks do not divide evenly. Two chunks exist at a time: nothing keeps all tokens for longer than the
-products that need them.
+shorter if the chunks do not divide evenly. At most two chunks exist at a time, so the gathered tokens are kept only for
+the matmuls that need them.
 
 Method: Wang et al. 2023 (ASPLOS), "Overlap communication with dependent computation via decomposition".
 
@@ -33,7 +33,7 @@ from weft.private_torch import Function, current_mode, is_watched
 
 
 def cuts(tokens: int, pieces: int) -> list[slice]:
-    """Return the ranges of a rank's tokens for each chunk: at most `pieces` chunks, and no empty ones."""
+    """Return the token ranges of the chunks within a rank's tokens: at most `pieces` chunks, and no empty ones."""
     size = max(1, -(-tokens // pieces))
     return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
@@ -41,8 +41,8 @@ def cuts(tokens: int, pieces: int) -> list[slice]:
 def gather_multiply(
     x_BSD: Tensor, weights: Sequence[Tensor], axis: Axis, pieces: int, whole_ND: Tensor | None = None
 ) -> list[Tensor]:
-    """Return all tokens' products with each weight (F, D), (B, T, F). whole_ND: receives all tokens, in the order of
-    `by_chunks`.
+    """Return the matmul of all tokens with each weight (F, D): (B, T, F) each. whole_ND: receives all tokens, in the
+    order of `by_chunks`.
     """
     batch, tokens, width = x_BSD.shape
     stretches = cuts(tokens, pieces)
@@ -67,7 +67,7 @@ def gather_multiply(
 
 
 def multiply_scatter(x_BTD: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) -> Tensor:
-    """Return this rank's tokens of the sum over ranks of their products, (B, S, F)."""
+    """Return this rank's tokens of the sum over ranks of x W^T, (B, S, F)."""
     batch, tokens = x_BTD.shape[0], x_BTD.shape[1] // axis.size
     x_BRSD = x_BTD.unflatten(1, (axis.size, tokens))
     found = x_BTD.new_empty((batch, tokens, len(weight_FD)))
@@ -88,8 +88,8 @@ def multiply_scatter(x_BTD: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) 
 def column_gradients(
     x_BSD: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], axis: Axis, *, of_x: bool, of_weights: bool
 ) -> list[Tensor]:
-    """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients. The gather of
-    the input overlaps with the product for x. The reduction of x's gradient overlaps with the products for the weights.
+    """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients. The
+    all-gather of the input overlaps with the matmul for x, the reduction of x's gradient with the weights' matmuls.
     """
     gathering = start_all_gather(x_BSD.contiguous(), axis, out=_by_ranks(x_BSD, axis)) if of_weights else None
     flat = [grad.flatten(0, -2) for grad in grads]
@@ -108,7 +108,7 @@ def column_gradients(
 
 
 def row_factors(grad_BSF: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, (B, T, D), and of the product in the order of `by_chunks`, for `multiply_scatter`."""
+    """Return the gradients of x, (B, T, D), and of x W^T in the order of `by_chunks`, for `multiply_scatter`."""
     batch, tokens, width = grad_BSF.shape
     whole_NF = grad_BSF.new_empty((batch * axis.size * tokens, width))
     [grad_BTD] = gather_multiply(grad_BSF, [weight_FD.t()], axis, pieces, whole_NF)
@@ -116,7 +116,7 @@ def row_factors(grad_BSF: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) ->
 
 
 def by_chunks(x_BTD: Tensor, axis: Axis, pieces: int) -> Tensor:
-    """Return the tokens as rows in the order of communication: by chunk, rank and sequence."""
+    """Return the tokens as rows in the order of communication: by chunk, then rank, then sequence."""
     x_RBSD = x_BTD.unflatten(1, (axis.size, x_BTD.shape[1] // axis.size)).transpose(0, 1)
     parts = [x_RBSD[:, :, stretch].reshape(-1, x_BTD.shape[-1]) for stretch in cuts(x_RBSD.shape[2], pieces)]
     return torch.cat(parts)
@@ -133,7 +133,7 @@ def _write_part(found_BSF: Tensor, summing: Pending, stretch: slice) -> None:
 
 
 def _multiply_into(out_RBLF: Tensor, x_RBLD: Tensor, weight_FD: Tensor) -> None:
-    """Compute x W^T into `out_RBLF`. No tokens are copied: the ranks' parts are a batch of products."""
+    """Compute x W^T into `out_RBLF`. No tokens are copied, because the ranks' parts form a batched matmul."""
     if is_watched():  # selective recompute saves outputs, not views of them
         out_RBLF.copy_(F.linear(x_RBLD, weight_FD))
         return
@@ -142,7 +142,7 @@ def _multiply_into(out_RBLF: Tensor, x_RBLD: Tensor, weight_FD: Tensor) -> None:
         torch.bmm(x_RBLD[:, sequence], weight_RDF, out=out_RBLF[:, sequence])
 
 
-# Products with sharded matrices and their collectives.
+# Matmuls with sharded weights, and their collectives.
 
 #: Index of the token dim in activations: (batch, tokens, features).
 TOKENS = 1
@@ -150,10 +150,10 @@ TOKENS = 1
 
 @dataclass(frozen=True, slots=True)
 class SharedLayer:
-    """The ranks that share a layer's matrices.
+    """The ranks over which a layer's weights are sharded.
 
-    cuts_tokens: between such layers each rank has 1/size of the tokens. pieces: number of chunks to communicate them
-    in.
+    cuts_tokens: True if each rank has 1/size of the tokens between such layers. pieces: number of chunks in which
+    tokens are communicated.
     """
 
     axis: Axis
@@ -171,8 +171,8 @@ class SharedLayer:
     def start_sum(self, x_BTD: torch.Tensor) -> Pending:
         """Start the sum of the ranks' tensors.
 
-        The result is this rank's tokens of the sum if tokens are sharded, else the full sum. x_BTD itself becomes the
-        sum, or is free after `wait()`.
+        The result is this rank's tokens of the sum if tokens are sharded, else the full sum. x_BTD may be overwritten
+        by the sum; it can be reused or freed after `wait()`.
         """
         if not self.cuts_tokens:
             return start_all_reduce(x_BTD.contiguous(), self.axis)
@@ -185,7 +185,7 @@ class SharedLayer:
 
 
 class Column(NamedTuple):
-    """The parameters of one layer: weight (F, D), or (D, F) if transposed, and its float8 form, if any."""
+    """Parameters of one linear layer: weight (F, D), or (D, F) if transposed, and its float8 settings, if any."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -220,7 +220,7 @@ def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
 
 
 def with_padding(x: torch.Tensor, part: ShardPosition, dim: int = TOKENS) -> torch.Tensor:
-    """Return x with copies of its last token behind it, so that the ranks share the tokens evenly."""
+    """Return x with copies of its last token appended, so that the number of tokens divides evenly among the ranks."""
     if not part.padding:
         return x
     last = x.detach().narrow(dim, x.shape[dim] - 1, 1)
@@ -233,7 +233,7 @@ def without_padding(x: torch.Tensor, part: ShardPosition, dim: int = TOKENS) -> 
 
 
 def with_sequences(x: torch.Tensor, sequences: int, axis: Axis) -> torch.Tensor:
-    """Restore (B, S, D) of tokens that a model flattened to (B * S, D). Raises PlanError if the number of sequences is
+    """Restore (B, S, D) for tokens that a model flattened to (B * S, D). Raises PlanError if the number of sequences is
     unknown or does not fit.
     """
     if x.dim() != 2 or not sequences or x.shape[0] % sequences:
@@ -248,10 +248,10 @@ def columns(
     members: list[Column],
     held: DeferredWeightGrad | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return each member's product with the same input, whose gradient is summed over the line. x: this rank's tokens,
-    (B, S, D), which receives the gradient. whole: all tokens of x, or None to gather them in chunks during the
-    products. held: queue for deferred weight gradients. Under sequence parallelism it then also retains the gathered
-    input.
+    """Return the matmul of one input with each member's weight. The input's gradient is summed over the ranks of
+    `line`. x: this rank's tokens, (B, S, D), which receives the gradient. whole: all tokens of x, or None to gather
+    them in chunks during the matmuls. held: stores deferred weight gradients. Under sequence parallelism it then also
+    keeps the gathered input.
     """
     weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
     biases = [one.bias for one in members]
@@ -289,7 +289,7 @@ class _Columns(Function):
         needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         gathering = line.start_gather(x_BSD) if line.cuts_tokens and x_BSD is not None else None
         flat = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
-        # A rank that used none of the products still joins the collective with zeros, because other ranks wait for it.
+        # A rank that used none of the outputs still joins the collective with zeros, because other ranks wait for it.
         forms = [member.form for member in members]
         sum_x = line.start_sum(_input_gradient(ctx.shape, line, flat, weights, forms)) if needs_x else None
         whole = gathering.wait() if gathering else x_BSD
@@ -315,7 +315,7 @@ def _input_gradient(
     weights: list[torch.Tensor],
     forms: list[Float8 | None],
 ) -> torch.Tensor:
-    """Compute the gradient of all tokens from this rank's features. part: shape of this rank's tokens."""
+    """Compute this rank's summand of the gradient of all tokens. part: shape of this rank's tokens."""
     shape = list(part)
     if line.cuts_tokens:
         shape[TOKENS] *= line.axis.size
@@ -337,8 +337,8 @@ def _input_gradient(
 
 
 def row_sum(product_BTD: torch.Tensor, line: SharedLayer, *, is_compiled: bool = False) -> torch.Tensor:
-    """Return the sum of the ranks' products over the line, or this rank's tokens of it if tokens are sharded. The sum
-    may overwrite the product. is_compiled: use operations that the compiler can trace.
+    """Return the sum of `product_BTD` over the ranks of `line`, or this rank's tokens of it if tokens are sharded. The
+    sum may overwrite the input. is_compiled: True to use operations that the compiler can trace.
     """
     if is_compiled:
         if line.cuts_tokens:
@@ -354,7 +354,7 @@ class _RowSum(Function):
         if line.cuts_tokens:
             return line.start_sum(product_BTD).wait()
         if not product_BTD.is_contiguous() or current_mode() is not None:
-            # Selective recompute saves this product and reuses it, so the sum must not overwrite it.
+            # Selective recompute saves this tensor and reuses it, so the sum must not overwrite it.
             return line.start_sum(product_BTD.clone(memory_format=torch.contiguous_format)).wait()
         ctx.mark_dirty(product_BTD)
         line.start_sum(product_BTD).wait()
@@ -367,11 +367,11 @@ class _RowSum(Function):
 
 
 def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Run `all_reduce` on a fresh tensor that needs no gradient."""
+    """Run `all_reduce` on a new tensor that needs no gradient."""
     return all_reduce(x.contiguous(), axis)
 
 
-# Autograd functions around chunked products, for eager and compiled blocks.
+# Autograd functions for matmuls in chunks, for eager and compiled blocks.
 
 _SCHEMAS = {
     "gather_multiply": "(Tensor x, Tensor[] weights, int pieces) -> Tensor[]",
@@ -382,7 +382,7 @@ _SCHEMAS = {
 
 
 def prepare_chunk_operators(axis: Axis) -> None:
-    """Build the operators that compiled graphs use for chunked products. Call it before compiling code that uses the
+    """Build the operators that compiled graphs use for matmuls in chunks. Call it before compiling code that uses the
     axis.
     """
     real: dict[str, Callable[..., Any]] = {
@@ -414,7 +414,7 @@ def compiled_row(x_BTD: Tensor, line: SharedLayer, weight_FD: Tensor) -> Tensor:
 def row(
     x_BTD: Tensor, weight: Tensor, line: SharedLayer, held: DeferredWeightGrad | None, *, transposed: bool
 ) -> Tensor:
-    """Run `multiply_scatter` for a weight (F, D), or (D, F) if transposed. held: queue for its deferred gradient."""
+    """Run `multiply_scatter` for a weight (F, D), or (D, F) if transposed. held: stores its deferred gradient."""
     travel, weight_FD = _ReduceHandoff(), weight.t() if transposed else weight
     there = _RowFactors.apply(x_BTD, weight_FD, (weight, held, transposed), line, travel)
     return _ChunkedRowSum.apply(there, x_BTD.detach(), weight_FD.detach(), line, travel)
@@ -454,14 +454,14 @@ class _CompiledRow(Function):
 
 
 class _ReduceHandoff:
-    """Gradient that the sum's backward passes to the product's backward. It is not the product's gradient yet."""
+    """Passes a gradient from the backward of `_ChunkedRowSum` to the backward of `_RowFactors`, outside autograd."""
 
     grad_BSF: Tensor | None = None
 
 
 class _RowFactors(Function):
-    """Stand-in for the product inside `_ChunkedRowSum`, with the product's backward. layer: its weight, the queue for
-    its deferred gradient, and True if it is transposed.
+    """Placeholder for the matmul in `_ChunkedRowSum`, with the matmul's backward. layer: (weight, object that stores
+    its deferred gradient, True if the weight is transposed).
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Styles that a layout assigns to a model's modules, and checks that they fit."""
+"""Reads the styles that a layout assigns to a model's modules, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
     around = {layers.parent_of(path) for path in cut if layers.is_linear(modules[path])}
     for path, style in styles.items():
         module = modules[path]
-        # A column of an embedding belongs to a head or feature. A row is an entry of the vocabulary.
+        # A column of an embedding is a feature. A row is an entry of the vocabulary.
         tables = isinstance(module, nn.Embedding) and style.name in ("colwise", "vocab")
         norms = style == Style("colwise") and layers.parent_of(path) in around and is_norm(module)
         norms = norms and rms_form(module) is not None
@@ -79,15 +79,15 @@ def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
 
 
 def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[str, Heads]:
-    """Find the heads of the module around each column-sharded layer."""
+    """Find the heads of each module that directly contains column-sharded layers."""
     cut = (path for path, style in styles.items() if style.name == "colwise" and not is_norm(modules[path]))
     parents = dict.fromkeys(map(layers.parent_of, cut))
     return {path: Heads.of(modules[path]) for path in parents}
 
 
 def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int) -> list[int]:
-    """Check that tp divides every sharded dim, and return the legal values of tp. Raises PlanError with the legal
-    values, if tp does not divide a dim.
+    """Check that tp divides every sharded dim, and return the valid values of tp. Raises PlanError with the valid
+    values if tp does not divide a dim.
     """
     problems: list[str] = []
     counts: set[tuple[int, bool]] = set()
@@ -119,13 +119,13 @@ def _fits(count: int, repeats: bool, tp: int) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if a column-sharded module is a norm of such layers' outputs."""
+    """Return True if a column-sharded module is a norm over the outputs of column-sharded layers."""
     return not (layers.is_linear(module) or isinstance(module, nn.Embedding))
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if the module around column-sharded layers is more than one sharded part. Each layer is then an
-    entry.
+    """Return True if the module around column-sharded layers is more than one sharded region. Each of these layers then
+    gathers its own input.
     """
     if parent == "":
         return True
@@ -141,14 +141,14 @@ def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, 
 
 def makes_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
     """Return True if column-sharded layers read outputs of unsharded layers in the same module, as in latent attention.
-    The module's input then feeds only this rank's heads, and the entry is in front of the module.
+    Then the module's input feeds only this rank's heads, and is gathered in front of the module.
     """
     here = (path for path, style in styles.items() if style.name == "partial" and path.startswith(f"{parent}."))
     return any(layers.is_linear(modules[path]) for path in here)
 
 
 def is_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if the entry of a sharded part is in front of unsharded layers."""
+    """Return True if the input of a sharded region is gathered in front of unsharded layers."""
     return bool(_rows(parent, styles)) and makes_ahead(parent, modules, styles)
 
 
@@ -157,13 +157,13 @@ def _rows(parent: str, styles: Mapping[str, Style]) -> list[str]:
 
 
 def gathers_per_layer(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if each column-sharded layer of a module is an entry, instead of the module."""
+    """Return True if each column-sharded layer of a module gathers its input, instead of the module."""
     return is_wide(parent, modules, styles) or bool(getattr(modules[parent], "is_cross_attention", False))
 
 
 def entry_width(path: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> int:
-    """Return the number of features that enter the module around a column-sharded layer. Input and output have the same
-    number of features, but the first sharded layer may read fewer.
+    """Return the number of input features of the module around a column-sharded layer. Its input and output have equal
+    numbers of features, but the first sharded layer may read fewer.
     """
     parent = layers.parent_of(path)
     if is_ahead(parent, modules, styles):

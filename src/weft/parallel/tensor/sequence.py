@@ -1,6 +1,6 @@
-"""Sequence parallelism, and a lazy tensor for tokens that are not gathered yet.
+"""Sequence parallelism, and a lazy tensor that gathers its tokens only when they are needed.
 
-A module in front of sharded layers receives lazy tokens if the layers gather in chunks. It may read shape and dtype and
+A module in front of sharded layers gets lazy tokens if the layers gather in chunks. It may read shape and dtype and
 pass the tensor to the layers. Any other operation gathers the tokens first.
 """
 
@@ -32,7 +32,7 @@ from weft.private_torch import tree_flatten, tree_map_only, tree_unflatten
 TOKENS = 1
 
 _untyped: Any = Tensor
-#: Attributes that are read without gathering.
+#: Attributes of the lazy tensor that can be read without gathering.
 _ASKED = {
     *(getattr(_untyped, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
     *(getattr(_untyped, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")),
@@ -59,7 +59,7 @@ class ShardedTokens(Tensor):
         return found
 
     def gather(self) -> Tensor:
-        """Gather the tokens, once.
+        """Gather the tokens at the first call, and return them.
 
         Raises:
             PlanError: inside an autograd function, which would lose their gradient.
@@ -106,14 +106,14 @@ _ENCODER_STATES = "encoder_hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class TokenSharding:
-    """Modules that work on this rank's tokens.
+    """Which modules work on this rank's tokens only.
 
     blocks: paths, in order. modules: modules whose gradients are partial sums. runs: first and last block of each local
-    stage. with_ends: embedding and head are sharded too, and pipeline stages exchange sharded tokens. width: features
-    of the residual stream. whole: modules that mix tokens and that the layout leaves unsharded; every rank gathers all
-    tokens for them and computes all of them. reading: blocks that read an encoder's output. summed: indices of other
-    outside tensors among a block's arguments, whose gradients are sums over the ranks. full: modules in the blocks that
-    get all tokens and compute them on every rank. pads: tokens are added if the ranks cannot share them evenly.
+    stage. with_ends: True if embedding and head are sharded too, and pipeline stages exchange sharded tokens. width:
+    number of features of the residual stream. whole: modules that mix tokens and that the layout leaves unsharded;
+    every rank gathers all tokens for them and computes all of them. reading: blocks that read an encoder's output.
+    summed: indices of other outside tensors among a block's arguments, whose gradients are sums over the ranks. full:
+    modules in the blocks that compute all tokens on every rank. pads: True to pad uneven numbers of tokens.
     """
 
     blocks: tuple[str, ...]
@@ -136,7 +136,7 @@ def plan_sequence(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> TokenSharding:
-    """Choose the modules between which tokens are divided. Raises LayoutError if the model has no blocks with sharded
+    """Choose the modules between which tokens are sharded. Raises LayoutError if the model has no blocks with sharded
     layers.
 
     Args:
@@ -166,7 +166,7 @@ def plan_sequence(
     modules = dict(model.named_modules())
     whole = tuple(place for path, block in blocks.items() for place in _replicated_mixers(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
-    # Read from the layout: embedding and head may be on other stages, and all stages must agree.
+    # Read this from the layout: embedding and head may be on other stages, and all stages must agree.
     found = [layout.style(path) for path in ("embed", "head")]
     ends = isinstance(model, Decoder) and all(style is not None and style.name == "vocab" for style in found)
     outside = ("norm", "pos_embed") if ends else ()
@@ -177,7 +177,7 @@ def plan_sequence(
     summed = {} if regions is None else regions.summed
     full = {} if regions is None else {path: each for path, each in regions.full.items() if path in modules}
     whole = tuple(path for path in whole if path not in full and not is_inside(path, full))
-    # An unsharded encoder also returns all tokens. A block that reads them takes its share.
+    # An unsharded encoder also returns all tokens. Each block that reads them keeps this rank's tokens.
     several = len(set(map(layers.parent_of, repeated_blocks(model)))) > 1
     reading = tuple(path for path, block in blocks.items() if several and _ENCODER_STATES in _names(block))
     pads = runs is None and len(chains) == 1 and not reading
@@ -187,8 +187,8 @@ def plan_sequence(
 
 
 def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, Style]) -> int:
-    """Return the features of the residual stream. The first sharded layer may read a narrower latent, so a row-sharded
-    layer decides.
+    """Return the number of features of the residual stream, from a row-sharded layer. The first sharded layer may read
+    a narrower latent.
     """
     modules = dict(model.named_modules())
     inside = [path for path in styles if any(path.startswith(f"{block}.") for block in blocks)]
@@ -202,7 +202,7 @@ def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, 
 
 
 def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[str, nn.Module]:
-    """Return the blocks that tensor parallelism divides, by path."""
+    """Return the blocks that tensor parallelism shards, by path."""
     return {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
 
 
@@ -211,7 +211,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def second_states(module: nn.Module) -> tuple[tuple[int, str], ...]:
-    """Return indices and names of the arguments that pass other states to read keys from."""
+    """Return indices and names of the arguments from which keys are computed instead of the input (cross-attention)."""
     found = enumerate(_names(module))
     return tuple((place, name) for place, name in found if name in (_ENCODER_STATES, "key_value_states"))
 
@@ -265,13 +265,13 @@ def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, p
 
 
 class _Edge:
-    """Hooks of a stage's first and last block. Objects, because copies of a module copy its hooks."""
+    """Hooks of a stage's first and last block. They are an object because copies of a module copy its hooks."""
 
     def __init__(self, line: SharedLayer, width: int, part: ShardPosition, *, pads: bool):
         self._line, self._width, self._part, self._pads = line, width, part, pads
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep this rank's tokens of the hidden states."""
+        """Reduce the hidden states to this rank's tokens."""
         leaves, tree = tree_flatten((args, kwargs))
         place = self._find(leaves, module)
         hidden, axis = leaves[place], self._line.axis
@@ -283,7 +283,7 @@ class _Edge:
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Gather all tokens, which all ranks process identically from here."""
+        """Gather all tokens. The following modules process them identically on all ranks."""
         del args
         leaves, tree = tree_flatten(output)
         place = self._find(leaves, module)
@@ -295,7 +295,7 @@ class _Edge:
 
 
 class _SumGradients:
-    """Hook of a block that sums the gradients of outside tensors over all ranks' tokens."""
+    """Hook of a block that sums the gradients of tensors from outside the blocks over all ranks' tokens."""
 
     def __init__(self, line: SharedLayer, positions: frozenset[int]):
         self._line, self._positions = line, positions
@@ -310,7 +310,7 @@ class _SumGradients:
 
 
 class _ShardedStates:
-    """Hook of a block that reads an encoder's output: keeps this rank's tokens, which sharded layers gather again."""
+    """Hook of a block that reads an encoder's output. Keeps this rank's tokens, which sharded layers gather again."""
 
     def __init__(self, line: SharedLayer, names: list[str]):
         self._line, self._place = line, names.index(_ENCODER_STATES)
@@ -329,8 +329,8 @@ class _ShardedStates:
 
 
 class _GatheredMixer:
-    """Hooks of a replicated module that mixes tokens: gather all tokens before it, and keep this rank's after it. Each
-    rank's gradients come from its own tokens, so they are summed like those in the block's other modules.
+    """Hooks of a replicated module that mixes tokens. They gather all tokens before it, and keep this rank's after it.
+    Each rank's gradients come from its own tokens, so they are summed like gradients of other modules in the block.
     """
 
     def __init__(self, line: SharedLayer, width: int, part: ShardPosition):
@@ -361,8 +361,8 @@ class _GatheredMixer:
 
 
 class _FullRegion:
-    """Hooks of a module that every rank computes for all tokens: gather them before it, and keep this rank's after it.
-    The ranks compute the same, so its gradients are full and not summed.
+    """Hooks of a module that every rank computes for all tokens. They gather tokens before it, and keep this rank's
+    after it. All ranks compute the same, so the module's gradients are full and not summed.
     """
 
     def __init__(self, line: SharedLayer, part: ShardPosition, found: token_regions.FullModule):
@@ -407,13 +407,13 @@ def _find_hidden(leaves: list[Any], width: int, module: nn.Module) -> int:
 
 
 class _TakePositions:
-    """Hook of a position table: keeps the positions of this rank's tokens."""
+    """Hook of a position embedding, which keeps the positions of this rank's tokens."""
 
     def __init__(self, line: SharedLayer):
         self._line = line
 
     def before(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Map (B, T) or (1, T) to (B, S) or (1, S)."""
+        """Reduce positions (B, T) or (1, T) to the positions of this rank's tokens, (B, S) or (1, S)."""
         del module
         size, rest = divmod(args[0].shape[1], self._line.axis.size)
         if rest:

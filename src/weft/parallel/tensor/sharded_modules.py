@@ -1,12 +1,13 @@
-"""Sharded layers and their adapters: the shards of A and B on a rank, and the communication they need.
+"""Sharded layers and their LoRA adapters: the shards of A and B on a rank, and the communication they need.
 
     layer                             A                        B, magnitude              communicated
     column-sharded                    replicated               its rows, as the weight   gradient of A x
     column-sharded, tokens sharded    replicated, partial sum  its rows                  A x of all tokens, its gradient
-    row-sharded                       its inputs               replicated, partial sum   nothing: added to the product
+        row-sharded                       its inputs               replicated, partial sum   nothing: added before the
+        sum
 
-Adapter communication therefore has the adapter's rank as its width. Under dora, the row-sharded layer sums squares for
-the norms.
+So the width of adapter communication is the adapter's rank. Under DoRA, the row-sharded layer also sums squares for the
+norms.
 """
 
 from __future__ import annotations
@@ -58,26 +59,26 @@ class ColumnAdapter(SingleProcess):
         return _dropped(dropout, x, self._part, is_whole=True)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Return x, whose gradient is summed over the ranks."""
+        """Return x; backward sums its gradient over the ranks."""
         return copy_to(x, self._axis)
 
     def low(self, h: Tensor) -> Tensor:
-        """Return h, whose gradient is summed over the ranks. The gradients of A and of the input are then full on each
-        rank.
+        """Return h; backward sums its gradient over the ranks. The gradients of A and of the input are then full on
+        each rank.
         """
         return copy_to(h, self._axis)
 
 
 class TokenAdapter(SingleProcess):
-    """Adapter of a column-sharded layer with sharded tokens in front of it: reads this rank's tokens. is_flat: the
-    layer itself receives (batch * tokens, features).
+    """Adapter of a column-sharded layer whose input tokens are sharded: it reads this rank's tokens. is_flat: True if
+    the layer itself gets (batch * tokens, features).
     """
 
     def __init__(self, axis: Axis, part: ShardPosition | None, *, is_flat: bool = False):
         self._axis, self._part, self._is_flat = axis, part, is_flat
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """Apply dropout as in front of the sharded part."""
+        """Apply dropout with the positions of tensors before the sharded region."""
         if self._is_flat:
             return _dropped(dropout, x.flatten(0, 1), self._part, is_whole=False).view_as(x)
         return _dropped(dropout, x, self._part, is_whole=False)
@@ -94,7 +95,7 @@ class TokenAdapter(SingleProcess):
 
 
 class GatheredAdapter(SingleProcess):
-    """Adapter of a column-sharded layer that reads a result of gathered tokens. Autograd sums its gradient."""
+    """Adapter of a column-sharded layer whose input is computed from gathered tokens. Autograd sums its gradient."""
 
     def __init__(self, part: ShardPosition | None):
         self._part = part
@@ -104,7 +105,7 @@ class GatheredAdapter(SingleProcess):
 
 
 class RowAdapter(SingleProcess):
-    """Adapter of a row-sharded layer: each rank's product is part of the sum over the ranks."""
+    """Adapter of a row-sharded layer: each rank's output is a summand of the sum over the ranks."""
 
     def __init__(self, axis: Axis, part: ShardPosition):
         self._axis, self._part = axis, part
@@ -114,7 +115,7 @@ class RowAdapter(SingleProcess):
             return dropout(x)
 
     def squares(self, total_F: Tensor) -> Tensor:
-        """Sum the squares over the ranks, since each rank has some elements of every row."""
+        """Sum the squares over the ranks, since each rank has only some elements of every row."""
         return summed(total_F, self._axis)
 
 
@@ -125,14 +126,14 @@ def _dropped(dropout: nn.Module, x: Tensor, part: ShardPosition | None, *, is_wh
         return dropout(x)
 
 
-# Layers that store a shard of their matrix. A module gets a subclass of its class, so paths and names do not change.
+# Layers that store a shard of their weight. A module gets a subclass of its class, so paths and names do not change.
 
 
 class Entry:
-    """Entry of activations into a sharded part. members: column-sharded layers that read them. width: their features.
-    part: shard position, marked open here; None for a head. is_compiled: the layers are compiled, and each computes its
-    product after one collective that the compiler can trace. is_ahead: unsharded layers run first, and the members read
-    their outputs.
+    """Start of a sharded region, where activations are gathered. members: column-sharded layers that read them. width:
+    number of features of the activations. part: position of this rank, which is marked open here; None for a head.
+    is_compiled: True if the layers are compiled; each then runs its matmul after one collective that the compiler can
+    trace. is_ahead: True if unsharded layers run first, and the members read their outputs.
     """
 
     def __init__(
@@ -153,15 +154,15 @@ class Entry:
         self._made: dict[int, torch.Tensor] = {}
 
     def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
-        """Return all tokens of sharded activations. Their gradient is summed and sharded again. is_shared: only the
-        members read them.
+        """Return all tokens of sharded activations; backward sums the gradient and shards it. is_shared: True if only
+        the members read them.
         """
         if self.line.cuts_tokens and x.dim() < 3:
             x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
             inner = self._gathered(x, is_shared, is_flat=True)
         elif self.line.cuts_tokens:
             inner = self._gathered(x, is_shared, is_flat=False)
-            if self.part is not None:  # set again by a replay of only this block
+            if self.part is not None:  # set again if only this block is recomputed
                 self.part.sequences = x.shape[0]
         else:
             inner = copy_to(x, self.line.axis)
@@ -179,7 +180,7 @@ class Entry:
         return self.line.cuts_tokens and self.line.pieces > 1
 
     def _gathered(self, x: torch.Tensor, is_shared: bool, *, is_flat: bool) -> torch.Tensor:
-        """Return all tokens, or a lazy tensor if members gather in chunks. A compiled graph drops unused results."""
+        """Return all tokens, or a lazy tensor if members gather in chunks. A compiled graph drops unused tensors."""
         compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
         if self._in_chunks and is_shared and not self.is_ahead and not compiles:
             return ShardedTokens.of(x, self.line.axis, is_flat=is_flat)
@@ -188,7 +189,7 @@ class Entry:
         return inner.flatten(0, 1) if is_flat else inner
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the member's product with x. Members that read the same tensor share a product and a collective."""
+        """Return the matmul of x with the member's weight. Members that read the same tensor share one collective."""
         if self._in_chunks and x is self._inner and not torch.is_autocast_enabled(x.device.type):
             return self._piecewise(member)
         if self.is_ahead:
@@ -203,7 +204,7 @@ class Entry:
             self._begin(x, x)
         if x is not self._inner or self._outer is None:
             return _linear(member, x)  # computed from the input, tracked by autograd
-        if layers.is_packed(member):  # packed bytes are unpacked for one product only
+        if layers.is_packed(member):  # quantized weights are dequantized for one matmul only
             return _linear(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis))
         outer = self._outer
         if not self._products:
@@ -230,8 +231,8 @@ class Entry:
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
     def _piecewise(self, member: nn.Module) -> torch.Tensor:
-        """Return the member's part of one chunked product of all members. The other parts are stored by index, so that
-        graphs of identical blocks are identical.
+        """Return the member's output from one chunked computation of all members. Other outputs are stored by index, so
+        that graphs of identical blocks are identical.
         """
         place, inner, outer = member._weft_place, self._inner, self._outer
         assert isinstance(place, int)
@@ -254,8 +255,8 @@ class Entry:
         return tuple(out if bias is None else out + bias for out, bias in zip(made, biases, strict=True))
 
     def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, SingleProcess]:
-        """Return the input of a layer's adapter and its sharding. The input is this rank's tokens if tokens are
-        sharded.
+        """Return the input of a layer's adapter, and the communication that the adapter needs. The input is this rank's
+        tokens if tokens are sharded.
         """
         if not self.line.cuts_tokens and not self.is_ahead:
             return x, ColumnAdapter(self.line.axis, self.part)
@@ -264,7 +265,7 @@ class Entry:
         return x, GatheredAdapter(self.part)
 
     def close(self) -> None:
-        """Drop the input, which must not outlive the module's use of it."""
+        """Drop the stored input, which must not stay alive longer than the module needs it."""
         self._inner = self._outer = None
         self._products, self._made = {}, {}
 
@@ -274,7 +275,7 @@ def _form_of(member: nn.Module) -> Float8 | None:
 
 
 def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return the member's product, with operations that the compiler can trace."""
+    """Return the member's output, computed by operations that the compiler can trace."""
     bias, form = layers.bias_of(member), _form_of(member)
     if form is None:
         return layers.product(member, x, bias)
@@ -282,18 +283,18 @@ def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Enter:
-    """Hooks of the module behind an entry. Objects, because copies of a module copy its hooks.
+    """Hooks of the module whose input an `Entry` gathers. They are an object because copies of a module copy its hooks.
 
-    ends: the sharded part ends inside the module. BERT's pooler returns features that stay sharded until the
-    classifier.
-    second: indices and names of the arguments that pass other states to read keys from.
+    ends: True if the sharded region ends inside the module. If False, as in BERT's pooler, outputs stay sharded until a
+    later layer.
+    second: indices and names of the arguments that pass other hidden states to compute keys from (cross-attention).
     """
 
     def __init__(self, entry: Entry, ends: bool, second: tuple[tuple[int, str], ...] = ()):
         self._entry, self._ends, self._second = entry, ends, second
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather the activations among the arguments, if tokens are sharded or unsharded layers run first."""
+        """Gather the hidden states among the arguments, and enter the sharded region."""
         args, kwargs, has_second = self._second_entered(args, kwargs)
         values = [*args, *kwargs.values()]
         for place, value in enumerate(values):
@@ -310,7 +311,7 @@ class Enter:
         )
 
     def _second_entered(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
-        """Return the arguments with all tokens of the encoder's output, and True if there was one."""
+        """Return the arguments with all tokens of an encoder's output gathered, and True if there is such an output."""
         for place, name in self._second if self._entry.line.cuts_tokens else ():
             if len(args) > place and args[place] is not None:
                 return (
@@ -323,7 +324,7 @@ class Enter:
         return args, kwargs, False
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Drop the input and mark the end of the sharded part."""
+        """Drop the stored input, and mark the end of the sharded region."""
         del module, args, output
         self._entry.close()
         if self._ends and self._entry.part is not None:
@@ -338,7 +339,7 @@ class ColumnLinear(HoldingLayer):
     _weft_place: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (..., D) to (..., F)."""
+        """Return this rank's output features (..., F) for inputs (..., D)."""
         entry = self._weft_entry
         x = entry.enter(x) if self._weft_enters else x
         if not isinstance(self, AdaptedLinear):
@@ -355,7 +356,7 @@ class RowLinear(HoldingLayer):
     _weft_is_compiled: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (..., F) to (..., D)."""
+        """Return outputs (..., D), summed over the ranks, for this rank's inputs (..., F)."""
         self._weft_part.is_open = False
         weight, held = self.weight, self._weft_held
         line = self._weft_line
@@ -367,7 +368,7 @@ class RowLinear(HoldingLayer):
             product = linear(x, layers.weight_of(self), None, None, form=self._weft_float8)
         else:
             product = layers.product(self, x)
-        if isinstance(self, AdaptedLinear):  # its product is part of the sum over ranks
+        if isinstance(self, AdaptedLinear):  # its output is part of the sum over ranks
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
             product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)
@@ -377,7 +378,7 @@ class RowLinear(HoldingLayer):
         return out if self.bias is None else out + self.bias
 
     def _piecewise(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the sum in chunks of tokens. The reduction of each chunk overlaps with the next product."""
+        """Compute the sum in chunks of tokens. The reduction of each chunk overlaps with the next matmul."""
         line, is_flat = self._weft_line, x.dim() == 2
         if is_flat:
             x = with_sequences(x, self._weft_part.sequences, line.axis)
@@ -399,22 +400,22 @@ class ShardedNorm(nn.Module):
     _weft_axis: Axis
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize x, with the same shape. The ranks sum one number per token."""
+        """Normalize x. The ranks all-reduce one number per token."""
         axis = self._weft_axis
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.square().mean(-1, keepdim=True) / axis.size
-        # Each rank's features read the sum, so its gradient is also a sum over the ranks.
+        # Every rank reads the sum, so its gradient is also a sum over the ranks.
         return self._weft_form.scaled(x, copy_to(sum_over(mean, axis), axis), self.weight)
 
 
 class VocabEmbedding(nn.Module):
-    """Embedding with this rank's rows. Other ranks look up the remaining ids, and the sum combines them."""
+    """Embedding with this rank's rows of the table. Ids of other rows give zeros, and the ranks' outputs are summed."""
 
     weight: nn.Parameter
     _weft_line: SharedLayer
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Map (B, T) to (B, T, D), or to this rank's tokens of it if tokens are sharded from here on."""
+        """Return the embeddings (B, T, D) of ids (B, T), or of this rank's tokens if the next layers shard them."""
         line, rows_here = self._weft_line, self.weight.shape[0]
         local_BT = ids_BT - line.axis.rank * rows_here
         elsewhere_BT = (local_BT < 0) | (local_BT >= rows_here)
@@ -424,19 +425,19 @@ class VocabEmbedding(nn.Module):
 
 
 class LocalHeads(nn.Module):
-    """Module around sharded layers whose code writes the number or the width of all heads down."""
+    """Module around sharded layers whose code contains the number or the width of all heads as constants."""
 
     _weft_written: WrittenHeads
     _weft_ranks: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward with the heads of this rank in its reshapes and splits."""
+        """Run the original forward, with the number of this rank's heads in its reshapes and splits."""
         with _LocalSizes(self, self._weft_written, self._weft_ranks):
             return super().forward(*args, **kwargs)
 
 
 class _LocalSizes(TorchFunctionMode):
-    """Mode that replaces sizes of all heads by this rank's sizes, if a tensor has only this rank's features."""
+    """Mode that replaces the sizes of all heads by this rank's sizes, for tensors with this rank's features."""
 
     def __init__(self, module: nn.Module, written: WrittenHeads, ranks: int):
         super().__init__()

@@ -39,7 +39,7 @@ from weft.parallel.tensor.trial_step import is_vetted
 
 
 class ParameterShards:
-    """Replaces parameters by this rank's shards, each tied parameter once."""
+    """Replaces parameters by this rank's shards. A tied parameter is sharded only once."""
 
     def __init__(self, axis: Axis, modules: Mapping[str, nn.Module]):
         self._axis = axis
@@ -70,13 +70,13 @@ class ParameterShards:
         setattr(module, name, self._locals[id(full)])
 
     def mark_partial(self, module: nn.Module, *names: str) -> None:
-        """Mark parameters that are replicated but whose gradients are partial sums."""
+        """Mark parameters as replicated with gradients that are partial sums."""
         for name in names:
             if (param := getattr(module, name, None)) is not None:
                 self._placements[id(param)] = Placement(partial=("tp",))
 
     def replace_ties(self, model: nn.Module) -> None:
-        """Replace a tied weight or bias in every module that registers it."""
+        """Replace a tied weight or bias in every module that has it."""
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(param) in self._locals:
@@ -90,7 +90,7 @@ class ParameterShards:
 
 @dataclass(slots=True)
 class TensorContext:
-    """Facts that styles share.
+    """Data that all styles read.
 
     Attributes:
         model: full model, or a pipeline stage.
@@ -98,7 +98,7 @@ class TensorContext:
         modules: its modules by path, without those that another technique keeps replicated.
         styles: styles of modules by path.
         heads: heads of attention modules by path.
-        sequence: division of tokens under sp, or None.
+        sequence: sharding of tokens under sp, or None.
         shards: parameters that were replaced.
         part: position of this rank in sharded layers.
         line: sharding of layers in blocks.
@@ -134,7 +134,7 @@ class TensorContext:
         return self.mesh.plan.compile
 
     def line_of(self, path: str) -> SharedLayer:
-        """Return the sharding of a layer. Outside the blocks and in modules with all tokens, tokens are not divided."""
+        """Return the sharding of a layer. Outside the blocks and in modules with all tokens, tokens are not sharded."""
         if self.sequence is None:
             return self.line
         is_divided = is_inside(path, self.sequence.blocks) and not is_inside(path, self.sequence.full)
@@ -152,7 +152,7 @@ class TensorContext:
         return Placement(cut=("tp",), parts=parts)
 
     def check_chunks(self, path: str, module: nn.Module) -> None:
-        """Raise PlanError if the layer should multiply in chunks but is more than a plain matrix product."""
+        """Raise PlanError if the layer should multiply in chunks but is not a plain matmul."""
         if self.line.pieces > 1 and (isinstance(module, AdaptedLinear) or layers.is_packed(module)):
             has = "has an adapter" if isinstance(module, AdaptedLinear) else "keeps its weight as bytes"
             rule = f"layer {path} {has}, and only a plain product is computed in chunks"
@@ -160,7 +160,7 @@ class TensorContext:
 
 
 class LayerStyle(Protocol):
-    """Style of one kind of layer."""
+    """Shards one kind of layer."""
 
     def apply(self, path: str, module: nn.Module) -> None:
         """Shard a module. Raises LayoutError if the module cannot be sharded. Raises PlanError if the plan does not fit
@@ -199,7 +199,6 @@ class ColumnParallel:
         entry.members.append(module)
 
     def _entry(self, path: str, module: nn.Module) -> Entry:
-        """Return the entry of the module around the layer, or of the layer itself."""
         context, parent = self._context, layers.parent_of(path)
         around = context.modules[parent]
         alone = parent in self._separate
@@ -260,7 +259,7 @@ class EmbeddingParallel:
 
 
 class NormParallel:
-    """Norm of features that are sharded over tp."""
+    """Norm over features that are sharded over tp."""
 
     def __init__(self, context: TensorContext):
         self._context = context
@@ -304,7 +303,7 @@ class VocabParallel:
 
 
 class ParameterParallel:
-    """Parameter that a module reads directly, sharded by its first dim."""
+    """Parameter that a module uses directly, sharded along its first dim."""
 
     def __init__(self, context: TensorContext):
         self._context = context
@@ -325,7 +324,7 @@ class AttentionParallel:
         self._written = {path: WrittenHeads.of(modules[path]) for path in together}
 
     def apply(self, path: str, module: nn.Module) -> None:
-        """Set the numbers of heads of a module, and hard-coded ones in its code, to this rank's."""
+        """Set the numbers of heads of a module, and constants for them in its code, to this rank's numbers."""
         localise(module, self._context.heads[path], self._context.axis.size)
         if (written := self._written.get(path)) is not None:
             replace_class(module, LocalHeads, written=written, ranks=self._context.axis.size)
@@ -338,7 +337,7 @@ class SequenceParallel:
         self._context = context
 
     def apply(self, path: str, module: nn.Module) -> None:
-        """Divide the tokens of all blocks. path: "". module: the model."""
+        """Shard the tokens of all blocks. path: "". module: the model."""
         del path
         context, sequence = self._context, self._context.sequence
         if sequence is not None:
@@ -367,7 +366,7 @@ def layer_styles(context: TensorContext) -> dict[str, LayerStyle]:
 
 
 def separate_parents(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> set[str]:
-    """Return modules whose column-sharded layers gather their inputs separately."""
+    """Return the modules whose column-sharded layers each gather their own input."""
     parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
     return {path for path in parents if gathers_per_layer(path, modules, styles)}
 
@@ -388,14 +387,12 @@ def partial_parameters(
 
 
 def _share_scales(module: nn.Module, **axes: Axis) -> None:
-    """Set the axes over which a float8 layer shares its scales."""
     form: Any = getattr(module, "_weft_float8", None)
     if form is not None:
         module._weft_float8 = replace(form, **axes)  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
 
 
 def _set_sizes(module: nn.Module) -> None:
-    """Set the size attributes of a layer to its sharded shape."""
     names = ("nf", "nx") if layers.is_transposed(module) else ("out_features", "in_features")
     for name, size in zip(names, layers.weight_of(module).shape, strict=True):
         setattr(module, name, size)

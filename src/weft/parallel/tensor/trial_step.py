@@ -1,6 +1,6 @@
 """Trial step of a small model with and without tensor parallelism, on random inputs, before training.
 
-Tracing can miss Python code that reads sizes, or a custom backward. Unknown models are therefore tried if they are
+Tracing can miss Python code that reads sizes, or a custom backward. Models of users are therefore run once if they are
 small enough for a second copy.
 """
 
@@ -24,9 +24,9 @@ from weft.models.inspect import dry_run, layers
 from weft.parallel.state.placement import Placement
 from weft.private_torch import tree_leaves, tree_map
 
-#: Parameters of the largest model that is tried: three float64 copies exist for a moment.
+#: Number of parameters of the largest model that is tried. Three float64 copies exist at the same time.
 MOST_PARAMS = 20_000_000
-#: Relative difference that float64 rounding does not exceed.
+#: Relative difference above which results count as different. Rounding in float64 stays below it.
 _EQUAL = 1e-6
 _RANDOM = ("rand", "randn", "randint", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential")
 
@@ -46,7 +46,7 @@ def is_vetted(model: nn.Module) -> bool:
 
 
 class TrialError(LayoutError):
-    """Failure or different results of a sharded copy. path: path of the module that failed, or ""."""
+    """Error if a sharded copy fails or gives other results. path: path of the module that failed, or ""."""
 
     def __init__(self, message: str, path: str = ""):
         super().__init__(message)
@@ -75,7 +75,7 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
     if failure is None and is_random and training:
         training, full = False, copy.deepcopy(divided)  # the step may have changed its buffers
         failure, expected, _ = _step(full, inputs, training)
-    if failure is not None:  # a generated example may not fit; tracing has reported it
+    if failure is not None:  # a generated example may not fit the model; tracing has reported it
         return
     placements = cut(divided)
     failure, found, _ = _step(divided, inputs, training)
@@ -101,7 +101,7 @@ def _remedy(where: str) -> str:
 
 
 def _input(leaf: Any, model: nn.Module, axis: Axis, device: torch.device) -> Any:
-    """Return a random tensor for floats, so that zeros hide nothing. Keep indices, or draw them if all are 0."""
+    """Return random values for a float tensor, because zeros could hide errors. Indices are kept unless all are 0."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     generator = torch.Generator().manual_seed(leaf.numel())
@@ -114,7 +114,7 @@ def _input(leaf: Any, model: nn.Module, axis: Axis, device: torch.device) -> Any
 
 
 class _Draws(TorchFunctionMode):
-    """Records if a forward draws random numbers."""
+    """Mode that records whether a forward draws random numbers."""
 
     is_random = False
 
@@ -134,7 +134,7 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _step(model: nn.Module, inputs: Any, training: bool) -> tuple[Exception | None, list[torch.Tensor], bool]:
-    """Run one forward and backward. Return the failure, the outputs, and a flag for drawn random numbers."""
+    """Run one forward and backward. Return the error or None, the outputs, and True if random numbers were drawn."""
     args, kwargs = dry_run.as_arguments(inputs)
     draws = _Draws()
     model.zero_grad()
@@ -212,7 +212,7 @@ def _why_failed(failure: Exception | None) -> str:
 
 
 def _module_of(failure: Exception | None, model: nn.Module) -> str:
-    """Return the path of the model's innermost module whose code failed."""
+    """Return the path of the innermost module of the model in the error's traceback."""
     paths = {id(module): path for path, module in model.named_modules()}
     found, step = "", None if failure is None else failure.__traceback__
     while step is not None:
@@ -232,8 +232,8 @@ def _line_of_user(failure: Exception | None) -> str:
 
 
 def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None:
-    """Return a layout that leaves a module's layers unsharded, or None if nothing else is sharded. Modules whose paths
-    differ only in numbers are left unsharded too. path: path of the module, or of a layer in it.
+    """Return a layout that leaves a module's layers unsharded, or None if no other layer is sharded. Modules whose
+    paths differ only in numbers are left unsharded too. path: path of the module, or of a layer in it.
     """
     modules = dict(model.named_modules())
     styles = {name: style for name in modules if (style := layout.match(name)) is not None}
@@ -257,5 +257,5 @@ def _divides(style: str) -> bool:
 
 
 def general_path(path: str) -> str:
-    """Return a path with `*` for its numbers."""
+    """Return a path with its numbers replaced by `*`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)

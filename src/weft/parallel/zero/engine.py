@@ -1,8 +1,8 @@
-"""Base of the ZeRO engines: phases of a step, gradient reduction, and adoption of optimizers.
+"""Base of the ZeRO engines: phases of a step, gradient reduction, and wrapping of optimizers.
 
-Two drivers move an engine through its phases. `TrainStep` calls the methods in the order that
-`weft.parallel.state.gradients` shows. In a user's own loop, hooks of backward and of the optimizer's step call them:
-they complete the gradients before the step, and publish the new weights to all ranks after it.
+A step has one of two drivers. `TrainStep` calls the methods in the order that `weft.parallel.state.gradients`
+shows. In a user's own loop, hooks of backward and of the optimizer's step call them: they complete the gradients before
+the step, and publish the new weights to all ranks after it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from weft.private_torch import foreach_mul_
 
 
 class Phase(IntEnum):
-    """Phase of a module's gradients. TrainStep drives from ACCUMULATE on."""
+    """Phase of a module's gradients. From ACCUMULATE on, TrainStep drives the step."""
 
     IDLE = auto()
-    #: Forward and backward of a user's own loop: gradients become means over the ranks.
+    #: Forward and backward in a user's own loop, which makes gradients means over the ranks.
     OWN_BACKWARD = auto()
-    #: The user's optimizer steps.
+    #: The user's own optimizer step runs.
     OWN_UPDATE = auto()
-    #: Between `begin_step` and the last microbatch, outside microbatches. A step that failed stays here.
+    #: Between `begin_step` and the last microbatch, outside microbatches. A failed step stays in this phase.
     ACCUMULATE = auto()
     #: A microbatch that is not the last one.
     INNER_PASS = auto()
@@ -57,7 +57,7 @@ class Phase(IntEnum):
 
     @property
     def in_step(self) -> bool:
-        """True while TrainStep drives: from `begin_step` to `publish`."""
+        """True while TrainStep drives the step: from `begin_step` to `publish`."""
         return self >= Phase.ACCUMULATE
 
     @property
@@ -72,12 +72,12 @@ class Phase(IntEnum):
 
     @property
     def is_update(self) -> bool:
-        """True from an optimizer's step until its weights are published."""
+        """True from the optimizer's step until the weights are published."""
         return self is Phase.UPDATE or self is Phase.OWN_UPDATE
 
 
 class GradientReducer(ABC):
-    """Reduces the gradients of one module over the ranks, and holds the phase of its step."""
+    """Reduces the gradients of one module over the ranks, and stores the phase of its step."""
 
     coders: Coders
     error_feedback: ErrorFeedback
@@ -87,7 +87,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Drop all gradients, also of a step that failed."""
+        """Drop all gradients, including gradients of a failed step."""
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -109,7 +109,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Wait for the sums of all gradients over the ranks, and sum `totals`."""
+        """Wait until all gradients are sums over the ranks, and sum `totals`."""
 
     @abstractmethod
     def norm(self) -> torch.Tensor:
@@ -136,7 +136,7 @@ class ZeroEngine(DataParallel, ABC):
         self.axes = AxisMap(mesh, placements or {}, sharded=sharded)
 
     def _materialise(self, model: nn.Module, seed: int | None, filled_later: bool) -> Materialise:
-        """Check the model on all ranks, and return the values of its parameters on the meta device."""
+        """Check the model on all ranks, and return the object that materializes its meta parameters."""
         self.axes.check_names(model)
         materialise = Materialise(model, self.axes, seed, self.device, filled_later)
         check_same_model(model, self.axes, self.device)
@@ -152,11 +152,11 @@ class ZeroEngine(DataParallel, ABC):
 
     @property
     def in_step(self) -> bool:
-        """True while TrainStep drives."""
+        """True while TrainStep drives the step."""
         return self.reducer.phase.in_step
 
     def leave_step(self) -> None:
-        """End a step of either driver. Gradients of a user's unfinished backward stay incomplete."""
+        """End a step, in TrainStep or in a user's own loop. Gradients of an unfinished backward stay incomplete."""
         if self.reducer.phase is not Phase.OWN_BACKWARD:
             self.reducer.phase = Phase.IDLE
 
@@ -179,7 +179,7 @@ class ZeroEngine(DataParallel, ABC):
 
     @abstractmethod
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if `adopt` was called with it."""
+        """Return True if `adopt` was called with this optimizer."""
 
     @abstractmethod
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -187,7 +187,7 @@ class ZeroEngine(DataParallel, ABC):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Set the gradients that the optimizer reads, at the step of a user's own loop."""
+        """Set the gradients that the optimizer reads, when it steps in a user's own loop."""
 
     @abstractmethod
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -206,7 +206,7 @@ class ZeroEngine(DataParallel, ABC):
         return self._joined(self._full_gradients())
 
     def _joined(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors joined over tp and ep, of all pipeline stages."""
+        """Yield full tensors, gathered over tp and ep, of all pipeline stages."""
         return across_stages(self.axes.named(tensors), self.axes.stages, self.device)
 
     @abstractmethod
@@ -235,10 +235,10 @@ def watch_steps(
     before: Callable[[torch.optim.Optimizer], None] | None = None,
     after: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> None:
-    """Do the work of TrainStep in hooks around the optimizer's step, if TrainStep does not drive it.
+    """Do the work of TrainStep in hooks around the optimizer's step, unless TrainStep drives it.
 
-    clear: additional work of the engine in `zero_grad`. before: work directly before every step of the optimizer,
-    driven by TrainStep or not. after: work directly after every step.
+    clear: called in `zero_grad`, in addition to the default. before: called directly before every step of the
+    optimizer, also under TrainStep. after: called directly after every step.
 
     Raises ModelError at a step with a closure.
     """
@@ -277,8 +277,8 @@ def watch_steps(
 
 
 class _Finder:
-    """Hook that adopts an optimizer of the module's parameters at its first step, if the user did not register it.
-    Without it, the weights of the ranks would diverge silently.
+    """Hook that adopts an optimizer of the module's parameters at its first step, if the user did not register the
+    optimizer. Without this, the weights of the ranks would diverge silently.
     """
 
     def __init__(self, engine: Callable[[], ZeroEngine | None]):
@@ -302,7 +302,7 @@ def find_optimizers(engine: Callable[[], ZeroEngine | None]) -> None:
     register_optimizer_step_pre_hook(_Finder(engine))
 
 
-# Rules by which both engines adopt an optimizer that was built on a module's parameters.
+# Rules by which both engines adopt an optimizer that was created with a module's parameters.
 
 #: torch optimizers whose update of an element depends only on that element's gradient and state.
 ELEMENTWISE = frozenset(
@@ -321,7 +321,7 @@ ELEMENTWISE = frozenset(
     }
 )
 
-#: Optimizers whose fused kernels skip a step on a device flag, including their step counts.
+#: Optimizers whose fused kernels skip a step, including their step counts, if a flag on the device is set.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 
 
@@ -392,10 +392,9 @@ def undo_skipped_counts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Return True if the optimizer needs only its own shard of this group's parameters.
+    """Return True if the optimizer can update this group's parameters from its own shard alone.
 
-    Read from `elementwise` in the group, else from the optimizer's attribute, else from the list of elementwise
-    classes.
+    `elementwise` in the group decides, else the optimizer's attribute, else the list of elementwise classes.
     """
     return group.get("elementwise", getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE))
 

@@ -1,4 +1,4 @@
-"""Base weights that are loaded after the adapter is added, such as slices read by each rank, and DoRA magnitudes."""
+"""Loading of base weights into a model that already has an adapter, and initialization of DoRA magnitudes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.parallel.state.gradients import data_parallel
 
 @torch.no_grad()
 def load_base(model: nn.Module, source: StateSource) -> None:
-    """Read this rank's part of a model's weights; an adapter starts as `add_adapter` initializes it.
+    """Read this rank's part of a model's base weights. An adapter starts as `add_adapter` initializes it.
 
     All ranks call it, before the first step.
     model: result of `parallelize`, with or without an adapter. source: weights of the model without its adapter.
@@ -35,8 +35,8 @@ def load_base(model: nn.Module, source: StateSource) -> None:
 def start_magnitudes(model: nn.Module) -> None:
     """Set each magnitude to the norms of its full weight's rows, so that DoRA starts as its base model. `add_adapter`
     does this if weights exist, and `parallelize` if it creates them. Only code that fills the frozen weights of a
-    parallelized model calls this. All ranks call it, before the first step. Other adapter kinds have nothing to set.
-    model: result of `parallelize`. Raises ModelError for a model without an adapter.
+    parallelized model needs to call this. All ranks call it, before the first step. It does nothing for other kinds of
+    adapter. model: result of `parallelize`. Raises ModelError for a model without an adapter.
     """
     record = adapted(model)
     if record is None:
@@ -47,7 +47,7 @@ def start_magnitudes(model: nn.Module) -> None:
         return
     engine = data_parallel(model)
     mesh, found = engine.axes.mesh, list(engine.model_slices())
-    # Each layer's outputs have a range in one vector that is equal on all ranks. A stage contributes only its own
+    # Each layer's outputs have a range in one vector, equal on all ranks. A pipeline stage contributes only its own
     # layers.
     sizes = torch.zeros(len(record.layers), dtype=torch.int64, device=mesh.device)
     index = {path: place for place, path in enumerate(record.layers)}
@@ -74,7 +74,7 @@ def start_magnitudes(model: nn.Module) -> None:
 
 
 def _add_squares(totals: torch.Tensor, one: FlatSlice, rank: int, outputs: int) -> None:
-    """Add squares of the weight elements that this rank writes to the sums of its outputs. outputs: the output dim."""
+    """Add the squares of the weight elements that this rank writes to `totals`, by output. outputs: the output dim."""
     mine = one.mine(rank)
     if mine is None:
         return

@@ -1,4 +1,4 @@
-"""Optimizer states and carried wire state of both engines, joined over ranks.
+"""Optimizer states and wire format states of both engines, gathered over ranks for checkpoints.
 
 Ranks do not have the states of other ranks, so they first exchange a table. It contains, per parameter and key, the
 owner, shape and dtype, and the value itself if it is a single number (step counters).
@@ -21,7 +21,7 @@ from weft.parallel.state.flat_slices import FlatSlice, StateSource
 from weft.parallel.state.gradients import DataParallel
 
 #: One state of one parameter: owner on the shard axis, shape ("cut" if it is sharded like the parameter), dtype, and
-#: the value of a single number.
+#: the value if it is a single number.
 StateEntry = dict[str, Any]
 #: dtypes by the name that `str(dtype)` returns.
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -38,7 +38,7 @@ def broadcast_buffers(buffers: Iterable[tuple[torch.Tensor, Axis]]) -> None:
 def exchange(
     mine: dict[str, dict[str, StateEntry]], axis: Axis, device: torch.device
 ) -> dict[str, dict[str, StateEntry]]:
-    """Combine the tables of all ranks. A collective over the axis.
+    """Combine the tables of all ranks. Collective over the axis.
 
     mine: this rank's states, by parameter and key. If several ranks have an entry, the first rank's is kept.
     """
@@ -51,7 +51,7 @@ def exchange(
 
 
 def untrained(full_name: str) -> CheckpointError:
-    """Build the error for a saved state, such as "head.weight/exp_avg", whose parameter the optimizer does not have."""
+    """Build the error for a saved state, such as "head.weight/exp_avg", of a parameter that the optimizer lacks."""
     return CheckpointError(
         f"optimizer state {full_name!r}: this optimizer does not train that parameter. "
         f"Resume with the optimizer and the frozen parameters of the run that saved it."
@@ -66,19 +66,19 @@ def not_joinable(full_name: str, shape: torch.Size) -> CheckpointError:
     )
 
 
-# State that wire formats carry from step to step, in checkpoints: each rank's tensors, valid for the plan that saved
-# them.
+# States that wire formats keep from step to step, in checkpoints: each rank's tensors, valid only for the plan that
+# saved them.
 
-#: The plan that saved the other tensors, as bytes of its text.
+#: Key of the plan that saved the other tensors, as bytes of its text.
 _PLAN = "plan"
-#: Number of steps taken, for wire formats that round randomly or start later. Valid under any plan.
+#: Key of the number of applied steps, for wire formats that round randomly or start later. Valid under any plan.
 _TURN = "turn"
 
 
 def local_wire_state(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan.
+    """Yield this rank's wire states as (`rank/tensor/role/name`, tensor), and the plan.
 
-    Yields nothing if no state is carried.
+    Yields nothing if there is no state.
     """
     mesh, states = engine.axes.mesh, engine.coders.states()
     yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())
@@ -89,7 +89,7 @@ def local_wire_state(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Load this rank's tensors from `local_wire_state`. Return a message for each part that does not fit this plan."""
+    """Load this rank's tensors of `local_wire_state`. Return a message for each part that does not fit this plan."""
     coders, mesh = engine.coders, engine.axes.mesh
     coders.forget()
     if _TURN in tensors:
@@ -108,7 +108,7 @@ def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> l
     return []
 
 
-# Named tensors of all pipeline stages on every rank, one tensor at a time.
+# Named tensors of all pipeline stages, sent to every rank one at a time.
 
 #: Size in bytes of the header that a stage sends before each tensor: name, shape, dtype.
 HEADER_BYTES = 1024
@@ -117,7 +117,7 @@ HEADER_BYTES = 1024
 def across_stages(
     pairs: Iterator[tuple[str, torch.Tensor]], stages: Axis, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each stage's tensors, stage by stage, each name once. A collective over the stages' axis."""
+    """Yield the tensors of all stages, stage by stage, each name once. Collective over the pp axis."""
     if stages.size == 1:
         yield from pairs
         return
@@ -148,9 +148,9 @@ def _of_stage(
         yield said["name"], broadcast(whole, stages, stage)
 
 
-# Error feedback in checkpoints: rounding errors of gradients that replicas add to the next step, by parameter name.
+# Error feedback in checkpoints: rounding errors of gradients that replicas add in the next step, by parameter name.
 
-#: Separates a parameter's name from the residual's owner: a replica's number, or the owner of a part of the total.
+#: Separates a parameter's name from the residual's owner: the index of a replica, or the owner of a part of the sum.
 MIDDLE = "/residual."
 
 
@@ -160,10 +160,10 @@ def replicas_in(source: StateSource) -> int:
 
 
 def read_residual(like: FlatSlice, source: StateSource, whose: tuple[str, ...] = ()) -> None:
-    """Add the residual of its elements to a flat slice.
+    """Add a residual from a checkpoint to a flat slice, for the slice's elements.
 
-    like: flat slice named `parameter/residual.anyone`; its memory is added to. whose: owners to read; empty reads the
-    sum of all.
+    like: flat slice named `parameter/residual.OWNER`, to whose memory the residual is added. whose: owners to read;
+    empty reads the sum over all owners.
     """
     param = like.name.rpartition(MIDDLE)[0]
     for name in source.entries:

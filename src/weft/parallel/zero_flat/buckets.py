@@ -1,9 +1,8 @@
-"""Flat buckets: a module's parameters contiguous in memory, so that one collective communicates many of them.
+"""Flat buckets: parameters of a module in contiguous memory, so that one collective communicates many of them.
 
-A bucket's parameters share one dtype. Its flat tensors hold `num_shards` equal parts. Part r belongs to rank r of the
-shard axis, the only rank with master weights and optimizer states for it. The two sharding modes differ only in the
-layout: with `slices`, a parameter may cross part boundaries. With `whole` it does not, for optimizers that need full
-matrices.
+All parameters of a bucket have one dtype. Its flat tensors hold `num_shards` equal parts. Part r belongs to rank r of
+the shard axis, the only rank with master weights and optimizer states for it. There are two layouts: with `slices`, a
+parameter may cross part boundaries. With `whole` it does not, for optimizers that need full matrices.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from weft.units import format_bytes
 
 #: Parameters and parts start at multiples of this many elements, aligned for vector units and GPU copies.
 ALIGNMENT = 16
-#: Fraction of padding in a bucket that `whole` accepts.
+#: Maximum fraction of padding in a bucket of the layout `whole`.
 MOST_FILL = 0.05
-#: Padding above this is refused if it also exceeds the parameters: many ranks and few matrices.
+#: Padding above this size raises an error if it also exceeds the parameters: too many ranks for few matrices.
 MOST_FILL_BYTES = 2**30
 
 
@@ -41,9 +40,9 @@ MOST_FILL_BYTES = 2**30
 class Slot:
     """Location of one parameter in its bucket.
 
-    start: its first element in the flat tensors. is_shared: True if several modules use it.
-    grad: its view into the bucket's gradient, while that exists.
-    expected, fired: deliveries of its gradient by autograd in one backward, the maximum so far and the current count.
+    start: index of its first element in the flat tensors. is_shared: True if several modules use the parameter.
+    grad: its view of the bucket's gradient, while that exists.
+    expected, fired: how often autograd delivers its gradient in one backward: maximum so far, and current count.
     """
 
     name: str
@@ -69,16 +68,16 @@ class Slot:
         return self.shape.numel()
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's view into a flat tensor of the full bucket."""
+        """Return this parameter's view of a flat tensor of the full bucket."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
     def inside(self, part: slice) -> tuple[int, int]:
-        """Return first element and end of its overlap with a part, counted in the bucket; equal without an overlap."""
+        """Return start and end of the slot's overlap with a part, as indices in the bucket; equal if there is none."""
         start = max(self.start, part.start)
         return start, max(start, min(self.start + self.numel, part.stop))
 
     def is_in(self, part: slice) -> bool:
-        """Return True if it overlaps a part. A parameter without elements counts at its start."""
+        """Return True if the slot overlaps a part. A parameter without elements is in the part with its start."""
         return self.start < part.stop and self.start + max(self.numel, 1) > part.start
 
     def elements_in(self, whole: torch.Tensor, part: slice) -> torch.Tensor:
@@ -91,7 +90,7 @@ class Slot:
         return whole.as_strided((self.numel,), (1,))[start - self.start : end - self.start]
 
     def view_in(self, shard: torch.Tensor, part: slice) -> torch.Tensor | None:
-        """Return the parameter's view into a part's flat tensor: in its shape, 1-D if cut, None without an overlap."""
+        """Return the parameter's view of a part: in its shape, 1-D if only some elements are there, or None."""
         if not self.is_in(part):
             return None
         start, end = self.inside(part)
@@ -102,7 +101,7 @@ class Slot:
 
 
 class Arriving(Protocol):
-    """New weights that are being gathered."""
+    """New weights whose all-gather is in flight."""
 
     def wait(self) -> torch.Tensor: ...
 
@@ -111,15 +110,15 @@ class Arriving(Protocol):
 class Bucket:
     """Slots that are communicated together, in `num_shards` parts of `length` elements.
 
-    weights: flat, in the compute dtype; the parameters are views into it. master: this rank's part of the unrounded
+    weights: flat, in the compute dtype; the parameters are views of it. master: this rank's part of the unrounded
     weights; a slice of `weights` if nothing is rounded. own: range of this rank's part in the flat tensors.
-    grads: full flat gradients in the master's dtype, or None if unused. shard: this rank's part of the sums.
-    loose: sums that are still in autograd's tensors, in any dtype, with their slots, if they are not in `shard`.
-    collected: gradients of this step are in `grads`, not only in autograd's tensors.
-    differs: weight differences are communicated instead of weights, so masters are separate tensors.
-    is_rounded: `weights` have the rounded master as the optimizer left it.
-    on_host: the master is on the host, and its gradient for the optimizer too. `host` stores both.
-    over: axes over which it is sharded and summed. arriving: pending gather of new weights.
+    grads: full flat gradients in the master dtype, or None if unused. shard: this rank's part of the gradient sums.
+    loose: sums that are still in autograd's tensors and not in `shard`, in any dtype, with their slots. collected: True
+    if gradients of this step are in `grads`, not only in autograd's tensors.
+    differs: True if weight differences are communicated instead of weights, so that masters are separate tensors.
+    is_rounded: True if `weights` hold the rounded master as the optimizer left it.
+    on_host: True if the master and its gradient for the optimizer are on the host. `host` stores both.
+    over: axes over which the bucket is sharded and summed. arriving: all-gather of new weights in flight, or None.
     """
 
     index: int
@@ -151,7 +150,7 @@ class Bucket:
         return self.on_host or self.differs or self.weights.dtype != self.master.dtype
 
     def found(self) -> list[tuple[Slot, torch.Tensor]] | None:
-        """Return the gradients in autograd's tensors, each dense like its parameter, or None if some are missing."""
+        """Return the gradients in autograd's tensors, with the parameters' strides, or None if some are missing."""
         found: list[tuple[Slot, torch.Tensor]] = []
         for slot in self.slots:
             grad = slot.param.grad
@@ -163,14 +162,14 @@ class Bucket:
         return found if any(slot.numel for slot in self.slots) else None
 
     def parts(self) -> Parts | None:
-        """Return the same gradients as parts of a flat tensor."""
+        """Return the gradients of `found` as parts of a flat tensor."""
         if (found := self.found()) is None:
             return None
         lines = [(slot.start, grad.as_strided((slot.numel,), (1,))) for slot, grad in found]
         return Parts(lines, self.size, self.master.dtype)
 
     def use_grads(self, flat: torch.Tensor) -> None:
-        """Use `flat` for full gradients. Its contents may be undefined; elements without a parameter become zero."""
+        """Use `flat` for full gradients. Its values may be uninitialized; elements of no parameter are set to zero."""
         self.grads = flat
         for gap in self.gaps:
             flat[gap].zero_()
@@ -202,7 +201,7 @@ WeightOf = Callable[[Slot], torch.Tensor | None]
 
 def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], object]) -> None:
     """Fill weights and masters from full, unrounded tensors, and make the parameters views of the weights. settle:
-    makes the flat, unrounded weights equal on all ranks, in place.
+    function that makes the flat, unrounded weights equal on all ranks, in place.
     """
     full = torch.zeros(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device)
     known = [(slot, weight) for slot in bucket.slots if (weight := source(slot)) is not None]
@@ -223,8 +222,8 @@ def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], obje
         view = slot.of(bucket.weights)
         slot.param.grad = None
         slot.param.data = view
-        # Autograd leaves gradients in the dtype of their computation: they are read once, when they are summed. A
-        # parameter that several modules use is the exception, because autograd adds its gradients.
+        # Autograd leaves gradients in the dtype of their computation, because they are read only once, when they are
+        # summed. A parameter that several modules use is the exception, because autograd adds its gradients.
         slot.param.grad_dtype = full.dtype if slot.is_shared else None
         slot.bucket, slot.address, slot.version = bucket, view.data_ptr(), version_of(slot.param)
 
@@ -241,7 +240,7 @@ def lay_out(
 ) -> list[Bucket]:
     """Build empty buckets in the order in which backward completes them: the last parameters first. whole: names of
     parameters that must not cross part boundaries. host: names of parameters whose masters are on the host. Raises
-    ModelError if sharding over this many ranks would leave most of the memory as padding.
+    ModelError if most of the memory would be padding with this number of ranks.
     """
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
@@ -275,8 +274,8 @@ def lay_out(
 
 
 def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Callable[[str], str]) -> None:
-    """Sort buckets of several kinds by the order in which backward completes them. Buckets that wait for other stages
-    come last. Their order follows from their names, which are equal on all stages. slots: slots in the order of the
+    """Sort buckets of several kinds by the order in which backward completes them. Buckets whose reduction waits for
+    other stages come last, in the order of their names, which are equal on all stages. slots: slots in the order of the
     model. saved_name: returns a parameter's name in checkpoints.
     """
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
@@ -292,7 +291,7 @@ def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Calla
 
 
 def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """Lay out slots one after another. limits: elements of the first bucket, and of each other bucket."""
+    """Lay out slots one after another. limits: maximum number of elements of the first and of other buckets."""
     groups: list[list[Slot]] = []
     end = 0
     for slot in slots:
@@ -307,7 +306,7 @@ def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> 
 
 
 def _undivided(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """Lay out each parameter in one part. A bucket is as small as the padding limit allows."""
+    """Lay out each parameter within one part. A bucket is as small as the padding limit allows."""
     groups: list[list[Slot]] = [[]]
     for slot in slots:
         if _fits(groups[-1], limit, num_shards):
@@ -339,7 +338,7 @@ def _fits(group: list[Slot], least: int, num_shards: int) -> bool:
 
 
 def _balance(group: list[Slot], num_shards: int) -> int:
-    """Assign each parameter, largest first, to the emptiest part. Return the length of a part."""
+    """Assign each parameter, largest first, to the part with the fewest elements. Return the length of a part."""
     ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; other parts stay empty
     places: list[tuple[Slot, int, int]] = []
     for slot in sorted(group, key=lambda slot: -slot.numel):
@@ -367,22 +366,22 @@ def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-# Collectives that sum a bucket's gradients, one after another, and the wire format of each.
+# Collectives that sum a bucket's gradients one after another, and the wire format of each.
 
-#: The sums of a bucket's gradients: over its shards, over its replicas, and in a user's own loop.
+#: Kinds of gradient sums of a bucket: over its shards, over its replicas, and in a user's own loop.
 _WAYS = ("shard", "replicas", "own")
 
 
 class BucketSums:
-    """Starts the gradient sums of buckets. coders: encode gradients for communication. The `compress` format applies
-    only to the outermost data axis, which is summed last, after exact sums.
+    """Starts the gradient sums of buckets. coders: they encode gradients for communication. The `compress` format
+    applies only to the outermost data axis, which is summed last, after exact sums.
     """
 
     def __init__(self, coders: Coders):
         self.coders = coders
 
     def discard(self, bucket: Bucket) -> None:
-        """Drop the state that a bucket's wire formats would carry from this step."""
+        """Drop the state that this step added to a bucket's wire formats."""
         for way in _WAYS:
             self._coder(bucket, way).discard()
             self._outer_coder(bucket, way).discard()
@@ -396,13 +395,13 @@ class BucketSums:
         return bucket.num_shards > 1 and bucket.over.outer.ranks == bucket.over.shard.ranks
 
     def debtor(self, bucket: Bucket) -> Coder | None:
-        """Return the coder with the error feedback of a bucket, or None."""
+        """Return the coder that stores the error feedback of a bucket, or None."""
         if not self.coders.outer_wire.feeds_back or bucket.over.outer.size == 1:
             return None
         return self._outer_coder(bucket, "shard" if self.divides(bucket) else "replicas")
 
     def over_replicas(self, bucket: Bucket, sums: torch.Tensor, parts: Parts | None = None) -> Pending:
-        """Start the sum over the ranks with equal parts. parts: the summand, if it is not in `sums` yet."""
+        """Start the sum over the ranks with equal parts. parts: the input, if it is not in `sums`."""
         over, coder = bucket.over, self._coder(bucket, "replicas")
         if over.outer.size == 1 or self.divides(bucket):
             return start_all_reduce(sums, over.replicate, parts=parts, wire=coder)
@@ -431,10 +430,10 @@ class BucketSums:
         return self.coders.outer(f"{bucket.slots[0].name} {way}")
 
     def _sending(self, bucket: Bucket, way: str) -> Coder:
-        """Return the outer coder, with the positions of the matrices set."""
+        """Return the coder over the outermost data axis, with the positions of matrices set."""
         coder = self._outer_coder(bucket, way)
         if rank := coder.wire.spec.rank:
-            # In rows: a bucket's part contains full rows of a matrix and parts of two rows, which are sent
+            # By rows, because a bucket's part contains full rows of a matrix and parts of two rows, which are sent
             # uncompressed.
             span = slice(0, bucket.size) if self.divides(bucket) or bucket.num_shards == 1 else bucket.own
             coder.matrices = () if self.coders.is_exact else matrices_in(bucket, span, rank)
@@ -442,8 +441,8 @@ class BucketSums:
 
 
 def matrices_in(bucket: Bucket, span: slice, rank: int) -> list[Matrix]:
-    """Return the matrices of a bucket's parameters, or of their rows in a span, with offsets counted from its start.
-    rank: low rank at which compressing a matrix must pay off.
+    """Return the matrices of a bucket's parameters, or of their full rows in a span, with offsets relative to its
+    start. rank: rank of the approximation; matrices for which it does not save enough are omitted.
     """
     found: list[Matrix] = []
     for slot in bucket.slots:

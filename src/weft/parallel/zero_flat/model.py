@@ -28,23 +28,23 @@ from weft.parallel.zero_flat.reducer import Reducer
 from weft.parallel.zero_flat.step import FlatOptimizers, FlatStep, RecordedPasses
 from weft.private_torch import foreach_mul_, graph_task
 
-#: Most relative difference between ranks of the factor that scaled replicated gradients: rounding only.
+#: Maximum relative difference between ranks of the factor by which gradients were scaled. It allows only rounding.
 _SAME_FACTOR = 1e-6
 
 
 class FlatModel(ZeroEngine):
     """The engine of zero=0, 1 and 2, alone or over replicas (HSDP), for any module.
 
-    model, mesh, placements, host, seed, filled_later: as in `build_engine`, with the same errors. each_microbatch:
-    stage 2 reduces after each microbatch: no full gradients, and more communication. bucket_bytes: bytes of masters in
-    a bucket; None: `usual_bucket_bytes`.
+    model, mesh, placements, host, seed, filled_later: as in `build_engine`, with the same errors. each_microbatch: True
+    if stage 2 reduces after each microbatch: less memory without full gradients, more communication. bucket_bytes:
+    bytes of master weights in a bucket; None: `usual_bucket_bytes`.
     """
 
     reducer: Reducer
 
     @staticmethod
     def usual_bucket_bytes(device: str) -> int:
-        """Return the default bytes of masters in a bucket. Tests replace it."""
+        """Return the default size of a bucket in bytes of master weights. Tests replace it."""
         return shares.bucket_bytes(device)
 
     def __init__(
@@ -71,7 +71,7 @@ class FlatModel(ZeroEngine):
         self.reducer = Reducer(slots, self.axes, stage, mesh.device, self.own_loop.note, *wires)
         self.recorded = RecordedPasses(slots, self.reducer)
         self._error_feedback = self.reducer.error_feedback = SlotErrorFeedback(self.reducer.sums, self.axes)
-        # A bucket's mean over its ranks becomes the mean over all ranks that read samples.
+        # The factor turns a bucket's mean over its ranks into the mean over all ranks that read samples.
         for slot in slots:
             factor = self._parameters.kinds[slot].over.size / self.axes.batch.size
             if factor != 1.0:
@@ -112,7 +112,7 @@ class FlatModel(ZeroEngine):
             self.show_gradients()
 
     def show_gradients(self) -> None:
-        """Set `.grad` of the optimizers' shards, and of parameters that are unsharded here."""
+        """Set `.grad` of the optimizers' shards, and of parameters that are unsharded on this rank."""
         if self.reducer.phase is Phase.REDUCED:
             self.reducer.phase = Phase.READY
         for bucket in self.reducer.buckets:
@@ -151,7 +151,7 @@ class FlatModel(ZeroEngine):
             optimizer.step()
 
     def _update_buckets(self, step: FlatStep, factor: float | StepDecision) -> None:
-        """Step bucket by bucket. With prefetch, the gather of a stepped bucket overlaps with the next steps."""
+        """Step bucket by bucket. With prefetch, the all-gather of a stepped bucket overlaps with the next steps."""
         buckets, own, overlaps = self.reducer.buckets, set(step.adoption.slots), self._prefetcher.is_watched
         update = step.taking(factor, self.recorded.recorder)
         for bucket in reversed(buckets) if overlaps else buckets:
@@ -163,7 +163,7 @@ class FlatModel(ZeroEngine):
             step.adoption.optimizer.step()
 
     def finalize(self) -> None:
-        """Set the gradients that the optimizer reads, at the step of a user's loop."""
+        """Set the gradients that the optimizer reads, when it steps in a user's own loop."""
         self.check_parameters()
         self.own_loop.finalize()
 
@@ -185,7 +185,7 @@ class FlatModel(ZeroEngine):
         self._prefetcher.wait()
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if `adopt` was called with it."""
+        """Return True if `adopt` was called with this optimizer."""
         return optimizer in self._optimizers.steps
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -263,7 +263,7 @@ class FlatModel(ZeroEngine):
 
 
 class OwnLoop:
-    """Support for loops that TrainStep does not drive: model(x), loss.backward(), optimizer.step()."""
+    """Support for training loops without TrainStep: model(x), loss.backward(), optimizer.step()."""
 
     def __init__(self, engine: FlatModel):
         self._engine = weakref.ref(engine)
@@ -273,7 +273,7 @@ class OwnLoop:
         find_optimizers(self._engine)
 
     def note(self, bucket: Bucket) -> None:
-        """Record a bucket that got a gradient outside microbatches."""
+        """Record that a bucket got a gradient outside microbatches."""
         self._touched.add(bucket.index)
         task = graph_task()
         if self._backward != task:
@@ -295,15 +295,15 @@ class OwnLoop:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the full gradient's earlier norm. A
-        collective: waits for ranks that are still in a backward.
+        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the full gradient's norm before.
+        Collective: waits for ranks that are still in a backward.
         """
         self._wait_for_all()
         engine = self._require_engine()
         square, grads = torch.zeros((), dtype=torch.float64, device=engine.device), []
         for bucket in engine.reducer.buckets:
             found = [slot.param.grad for slot in bucket.slots if slot.param.grad is not None]
-            # Each rank that holds the same part adds its share.
+            # Each rank that holds the same part adds an equal fraction of its squared norm.
             square += global_norm(found).to(square).square() / bucket.over.same.size
             grads += found
         norm = all_reduce(square, engine.axes.world).sqrt()
@@ -313,7 +313,7 @@ class OwnLoop:
 
     @torch.no_grad()
     def finalize(self) -> None:
-        """Wait for ranks that are still in a backward, then collect all gradients, at the optimizer's step."""
+        """Wait for ranks that are still in a backward, then collect all gradients, when the optimizer steps."""
         engine = self._require_engine()
         engine.reducer.phase = Phase.OWN_UPDATE
         self._wait_for_all()
@@ -326,14 +326,14 @@ class OwnLoop:
         engine.show_gradients()
 
     def _wait_for_all(self) -> None:
-        """Join the backward reductions of ranks that are not at the step yet, without new gradients."""
+        """Join the gradient reductions of ranks that have not reached the optimizer's step, without new gradients."""
         while self._require_engine().axes.stage.size > 1 and self._sync(at_step=True):
             self._reduce_touched()
         self._touched = set()
 
     def _check_identical(self) -> None:
-        """Raise ModelError if ranks scaled a replicated gradient by different factors. Each rank compares its gradients
-        with its own after backward: norms of equal gradients differ by the order of addition.
+        """Raise ModelError if ranks scaled a replicated gradient by different factors. Each rank compares the norm of
+        its gradients with its own norm after backward, because between ranks the order of addition differs.
         """
         if self._norm is None:
             return
@@ -350,7 +350,6 @@ class OwnLoop:
             )
 
     def _replicated_norm(self) -> torch.Tensor:
-        """Return the norm of the gradients that are equal on all ranks, float64."""
         engine = self._require_engine()
         whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
         norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])
@@ -377,7 +376,7 @@ class OwnLoop:
         self._touched = set()
 
     def _sync(self, at_step: bool) -> bool:
-        """Return True if a rank is still in a backward. `_touched` becomes all ranks' buckets with new gradients."""
+        """Return True if a rank is still in a backward. Set `_touched` to buckets with new gradients on any rank."""
         engine = self._require_engine()
         buckets = engine.reducer.buckets
         places = torch.zeros(1 + len(buckets), dtype=torch.int64, device=engine.device)
@@ -388,8 +387,8 @@ class OwnLoop:
         return bool(found[0])
 
     def _reduce_touched(self) -> None:
-        """Average the touched buckets over the ranks. Earlier gradients are equal on all ranks, so their mean is
-        unchanged.
+        """Average the buckets in `_touched` over the ranks. Earlier gradients are equal on all ranks, so averaging does
+        not change them.
         """
         engine = self._require_engine()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]

@@ -1,6 +1,6 @@
-"""Optimizer adoption for this rank's slices of parameters in flat buckets.
+"""Wrapping of optimizers, so that they step this rank's slices of parameters in flat buckets.
 
-If the optimizer needs full parameters, they are distributed over the ranks one by one.
+If an optimizer needs full parameters, each parameter is assigned to one rank.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 
 
 class SlotAdoption:
-    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups. pieces: this
-    rank's slice of each slot, as the optimizer holds it: the parameter itself if nothing is sharded or rounded. Raises
-    ModelError for a trainable parameter that the module does not have.
+    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups. pieces: for
+    each slot, the parameter that the optimizer holds: this rank's slice, or the parameter itself if nothing is sharded
+    or rounded. Raises ModelError for a trainable parameter that the module does not have.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot]):
@@ -62,7 +62,7 @@ class SlotAdoption:
         return [place for places in self._groups for place in places if isinstance(place, Slot)]
 
     def needs_full(self) -> frozenset[str]:
-        """Return the names of the parameters of which the optimizer needs all elements."""
+        """Return the names of the parameters that the optimizer needs in full."""
         return frozenset(
             place.name
             for group, places in zip(self.optimizer.param_groups, self._groups, strict=True)
@@ -72,7 +72,7 @@ class SlotAdoption:
         )
 
     def put(self) -> None:
-        """Put this rank's slices into the groups. Existing optimizer states are sliced to fit."""
+        """Put this rank's slices into the optimizer's groups. Existing optimizer states are sliced to fit."""
         self.pieces = {}
         for slot in self.slots:
             bucket, piece = slot.bucket, slot.param
@@ -91,7 +91,7 @@ class SlotAdoption:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Hide all gradients inside the context: the optimizer's own step then only calls hooks and schedulers."""
+        """Hide all gradients in the context, so that the optimizer's own step only calls hooks and schedulers."""
         grads = [(piece, piece.grad) for piece in self.pieces.values()]
         for piece, _ in grads:
             piece.grad = None
@@ -105,7 +105,7 @@ class SlotAdoption:
 
 
 def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
-    """Slice a parameter's state for its local slice. Adagrad creates states when it is constructed."""
+    """Return this rank's slice of a parameter's state. Adagrad creates states in its constructor."""
     if held is not slot.param:
         return {}  # new layout: `load_states` restores full states
     return {
@@ -116,7 +116,7 @@ def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: n
     }
 
 
-# Residual of each parameter, as full tensors by name: any plan can read them, with any ranks and wire format.
+# Residual of each parameter, as full tensors by name: plans with any ranks and wire format can load them.
 
 _OWNER = "owner"
 
@@ -129,7 +129,7 @@ class SlotErrorFeedback:
         self.buckets: Sequence[Bucket] = ()
 
     def residual_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's residuals in their own memory. Local; no communication."""
+        """Yield this rank's residuals, without copies. Local; no communication."""
         for bucket in self.buckets:
             if (coder := self._sums.debtor(bucket)) is None:
                 continue
@@ -140,7 +140,7 @@ class SlotErrorFeedback:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Load the residuals of any plan. Return messages for users if they were redistributed."""
+        """Load residuals that any plan saved. Return messages for users if they were redistributed."""
         saved = replicas_in(source)
         if not saved:
             return []
@@ -172,7 +172,7 @@ class SlotErrorFeedback:
         coder.load(shaped)
 
     def _keys(self, bucket: Bucket) -> Iterator[tuple[str, str, int, int]]:
-        """Yield the residuals in a bucket's coder: owner, name in the coder, first element and end in the bucket."""
+        """Yield the residuals in a bucket's coder: owner, name in the coder, start and end in the bucket."""
         outer, span = bucket.over.outer, self._span(bucket)
         numel, size = span.stop - span.start, outer.size
         if self._sums.divides(bucket) and not self._sums.coders.outer_wire.spec.rank:
@@ -191,7 +191,7 @@ class SlotErrorFeedback:
         return slice(0, bucket.size) if self._sums.divides(bucket) or bucket.num_shards == 1 else bucket.own
 
     def _of(self, bucket: Bucket, whose: str, flat: torch.Tensor, low: int, high: int) -> Iterator[FlatSlice]:
-        """Yield flat slices of all parameters with elements in `flat`, the bucket's elements from `low` to `high`."""
+        """Yield a flat slice for each parameter with elements in `flat`, the bucket's range from `low` to `high`."""
         for slot in bucket.slots:
             start, end = max(slot.start, low), min(slot.start + slot.numel, high)
             if start < end:
@@ -201,32 +201,33 @@ class SlotErrorFeedback:
                 yield FlatSlice(name, part, deal, start - slot.start, flat[start - low : end - low])
 
     def _ownership(self, bucket: Bucket, slot: Slot, whose: str) -> OwnershipMap:
-        """Return the ranks that write each element of a parameter's residual: the first of those with equal ones."""
+        """Return the ranks that write each element of a parameter's residual: the first with this residual."""
         kind, me = bucket.over, self._axes.mesh.rank
         near = kind.alike[0] - me
         shards = kind.shard.ranks if self._span(bucket) == bucket.own and bucket.num_shards > 1 else (me,)
         length = bucket.length if len(shards) > 1 else bucket.size
         if whose != _OWNER:
             return OwnershipMap(tuple(rank + near for rank in shards), length, slot.start)
-        # Each part is divided again among its owners, whose ranks have the same distances as this rank's group.
+        # Each part is divided again among its owners. Relative to its part's rank, owners have the same offsets as
+        # here.
         ranks = tuple(rank + near + owner - me for rank in shards for owner in kind.outer.ranks)
         return OwnershipMap(ranks, length, slot.start, kind.outer.size, -(-length // kind.outer.size))
 
     def _all_of(
         self, bucket: Bucket, low: int, high: int, source: StateSource, whose: tuple[str, ...] = ()
     ) -> torch.Tensor:
-        """Return the residual of the elements from `low` to `high`, of some owners or summed over all."""
+        """Return the residual of the elements from `low` to `high`, of the owners `whose`, or summed over all."""
         total = torch.zeros(high - low, dtype=bucket.master.dtype, device=bucket.weights.device)
         for like in self._of(bucket, whose[0] if whose else _OWNER, total, low, high):
             read_residual(like, source, whose)
         return total
 
 
-# Optimizer states of slices, joined to full tensors that fit any plan, and sliced again.
+# Optimizer states of slices, gathered to full tensors that fit any plan, and sliced again.
 
 
 def gather_states(adoption: SlotAdoption, buckets: list[Bucket], shard: Axis) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield states of the buckets' parameters as (`parameter/key`, full tensor). A collective over the shard axis."""
+    """Yield states of the buckets' parameters as (`parameter/key`, full tensor). Collective over the shard axis."""
     if shard.size == 1:
         here = {slot for bucket in buckets for slot in bucket.slots}
         for slot, piece in adoption.pieces.items():
@@ -253,7 +254,7 @@ def _gather_key(
     table: dict[str, dict[str, StateEntry]],
     shard: Axis,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather one key of one bucket's parameters: sharded ones in one collective, the others one by one."""
+    """Gather one state key of a bucket's parameters: sharded ones in one collective, the others one by one."""
     divided = [slot for slot in slots if table[slot.name][key]["shape"] == "cut"]
     device = bucket.weights.device
     for dtype in sorted({table[slot.name][key]["dtype"] for slot in divided}):
@@ -279,7 +280,7 @@ def _gather_key(
 
 
 def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load this rank's slices of full states. Raises CheckpointError for a state that does not fit its parameter."""
+    """Load this rank's slices from full states. Raises CheckpointError for a state that does not fit its parameter."""
     slots = {slot.name: slot for slot in adoption.slots}
     for full_name, saved in tensors.items():
         name, _, key = full_name.rpartition("/")
@@ -295,7 +296,7 @@ def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> 
                 f"optimizer state {full_name!r}: shape {tuple(saved.shape)} cannot be divided as the parameter is, "
                 f"which has shape {tuple(slot.shape)}."
             )
-        # Keep step counters on the device that the optimizer expects: fused kernels read them on the GPU.
+        # Keep step counts on the device that the optimizer expects: fused kernels read them on the GPU.
         value = slot.elements_in(saved, slot.bucket.own) if divided and saved.ndim else saved
         target = torch.empty_like(piece) if value.shape == piece.shape and saved.ndim else torch.empty(value.shape)
         adoption.optimizer.state[piece][key] = target.to(dtype=saved.dtype, device=piece.device).copy_(value)
@@ -328,7 +329,7 @@ def _describe(adoption: SlotAdoption, rank: int) -> dict[str, dict[str, StateEnt
 
 
 class SlotSlices:
-    """Flat slices of the parameters in some buckets."""
+    """Flat slices of the parameters in a list of buckets."""
 
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
         self._axes, self._turns, turn = axes, dict[int, int](), 0
@@ -336,14 +337,14 @@ class SlotSlices:
         for bucket in buckets:
             kind = bucket.over
             if id(kind) not in self._ranks:
-                # Adjacent ranks in this tuple hold the same part. The next group holds the next part.
+                # Adjacent ranks in this tuple hold the same part. The next group of ranks holds the next part.
                 near = [rank - axes.mesh.rank for rank in kind.holders]
                 self._ranks[id(kind)] = tuple(rank + step for rank in kind.shard.ranks for step in near)
             self._turns[id(bucket)] = turn
             turn += -(-bucket.length // assign_evenly((), bucket.length, len(kind.holders) or 1).share)
 
     def of(self, slot: Slot) -> FlatSlice | None:
-        """Return this rank's flat slice of a parameter's master, or None."""
+        """Return this rank's flat slice of a parameter's master weights, or None if it has no elements of them."""
         bucket = slot.bucket
         if not slot.is_in(bucket.own):
             return None
@@ -396,7 +397,7 @@ class SlotSlices:
                 f"optimizer state {full_name!r}: shape {tuple(saved.shape)} cannot be divided as the parameter is, "
                 f"which has shape {found.part.shape}."
             )
-        # Keep step counters on the device that the optimizer expects: fused kernels read them on the GPU.
+        # Keep step counts on the device that the optimizer expects: fused kernels read them on the GPU.
         adoption.optimizer.state[piece][key] = read_full(source, full_name).to(piece.device)
 
 
@@ -420,7 +421,7 @@ class Untrained:
         broadcast_buffers((buffer, axes.settling(name, buffer)) for name, buffer in model.named_buffers())
         lasting = model.state_dict(keep_vars=True)
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
-        # Statistics that forward updates (batch norm): the first rank's values are broadcast after each step.
+        # Statistics that forward updates (batch norm). The first rank's values are broadcast after each step.
         self._moving = [
             (buffer, axes.settling(name, buffer))
             for name, buffer in self._buffers.items()
@@ -443,13 +444,13 @@ class Untrained:
 
 
 class QuantizedWeights:
-    """Quantized weights that forward uses, in checkpoints, for buckets that communicate differences."""
+    """The quantized weights that forward uses under gather=diff4, as flat slices for checkpoints."""
 
     def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
         self._buckets, self._axes = buckets, axes
 
     def flat_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of them. Local; no communication."""
+        """Yield this rank's flat slices of the quantized weights. Local; no communication."""
         placed = SlotSlices(self._buckets, self._axes)
         for bucket in self._buckets:
             for slot in bucket.slots if bucket.differs else ():

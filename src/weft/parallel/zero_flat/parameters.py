@@ -23,9 +23,9 @@ from weft.private_torch import version_of
 
 
 class FlatParameters:
-    """Slots and buckets of a model's parameters, and its tensors outside buckets. model: model; its parameters may
-    be on the meta device. host: host memory for the plan's share of optimizer states, or None. bucket_bytes: bytes of
-    masters in a bucket.
+    """Slots and buckets of a model's parameters, and its tensors outside buckets. model: model; its parameters may be
+    on the meta device. host: host memory for the plan's share of optimizer states, or None. bucket_bytes: bytes of
+    master weights in a bucket.
     """
 
     buckets: list[Bucket]
@@ -58,11 +58,11 @@ class FlatParameters:
 
     @property
     def placed(self) -> SlotSlices:
-        """Flat slices of slots in the current layout."""
+        """Flat slices of the slots in the current bucket layout."""
         return SlotSlices(self.buckets, self._axes)
 
     def lay_out(self, source: WeightOf, unsharded: frozenset[str] = frozenset(), *, settle: bool) -> None:
-        """Lay out and fill buckets. settle: broadcast the first rank's weights, since initial ones may differ."""
+        """Lay out and fill buckets. settle: True to broadcast the first rank's weights, because ranks may differ."""
         self.buckets = []
         options: dict[str, Any] = {"whole": unsharded, "host": self.on_host, "bucket_bytes": self._bucket_bytes}
         for axes in dict.fromkeys(self.kinds.values()):
@@ -82,7 +82,7 @@ class FlatParameters:
             fill(bucket, source, same if settle else lambda flat: flat)
 
     def unshard(self, names: frozenset[str]) -> None:
-        """Lay the buckets out again with more unsharded parameters. Gradients stay in `.grad`."""
+        """Lay out the buckets again such that these parameters are unsharded too. Gradients stay in `.grad`."""
         unsharded = names | {slot.name for slot in self.slots if slot.bucket.whole}
         grads = {slot: slot.param.grad for slot in self.slots}
         weights = dict(self.full())
@@ -109,17 +109,17 @@ class FlatParameters:
                 yield slot, shard.detach()
 
     def counted(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield this rank's shards of the masters, each with the number of ranks that store the same shard."""
+        """Yield this rank's shards of the master weights, each with the number of ranks that store the same shard."""
         return ((shard, slot.bucket.over.share[1]) for slot, shard in self.local())
 
     def slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model, masters for trained parameters. Local; no communication."""
+        """Yield this rank's flat slices of the model: masters of trained parameters, and other tensors. Local."""
         yield from filter(None, map(self.placed.of, self.slots))
         yield from (self._axes.slice_of(name, tensor) for name, tensor in self.untrained.tensors())
 
     def check(self, wait: Callable[[], None]) -> None:
-        """Update the master of each parameter that was written to. wait: waits for pending weights. Raises ModelError
-        for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
+        """Update the master of each parameter whose values were changed by the user. wait: waits for pending weights.
+        Raises ModelError for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
         """
         for slot in self.slots:
             check_written(slot, wait)
@@ -127,7 +127,7 @@ class FlatParameters:
 
 
 def check_written(slot: Slot, wait: Callable[[], None]) -> None:
-    """Update the master of a parameter that was written to. Raises ModelError if it was moved, frozen or cast."""
+    """Update the master of a parameter that the user changed. Raises ModelError if it was moved, frozen or cast."""
     param = slot.param
     if param.data_ptr() != slot.address or not param.requires_grad:
         what = "moved to other memory or another format" if param.requires_grad else "frozen"
@@ -138,7 +138,7 @@ def check_written(slot: Slot, wait: Callable[[], None]) -> None:
 
 
 def take_master(slot: Slot, whole: torch.Tensor) -> None:
-    """Update this rank's part of the master after a parameter was written. whole: full values that were written."""
+    """Update this rank's part of the master after the user changed a parameter. whole: its full new values."""
     slot.version = version_of(slot.param)
     bucket = slot.bucket
     piece = slot.view_in(bucket.master, bucket.own)
@@ -150,8 +150,8 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
 
 
 class LoadHooks:
-    """Hooks that update masters from the unrounded tensors of `load_state_dict` of a full module. The module stores the
-    hooks. The hooks of a module's copy do nothing.
+    """Hooks of a module's `load_state_dict` that update masters from the unrounded tensors. The module stores the
+    hooks. In a copy of the module they do nothing.
     """
 
     def __init__(self, slots: Sequence[Slot] = (), wait: Callable[[], None] | None = None):
@@ -159,7 +159,7 @@ class LoadHooks:
         self._loaded: Mapping[str, Any] = {}
 
     def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Keep the state that is about to be loaded."""
+        """Store the state that is about to be loaded."""
         del module, rest
         self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 

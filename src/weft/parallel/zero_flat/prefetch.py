@@ -1,9 +1,9 @@
 """Overlap of ZeRO-1/2 weight all-gathers with the next forward.
 
-The gathers start in the order in which forward needs the weights, so all but the first overlap with it. Each repeated
-block waits for its own weights when it is called, and so does a layer outside blocks in models whose code is known.
-The module must have been called in an earlier forward: a block that a model reads without calling is excluded. All
-other weights are waited for before forward starts, and any read of parameters waits for all.
+The all-gathers start in the order in which forward needs the weights, so all but the first overlap with it. Each
+repeated block waits for its own weights when it is called, and so does a layer outside blocks in models whose code is
+known. This requires that the module was called in an earlier forward, because some models read a block's weights
+without calling it. For all other weights, forward waits before it starts. Any read of parameters waits for all weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from weft.private_torch import uncompiled
 
 
 class AwaitsWeights(nn.Module):
-    """Mixin that waits for the module's gathered weights in `__call__`, and for all weights when parameters are read.
-    `__call__` is outside the code that torch.compile compiles.
+    """Mixin that waits for the module's weights in `__call__`, and for all weights when parameters are read.
+    torch.compile does not compile `__call__`.
     """
 
     _weft_arrival: Arrival
@@ -48,15 +48,15 @@ class AwaitsWeights(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return the parts for a copy or pickle: a module of the original class, which waits for nothing."""
+        """Return the arguments to copy or pickle it as a module of the original class, which waits for nothing."""
         self._weft_arrival.end()
         _, own = type(self).__bases__
         return _made, (own,), {name: value for name, value in self.__dict__.items() if name != "_weft_arrival"}
 
 
 class Arrival:
-    """Slots that one module waits for. None: all slots that no other module waits for. Modules may outlive their
-    engine, so they do not keep it alive.
+    """Slots for whose weights one module waits. None: all slots for which no other module waits. Modules may outlive
+    the engine, so they do not keep it alive.
     """
 
     def __init__(self, arrivals: WeightPrefetcher, slots: Sequence[Slot] | None = None):
@@ -77,13 +77,13 @@ class Arrival:
 
 
 class WeightDifference:
-    """Update of a bucket's weights from its masters by quantized differences, instead of a gather, under gather=diff4.
+    """Update of a bucket's weights by quantized differences from its masters, instead of an all-gather (gather=diff4).
 
         seen += D(E(master - seen))
 
-    `seen` is `weights`, which forward uses. It is bit-identical on all ranks: each rank decodes all encoded parts, its
-    own too. The rounding error of a difference remains between master and seen, and is part of the next step's
-    difference, so no other state is needed. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
+    `seen` is `weights`, which forward uses. It is bitwise equal on all ranks, because each rank decodes all parts. The
+    rounding error of a difference remains between master and seen, and is part of the next step's difference, so no
+    other state is needed. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
     """
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class WeightDifference:
 
 
 class WeightPrefetcher:
-    """Tracks pending weight gathers of one model, and the modules that wait for them."""
+    """Tracks weight all-gathers of one model that are in flight, and the modules that wait for them."""
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot]):
         self._model = weakref.ref(model)
@@ -139,8 +139,8 @@ class WeightPrefetcher:
             replace_class(model, AwaitsWeights, arrival=Arrival(self))
 
     def start(self, bucket: Bucket, *, is_update: bool) -> None:
-        """Start the gather of a bucket's masters into the weights of all ranks. A collective over its shard axis.
-        is_update: an optimizer stepped. Buckets that support differences then send them instead of full weights.
+        """Start the all-gather of a bucket's masters into the weights of all ranks. Collective over its shard axis.
+        is_update: True after an optimizer step. Buckets that support differences then send only those.
         """
         own = bucket.weights[bucket.own]
         if bucket.differs and is_update:
@@ -160,7 +160,7 @@ class WeightPrefetcher:
         return bool(self._units)
 
     def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:
-        """Start the other gathers. follow: return before gathers complete, if modules wait for their weights."""
+        """Start the other all-gathers. follow: True to return before they complete if modules wait for weights."""
         for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
                 self.start(bucket, is_update=is_update)
@@ -178,7 +178,7 @@ class WeightPrefetcher:
                 _wait_for_bucket(slot.bucket)
 
     def wait_for_rest(self) -> None:
-        """Wait, before a forward, for weights that no module waits for."""
+        """Wait, before a forward, for the weights for which no module waits."""
         if self._waiting:
             for bucket in self._waiting:
                 for units in map(self._units.get, bucket.slots):
@@ -188,7 +188,7 @@ class WeightPrefetcher:
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules that can wait for their own weights: blocks, and other layers if the model's code is known."""
+    """Yield modules that can wait for their own weights: blocks, and other layers of transformers and Weft models."""
     blocks = list(repeated_blocks(model).values())
     yield from blocks
     is_known = isinstance(model, layers.KnownModel) or hugging_face.is_hugging_face(model)

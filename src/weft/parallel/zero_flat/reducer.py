@@ -1,4 +1,4 @@
-"""Gradient reduction: from autograd's tensors into buckets and over the ranks.
+"""Gradient reduction: gradients move from autograd's tensors into buckets and are summed over the ranks.
 
 A bucket is reduced when autograd has delivered its last gradient of the last microbatch, while backward continues.
 Buckets are reduced in the same order on all ranks, independent of autograd's order. A parameter without a gradient
@@ -26,14 +26,14 @@ from weft.parallel.zero.engine import GradientReducer, Phase
 from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 from weft.private_torch import foreach_mul_, foreach_norm
 
-#: Most buckets whose full gradients are in flight if their memory is released on completion: at stage 2, and for
+#: Maximum number of buckets with full gradients in flight, if a completed one frees memory: at stage 2, and for
 #: gradients in autograd's tensors. The next gradients then reuse that memory while it is still in the caches.
 MOST_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingReduction:
-    """A bucket's reduction. add: received sum to add to the bucket's shard. final: the last reduction of the step."""
+    """A bucket's reduction in flight. add: sum to add to the shard, or None. final: True for the step's last one."""
 
     pending: Waitable
     add: torch.Tensor | None = None
@@ -42,8 +42,8 @@ class _PendingReduction:
 
 @dataclass(slots=True)
 class _Pass:
-    """Reductions of one microbatch. launches: buckets are reduced while backward runs. missing: parameters of each
-    bucket without a gradient. next: first bucket that is not reduced.
+    """Reductions of one microbatch. launches: True if buckets are reduced while backward runs. missing: for each
+    bucket, its parameters without a gradient. next: index of the first bucket that is not reduced.
     """
 
     launches: bool = False
@@ -54,10 +54,10 @@ class _Pass:
 class Reducer(GradientReducer):
     """Reduces the gradients of one step, bucket by bucket.
 
-    stage: 2 releases a bucket's full gradient as soon as it is reduced. each: reduce after each microbatch, not only
-    after the last (stage 2). note: called with each bucket that gets a gradient outside microbatches. wire,
-    outer_wire: wire formats of gradients in general, and over the outermost data axis. `coders` store their carried
-    state. `holds`: no gradient is communicated before the microbatch ends.
+    stage: 2 frees a bucket's full gradient as soon as it is reduced. each: True to reduce after each microbatch, not
+    only after the last (stage 2). note: called with each bucket that gets a gradient outside microbatches. wire,
+    outer_wire: wire formats of gradients in general, and over the outermost data axis. `coders` store their state.
+    `holds`: True if no gradient may be communicated before the microbatch ends.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Reducer(GradientReducer):
         self._first_late = -1  # from the last sums, read after the next step has begun
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
-        #: Factor that gradients are still to be multiplied by, if the optimizer applies it as it reads them.
+        #: Pending factor of all gradients, if the optimizer applies it when it reads them.
         self.factor: float | torch.Tensor = 1.0
         for index, slot in enumerate(slots):
             # A weak reference, because torch's garbage collector cannot reach these hooks: the reducer and its mesh
@@ -99,7 +99,7 @@ class Reducer(GradientReducer):
         return any(bucket.loose is not None for bucket in self.buckets)
 
     def begin_step(self) -> None:
-        """Clear all gradients, and wait for communication that a failed step left pending."""
+        """Clear all gradients, and wait for communication that a failed step left in flight."""
         for pending in (*(one.pending for one in self._under_way.values()), *self._replica_sums):
             pending.wait()
         self.phase = Phase.ACCUMULATE
@@ -123,7 +123,7 @@ class Reducer(GradientReducer):
             self._reduce_rest(final=False)
 
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Complete the sums of all gradients, and of `totals`."""
+        """Complete the sums of all gradients, and sum `totals`."""
         self._reduce_rest()
         for pending in self._replica_sums:
             pending.wait()
@@ -136,13 +136,13 @@ class Reducer(GradientReducer):
         self.phase = Phase.REDUCED
 
     def send(self) -> None:
-        """Start the copies of sums to the host for buckets that the optimizer updates there, if not started yet."""
+        """Start the copies of gradient sums to the host for buckets whose optimizer is there, if not started yet."""
         for bucket in self.buckets:
             if bucket.host is not None and not bucket.host.is_sent:
                 bucket.host.send(shard_of(bucket))
 
     def forget(self) -> None:
-        """Mark the sums on the host as outdated."""
+        """Mark the gradient sums on the host as outdated."""
         for bucket in self.buckets:
             if bucket.host is not None:
                 bucket.host.forget()
@@ -157,7 +157,7 @@ class Reducer(GradientReducer):
         return torch.where(self._num_late > 0, torch.nan, self._norm_squared.sqrt()) * self.factor
 
     def check(self) -> None:
-        """Raise CommError, on all ranks, if a gradient was delivered after its bucket's reduction had started."""
+        """Raise CommError, on all ranks, if autograd delivered a gradient after its bucket's reduction had started."""
         if not self._num_late:
             return
         first = torch.tensor([self._first_late], device=self._num_late.device)
@@ -181,7 +181,7 @@ class Reducer(GradientReducer):
             self._norm_squared *= factor * factor
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the gradient sums, multiplied by the pending factor. A collective over the shard axes."""
+        """Yield the gradient sums, multiplied by the pending factor. Collective over the shard axes."""
         for bucket in self.buckets:
             flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
             flat = flat if self.factor == 1.0 else flat * self.factor
@@ -194,7 +194,7 @@ class Reducer(GradientReducer):
         return [*(tensor for tensor in flat if tensor is not None), *loose]
 
     def clear(self, slots: list[Slot]) -> None:
-        """Clear the gradients of these parameters. At stage 2, a bucket without other gradients releases its memory."""
+        """Clear the gradients of these parameters. At stage 2, a bucket without other gradients frees its memory."""
         for slot in slots:
             slot.param.grad = None
         for bucket in self.buckets:
@@ -209,7 +209,7 @@ class Reducer(GradientReducer):
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's full flat gradient, with `.grad` set by autograd or the user. Missing ones are zero."""
+        """Return the bucket's full flat gradient, with `.grad` of autograd or the user. Missing gradients are zero."""
         flat = self._room(bucket)
         for slot in bucket.slots:
             if slot.param.grad is not slot.grad:
@@ -241,7 +241,7 @@ class Reducer(GradientReducer):
             and (phase is Phase.INNER_PASS or slot.expected > 1 or not self._has_seen_backward)
         ):
             param.grad = param.grad.to(bucket.master.dtype)  # autograd adds to it; narrow dtypes lose bits
-        # Otherwise it stays in autograd's tensor, and is communicated from there.
+        # Otherwise the gradient stays in autograd's tensor, and is communicated from there.
         if not phase.in_pass:
             self._note(bucket)
             return
@@ -253,16 +253,16 @@ class Reducer(GradientReducer):
                 self._launch(self.buckets[self._pass.next], phase is Phase.LAST_PASS)
 
     def stays(self, bucket: Bucket, phase: Phase) -> bool:
-        """Return True if gradients of a pass stay in autograd's tensors until they are reduced. Stage 2 needs memory
-        for them until then in any case. At lower stages, the buffer of their sum already exists, and later microbatches
-        would allocate a second set.
+        """Return True if gradients of a microbatch stay in autograd's tensors until they are reduced. Stage 2 needs
+        memory for them until then in any case. At lower stages, the buffer of their sum already exists, and later
+        microbatches would allocate additional tensors.
         """
         if phase is Phase.INNER_PASS:
             return self._stage == 2 and bucket.num_shards > 1 and not self._each
         return phase is Phase.LAST_PASS
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
-        """Start the reduction of a bucket. final: no later microbatch follows."""
+        """Start the reduction of a bucket. final: True if no later microbatch follows."""
         self._pass.next = bucket.index + 1
         if bucket.num_shards == 1:
             self._launch_all_reduce(bucket, final)
@@ -323,7 +323,7 @@ class Reducer(GradientReducer):
         if self._stage == 2 and bucket.num_shards > 1:
             bucket.drop_grads()
         if one.final and bucket.num_shards > 1 and bucket.over.replicate.size > 1:
-            # Start now: the sum over replicas overlaps with backward, as the first sum did.
+            # Start it now, so that the sum over replicas overlaps with backward, as the first sum did.
             self._replica_sums.append(self.sums.over_replicas(bucket, shard_of(bucket)))
 
     def _reduce_rest(self, final: bool = True) -> None:
@@ -333,11 +333,11 @@ class Reducer(GradientReducer):
             self._land(index)
 
     def _sum(self, totals: torch.Tensor | None) -> None:
-        """Reduce all values that ranks must agree on in one small collective: totals, late gradients, and the norm."""
+        """Sum all values on which ranks must agree in one small collective: totals, late gradients, and the norm."""
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
         self._first_late = self._late[0] if self._late else -1
         extra[0].fill_(len(self._late))  # an assignment would copy from the host and block
-        # Ranks with equal sums compute the norm of one part each.
+        # Ranks with equal sums each compute the norm of a different part.
         parts: list[torch.Tensor] = []
         for bucket in self.buckets:
             rank, number = bucket.over.share
@@ -358,7 +358,7 @@ class Reducer(GradientReducer):
 
 
 def shard_of(bucket: Bucket) -> torch.Tensor:
-    """Return this rank's part of the sums; at stage 0 all of them."""
+    """Return this rank's part of the gradient sums; at stage 0 all sums."""
     bucket.collect()
     assert bucket.shard is not None, "gradients were not reduced yet"
     return bucket.shard

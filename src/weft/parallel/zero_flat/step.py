@@ -1,10 +1,10 @@
-"""Recorded forward and backward passes, and the recorded or fused optimizer step over flat buckets.
+"""Recorded (CUDA graph) microbatches, and recorded or fused optimizer steps over flat buckets.
 
-While a pass is recorded, autograd's hooks run as usual. They copy gradients into buckets, accumulate them, or leave
-them in autograd's tensors, and all those kernels are recorded. A replay runs only the kernels, so the state that the
-hooks left is restored after it. No communication starts before a recorded pass ends.
+While a microbatch is recorded, autograd's hooks run as usual. They copy gradients into buckets, accumulate them, or
+leave them in autograd's tensors, and all those kernels are recorded. A replay runs only the kernels, so the Python
+state that the hooks left is restored after it. No communication starts before a recorded microbatch ends.
 
-A step reads all values that change between steps from memory: learning rates, step counts, and the gradient factor.
+A recorded step reads all values that change between steps from memory: learning rates, step counts, gradient factor.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from weft.parallel.zero_flat.reducer import Reducer, shard_of
 from weft.private_torch import version_of
 
 Rule = AdamRule | SgdRule
-#: Most recordings of one optimizer's step. Gradients have other addresses for each batch shape that is recorded.
+#: Maximum number of recordings of an optimizer's step. Gradients have other addresses for each recorded batch shape.
 MOST_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PassEnd:
-    """State after a pass: for each slot its gradient, its view into the bucket's gradient and the number of deliveries.
+    """State after a microbatch: for each slot its gradient, view of the bucket's gradient, and number of deliveries.
 
-    buckets: for each bucket, its full gradients and True if gradients were collected there.
+    buckets: for each bucket, its full gradients, and True if gradients were collected in them.
     """
 
     slots: tuple[tuple[torch.Tensor | None, torch.Tensor | None, int], ...]
@@ -50,9 +50,9 @@ class PassEnd:
 
 
 class RecordedPasses:
-    """Gradient state of a step, as recordings read and restore it.
+    """Gradient state of a step, which recordings of microbatches read and restore.
 
-    recorder: recorder to use, or None to launch all kernels one by one.
+    recorder: records and replays, or None to launch all kernels one by one.
     """
 
     def __init__(self, slots: Sequence[Slot], reducer: Reducer):
@@ -61,7 +61,7 @@ class RecordedPasses:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold the microbatch's gradient communication until it ends, and wait for all weights before it."""
+        """Hold the microbatch's gradient communication back until it ends, and wait for all weights before it."""
         self._reducer.holds = True
         try:
             yield
@@ -69,7 +69,7 @@ class RecordedPasses:
             self._reducer.holds = False
 
     def found(self, last: bool) -> Hashable:
-        """Return a key of the state that a pass would find now. Passes with equal keys run the same kernels."""
+        """Return a key of the state at the start of a microbatch. Microbatches with equal keys run the same kernels."""
         phase = Phase.LAST_PASS if last else Phase.INNER_PASS
         return (
             tuple((slot.param.data_ptr(), _address(slot.param.grad), slot.expected) for slot in self._slots),
@@ -83,18 +83,18 @@ class RecordedPasses:
         )
 
     def keeps(self, last: bool) -> bool:
-        """Return True if results that a pass leaves in its own memory are still needed after the next pass."""
+        """Return True if gradients in a microbatch's own memory are still needed after the next microbatch."""
         return not last and any(self._reducer.stays(bucket, Phase.INNER_PASS) for bucket in self._reducer.buckets)
 
     def left(self) -> PassEnd:
-        """Return the state that the current pass has left."""
+        """Return the state that the current microbatch has left."""
         return PassEnd(
             tuple((slot.param.grad, slot.grad, slot.fired) for slot in self._slots),
             tuple((bucket.grads, bucket.collected) for bucket in self._reducer.buckets),
         )
 
     def leave(self, end: PassEnd) -> None:
-        """Restore the state after a replay."""
+        """Restore the recorded state after a replay."""
         for slot, (grad, view, fired) in zip(self._slots, end.slots, strict=True):
             slot.param.grad, slot.grad, slot.fired = grad, view, fired
         for bucket, (grads, collected) in zip(self._reducer.buckets, end.buckets, strict=True):
@@ -113,9 +113,9 @@ class RecordedSteps:
         self, found: Hashable, rules: Mapping[Rule, int], lanes: Callable[[], Iterable[tuple[Lane, Rule]]],
         decision: StepDecision, recorder: Recorder,
     ) -> None:  # fmt: skip
-        """Step all lanes: by replay if the step was recorded, otherwise kernel by kernel or while recording. found:
-        addresses of all tensors, and the constant settings of the rules. rules: rules of the lanes, numbered in their
-        order.
+        """Step all lanes (slices with one rule): by replay if the step was recorded, otherwise kernel by kernel, or
+        while recording. found: key of all tensors' addresses and the constant settings of the rules. rules: rules of
+        the lanes, numbered in their order.
         """
         step = self._known.get(found) or self._once.pop(found, None)
         is_new = step is None
@@ -142,7 +142,7 @@ class RecordedSteps:
 
 
 class _RecordedStep:
-    """One recording, and the memory that it reads. decision, rules: of any step, for their shapes."""
+    """One recording, and the memory that it reads. decision, rules: from any step; only their shapes matter."""
 
     def __init__(self, decision: StepDecision, rules: Iterable[Rule]):
         self.recording: Recording[None] | None = None
@@ -151,7 +151,7 @@ class _RecordedStep:
         self._factor = torch.zeros_like(decision.factor)
 
     def fill(self, rules: Iterable[Rule], decision: StepDecision) -> None:
-        """Write this step's numbers for the next launch or replay."""
+        """Write this step's values for the next launch or replay."""
         send_numbers([rule.dials for rule in rules], self._dials)
         self._factor.copy_(decision.factor)
 
@@ -168,9 +168,9 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# torch's AdamW, Adam and SGD over flat slices of buckets, instead of parameter by parameter.
+# torch's AdamW, Adam and SGD, run over flat slices of buckets instead of parameter by parameter.
 
-#: Hooks around a step that Weft registers: before and after.
+#: Number of hooks that Weft registers around a step: one before and one after.
 _OWN_HOOKS = 2
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -190,7 +190,7 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _OwnSlices:
-    """The slices of one bucket in order, each with its index among all slices there, and flat states by key."""
+    """The slices of one bucket in order, each with its index among all slices of the bucket, and flat states by key."""
 
     bucket: Bucket
     entries: list[tuple[int, _Entry]]
@@ -199,7 +199,7 @@ class _OwnSlices:
 
 
 class FlatStep:
-    """The step of one adopted optimizer."""
+    """Runs the step of one adopted optimizer."""
 
     def __init__(self, adoption: SlotAdoption):
         self.adoption = adoption
@@ -215,12 +215,12 @@ class FlatStep:
 
     @property
     def accepts_decision(self) -> bool:
-        """True if the device can decide to skip a step of this optimizer."""
+        """True if the device may decide whether to skip a step of this optimizer."""
         is_watched = num_step_hooks(self._optimizer) > _OWN_HOOKS
         return self.applies() or (not is_watched and leaves_steps_out(self._optimizer))
 
     def applies(self) -> bool:
-        """Return True if this optimizer, with its current settings, can be stepped here."""
+        """Return True if `FlatStep` supports this optimizer with its current settings."""
         optimizer = self._optimizer
         if num_step_hooks(optimizer) > _OWN_HOOKS:  # the user registered hooks on its steps
             return False
@@ -244,8 +244,8 @@ class FlatStep:
     @torch.no_grad()
     def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
         """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step. factor: factor
-        of gradients, applied as they are read. recorder: recorder for steps that the device decides about. Such a step
-        updates all buckets here. None disables recording.
+        by which gradients are multiplied when they are read. recorder: recorder for steps that the device may skip.
+        Such a step updates all buckets in this call. None disables recording.
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
@@ -269,7 +269,7 @@ class FlatStep:
         return take
 
     def _found(self) -> tuple[Hashable, dict[Rule, int]]:
-        """Return the key of the step's recording, and the numbered rules of its lanes."""
+        """Return the key of the step's recording, and the rules of its lanes with their indices."""
         rules: dict[Rule, int] = {}
         numbers: dict[tuple[int, int], int] = {}  # rule number by (group, step count)
         marks: list[int] = []
@@ -364,7 +364,7 @@ class FlatStep:
             yield from ((index, param) for param in group["params"])
 
     def _lanes(self, held: _OwnSlices) -> Iterator[tuple[Lane, Rule]]:
-        """Yield the elements that are stepped together, with their rule."""
+        """Yield (elements that are stepped together, their rule)."""
         bucket = held.bucket
         if bucket.loose is not None:
             grads = dict(bucket.loose)
@@ -385,7 +385,7 @@ class FlatStep:
             yield Lane(bucket.master.detach()[start:end], grad[start:end], states, rounded), rule
 
     def _flat_slices(self, held: _OwnSlices) -> Iterator[tuple[int, int, Rule]]:
-        """Yield first element, end and rule of neighbors with the same rule."""
+        """Yield start, end and rule of adjacent slices with the same rule."""
         last: tuple[int, int, Rule] | None = None
         before = -1
         for number, entry in held.entries:
@@ -427,7 +427,7 @@ def _keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str,
 
 
 class FlatOptimizers:
-    """The adopted optimizers of one model, and their steps."""
+    """User optimizers that ZeRO steps on flat slices, with a `FlatStep` for each."""
 
     def __init__(self, axes: AxisMap, device: torch.device):
         self._axes, self._device = axes, device
@@ -442,32 +442,32 @@ class FlatOptimizers:
         self.steps[adoption.optimizer] = FlatStep(adoption)
 
     def settled(self, optimizer: torch.optim.Optimizer) -> FlatStep:
-        """Return the optimizer's step, after a step that the device skipped was removed from the counts."""
+        """Return the optimizer's `FlatStep`, after correcting step counts if the device skipped the last step."""
         step = self.steps[optimizer]
         step.finalize()
         undo_skipped_counts(optimizer)
         return step
 
     def local(self) -> Iterator[tuple[Slot, nn.Parameter]]:
-        """Yield this rank's slices as the optimizers hold them."""
+        """Yield (slot, parameter that an optimizer holds for it) of this rank."""
         for adoption in self.adoptions:
             yield from adoption.pieces.items()
 
     def show_gradients(self) -> None:
-        """Set `.grad` of this rank's slices to the sums in the buckets."""
+        """Set `.grad` of this rank's slices to the gradient sums in the buckets."""
         for slot, param in self.local():
             bucket = slot.bucket
             if param is not slot.param:
                 param.grad = slot.view_in(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
 
     def drop_hosted_gradients(self) -> None:
-        """Drop the gradients of slices in host memory, which publishing reuses for the weights."""
+        """Drop the gradients of slices in host memory, because `publish` reuses the memory for weights."""
         for slot, param in self.local():
             if slot.bucket.host is not None:
                 param.grad = None
 
     def full_states(self, buckets: Sequence[Bucket]) -> list[dict[str, torch.Tensor]]:
-        """Return copies of each optimizer's full states, before a new layout. All ranks must call it."""
+        """Return copies of each optimizer's full states, before buckets are laid out again. All ranks must call it."""
         by_axes: dict[Axes, list[Bucket]] = {}
         for bucket in buckets:
             by_axes.setdefault(bucket.over, []).append(bucket)
@@ -481,13 +481,13 @@ class FlatOptimizers:
         ]
 
     def move(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Put the slices of a new layout into all optimizers, with their full states from before."""
+        """Put the slices of a new bucket layout into all optimizers, and load their full states."""
         for adoption, saved in zip(self.adoptions, states, strict=True):
             self._put(adoption)
             load_states(adoption, saved)
 
     def _put(self, adoption: SlotAdoption) -> None:
-        """Set an optimizer's slices, and register the locations of the sharded parameters."""
+        """Set an optimizer's slices, and register the locations of its sharded parameters."""
         adoption.put()
         names = adoption.needs_full()
         full = [(slot.name, param) for slot, param in adoption.pieces.items() if slot.name in names]

@@ -1,4 +1,4 @@
-"""Collectives of fully_shard under Weft: they use `weft.comm`, and run only if all ranks process the same unit."""
+"""Collectives of fully_shard under Weft. They use `weft.comm`, and run only if all ranks process the same unit."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class UnitGather(GatherBase):
     Args:
         order: order of all ranks' operations on the axis.
         wire: wire format of the weights, or None to send them unencoded.
-        parts: returns this rank's parts by gather and weight: shape, module and name.
-        near: axis over which backward gathers from secondary shards, if the unit keeps some.
+        parts: returns, for each all-gather, (shape, module, parameter name) of this rank's shards.
+        near: axis of the all-gather in backward, if the unit keeps secondary shards (ZeRO++ hpZ).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class UnitGather(GatherBase):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor`. It is complete on return (on CUDA: in the order of the current stream)."""
+        """Fill `output_tensor`. It is complete when this returns (on CUDA: in the order of the current stream)."""
         self._order.check(Act.GATHER, self._unit, input_tensor.numel())
         try:
             if self._near is not None and group is self._near.group:
@@ -88,8 +88,8 @@ class UnitGather(GatherBase):
         return self._codes[key]
 
     def wait_all(self, wait: Callable[[], None]) -> None:
-        """Wait for the last gather, and record the compute stream's wait time in the ledger. fully_shard's wait also
-        copies out of the buffer. That is not counted: the wait ends when the gather is complete.
+        """Wait for the last all-gather, and record the compute stream's wait time in the ledger. fully_shard's wait
+        also copies out of the buffer. The copy is not counted, because the recorded wait ends with the all-gather.
         """
         there, self._there = self._there, None
         stream_wait = None if there is None else StreamWait.begin(there[1])
@@ -99,7 +99,7 @@ class UnitGather(GatherBase):
 
 
 def _wire_part(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) -> RowSlice:
-    """Return a part of the wire format. In fp8, only weights that will be rounded to fp8 are encoded."""
+    """Return the encoding of one shard. In fp8, only weights that will be rounded to fp8 are encoded."""
     whole = RowSlice.of(shape)
     rounds = name == "weight" and getattr(module, "_weft_float8", None) is not None
     return whole._replace(is_exact=True) if wire.name == "fp8" and not rounds else whole
@@ -107,8 +107,8 @@ def _wire_part(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) 
 
 class UnitReduce(ReduceBase):
     """Reduce-scatter of one unit's gradients. order: order of all ranks' operations on the axis. grads: dtype of all
-    input gradients, if it is narrower than the dtype of sums and is communicated instead of it. None copies gradients
-    into the dtype of sums.
+    input gradients, if it has fewer bits than the dtype of sums and gradients are communicated in it. None: gradients
+    are first copied into the dtype of sums.
     """
 
     def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
@@ -116,8 +116,8 @@ class UnitReduce(ReduceBase):
         self._has_input = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor, alternately for the gradients and for their sums. fully_shard requests both
-        in the dtype of sums, and copies gradients into the first.
+        """Return an uninitialized tensor, in turn for the gradients and for their sums. fully_shard requests both in
+        the dtype of sums, and copies gradients into the first.
         """
         is_input, self._has_input = not self._has_input, not self._has_input
         return torch.empty(*size, dtype=self._grads if is_input and self._grads else dtype, device=device)
@@ -163,8 +163,8 @@ def connect_unit(
     module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, mesh: Mesh, grads: torch.dtype | None = None
 ) -> None:
     """Make a unit communicate through `weft.comm`. order: order of all ranks' operations on the axis. mesh: mesh of the
-    ranks; the `gather` field of its plan is the wire format of weights. grads: dtype of all gradients to reduce,
-    narrower than the dtype of sums, or None if they may have that dtype.
+    ranks; the `gather` field of its plan is the wire format of weights. grads: dtype of all gradients to reduce, if it
+    has fewer bits than the dtype of sums; else None.
     """
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None
@@ -173,7 +173,7 @@ def connect_unit(
     module.set_custom_all_gather(gather)
     short = grads if grads is not None and sends_short_summands(axis, device) else None
     module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire, short))
-    # Sums, because fully_shard computes means by default.
+    # Divide by 1 to get sums, because fully_shard computes means by default.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if device.type == "cuda":

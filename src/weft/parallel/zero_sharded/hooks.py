@@ -1,12 +1,12 @@
-"""Order in which a rank gathers and reduces units, compared with the other ranks once and then with its own record.
+"""Check that all ranks gather and reduce units in the same order, by comparison with each other and with a record.
 
 Blocks have equal shapes. A rank that skips one would gather its shard of block 3 together with another rank's shard of
-block 4, and compute with weights that never existed. In the first step, ranks therefore exchange the purpose of every
-gather and reduction before it starts. The result is the record for the following steps. A rank that follows the record
-compares nothing, and a rank that deviates starts a comparison. If all ranks changed in the same way, they agree on the
-rest of this step, and it becomes the new record. If others did not change, they run the recorded gather or reduction
-while this rank runs a comparison. The transport reports the mismatch to both. If it cannot (nccl), the hang is reported
-like any other.
+block 4, and compute with wrong weights. In the first step, ranks therefore exchange which gather or reduction they
+start next, before each one. The result is recorded for the following steps. A rank that follows the record compares
+nothing, and a rank that deviates starts a comparison. If all ranks changed equally, they compare the rest of
+this step, which becomes the new record. If others did not change, they run the recorded gather or reduction while this
+rank runs a comparison. The transport reports the mismatch to both. If it cannot (nccl), the ranks hang, and the hang
+watch reports it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from weft.parallel.zero.engine import step_by_decision, steps_in_parts
 from weft.parallel.zero_sharded.shards import Shard
 from weft.private_torch import graph_task, named_modules, tree_map, uncompiled, version_of, without_modes
 
-#: Forwards without a step accumulate (as in evaluation). Beyond this many operations no record is kept.
+#: Without optimizer steps (as in evaluation) operations accumulate. Beyond this number no record is kept.
 _MOST = 1 << 16
 _REMEDY = (
     "Call the same modules in the same order on all of them; where one has nothing to compute, multiply its output "
@@ -69,8 +69,8 @@ Entry = tuple[Act, int, int]
 
 
 class Order:
-    """Order of this rank's operations on units over one axis, from the end of a step to the end of the next. units:
-    their names, by index.
+    """Order of this rank's operations on units over one axis, from the end of one step to the end of the next. units:
+    names of the units, by index.
     """
 
     def __init__(self, axis: Axis, units: Sequence[str]):
@@ -81,7 +81,7 @@ class Order:
         self._follows = False
 
     def check(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
-        """Check the next operation against the record or the other ranks. No collective while it follows the record.
+        """Check the next operation against the record, or against the other ranks if it deviates from the record.
         Raises CommError if ranks start different operations.
         """
         if self._axis.size == 1:
@@ -101,7 +101,7 @@ class Order:
             self._record = []
 
     def explain(self, error: CommError) -> CommError:
-        """Build the error for a gather or reduction that failed after its check."""
+        """Build the error for a gather or reduction that failed although its check passed."""
         if not self._follows or not self._place:
             return error
         act, unit, _ = self._record[self._place - 1]
@@ -111,7 +111,7 @@ class Order:
         )
 
     def first_gathers(self) -> list[int]:
-        """Return the units that a step gathers first, in order, up to the first other operation."""
+        """Return the units that a step gathers first, in order, before any other kind of operation."""
         gathers = itertools.takewhile(lambda entry: entry[0] is Act.GATHER, self._record)
         return list(dict.fromkeys(unit for _, unit, _ in gathers))
 
@@ -126,7 +126,7 @@ class Order:
         self._place = 0
 
     def _leave_record(self, entry: Entry) -> None:
-        """Compare an operation that differs from the last step. It is valid if all ranks changed in the same way."""
+        """Compare ranks after an operation that differs from the last step. It is valid if all changed equally."""
         self._done = self._record[: self._place]
         self._follows = False
         act, unit, _ = self._record[self._place]
@@ -145,7 +145,7 @@ class Order:
         self._done.append(entry)
 
     def _compare(self, entry: Entry) -> None:
-        """Compare all ranks' entries. They are int64, unlike gathered weights, so the transport detects a mismatch."""
+        """Compare all ranks' entries. Entries are int64, unlike gathered weights, so transports detect a mismatch."""
         mine = torch.tensor(entry, dtype=torch.int64)
         found = all_gather(mine, self._axis).view(-1, 3).tolist()
         rows: list[Entry] = [(Act(act), unit, size) for act, unit, size in found]
@@ -168,29 +168,29 @@ class Order:
 
 
 class _Disagreement(CommError):
-    """Ranks compared their operations, and the operations differ."""
+    """Error if the compared operations of the ranks differ."""
 
 
-# Units that forward needs before any block, gathered while the optimizer steps the others.
+# Units that forward needs before any block. They are gathered while the optimizer steps the other units.
 
 
 class FirstGathers:
-    """Steps an optimizer in two parts, and overlaps the gather of the first part with the second. modules: the units,
-    by their index; the root last. order: order of all ranks' operations, which records the first gathers of a forward.
+    """Steps an optimizer in two parts, and overlaps the gathers of the first part with the second. modules: the units,
+    by index; the root last. order: order of all ranks' operations, which contains the first gathers of a forward.
     """
 
     def __init__(
         self, modules: Sequence[FSDPModule], shards: Sequence[Sequence[Shard]], order: Order, device: torch.device
     ):
         self._modules, self._shards = modules, shards
-        # The gathers of blocks overlap with earlier computation anyway.
+        # Gathers of blocks overlap with earlier computation in any case.
         self._blocks = {*repeated_blocks(modules[-1]).values()} if isinstance(modules[-1], nn.Module) else set()
         self._order, self._device = order, device
         self._stream: torch.cuda.Stream | None = None
         self._early: list[tuple[FSDPModule, UnshardHandle]] = []
 
     def switch_on(self) -> None:
-        """Enable early gathers. Only call it if weights may be gathered between steps."""
+        """Enable early gathers. Call it only if weights may be gathered between steps."""
         if self._device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(priority=-1)
 
@@ -205,11 +205,11 @@ class FirstGathers:
         step_by_decision(optimizer, decision, params, functools.partial(self._gather, first, self._stream))
 
     def hand_over(self) -> None:
-        """Leave early gathers to the pass that begins, which waits for them and frees them as usual."""
+        """Pass early gathers on to the forward that begins, which waits for them and frees them as usual."""
         self._early = []
 
     def drop(self) -> None:
-        """Drop early gathers between steps. The shards may change now, and gathered weights would be outdated."""
+        """Drop early gathers between steps. Shards may change after this, and gathered weights would be outdated."""
         early, self._early = self._early, []
         for module, handle in early:
             handle.wait()  # no-op if an evaluation has already waited
@@ -225,14 +225,14 @@ class FirstGathers:
                     self._early.append((module, handle))
 
 
-# Additions to fully_shard's own hooks: sums over replicas, calls of units, and the passes of a pipeline.
+# Additions to fully_shard's own hooks: sums over replicas, calls of units, and the microbatches of a pipeline.
 
 
 class ReplicaSum:
-    """Second half of HSDP's reduction for one unit: sums shards of gradients over the replicas. fully_shard calls it
+    """Second stage of HSDP's reduction for one unit: sums shards of gradients over the replicas. fully_shard calls it
     with the flat sum over the shard axis, before the sum becomes the gradients of `params` (as views, or added to
     existing gradients). Only the last microbatch's call communicates over the replicas. wire: returns the coder for a
-    number of elements.
+    given number of elements.
     """
 
     def __init__(
@@ -241,11 +241,11 @@ class ReplicaSum:
         self._unit, self._params, self._axis, self._order, self._wire = unit, params, axis, order, wire
         self._kept: torch.Tensor | None = None
         self._pending: Pending | None = None
-        #: False in all passes of a step but the last.
+        #: False in all microbatches of a step but the last.
         self.last = True
         #: True if no code reads or writes gradients before `wait`.
         self.may_overlap = False
-        #: Gradient factor of an unsharded unit: fully_shard would divide its gradients twice.
+        #: Gradient factor of an unsharded unit, because fully_shard would divide its gradients twice.
         self.factor = 1.0
 
     def __call__(self, sums: torch.Tensor) -> None:
@@ -288,9 +288,9 @@ def watch_calls(
     modules: Sequence[FSDPModule], begin_root: Callable[[nn.Module, Any], None], *, recompute: bool
 ) -> None:
     """Count the calls of all units in a forward, and call `begin_root` before each forward of the root. A unit that is
-    called once is reduced with zeros for the parameters that this rank did not use, so ranks may use different ones.
-    With several calls, fully_shard would reduce zeros once per call, so only existing gradients are reduced. modules:
-    the units, by their index; the root last.
+    called once is reduced with zeros for the parameters that this rank did not use, so ranks may use different
+    parameters. With several calls, fully_shard would reduce zeros once per call, so only existing gradients are
+    reduced. modules: the units, by index; the root last.
     """
     counts: dict[int, int] = {}
     units = [module for module in modules if isinstance(module, nn.Module)]
@@ -299,7 +299,7 @@ def watch_calls(
     def count(module: Any, args: Any) -> None:
         if module is root:
             counts.clear()
-        # A call inside a backward pass is a recomputation, not another use.
+        # A call during backward is a recomputation, not another use.
         if torch.is_grad_enabled() and graph_task() == -1:
             calls = counts[id(module)] = counts.get(id(module), 0) + 1
             if calls <= 2:
@@ -311,7 +311,7 @@ def watch_calls(
             set_zeros(True, recurse=False)
             module.register_forward_pre_hook(uncompiled(count))
     if recompute and not repeated_blocks(root):
-        # The region counts operations, and gathering differs in its replay: the unit may already be unsharded.
+        # Recompute counts operations, and gathering differs in recomputation: the unit may already be unsharded.
         for module in units[:-1]:
             wrap_forward_hooks(module, lambda hook: functools.partial(_outside_of_modes, hook))
     root.register_forward_pre_hook(uncompiled(begin_root))
@@ -319,9 +319,9 @@ def watch_calls(
 
 @uncompiled
 def without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return a unit's output as tensors that are not views: a forward hook before fully_shard's own. A layer with a
-    bias returns a view. An in-place operation on it would remove the hook that gathers the unit for backward. A value
-    without a gradient stays the same object: a head's loss identifies the batch's labels by it.
+    """Return a unit's output as tensors that are not views. Registered as a forward hook before fully_shard's own. A
+    layer with a bias returns a view. An in-place operation on a view would remove the hook that gathers the unit for
+    backward. A value without a gradient stays the same object, by which a head's loss identifies the labels.
     """
     del module, args
     return tree_map(
@@ -336,19 +336,19 @@ def _outside_of_modes(hook: Any, *args: Any) -> Any:
 
 
 class StagePasses:
-    """The passes of one pipeline step, whose forwards and backwards interleave. fully_shard expects one root forward
-    after another, each with its end and its backward. A stage leaves the root's forward before its end, and the pass
-    ends with the schedule, so gradients accumulate unreduced until then. As in torch.distributed.pipelining,
-    fully_shard's work at the end of a backward is called explicitly.
+    """The microbatches of one pipeline step, whose forwards and backwards interleave. fully_shard expects complete root
+    forwards, each followed by its backward. But a stage leaves the root's forward early, and gradients accumulate
+    unreduced until the schedule ends. As in torch.distributed.pipelining, fully_shard's actions at the end of a
+    backward are called explicitly.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]):
         self._modules = modules
-        # Now, while all modules are registered: each stage replaces the modules of the other stages later.
+        # Get it now, while all modules are registered: each stage replaces the modules of the other stages later.
         self._root = fsdp_state(modules[-1])
 
     def begin(self) -> None:
-        """Reset the state of a forward that a stage left before its end."""
+        """Reset the state of a forward that a stage left early."""
         forget_forward(self._root)
         self._modules[-1].set_is_last_backward(False)
 
@@ -358,21 +358,21 @@ class StagePasses:
         end_backward(self._modules[::-1], self._root)
 
 
-# What forward cannot do under zero=3: write to parameters, and compute gradients through units.
+# Restrictions of forward under zero=3: no writes to parameters, and no gradients through units computed in it.
 
 
-#: A parameter, and the number of writes and the address when forward began.
+#: A parameter, with its number of writes and its address when forward began.
 _Written = tuple[torch.Tensor, int, int]
 
 
 class ForwardLimits:
-    """Refuses gradients through units in every forward, and writes to parameters in the first forward in training.
+    """Refuses gradients through units computed in forward, and writes to parameters in the first training forward.
 
-    Under a pipeline, forward of a stage ends with an exception of the runtime, after which torch calls no hooks.
-    Gradients in forward are not refused there.
+    Under a pipeline, the forward of a stage ends with an exception of the runtime, after which torch calls no hooks.
+    Gradients in forward are then not detected.
 
-    Until the first step, ranks also compare the ends of their forwards: the first step tries some samples, and a rank
-    that calls more units than the others would wait for them. units: the units, by their names; the root last.
+    Until the first step, ranks also compare the ends of their forwards, because the first step tries some samples, and
+    a rank that calls more units than the others would wait for them. units: the units, by name; the root last.
     """
 
     def __init__(self, units: Sequence[tuple[str, FSDPModule]], orders: Sequence[Order], *, is_stage: bool = False):

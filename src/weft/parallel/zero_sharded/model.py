@@ -3,14 +3,14 @@
 Weft adds units (`units.py`), collectives (`collectives.py`), gradients that are sums, also over replicas (`hooks.py`),
 and full tensors by name (`shards.py`).
 
-`reshard` chooses when gathered parameters are freed. In a step of A microbatches:
+`reshard` determines when gathered parameters are freed. In a step of A microbatches:
 
-    reshard         parameters gathered   gradients reduced   unsharded on each rank meanwhile
+        reshard         parameters gathered   gradients reduced   unsharded on each rank until then
     after_forward   2 A times             A times             the active units
     after_backward  A times               A times             all parameters, from forward to backward
     after_step      once                  once                all parameters; with A > 1 all gradients too
 
-Under a pipeline a step is one pass: after_backward and after_step are the same there, and after_forward is refused.
+Under a pipeline all microbatches of a step count as one (A = 1), and after_forward is not supported.
 
 Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stage 3); Zhao et al. 2023, arXiv 2304.11277.
 """
@@ -41,7 +41,7 @@ from weft.parallel.zero_sharded.units import ShardedParameters, check_torch
 
 
 class FullyShardedModel(ZeroEngine):
-    """The engine of zero=3 for one module, sharded in place. Its methods are documented in `gradients.DataParallel`.
+    """The engine of zero=3 for one module, sharded in place. `gradients.DataParallel` documents its methods.
 
     model, mesh, placements, seed, filled_later, host: as in `build_engine`, with the same errors.
     """
@@ -86,7 +86,7 @@ class FullyShardedModel(ZeroEngine):
         self.reducer.finish(totals)
 
     def check(self) -> None:
-        """Do nothing: ranks compare their order before each gather or reduction."""
+        """Do nothing, because ranks compare their order before each gather or reduction."""
 
     def scale(self, factor: float) -> None:
         self.reducer.scale(factor)
@@ -105,7 +105,7 @@ class FullyShardedModel(ZeroEngine):
             optimizer.step()
 
     def finalize(self) -> None:
-        """Set the gradients that the optimizer reads, at the step of a user's own loop."""
+        """Set the gradients that the optimizer reads, when it steps in a user's own loop."""
         self.precision.refuse_error_feedback()
         self.precision.refuse_unscaled("the optimizer stepped")
         self.reducer.finish_own()
@@ -149,7 +149,7 @@ class FullyShardedModel(ZeroEngine):
         return self.parameters.full(lambda param: param.detach() if param.requires_grad else None)
 
     def _full_frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield frozen parameters, which zero=3 shards too, and buffers."""
+        """Yield frozen parameters, which zero=3 shards too, and buffers, in full."""
         found = self.parameters.full(lambda param: None if param.requires_grad else param.detach())
         return chain(found, self.axes.rest(self.parameters.buffers.items()))
 

@@ -1,7 +1,7 @@
-"""Optimizers under zero=3: on shards if their update is elementwise, else each full parameter on one rank.
+"""Optimizers under zero=3. An elementwise update runs on shards; otherwise one rank updates each full parameter.
 
-Elementwise optimizers get plain tensors that share the shards' memory: with DTensors, the dispatch of many small
-operations would cost more than the update. With other optimizers (Muon, Adafactor), each rank updates its share of the
+Elementwise optimizers get plain tensors that share the shards' memory, because the dispatch of many small DTensor
+operations would cost more than the update. With other optimizers (Muon, Adafactor), each rank updates some of the
 parameters. Their weights and gradients are gathered for a step, and the new weights are copied to the shards
 afterwards.
 """
@@ -42,9 +42,9 @@ from weft.parallel.zero_sharded.shards import HostedShards, Shard, local_part
 
 @dataclass(slots=True)
 class OptimizerShards:
-    """Sharded parameters of one optimizer. local: parameters that it updates on shards. whole: full parameters, each
-    with the rank that updates it. mine: full parameters that this rank updates, empty between steps. hosted: parameters
-    of both kinds with their optimizer on the host.
+    """Sharded parameters of one optimizer. local: names of parameters that it updates on shards. whole: names of full
+    parameters, each with the rank that updates it. mine: full parameters that this rank updates, empty between steps.
+    hosted: parameters of both kinds whose optimizer is on the host.
     """
 
     local: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class ShardAdoption:
         hosted: HostedShards | None = None,
     ):
         self._shards, self._hosted, self._axis = shards, hosted, axis
-        # An original is freed with its optimizer, and another tensor may then reuse its id: hence the weak references.
+        # Weak references, because an original is freed with its optimizer, and another tensor may then reuse its id.
         self._originals = {id(param): (weakref.ref(param), name) for name, param in originals.items()}
         self._names = {id(shard.param): shard.name for shard in shards.values()}
         self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerShards] = weakref.WeakKeyDictionary()
@@ -121,7 +121,6 @@ class ShardAdoption:
         return whole
 
     def _param(self, name: str) -> nn.Parameter:
-        """Return the replacement of a sharded parameter in an elementwise optimizer."""
         hosted = self._hosted.params.get(name) if self._hosted is not None else None
         return self._shards[name].local if hosted is None else hosted
 
@@ -133,12 +132,13 @@ class ShardAdoption:
         if new is not None and fitted:
             optimizer.state[new] = fitted
         if not isinstance(old, DTensor):
-            # Its weights are in the shards now, so remaining references to it should not keep its memory alive.
+            # The weights are in the shards now, so remaining references to the old tensor should not keep its memory
+            # alive.
             old.data = torch.empty(0, dtype=old.dtype, device=old.device)
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gather weights and gradients of the optimizer's full parameters. All ranks must call it."""
+        """Gather weights and gradients of the parameters that the optimizer needs in full. All ranks must call it."""
         held = self._held[optimizer]
         if self._hosted is not None:
             self._hosted.before_step(name for name in held.hosted if name not in held.whole)
@@ -183,7 +183,7 @@ class ShardAdoption:
 
 
 def _fit(shard: Shard, value: Any, cut: bool) -> Any:
-    """Convert a parameter's state to this rank's rows if `cut`, else to the full parameter."""
+    """Convert a parameter's state: to this rank's rows if `cut`, else to the full parameter's state."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
@@ -211,7 +211,7 @@ class ShardSlices:
     def register_locations(
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
     ) -> None:
-        """Register the positions of the optimizer's parts in full parameters, for optimizers that need them."""
+        """Register the positions of the optimizer's parameters in full parameters, if the optimizer needs them."""
         found: list[tuple[nn.Parameter, PlacedPart]] = []
         for name, param, is_whole in adoption.local_params(optimizer):
             if param is None:
@@ -228,7 +228,7 @@ class ShardSlices:
         register_param_locations(optimizer, found)
 
     def like(self, name: str, local: torch.Tensor) -> FlatSlice:
-        """Return the flat slice of a tensor with the shape of this rank's rows."""
+        """Return the flat slice for a tensor with the shape of this rank's rows of a parameter."""
         shard, kind = self._shards[name], self._kinds[name]
         whole = torch.empty(shard.param.shape, device="meta")
         length = shard.rows * math.prod(shard.param.shape[1:])
@@ -240,7 +240,7 @@ class ShardSlices:
         return FlatSlice(self._axes.saved_name(name), part, deal, start, flat)
 
     def _undivided(self, name: str, value: torch.Tensor) -> FlatSlice:
-        """Return the flat slice of a tensor with the parameter's shape, which only this rank and its replicas store."""
+        """Return the flat slice for a tensor with the parameter's shape that only this rank and its replicas store."""
         holders, numel = self._kinds[name].holders, value.numel()
         deal = assign_evenly(holders, numel, len(holders), turn=self._axes.turn(name))
         part = self._axes.part_of(name, torch.empty(value.shape, device="meta"))
@@ -318,7 +318,7 @@ def plain_states(
 
 @dataclass(slots=True)
 class UnitWithErrorFeedback:
-    """A unit whose sums over replicas keep a residual of their rounding. unit: its index. shards: its trained
+    """A unit whose sums over replicas keep their rounding errors as residuals. unit: its index. shards: its trained
     parameters, in the order of their sums. axis: the replicas.
     """
 
@@ -329,7 +329,7 @@ class UnitWithErrorFeedback:
     axis: Axis
 
     def sending(self, numel: int) -> Coder:
-        """Return the coder of its sums of `numel` elements. Raises CommError if they do not cover all parameters."""
+        """Return the coder for the unit's sums. Raises CommError if they do not cover all its parameters."""
         if numel != self.numel:
             raise CommError(
                 f"compress={self.coder.wire.spec.name}: unit {self.unit} sums {numel} of its {self.numel} values: a "
@@ -340,18 +340,18 @@ class UnitWithErrorFeedback:
 
     @property
     def numel(self) -> int:
-        """Number of elements of its sums on a rank."""
+        """Number of elements of the unit's gradient sums on a rank."""
         return sum(_length(shard) for shard in self.shards)
 
     def matrices(self) -> list[Matrix]:
-        """Return the positions of this rank's matrix rows in its sums, for a low-rank wire format."""
+        """Return the positions of this rank's rows of matrices in the unit's sums, for a low-rank wire format."""
         rank, found = self.coder.wire.spec.rank, list[Matrix]()
         for shard, at in self.shard_offsets() if rank else ():
             found += matrices_of(tuple(shard.local.shape), 0, shard.local.numel(), at, rank)
         return found
 
     def shard_offsets(self) -> Iterator[tuple[Shard, int]]:
-        """Yield each parameter's shard, and its first element in the sums."""
+        """Yield each parameter's shard, and the index of its first element in the sums."""
         at = 0
         for shard in self.shards:
             yield shard, at
@@ -359,7 +359,7 @@ class UnitWithErrorFeedback:
 
     @property
     def key(self) -> str:
-        """Name of its residual in the coder's state."""
+        """Name of the unit's residual in the coder's state."""
         return f"summands-1x{self.numel}/residual"
 
 
@@ -379,8 +379,8 @@ class ShardErrorFeedback:
         self.units: list[UnitWithErrorFeedback] = []
 
     def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
-        """Return a function from the number of elements to the coder of a unit's sums over replicas. The coder may keep
-        residuals from now on. params: parameters of fully_shard, in the order of its reduction.
+        """Return a function that maps a number of elements to the coder of a unit's sums over replicas. From then on
+        the coder may keep residuals. params: parameters of fully_shard, in the order of its reduction.
         """
         if not coder.wire.feeds_back or axis.size == 1:
             return lambda numel: coder
@@ -392,14 +392,14 @@ class ShardErrorFeedback:
         return found.sending
 
     def residual_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's residuals in their own memory. Local; no communication."""
+        """Yield this rank's residuals, without copies. Local; no communication."""
         for unit in self.units:
             if (flat := dict(unit.coder.states()).get(unit.key)) is not None:
                 yield from self._of(unit, flat.view(-1))
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Load the residuals of any plan. Return messages for users if they were redistributed."""
+        """Load residuals that any plan saved. Return messages for users if they were redistributed."""
         saved = replicas_in(source)
         if not saved:
             return []
@@ -436,11 +436,11 @@ class ShardErrorFeedback:
                 grad.add_(total, alpha=self._coders.unit)
 
     def _of(self, unit: UnitWithErrorFeedback, flat: torch.Tensor) -> Iterator[FlatSlice]:
-        """Yield flat slices of this replica's residual of a unit's parameters."""
+        """Yield flat slices of this replica's residual, one for each of a unit's parameters."""
         for shard, at in unit.shard_offsets():
             numel = shard.local.numel()
             like = self._placed.like(shard.name, shard.local)
-            # tp, pp and ep are refused, so no other rank has the same residual.
+            # Error feedback does not support tp, pp and ep, so no other rank has the same residual.
             deal = OwnershipMap(shard.axis.ranks, max(_length(shard), 1))
             if numel:
                 name = f"{like.name}/residual.{unit.axis.rank}"
@@ -448,5 +448,5 @@ class ShardErrorFeedback:
 
 
 def _length(shard: Shard) -> int:
-    """Return the elements of a shard as communicated, with the same number of rows on all ranks."""
+    """Return the number of communicated elements of a shard, which is equal on all ranks."""
     return shard.rows * shard.param.shape[1:].numel()

@@ -30,11 +30,11 @@ class UnitSettings:
         self._modules = modules
         self._reduces = True
         self._divisor = 1.0
-        #: Reducers of units that fully_shard cannot divide.
+        #: Reduction hooks of units whose gradients fully_shard cannot divide.
         self.undivided: dict[nn.Module, ReplicaSum] = {}
 
     def reduce_after_backward(self, reduces: bool) -> None:
-        """Set if backward reduces gradients and frees parameters."""
+        """Set whether backward reduces gradients and frees parameters."""
         if reduces != self._reduces:
             for module in self._modules:
                 module.set_requires_gradient_sync(reduces, recurse=False)
@@ -68,7 +68,7 @@ class ShardReducer(GradientReducer):
         )
         self._settings = UnitSettings(parameters.modules)
         self._defers = (plan.reshard == "after_step" and plan.microbatches_per_step > 1) or plan.pp > 1
-        # If fully_shard accumulates in another dtype, it needs a buffer in each unit that the first gather creates.
+        # If fully_shard accumulates in another dtype, each unit needs a buffer that its first gather creates.
         self._lacks_buffers = self._defers and precision.is_mixed
         kinds = parameters.kinds
         self._late = [(kinds[n].extra, shard) for n, shard in parameters.shards.items() if kinds[n].extra.size > 1]
@@ -76,13 +76,13 @@ class ShardReducer(GradientReducer):
         names = [*map(str, parameters.units), *parameters.plain]
         plain, replicas = axes.plain.shard, axes.plain.replicate
         orders = {axis.ranks: Order(axis, names) for axis in dict.fromkeys((plain, replicas, *parameters.unit_axes))}
-        #: Orders of the ranks' operations, the shard axis first.
+        #: Orders of the ranks' operations on each axis, the shard axis first.
         self.orders = [orders[plain.ranks], *(orders[ranks] for ranks in orders if ranks != plain.ranks)]
         self._connect(mesh, orders, precision.compute if precision.is_mixed and not self._defers else None)
         self._stages = StagePasses(parameters.modules) if plan.pp > 1 else None
 
     def _connect(self, mesh: Mesh, orders: dict[tuple[int, ...], Order], short: torch.dtype | None) -> None:
-        """Configure fully_shard after construction: collectives, sums instead of means, hooks."""
+        """Configure fully_shard after construction: collectives, sums instead of means, and hooks."""
         parameters, replicas = self._parameters, self._axes.plain.replicate
         for index, module in enumerate(parameters.modules):
             axis = parameters.unit_axes[index]
@@ -103,7 +103,7 @@ class ShardReducer(GradientReducer):
                 param.register_hook(functools.partial(self._average_plain, index, over))
 
     def begin_step(self) -> None:
-        """Drop all gradients, also of a step that failed."""
+        """Drop all gradients, including gradients of a failed step."""
         modules = self._parameters.modules
         if self._lacks_buffers:
             for module in modules:
@@ -140,19 +140,19 @@ class ShardReducer(GradientReducer):
                 self._settings.reduce_after_backward(True)
                 self._stages.end()
         finally:
-            # Outside of microbatches each backward is complete, as a user's own loop expects.
+            # Outside microbatches each backward is complete, as a user's own loop expects.
             self._set_last(True, overlaps=False)
 
     def _set_last(self, last: bool, *, overlaps: bool) -> None:
-        """Set if new gradients include earlier passes, and if their communication may overlap."""
+        """Set whether this is the step's last microbatch, and whether communication may overlap with computation."""
         for replica_sum in self._sums:
             replica_sum.last, replica_sum.may_overlap = last, overlaps
         if self._parameters.hosted is not None:
             self._parameters.hosted.is_last = overlaps
 
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Wait for all sums, and sum `totals` and unsharded gradients. Raises CommError if some ranks did not reach
-        this call.
+        """Wait for all sums, and sum `totals` and the gradients of unsharded parameters. Raises CommError if some ranks
+        did not reach this call.
         """
         self._complete()
         plain, kinds = self._parameters.plain, self._parameters.kinds
@@ -163,13 +163,13 @@ class ShardReducer(GradientReducer):
         self.phase = Phase.READY
 
     def finish_own(self) -> None:
-        """Complete the means of a user's own loop, at the optimizer's step."""
+        """Complete the mean gradients of a user's own loop, when its optimizer steps."""
         self._forget_hosted()
         self._complete()
         self.phase = Phase.OWN_UPDATE
 
     def _complete(self) -> None:
-        """Wait for sums over replicas, and add partial sums once."""
+        """Wait for sums over replicas, and reduce partial sums once per step."""
         for replica_sum in self._sums:
             replica_sum.wait()
         for order in self.orders:
@@ -203,7 +203,7 @@ class ShardReducer(GradientReducer):
             foreach_mul_(grads, factor)
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
-        """Configure a forward outside train steps for a user's own loop."""
+        """Configure fully_shard for a forward outside train steps, in a user's own loop."""
         if not self.phase.in_pass and torch.is_grad_enabled() and graph_task() == -1:
             self.phase = Phase.OWN_BACKWARD
             self._settings.reduce_after_backward(True)

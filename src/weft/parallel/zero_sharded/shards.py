@@ -1,7 +1,7 @@
 """This rank's shards of a module's parameters under fully_shard, and full tensors built from them.
 
 A parameter of shape (n, ...) is sharded along dim 0 into parts of ceil(n / size) rows. The last ranks have fewer rows,
-or no rows. fully_shard stores it as a DTensor; all code here works on the local tensor inside.
+or none. fully_shard stores it as a DTensor; all code here works on the local tensor inside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.private_torch import version_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One parameter's shard on this rank. param: fully_shard's DTensor; local: the same memory as a plain parameter."""
+    """One parameter's shard on this rank. param: fully_shard's DTensor; local: plain parameter with the same memory."""
 
     name: str
     param: nn.Parameter
@@ -33,7 +33,7 @@ class Shard:
 
     @property
     def rows(self) -> int:
-        """Rows of the full parameter on each rank except the last ones."""
+        """Number of rows of the full parameter on each rank except the last ones."""
         return -(-self.param.shape[0] // self.axis.size)
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Shard:
         return tensor[start : start + self.local.shape[0]]
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather the full tensor from each rank's tensor like `local`. A collective over the shard axis."""
+        """Gather a full tensor from each rank's rows, of `local`'s shape. Collective over the shard axis."""
         shape = self.param.shape
         padded = local
         if local.shape[0] != self.rows:
@@ -80,7 +80,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Plan) -> frozenset[str]:
     """Choose the shards of which the plan puts only the optimizer on the host. on_host: names of the shards that are
-    entirely on the host; they count towards the share.
+    entirely on the host; they count towards the plan's share.
     """
     there = set(on_host)
     trained = [(name, shard.local.numel()) for name, shard in shards.items() if shard.param.requires_grad]
@@ -89,8 +89,8 @@ def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Pla
 
 
 class HostedShards:
-    """Shards whose optimizer is on the host. `params`: the optimizer's host parameters, by name. is_last: True if new
-    gradients are the step's final ones, without a later microbatch.
+    """Shards whose optimizer is on the host. `params`: the optimizer's parameters in host memory, by name. is_last:
+    True if new gradients are the step's final ones, because no later microbatch follows.
     """
 
     def __init__(self, host: Host, shards: Mapping[str, Shard], names: Iterable[str]):
@@ -115,7 +115,7 @@ class HostedShards:
 
     @torch.no_grad()
     def send(self, name: str, grad: torch.Tensor) -> None:
-        """Start the copy of a gradient to the host, which replaces an earlier copy of the same step."""
+        """Start the copy of a gradient to the host. It replaces an earlier copy of the same step."""
         self._parts[name].forget()
         self._parts[name].send(grad.reshape(-1))
 
@@ -150,12 +150,12 @@ class HostedShards:
         param.grad = None if grad is None else part.grad.view(param.shape)
 
     def bring_full(self, name: str, weight: torch.Tensor) -> None:
-        """Copy the new weight into a tensor of the device."""
+        """Copy the new weight from the host into a tensor of the device."""
         self._parts[name].bring(weight.view(-1)).wait()
 
     @torch.no_grad()
     def before_step(self, names: Iterable[str]) -> None:
-        """Wait until gradients are on the host, and copy weights that were written to."""
+        """Wait until gradients are on the host, and copy weights there that the user changed."""
         chosen = list(names)
         for name in chosen:
             grad = self._shards[name].local.grad

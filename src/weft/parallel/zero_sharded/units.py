@@ -1,7 +1,7 @@
 """Units of a model: modules whose parameters are gathered, freed and reduced together.
 
 A unit is a repeated block (an entry of a ModuleList or Sequential), or a large layer outside the blocks, such as the
-embedding and the head. The rest (final norm, small parameters) belongs to the root, which stays gathered for a full
+embedding and the head. Other parameters (final norm, small ones) belong to the root, which stays gathered for a full
 step. A large layer is therefore never part of the root, unless its weight is tied across units.
 """
 
@@ -35,13 +35,13 @@ from weft.parallel.zero_sharded.hooks import without_views
 from weft.parallel.zero_sharded.optimizer_states import ShardAdoption, ShardSlices
 from weft.parallel.zero_sharded.shards import HostedShards, Shard, choose_hosted, find_shards
 
-#: Smallest fraction of all parameters that makes a layer outside the blocks a unit.
+#: Minimum fraction of all parameters with which a layer outside the blocks becomes a unit.
 LARGE_SHARE = 1 / 64
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit. name: its path in the model, as users write it; "" is the root."""
+    """One unit. name: its path in the model without wrappers; "" is the root."""
 
     name: str
     module: nn.Module
@@ -53,8 +53,8 @@ class Unit:
 def find_units(model: nn.Module) -> list[Unit]:
     """Find the units below the root, in the model's order. Units are not nested. A module that is registered and called
     in several modules is one unit. A module that shares a parameter with a module outside it is not a unit: a tied
-    embedding and head stay with the root, gathered together. A module whose weights are read outside its calls is
-    not one either, such as a block of which another module calls a part.
+    embedding and head stay with the root, and are gathered together. A module whose weights are read outside its calls
+    is also not a unit, such as a block of which another module calls a part.
     """
     owners: dict[int, set[nn.Module]] = {}  # parents of each parameter and module, by id
     for module in model.modules():
@@ -73,7 +73,7 @@ def find_units(model: nn.Module) -> list[Unit]:
             fits = called and sum(param.numel() for param in module.parameters()) >= large
         if not fits or (order is not None and order.is_read(module)):
             return False
-        # No parameter or module inside it may belong to a module outside.
+        # The module must not contain a parameter or module that a module outside it also contains.
         inside = set(module.modules())
         below = (child for child in inside if child is not module and blocks.has_params(child))
         return all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
@@ -82,7 +82,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def _is_block(site: blocks.Site) -> bool:
-    """Return True for an entry of a container that has a forward: no list of blocks, no backbone with a head."""
+    """Return True for an entry of a container that has a forward, but not a list of blocks, or a backbone with head."""
     module = site.module
     if isinstance(module, blocks.LISTS) or not isinstance(site.parent, blocks.CONTAINERS):
         return False
@@ -95,7 +95,6 @@ def _is_block(site: blocks.Site) -> bool:
 
 
 def _num_per_class(container: nn.Module) -> Counter[type[nn.Module]]:
-    """Count a container's entries that hold layers, by class."""
     return Counter(type(child) for child in container.children() if not blocks.is_layer(child))
 
 
@@ -108,8 +107,8 @@ _MIXED = (
 
 
 def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tuple[Unit, ...]:
-    """Return the units, each after the units of experts inside it. A unit is sharded over one axis, and experts are
-    sharded over another axis than the rest. Raises ModelError if experts share a module with other parameters.
+    """Return the units, each after the units of the experts inside it. A unit is sharded over one axis, and experts
+    over another axis than the rest. Raises ModelError if experts share a module with other parameters.
     """
     own = {id(unit.module) for unit in units}
     names = {id(module): name for name, module in model.named_modules()}
@@ -129,7 +128,7 @@ def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tupl
 
 
 def own_params(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each unit that no earlier unit has."""
+    """Return, for each unit, its parameters that no earlier unit has."""
     taken: set[int] = set()
     found: list[list[nn.Parameter]] = []
     for unit in units:
@@ -139,7 +138,7 @@ def own_params(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
 
 
 def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
-    """Return the axes of each unit. They are the axes of all its parameters, except for partial sums."""
+    """Return the axes of each unit. All its parameters have these axes, except for partial sums."""
     names = {id(param): name for name, param in units[-1].module.named_parameters()}
     found: list[Axes] = []
     for unit, rest in zip(units, own_params(units), strict=True):
@@ -171,7 +170,7 @@ def finalize(
 
 
 class PartialSums:
-    """Gradients that are sums over their units' ranks, but still partial over other axes, such as tp."""
+    """Gradients that are summed over their units' ranks, but are still partial sums over other axes, such as tp."""
 
     def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
         self._axes, self._precision = axes, precision
@@ -193,8 +192,8 @@ class PartialSums:
 
     @torch.no_grad()
     def level(self, shards: Mapping[str, Shard]) -> None:
-        """Make the gradients of replicated parameters equal on all tp ranks, by broadcast from the first. The rounding
-        of a wire format depends on neighboring elements in a unit, and those are different shards on each rank.
+        """Broadcast gradients of replicated parameters from the first tp rank to all, so that they are equal. The
+        rounding of a wire format depends on adjacent elements in a unit, which are different shards on each rank.
         """
         tp, wires = self._axes.mesh["tp"], (self.coders.wire, self.coders.outer_wire)
         if tp.size == 1 or all(wire.added_in(self._precision.master) is not None for wire in wires):
@@ -210,7 +209,7 @@ class PartialSums:
                 grad.copy_(part.view_as(grad))
 
     def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """Return this rank's share of the squared norm. grads: each with the number of ranks that count it too."""
+        """Return this rank's share of the squared norm. grads: (gradient, number of ranks that count it too)."""
         groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for grad, number in grads:
             groups.setdefault((number, grad.device), []).append(grad)
@@ -252,12 +251,12 @@ def check_torch(mesh: Mesh) -> None:
 
 
 def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Build the mesh of dp_shard and of the neighbors that keep secondary shards, or None without such shards."""
+    """Build the mesh of dp_shard and of the adjacent ranks that keep secondary shards, or None without such shards."""
     if not mesh.plan.second_shards:
         return None
     whole, near = mesh["dp_shard"], mesh[f"dp_shard/{mesh.plan.second_shards}"]
     rows = torch.tensor(whole.ranks).view(-1, near.size)
-    # Nothing is sent over the first dimension, so any group of this rank will do.
+    # No data is sent over the first dimension, so any group of this rank works.
     groups = [group_of(whole), group_of(near)]
     return DeviceMesh.from_group(groups, mesh.device.type, mesh=rows, mesh_dim_names=("apart", "near"))
 
@@ -293,11 +292,11 @@ def shard_units(
     for index, module in enumerate(unit.module for unit in units):
         members.append([names[param] for param in owned[index]])
         materialise.make(owned[index])  # unsharded only until its unit is sharded
-        # The backward of the last unit follows its forward, and the root is in use all the time.
+        # Backward of the last unit follows its forward directly, and the root is always in use.
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding
         lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
-        lets_go = lets_go and mesh.plan.pp == 1  # with pp, other forwards run before the first backward
+        lets_go = lets_go and mesh.plan.pp == 1  # under pp, other forwards run before the first backward
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
         unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
@@ -313,9 +312,9 @@ def shard_units(
 
 
 class ShardedParameters:
-    """Units, shards and unsharded tensors of a model, whose modules are sharded by the constructor.
+    """Units, shards and unsharded tensors of a model. The constructor shards its modules.
 
-    `plain` holds parameters that every rank stores in full: scalars, and those in another format than the computation.
+    `plain` holds parameters that every rank stores in full: scalars, and those in another dtype than the computation.
     `members` holds the shards of each unit.
     model: model; its parameters may be on the meta device. host: host memory for the plan's share of states, or None.
     """
@@ -360,7 +359,7 @@ class ShardedParameters:
         return chain(((name, shard.local) for name, shard in self.shards.items()), self.plain.items())
 
     def counted(self) -> Iterator[tuple[nn.Parameter, int]]:
-        """Yield this rank's shards and unsharded parameters, each with the number of ranks that store the same."""
+        """Yield this rank's shards and unsharded parameters, each with the number of ranks that store the same one."""
         yield from ((shard.local, self.kinds[name].share[1]) for name, shard in self.shards.items())
         yield from ((param, self.kinds[name].same.size) for name, param in self.plain.items())
 
