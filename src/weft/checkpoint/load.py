@@ -71,10 +71,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint.
-
-    `state` is the saved state, and `written_by` has the versions of weft and torch that saved it.
-    """
+    """An open checkpoint. `state` is the saved state, and `written_by`: versions of weft and torch."""
 
     path: Location
     step: int

@@ -480,10 +480,7 @@ def _split(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence[str]
 
 
 def _named(target: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the results of a conversion by full names.
-
-    Prefix and suffix of the first full name replace the pattern's.
-    """
+    """Yield the results of a conversion by full names, made from the prefix and suffix of the first full name."""
     first = next((pattern for pattern in whole if pattern in target), None)
     before, _, after = target.partition(first) if first is not None else ("", "", "")
     return ((f"{before}{pattern}{after}" if first is not None else pattern, one) for pattern, one in whole.items())

@@ -90,7 +90,7 @@ class Part:
             yield from self._in_full(BoxView(box, offset, strides))
 
     def span(self, box: Box) -> tuple[int, int] | None:
-        """Return the smallest range (start, end) of the flattened part that covers its elements of a box, or None."""
+        """Return the smallest range (start, end) of the flattened part that contains its elements in `box`, or None."""
         strides, found = self.strides(), []
         for place, low, high in self._segments():
             lower, upper = max(low, box[self.dim][0]), min(high, box[self.dim][1])

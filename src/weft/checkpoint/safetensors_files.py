@@ -105,8 +105,10 @@ class StoredTensor:
 
 
 class RangedTensors:
-    """An open safetensors file, and the locations of its tensors. It is closed with `close` or with its last reference.
-    Raises CheckpointError if the file is not in the format or its size differs from the expected one.
+    """An open safetensors file, and the locations of its tensors.
+
+    It is closed by `close` or when it is garbage-collected. Raises CheckpointError if the file is not in the format or
+    has an unexpected size.
     """
 
     def __init__(self, path: Location, expected_bytes: int | None = None):

@@ -149,10 +149,7 @@ def _assign_files(group: str, members: Mapping[str, Tensor | RawArray], max_file
 
 
 def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
-    """Return a key that is equal for two names of the same tensor.
-
-    Empty tensors have no memory and are never shared.
-    """
+    """Return a key that is equal for names of the same tensor. Empty tensors have no memory and are never shared."""
     if isinstance(tensor, RawArray):
         return (id(tensor),)
     if tensor.numel() == 0:

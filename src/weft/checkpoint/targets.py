@@ -84,10 +84,7 @@ class Target(Protocol):
         ...
 
     def finalize(self, step: int, place: Location) -> Location:
-        """Move the fully written folder of a save to its visible name, and return its path.
-
-        Only COMMIT is still missing.
-        """
+        """Move the folder of a save, complete except for COMMIT, to its visible name, and return its path."""
         ...
 
     def commit(self, place: Location, text: bytes) -> None:

@@ -23,7 +23,7 @@ _PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size: int | None) -> Any:
-    """Read the config of a folder with the requested depth, width and vocabulary, without dropout and router noise.
+    """Read the config of a folder with the requested depth, width and vocabulary; disable dropout and router noise.
 
     Raises:
         ModelError: if transformers cannot read it.
@@ -139,7 +139,7 @@ def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return the model's input for `count` images: (count, channels, side, side), or patches and each image's grid."""
+    """Return the model's input for `count` images: (count, channels, side, side), or patches and their grid sizes."""
     vision = config.vision_config
     merge = getattr(vision, "spatial_merge_size", None)
     if merge is not None and getattr(vision, "temporal_patch_size", None):

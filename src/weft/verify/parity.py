@@ -267,7 +267,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
 
 @contextmanager
 def several_buckets(model: nn.Module) -> Iterator[None]:
-    """Make buckets so small that a small model fills several, as large models do: one bucket hides many errors."""
+    """Make buckets so small that a small model has several, as large models do: one bucket hides many errors."""
     known = FlatModel.usual_bucket_bytes
     most = max(256, sum(param.nbytes for param in model.parameters()) // 8)
     patched: Any = FlatModel

@@ -99,10 +99,7 @@ class Sweep:
         return [plan for plan in self.every if not self.is_refused(plan)]
 
     def plans(self) -> Iterator[Plan]:
-        """Yield the plans with each technique alone, then the chosen plans.
-
-        Call `refuse` before requesting the next one.
-        """
+        """Yield plans with one technique each, then the chosen plans. Call `refuse` before requesting the next one."""
         done: dict[Plan, None] = {}
         for plan in self._probes():
             done[plan] = None
@@ -219,7 +216,7 @@ class Subject:
 
     @property
     def even_batch(self) -> int | None:
-        """Samples of a step if ranks must have equal numbers, as in `weft train`; None if they may differ."""
+        """Global batch size if ranks must divide it evenly, as in `weft train`; None if they may differ."""
         return self.settings.global_batch if self.kind in ("decoder", "task") else None
 
     def build(self) -> BuiltCase:

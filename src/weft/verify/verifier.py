@@ -93,10 +93,7 @@ def number_differences(
 def tensor_difference(
     what: str, name: str, ours: torch.Tensor, theirs: torch.Tensor | None, least: float, tolerance: Tolerance
 ) -> Difference:
-    """Return the difference of one full gradient or weight.
-
-    least: minimum divisor, from `ParityResult.least_scales`.
-    """
+    """Return the difference of one full gradient or weight. least: from `ParityResult.least_scales`."""
     if theirs is None or ours.shape != theirs.shape:
         return Difference(what, name, float("inf"), tolerance.tensor)
     if not theirs.numel():
@@ -317,10 +314,7 @@ class Verifier:
         self._exits.close()
 
     def verify(self, plan: Plan, explain: bool = True) -> Verdict:
-        """Train under the plan and compare.
-
-        explain: if results differ, run one more step to find the first difference.
-        """
+        """Train under the plan and compare. explain: if results differ, run one more step to locate the cause."""
         start = time.perf_counter()
         dtype = self.subject.settings.dtype
         verdict = Verdict(plan.format(), dtype, reference_loss=list(self._reference.losses))
@@ -440,10 +434,7 @@ def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list
 
 
 def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
-    """Train with plain PyTorch.
-
-    Raise ModelError if that fails, because the model, its data or its loss is then wrong.
-    """
+    """Train with plain PyTorch. Raise ModelError if it fails: the model, its data or its loss is then wrong."""
     try:
         return train_plain(case)
     except WeftError:
