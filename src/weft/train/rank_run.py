@@ -335,10 +335,7 @@ def _observers(
 
 
 def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit | None:
-    """Check that the disk has space for a checkpoint, before the first step.
-
-    Return a time limit if one is configured.
-    """
+    """Check that the disk has space for a checkpoint. Return a time limit if one is configured."""
     limit, num_bytes = job.config.train.max_time, engine.reports.checkpoint_bytes()
     require_space(located(job.config.checkpoint.dir or job.folder.path), num_bytes)
     if not limit:

@@ -25,7 +25,7 @@ from weft.train.state_io import on_first
 
 
 class Ema:
-    """The average of all trained weights in the masters' dtype: decay * average + (1 - decay) * weights.
+    """The moving average of all trained weights in the masters' dtype: decay * average + (1 - decay) * weights.
 
     The first update copies the weights, like torch's AveragedModel. The average needs as much memory as this rank's
     masters, on the same device.
@@ -169,10 +169,7 @@ def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> d
 def export_pretrained(
     mesh: Mesh, model: nn.Module, folder: str | Path, dtype: torch.dtype | None, options: Mapping[str, Any]
 ) -> None:
-    """Write a model's files with its own save_pretrained, after merging an adapter.
-
-    All ranks call it, and rank 0 writes.
-    """
+    """Write a model with its own save_pretrained, after merging an adapter. All ranks call it, and rank 0 writes."""
     if not callable(getattr(model, "save_pretrained", None)):
         raise ModelError(
             f"model of type {type(model).__name__}: it has no save_pretrained. "

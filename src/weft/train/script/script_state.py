@@ -110,10 +110,7 @@ class ScriptObjects:
 
 
 class ScriptCheckpointer(Checkpointer):
-    """The checkpoints of a script.
-
-    A background save writes a copy of the state, and its error is raised at the next call.
-    """
+    """The checkpoints of a script. A background save writes a copy; its error is raised at the next call."""
 
     def __init__(self, mesh: Mesh):
         super().__init__(rank_group(mesh))
@@ -158,10 +155,7 @@ class ScriptCheckpointer(Checkpointer):
 
 
 def _copy_to_host(own: list[SavedSlice], copies: HostCopies) -> tuple[list[SavedSlice], bool]:
-    """Copy slices to the host, and return True.
-
-    If memory is insufficient, warn, and return the original slices and False.
-    """
+    """Return copies of slices on the host and True, or, with a warning, the slices and False if memory is short."""
     try:
         return copied(own, copies), True
     except CheckpointError as error:
@@ -428,7 +422,7 @@ def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, such as learning rate and weight decay, that JSON can hold."""
+    """Return the settings of each parameter group, such as learning rate and weight decay, that JSON can represent."""
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         found.append({})

@@ -308,7 +308,13 @@ def _noise(probed: Probed, runs: list[Ran]) -> Cause:
 
 
 def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[Cause]:
-    """Return the cause if outputs or a loss depend on which samples are in the batch."""
+    """Return the cause if outputs or a loss depend on which samples are in the batch.
+
+    Args:
+        probed: the model and its plan.
+        runs: results of the samples together, and of both halves.
+        recorded: the same runs, with inputs and outputs of modules.
+    """
     if probed.parts == 1:
         return []
     suspected = _suspected(probed, runs)
@@ -341,7 +347,7 @@ def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[
 
 
 def _moved_tensors(probed: Probed, runs: list[Ran], state: ForwardState) -> list[Cause]:
-    """Return the cause if forward changes buffers or parameters in a way that depends on the plan.
+    """Return the cause if forward changes buffers or parameters to values that depend on the plan.
 
     runs: both halves.
     """
@@ -355,7 +361,13 @@ def _moved_tensors(probed: Probed, runs: list[Ran], state: ForwardState) -> list
 
 
 def _moved_attributes(probed: Probed, advanced: list[Ran], runs: list[Ran]) -> list[Cause]:
-    """Return the cause if attributes change in every forward and affect the result."""
+    """Return the cause if attributes change in every forward and affect the result.
+
+    Args:
+        probed: the model and its plan.
+        advanced: two runs of the same samples, the second with the attributes that the first one left.
+        runs: both halves of the samples.
+    """
     names = [name for name in advanced[1].attributes if name in advanced[0].attributes]
     pairs = {name: [run.attributes.get(name) for run in runs] for name in names}
     by_data = [

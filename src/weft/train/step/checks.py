@@ -63,7 +63,7 @@ class ReplicaWatch:
         return self._axis.size > 1
 
     def value(self, batch: Any) -> torch.Tensor | None:
-        """Return a value whose sum over all ranks is zero if all are equal, or None in steps without a check."""
+        """Return a value whose sum over all ranks is zero if weights are equal, or None in steps without a check."""
         del batch
         self._steps += 1
         if self._steps % EVERY:
@@ -140,10 +140,7 @@ class FirstStep:
             yield
 
     def check_batch(self, batch: Any, samples: SampleNumbers) -> None:
-        """Run some samples of the first microbatch several times, and warn if results differ.
-
-        All ranks must call it.
-        """
+        """Run a few samples of the first microbatch repeatedly; warn if results differ. All ranks must call it."""
         if not self._checks_batch:
             return
         passes, loss = self._passes, self._passes.loss
@@ -237,10 +234,7 @@ class UpdateRatio:
         self._weights: dict[object, torch.Tensor] = {}
 
     def around(self, update: Callable[[], None]) -> Callable[[], float | None]:
-        """Call `update` and return a function that returns its ratio, or None if all weights are zero.
-
-        The returned function may wait for the device.
-        """
+        """Call `update` and return a function that returns its ratio, or None if all weights are zero. It may wait."""
         places = self._sampled_views()
         before = [_read(views) for _, views in places]
         update()
@@ -254,10 +248,7 @@ class UpdateRatio:
         return lambda: _ratio(*told.values)
 
     def _sampled_views(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Return the sampled views, and the number of elements that each sampled one represents: 1-D, float64.
-
-        One pair for each device and dtype.
-        """
+        """Return, per device and dtype, the number of elements that each sampled one represents, and the views."""
         held = [(one, number) for one, number in self._engine.counted_weights() if one.is_floating_point()]
         most = max(_LEAST, MOST_ELEMENTS // max(1, len(held)))
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[float], list[int]]] = {}
@@ -273,10 +264,7 @@ class UpdateRatio:
         ]
 
     def _weights_on(self, device: torch.device, weights: list[float], counts: list[int]) -> torch.Tensor:
-        """Repeat each weight `counts` times.
-
-        The result is cached, because a copy from the host would wait for the device.
-        """
+        """Repeat each weight `counts` times. Cached, because a copy from the host would wait for the device."""
         key = device, *weights, *counts
         if key not in self._weights:
             each = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(counts))

@@ -63,7 +63,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 
 
 def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Compute loss and metrics of the replicas' last common weights, on batches that the task changes as in training.
+    """Compute loss and metrics of the last synchronized weights, on batches that the task prepares as in training.
 
     Args:
         model: result of `parallelize`.

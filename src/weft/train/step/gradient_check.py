@@ -121,10 +121,7 @@ class GradientProbe:
     runs_few: bool = True
 
     def run(self, small: Small, factor: float, seed: int) -> tuple[float, Tensor]:
-        """Return the loss sum and sums of gradients, divided by `factor`, from the initial state.
-
-        All ranks must call it.
-        """
+        """Return the loss sum and sums of gradients, divided by `factor`, from the same state. All ranks call it."""
         count = self.mesh.plan.microbatches_per_step
         batches = Microbatches([small.batch] * count, [small.samples.numbers] * count)
         eager = torch.compiler.set_stance("force_eager") if self.mesh.plan.compile else nullcontext()
@@ -229,8 +226,7 @@ def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tupl
 
 
 def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse hooks of parameters that the plan does not run, or that run on a part of the gradient. All ranks must call
-    it.
+    """Raise an error for parameter hooks that the plan skips, or runs on partial gradients. All ranks must call it.
 
     Raises:
         ModelError: with the parameter, on all pipeline stages.

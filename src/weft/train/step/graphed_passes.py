@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def shape_of(batch: Any) -> Hashable | None:
-    """Return a key that is equal for batches that the same kernels can compute, or None if it cannot be determined.
+    """Return a key that is equal for batches that one recorded graph can process, or None if there is no such key.
 
     The key contains shapes, strides and dtypes of tensors, their positions in containers, and all other values.
     """
@@ -270,7 +270,10 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
 
 
 class Graphed(Accumulate):
-    """Runs one microbatch after another, each as one graph launch if its pass is recorded."""
+    """Runs one microbatch after another, each as one graph launch if its pass is recorded.
+
+    graphs: the recorded passes.
+    """
 
     def __init__(
         self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, graphs: GraphedPasses

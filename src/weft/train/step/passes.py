@@ -116,10 +116,7 @@ class ModelState:
             one.start()
 
     def finish(self, moved: bool | Tensor) -> None:
-        """Update the model with its statistics.
-
-        moved: True if the step was applied; a 0-d tensor if only the device has it.
-        """
+        """Update the model by its statistics. moved: True if the step was applied, 0-d if only the device has it."""
         for one in self._statistics:
             one.finish(moved=moved)
 
@@ -194,7 +191,7 @@ class Accumulate:
 
 
 class AccumulateCompared(Accumulate):
-    """The same for a loss that compares all samples of the global batch, whose features a first pass computes."""
+    """Like `Accumulate`, for a loss that compares all samples of the global batch. A first pass computes features."""
 
     def __init__(
         self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *,

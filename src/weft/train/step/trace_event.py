@@ -142,7 +142,7 @@ def _of_module(
 
 
 def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
-    """Return the event of the first nonfinite gradient of backward: the last one in the model's order."""
+    """Return the event of the first nonfinite gradient in backward, which is the last one in the model's order."""
     held = [rank for rank, one in enumerate(findings) if one.gradients]
     text = "the loss and the outputs of all modules are finite, but the gradient is not"
     if not held:

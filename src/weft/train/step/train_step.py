@@ -31,10 +31,7 @@ def passes_of(
     model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, state: ModelState,
     recorder: Recorder | None = None,
 ) -> Accumulate:  # fmt: skip
-    """Return the object that runs the plan's microbatches.
-
-    recorder: records graphs under graphs=on; None for CUDA graphs.
-    """
+    """Return the object that runs a step's microbatches. recorder: records graphs for graphs=on; None for CUDA's."""
     basics = model, forward, loss, meter
     if mesh.plan.graphs:
         return Graphed(*basics, graphed_passes(model, mesh, recorder, compares=loss.compares))

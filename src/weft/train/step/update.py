@@ -262,10 +262,7 @@ class WeightUpdate:
         return self._may_read_late and self._engine.decides_late(self._optimizer)
 
     def apply(self, numbers: list[float], measures: bool) -> StepMetrics:
-        """Update the weights, and synchronize replicas that train locally if it is due.
-
-        Return the metrics of all replicas.
-        """
+        """Update weights, and synchronize local SGD replicas if it is due. Return the metrics of all replicas."""
         assert self._nominal is not None
         if self._sync is None:
             return self._apply(numbers, self._nominal, measures)
