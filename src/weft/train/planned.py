@@ -186,7 +186,12 @@ BEYOND, BACK = 0.15, 0.10
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """One deviation from the estimate."""
+    """One deviation from the estimate.
+
+    Attributes:
+        what: "step", a part of a step such as "over dp", or "memory".
+        ratio: measured divided by planned.
+    """
 
     what: str
     ratio: float

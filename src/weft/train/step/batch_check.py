@@ -347,10 +347,7 @@ def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[
 
 
 def _moved_tensors(probed: Probed, runs: list[Ran], state: ForwardState) -> list[Cause]:
-    """Return the cause if forward changes buffers or parameters to values that depend on the plan.
-
-    runs: both halves.
-    """
+    """Return the cause if forward changes tensors of the model and the plan affects the values. runs: both halves."""
     moved = [runs[0].tensors, runs[1].tensors]
     by_data = [
         name for name, value in moved[0].items() if not torch.equal(value, moved[1].get(name, state.values_of(name)))
