@@ -95,10 +95,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
 
 
 def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]:
-    """Return training and evaluation batches.
-
-    Each replica evaluates on the full set, in batches of the training size.
-    """
+    """Return training and evaluation batches. Each replica evaluates the full set in batches of training size."""
     axis = mesh.reader
     share = Share(
         job.config.train.global_batch,

@@ -169,7 +169,7 @@ class Task:
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return (sum of the losses, number of losses).
 
-        Weft divides once, after summing over all ranks and microbatches.
+        Weft sums both over ranks and microbatches, and divides once.
         """
         raise NotImplementedError(f"{type(self).__name__}.loss: it returns (sum, number)")
 
@@ -300,7 +300,7 @@ class Task:
         return None
 
     def begin(self, forwards: Forwards) -> None:
-        """Called once before training, after the initial weights are loaded and before a checkpoint is loaded.
+        """Begin training. Called once, after the initial weights are loaded and before a checkpoint is loaded.
 
         Override it to keep `forwards`, which runs the model without gradients.
         """
@@ -313,10 +313,7 @@ class Task:
         return batches
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor | float]:
-        """Return sums over an evaluation batch, by `sum_names`.
-
-        They are added over all batches and passed to `measure`.
-        """
+        """Return sums over an evaluation batch, by `sum_names`. Their totals are passed to `measure`."""
         return {}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
@@ -335,7 +332,7 @@ class Task:
         return Facts(world_size=world_size, global_batch=self.config.train.global_batch, limits=limits)
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        """Return (setting, old, new) of changes since `before` that a resumed run forbids, beyond `identity`."""
+        """Return (setting, old, new) for changes since `before` that prevent resuming, in addition to `identity`."""
         return ()
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:

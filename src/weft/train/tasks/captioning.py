@@ -105,10 +105,7 @@ class CaptionTask(MixedTask):
     def _laid(
         self, sample: MixedSample, rows: Sequence[int], first: list[int], media: Mapping[str, Tensor]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Return ids, media row indices and labels of a sample.
-
-        first: row indices of the next image and the next audio clip.
-        """
+        """Return ids, media row indices and labels of a sample. first: row of the next image and audio clip."""
         ids: list[int] = []
         index: list[int] = []
         own: list[int] = []
@@ -167,7 +164,7 @@ class CaptionTask(MixedTask):
         return TokenCosts.of(model.text, model.text.spec.num_layers, model.text.spec.dim)
 
     def _media_frames(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, for every medium, its sample, True for an audio clip, and its frames (1 for an image)."""
+        """Return, per image or clip, its sample index, True for an audio clip, and its frames (1 for an image)."""
         owners, sizes = self.media("train").media_sizes()
         is_sound, hop = sizes[:, 0] > 0, round(self.rate / 100)
         seconds = np.where(is_sound, sizes[:, 1] / np.maximum(1, sizes[:, 2]), 0.0)
@@ -312,7 +309,7 @@ class ContrastTask(MixedTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of the symmetric InfoNCE loss: own text among all texts, own media among all media."""
+        """Return the summed symmetric InfoNCE loss: own texts against all media, and own media against all texts."""
         losses = [
             F.cross_entropy(one @ others.T / self.temperature, places, reduction="sum")
             for one, others in zip(own, reversed(every), strict=True)

@@ -309,7 +309,7 @@ class TokenData:
         return prepare_data(config, report, preferences=self._preferences)
 
     def prepare(self, folder: RunFolder, data: PreparedData) -> None:
-        """Use tokenised data. Refuse data that cannot be trained on, and other data than the folder's run began with.
+        """Use tokenised data, which must be trainable, and equal to the data that the folder's run began with.
 
         Raises:
             DataError: for such data.
@@ -349,7 +349,7 @@ class TokenData:
         )
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """Return the evaluation set, divided like the training batches: the same memory, the same for any plan."""
+        """Return evaluation batches, divided like training batches, so that the samples do not depend on the plan."""
         from weft.data.order.loader import EvalBatches
 
         stream = self.stream("eval")

@@ -81,15 +81,15 @@ class Forwards(Protocol):
         ...
 
     def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:
-        """Return each(output, batch) of some batches in evaluation mode, one number for each row of labels.
+        """Run the model in evaluation mode, and return `each(output, batch)` per batch: a value per row of labels.
 
-        Numbers of the parts of a sequence are summed. On ranks without output, such as before the last stage of a
-        pipeline, they are 0.
+        Values of the parts of a sequence are summed. On ranks without output, such as the first pipeline stages, they
+        are 0.
 
         Args:
             batches: the same number on each rank.
-            each: returns the numbers of the rows, (R,), from this rank's part of the sequences.
-            of: the weights that compute.
+            each: function that returns a value per row, (R,), for this rank's part of the sequences.
+            of: which weights to use.
         """
         ...
 
@@ -204,7 +204,7 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
 
 
 def _crossings(model: nn.Module) -> float:
-    """Return the mean number of tensors per token that cross a border between two blocks.
+    """Return the mean number of hidden state tensors that are passed from one block to the next.
 
     Within a decoder, this includes the encoder's output.
     """
@@ -237,7 +237,7 @@ def _halve(model: nn.Module) -> None:
 
 
 def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], dict[str, str], str]:
-    """Return the legal values of tp, the style of each sharded module, and the reason that other values are illegal."""
+    """Return the possible values of tp, the style of each sharded module, and why other values are impossible."""
     try:
         layout = explain_layout(model, example).layout
         legal = check_layout(model, layout)

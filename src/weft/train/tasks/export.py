@@ -163,10 +163,7 @@ class MergedBase:
 
 
 def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the tensors of one of Weft's decoders with its adapter merged.
-
-    The base is initialized from the run's seed.
-    """
+    """Return the tensors of one of Weft's decoders, initialized from the run's seed, with its adapter merged."""
     from weft.models.registry import build_decoder
 
     config = folder.config()
@@ -306,7 +303,13 @@ def write_companions(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype
 
 
 def write_card(folder: RunFolder, checkpoint: Checkpoint, out: Path) -> None:
-    """Write a README.md (model card) with the base, the data, the method and the length of training."""
+    """Write a README.md (model card) with the base, the data, the method and the length of training.
+
+    Args:
+        folder: run folder.
+        checkpoint: the exported checkpoint.
+        out: the folder of the export.
+    """
     (out / "README.md").write_text(_card(folder, checkpoint))
 
 

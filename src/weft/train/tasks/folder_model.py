@@ -94,7 +94,7 @@ class FolderModel:
         return self.shapes()
 
     def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
-        """Return the source of a model's tensors, and notes on tensors that only the files or only the model have."""
+        """Return the source of a model's tensors, and notes on tensors that only the files or only the model has."""
         found, unexpected = pretrained_source(model, self.path)
         return found, format_unexpected_keys(unexpected)
 
@@ -263,7 +263,7 @@ class HeadedModel(FolderModel):
         return hugging_face.headed_model(config, *self._head)
 
     def _changed(self, config: Any) -> dict[str, Any]:
-        """Return the task's config fields, and a padding id if the config has no valid one."""
+        """Return the config fields that the task changes, and a padding id if the config has no valid one."""
         changes = dict(self._changes())
         if self.pad_id is not None and own_pad(config, self.pad_id + 1) != self.pad_id:
             changes["pad_token_id"] = self.pad_id
@@ -305,7 +305,12 @@ class HeadedModel(FolderModel):
         return TokenCosts.of(self.shapes(), config.num_hidden_layers, config.hidden_size)
 
     def describe(self, text_len: int, limits: Mapping[str, Limit]) -> PlannedModel:
-        """Describe the model from a trace with ids as the only input, because a mask would need values."""
+        """Describe the model from a trace with ids as the only input, because a mask would need values.
+
+        Args:
+            text_len: tokens of a typical text of the task.
+            limits: plan fields that the task limits, in addition to the model's limits.
+        """
         traced = describe_by_tracing(self.shapes())
         if traced.reads_sequence:
             traced = replace(traced, default_seq_len=text_len)

@@ -59,7 +59,7 @@ class IndexedBatches:
         return self._build_batch(step, None)
 
     def batches_ahead(self, step: int) -> list[Any]:
-        """Return the same as `batches`, read in one call that also announces the next step's samples, if supported."""
+        """Return the same as `batches`, from one read call that also announces the next samples, if supported."""
         if not hasattr(self._samples, "many"):
             return self._build_batch(step, None)
         own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))

@@ -467,10 +467,7 @@ class AudioClassTask(MediaTask):
         return -(-found // self.pad_multiple) * self.pad_multiple
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the cost of audio clips of the given lengths, in frames.
-
-        The network makes one token of four frames.
-        """
+        """Return the cost of audio clips by length, in frames. The network makes one token of four frames."""
         model: Any = self.shapes()
         costs = TokenCosts.of(model, len(model.blocks), model.norm.normalized_shape[0])
         return 4.0 * costs.work(np.asarray(lengths) / 4.0) / costs.work(1)

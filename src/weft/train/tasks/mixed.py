@@ -109,10 +109,7 @@ class FeatureCache:
         return next(found, None)
 
     def tensor(self, rows: Sequence[np.ndarray]) -> Tensor:
-        """Return the features of items as one tensor, (N, R, D), padded with zeros.
-
-        rows: features of each item, (R, D).
-        """
+        """Return items' features as one tensor, (N, R, D), padded with zeros. rows: features per item, (R, D)."""
         values = np.zeros((len(rows), max(map(len, rows)), rows[0].shape[1]), rows[0].dtype)
         for own, one in zip(values, rows, strict=True):
             own[: len(one)] = one
@@ -329,7 +326,7 @@ class MixedTask(MediaTask):
     # --- for the planner and users ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model by the two samples whose text, images and audio together are nearest to the average."""
+        """Describe the model by a trace with two samples whose text, images and audio are close to the average."""
         return describe_by_samples(_Typical(self))
 
     def name(self) -> str:

@@ -1,7 +1,7 @@
-"""Preference training: `task.name = "prefer"`. A sample is a pair of answers, or for kto an answer with a verdict.
+"""Preference training: `task.name = "prefer"`. A sample is a pair of answers, or for kto a labeled answer.
 
 Values without a gradient are computed before a step, for all its microbatches: the reference's log-probabilities, and
-kto's mean over the global batch. So losses are the same under every plan and accumulation.
+kto's mean over the global batch. So losses are the same under every plan.
 """
 
 from __future__ import annotations

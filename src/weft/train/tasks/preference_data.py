@@ -163,7 +163,7 @@ class Objective:
         return PAIR_LOSSES[self.name](answers[0], answers[1], self.weighing)
 
     def sums(self, answers: Sequence[Answers], batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return sums of rewards: of better and worse answers, of right comparisons, and their numbers."""
+        """Return the sums of rewards of better and of worse answers, correctly ordered pairs, and their counts."""
         rewards = [self.weighing.beta * (one.gain if self.compares else one.mean) for one in answers]
         if self.is_kto:
             (reward,), wanted = rewards, batch["wanted"]
@@ -314,10 +314,7 @@ class Preferences:
         self.key = f"{data.digest}/{seq_len}/{is_kto}"
 
     def samples(self, split: str, batch: int) -> Sequence[Any] | PairSamples | VerdictSamples:
-        """Return the samples of a split.
-
-        A small evaluation set is repeated until it fills a batch of `batch` samples.
-        """
+        """Return the samples of a split. A small evaluation set is repeated to fill `batch` samples."""
         if split == "train":
             return self.train
         if not 0 < len(self.eval) < batch:

@@ -292,7 +292,7 @@ class SpokenWords:
         return self._tokenizer.decode(known, skip_special_tokens=True).strip()
 
     def edits(self, written: list[int], labels: Tensor) -> tuple[int, int]:
-        """Return the edits from written tokens to the labeled text, and the letters of that text."""
+        """Return the edit distance from generated tokens to the labeled text, and the length of that text."""
         true = self.text(labels[labels != IGNORED].tolist())
         return edit_distance(self.text(written), true), len(true)
 

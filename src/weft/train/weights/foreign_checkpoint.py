@@ -62,7 +62,7 @@ def sorted_names(places: Iterable[Place], model_key: str | None = None) -> Sorte
 
 
 def _state_at(place: Place) -> int | None:
-    """Return the path element at which optimizer states begin: "state", or "state.name..." for joined names."""
+    """Return the index of the path element that begins optimizer states: "state", or "state.name..." if joined."""
     for number, part in enumerate(place):
         if (part == "state" and len(place) - number == 3) or (isinstance(part, str) and part.startswith("state.")):
             return number
@@ -290,10 +290,7 @@ def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch
 def _second_names(
     weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor], said: Mapping[str, str]
 ) -> dict[str, str]:
-    """Map aliases to the name that has the optimizer state, such as a tied head.
-
-    Aliases are tensors without optimizer state whose values equal another tensor's.
-    """
+    """Map aliases, such as a tied head, to original names: they lack optimizer state and have equal values."""
     import torch
 
     shared = {name: first for name, first in said.items() if name in weights and first in weights}
