@@ -180,7 +180,7 @@ class Joined:
 
     @classmethod
     def stacked(cls, parts: Sequence[Joined], dim: int) -> Joined:
-        """Stack tensors of equal shape along a new dim. Raises ValueError if shapes or dtypes differ."""
+        """Return tensors of equal shape stacked along a new dim. Raises ValueError if shapes or dtypes differ."""
         _expect_equal([(one.shape, one.dtype) for one in parts])
         pieces = [
             replace(
@@ -196,7 +196,7 @@ class Joined:
 
     @classmethod
     def end_to_end(cls, parts: Sequence[Joined], dim: int) -> Joined:
-        """Concatenate tensors along a dim. Raises ValueError if dtypes, or sizes of the other dims, differ."""
+        """Return tensors concatenated along a dim. Raises ValueError if dtypes, or sizes of the other dims, differ."""
         dim %= len(parts[0].shape)
         _expect_equal([((*one.shape[:dim], *one.shape[dim + 1 :]), one.dtype) for one in parts])
         pieces, place = list[_TensorSlice](), 0

@@ -335,6 +335,7 @@ class HostPart:
         self._brought = None
 
     def scale(self, factor: float) -> None:
+        """Multiply the gradient on the host."""
         self.wait()
         self.grad.mul_(factor)
 

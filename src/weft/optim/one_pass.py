@@ -101,7 +101,7 @@ class Lane:
 
 @torch.no_grad()
 def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch.Tensor | None = None) -> None:
-    """Update the tensors of a lane by one optimizer step, in place.
+    """Update the tensors of a lane by one optimizer step (in-place).
 
     Args:
         lane: master, gradient, states and rounded weights, all dense and of one size.

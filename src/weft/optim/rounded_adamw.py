@@ -66,7 +66,7 @@ _FORMATS = {
 
 
 class Placed(Protocol):
-    """Where a local part of a parameter is in the full parameter."""
+    """Position of a local part of a parameter in the full parameter."""
 
     @property
     def name(self) -> str:

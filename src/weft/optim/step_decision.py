@@ -149,4 +149,4 @@ class DecidedOptimizer(torch.optim.Optimizer):
             self.decision = None
 
     def finalize(self) -> None:
-        """Correct the host's step counts if the device skipped the last step."""
+        """Change the host's step counts to match the device if it skipped the last step."""

@@ -310,5 +310,5 @@ class Engine(Protocol):
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Disconnect from the other ranks. With `failed`, do not wait for them, because an error occurred."""
+        """Leave the process group. With `failed`, do not wait for them, because an error occurred."""
         ...

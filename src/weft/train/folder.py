@@ -174,7 +174,7 @@ _REPLICA = re.compile(r"replica_[1-9]\d*")
 
 
 def restrict_new_files(folder: Path) -> int:
-    """Limit the permissions of this process's new files to those of a run folder, and return the old umask.
+    """Set the umask such that new files get at most the permissions of a run folder; return the old umask.
 
     Args:
         folder: an existing run folder.
@@ -187,7 +187,7 @@ def restrict_new_files(folder: Path) -> int:
 
 @contextmanager
 def new_files_like(folder: Path) -> Generator[None]:
-    """Limit the permissions of new files, inside this context, to those of a folder."""
+    """Restore the umask after this context, in which new files get at most the permissions of a folder."""
     before = restrict_new_files(folder)
     try:
         yield
@@ -197,7 +197,7 @@ def new_files_like(folder: Path) -> Generator[None]:
 
 @contextmanager
 def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
-    """Lock a run folder and yield the descriptor of its lock, which child processes may inherit.
+    """Hold the lock of a run folder, and yield its descriptor, which child processes may inherit.
 
     If an error ends the block before anything was written, a folder that was created here is removed again.
 

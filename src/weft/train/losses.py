@@ -307,7 +307,7 @@ class GroupLoss:
 
 
 def group_loss(size: int) -> Callable[[Compare], GroupLoss]:
-    """Decorate a function that compares samples with their group, to make it a loss function.
+    """Make a loss function from a function that compares samples with their group (a decorator).
 
     The function gets the features of some samples, the features of their whole group, and the positions of the former
     in the latter. It returns the sum of the former's losses and their count. The features are the model's output, with

@@ -417,7 +417,7 @@ def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
 
 
 def split_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
-    """Split a batch whose rows are samples. `runs`: range of the samples of each part, from 0.
+    """Divide a batch whose rows are samples. `runs`: range of the samples of each part, from 0.
 
     Raises:
         ModelError: if rows are not samples.

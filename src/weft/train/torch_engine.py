@@ -213,7 +213,7 @@ class TorchEngine:
         return self._rank.background_group()
 
     def close(self, *, failed: bool = False) -> None:
-        """Disconnect from the other ranks. After an error, do not wait for them."""
+        """Leave the process group. After an error, do not wait for them."""
         try:
             if not failed:
                 if self._step is not None:

@@ -94,7 +94,7 @@ class FaultHook(Hook):
             setattr(task, "loss", self._spoiling(task.loss))  # noqa: B010
 
     def watch(self, engine: Engine) -> FaultHook:
-        """Store the engine, once it is built."""
+        """Keep a reference to the engine, once it is built."""
         self.engine = engine
         if self.fault.kind == "loader":
             iterate: Callable[..., Any] = engine.batches.iterate

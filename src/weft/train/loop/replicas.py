@@ -62,7 +62,7 @@ class ReplicaCoordinator:
         return True
 
     def end(self, checkpoints: RunCheckpoints, trainer: Trainer, stop: Stop) -> str:
-        """Notify the other replicas of this one's end, or load their model if they have ended. Return the stop reason.
+        """Tell the other replicas that this one ends, or load their model if they have ended. Return the stop reason.
 
         Args:
             checkpoints: this replica's checkpoints.

@@ -217,8 +217,7 @@ class Run(ScriptState):
         return data_parallel(model).clip_own(max_norm)
 
     def global_mean(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        """Return the loss for `backward()` in a custom loop: the mean over the tokens of all ranks. All ranks must call
-        it.
+        """Return the loss for `backward()` in a custom loop: the mean over all ranks' tokens. All ranks must call it.
 
         Args:
             loss_sum: sum over this rank's tokens or samples, 0-d.

@@ -241,6 +241,7 @@ class RankForwards:
 
     @property
     def data_rank(self) -> int:
+        """Return this rank's index among the ranks that read different samples."""
         return self._mesh.data.rank
 
     @property

@@ -336,7 +336,7 @@ class Task:
         return ()
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Prepare the data. If `folder` already contains a run, raise an error unless the data is the same."""
+        """Make the data ready. If `folder` already contains a run, raise an error unless the data is the same."""
 
     def samples_per_epoch(self) -> int:
         """Return the number of samples of one pass over the training data, for train.epochs. Called after `prepare`."""

@@ -62,7 +62,7 @@ class CaptionTask(MixedTask):
     augment: crop and flip images at random. colour: change brightness, contrast and saturation by up to this share.
     rate, mels: sampling rate in Hz and number of mel bands. seconds: longer audio clips are skipped. gain, noise,
     masks: audio augmentation, as in classify_audio. text_len: maximum tokens (bytes) of a text. dropout: dropout rate
-    in the encoders. generate: maximum tokens to generate per text in evaluations; 0 disables it. image, audio, text:
+    in the encoders. generate: maximum tokens to generate per text in evaluations; 0 disables it. picture, audio, text:
     names of the columns.
     """
 

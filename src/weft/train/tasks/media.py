@@ -204,6 +204,7 @@ class MediaTask(Task):
         return len(self.media("train"))
 
     def num_workers(self) -> int:
+        """Return the number of processes that decode."""
         place = rank_env()
         asked = self.config.data.workers
         return usual_workers(place.local_world_size if place is not None else 1) if asked is None else asked

@@ -162,7 +162,7 @@ class _Found:
 def bring_in(
     source: Path, root: Location, *, step: int | None = None, model_key: str | None = None, limit_s: float = 1800.0
 ) -> BroughtIn:
-    """Import a folder of torch.distributed.checkpoint or DeepSpeed as a checkpoint under `root`.
+    """Read a folder of torch.distributed.checkpoint or DeepSpeed, and save it as a checkpoint under `root`.
 
     The data temporarily exists twice on the disk of `root`; for an object store, once in the temporary folder.
 
