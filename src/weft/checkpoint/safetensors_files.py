@@ -284,11 +284,7 @@ class DigestingFile:
         self._num_bytes = 0
 
     def write(self, data: bytes | memoryview, look: Callable[[bytes | memoryview], None] | None = None) -> None:
-        """Write and digest bytes.
-
-        data: the bytes. look: called with each chunk while it is in the processor's cache; its exception aborts the
-        write.
-        """
+        """Write and digest bytes. look: called with each chunk while it is in the CPU cache; it may raise an error."""
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
             if len(chunk) < _CHUNK_BYTES // 4:

@@ -167,10 +167,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return (sum of the losses, number of losses).
-
-        Weft sums both over ranks and microbatches, and divides once.
-        """
+        """Return (sum of the losses, number of losses). Weft divides once, over all ranks and microbatches."""
         raise NotImplementedError(f"{type(self).__name__}.loss: it returns (sum, number)")
 
     # --- batches ---
