@@ -414,7 +414,7 @@ class CheckedLoss:
             loss_sum, number = self(output, microbatch, samples[index], index)
             if seed is not None:
                 seed_generators(seed)
-            if not samples[index].numbers:  # a stand-in
+            if not samples[index].numbers:  # a placeholder
                 return loss_sum * 0.0, 0
             found[index] = (loss_sum.detach(), number)
             return loss_sum, number

@@ -187,7 +187,7 @@ class GraphedPasses:
 
     def _found(self, given: MicrobatchInputs, last: bool) -> Hashable | None:
         if given.samples.is_empty:
-            return None  # a stand-in at the end of an epoch
+            return None  # a placeholder at the end of an epoch
         shape = shape_of(given.batch)
         if shape is None:
             self._warn_once("batches have other values than tensors, numbers and text, so nothing is recorded")

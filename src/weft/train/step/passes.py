@@ -104,7 +104,7 @@ class ModelState:
                     stack.enter_context(drops.microbatch(key, samples[index]))
                 if norms is not None:
                     stack.enter_context(norms.microbatch(samples[index], index))
-                if not samples[index].numbers:  # a stand-in
+                if not samples[index].numbers:  # a placeholder
                     stack.enter_context(self.experts.leaving_out())
                 yield
 
