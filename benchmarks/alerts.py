@@ -29,9 +29,9 @@ def main() -> None:
     for fault, lags in score.lags.items():
         window = FOUND_WITHIN[fault]
         print(f"{fault:<10} found after {statistics.median(lags):g} steps (median), {max(lags)} at most, of {window}")
-    for line in score.said:
+    for line in score.messages:
         print("!", line)
-    sys.exit(1 if score.said else 0)
+    sys.exit(1 if score.messages else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Takes the pictures of the page for docs/how-to/watch.md, in the system's chromium: `python docs/watch_pictures.py`.
 
-Needs playwright (pip) and chromium (apt). The runs in them were never trained: tests/watch/made_run.py writes them.
+Needs playwright (pip) and chromium (apt). The runs are synthetic, from tests/watch/synthetic_run.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.watch.browser import chromium, watched  # noqa: E402 (the path comes first)
-from tests.watch.made_run import MadeRun  # noqa: E402
+from tests.watch.synthetic_run import SyntheticRun  # noqa: E402
 from tests.watch.test_serving import served  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -38,9 +38,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder) / "runs"
         trouble = {"slow_rank": 37, "slow_from": 2900, "fails_at": 1610, "spike_at": 2210}
-        MadeRun(steps=6000, until=4180, ranks=64, end=now, **trouble).write(runs / "llama-1b-64")
-        MadeRun(steps=6000, ranks=32, seed=2, lr=3e-4, end=now - 90_000).write(runs / "llama-1b-low-lr")
-        high = MadeRun(steps=3000, until=1400, ranks=16, seed=3, lr=1e-3, spike_at=900, end=now - 200_000)
+        SyntheticRun(steps=6000, until=4180, ranks=64, end=now, **trouble).write(runs / "llama-1b-64")
+        SyntheticRun(steps=6000, ranks=32, seed=2, lr=3e-4, end=now - 90_000).write(runs / "llama-1b-low-lr")
+        high = SyntheticRun(steps=3000, until=1400, ranks=16, seed=3, lr=1e-3, spike_at=900, end=now - 200_000)
         high.write(runs / "llama-1b-high-lr")
         with served(runs, "--price", "2.5usd/h") as address, chromium() as browser:
             for shot in SHOTS:

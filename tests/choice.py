@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs: the others are marked `full` and run in `make test-all`."""
+"""Selection of the cases of a test that `make test` runs. The others are marked `full` and run in `make test-all`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 
 def product(names: str, *values: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Arguments of `pytest.mark.parametrize`: cases outside a cover of all single values are marked `full`.
+    """Return arguments of `pytest.mark.parametrize`: cases outside a cover of all single values are marked `full`.
 
-    names: as parametrize takes them. values: one sequence for each name.
+    names: as for parametrize. values: one sequence for each name.
     """
     rows = max(map(len, values))
-    # Strides that differ keep two settings of equal length from going in step.
+    # Different strides keep two settings of equal length from varying together.
     cover = {
         tuple(axis[(row + row // len(axis) * number) % len(axis)] for number, axis in enumerate(values))
         for row in range(rows)
@@ -27,15 +27,15 @@ def product(names: str, *values: Sequence[Any]) -> tuple[str, list[Any]]:
 
 
 def gate_runs(values: Iterable[Any], *places: int) -> list[Any]:
-    """Return the values as parameters of a test, all but those at `places` marked `full`.
+    """Return the values as parameters of a test, with all except those at `places` marked `full`.
 
     Args:
-        values: one for each case; a tuple is the values of several parameters.
-        *places: of those that the gate runs, from 0. They are what no other test of the gate shows.
+        values: one for each case; a tuple has the values of several parameters.
+        *places: indices of the cases that the gate runs, from 0: those that no other test of the gate covers.
     """
     cases = list(values)
-    kept = {range(len(cases))[place] for place in places}  # a place that is not there is an IndexError
+    chosen = {range(len(cases))[place] for place in places}  # an invalid index is an IndexError
     return [
-        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if place in kept else pytest.mark.full)
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if place in chosen else pytest.mark.full)
         for place, one in enumerate(cases)
     ]

@@ -1,4 +1,4 @@
-"""Ranks are started once for the whole session: starting one costs seconds, running a case on it little."""
+"""Shared fixtures. Ranks are started once per session: a start takes seconds, a case little time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class DurationWriter:
-    """Add up the seconds of each test file and write the files that take 5 s and more."""
+    """Sum the seconds of each test file and write the files that take 5 s or more."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -54,9 +54,9 @@ class DurationWriter:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Iterator[None]:
-    """Collected tests and imported modules stay: two million objects, and 2 s for each look of the garbage collector.
+    """Freeze collected tests and imported modules: two million objects, and 2 s for each full garbage collection.
 
-    A run in this process asks for one such look, and a test may run five of them.
+    A run in this process requests one such collection, and a test may make five runs.
     """
     gc.disable()
     try:
@@ -68,7 +68,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """After each file: what its tests imported and cached stays too."""
+    """After each file, freeze imported modules and cached objects."""
     try:
         return (yield)
     finally:
@@ -78,9 +78,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files by duration, longest first, so that the workers end together.
+    """Order files by duration, longest first, so that the workers end at the same time.
 
-    This needs `--no-loadscope-reorder`: without it xdist starts with the file of most tests.
+    This needs `--no-loadscope-reorder`: without it xdist starts with the file that has the most tests.
     """
     seconds: dict[str, int] = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
@@ -100,7 +100,7 @@ def ranks4():
 
 @pytest.fixture(scope="module")
 def s3():
-    """moto's S3 server with an empty bucket, and the variables that lead there; the address of the bucket."""
+    """Start moto's S3 server with an empty bucket, and set its variables. Yield the bucket's address."""
     fsspec = pytest.importorskip("fsspec")
     pytest.importorskip("s3fs"), pytest.importorskip("moto")
     with socket.socket() as free:
@@ -117,7 +117,7 @@ def s3():
                 break
             time.sleep(0.1)
         os.environ.update(names)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()  # those of another server
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # instances of another server
         fsspec.filesystem("s3").mkdir("bucket")
         yield StorePath("s3://bucket")
     finally:
@@ -129,8 +129,8 @@ def s3():
 
 
 @pytest.fixture
-def prepares_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`weft train`, called here, checks a run in this process, which has loaded what that takes: for refused runs."""
+def prepares_locally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `weft train` check a run in this process, which has the modules loaded. For refused runs."""
 
     def no_server(*words: object) -> None:
         raise OSError("no server of ranks in this test")

@@ -1,4 +1,4 @@
-"""compile=on with other backends than the one that generates code."""
+"""compile=on with backends that generate no code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.parallel.private_torch import lean_partitioner
 
 @contextmanager
 def compiled_by(backend: str | Callable[..., Any]) -> Generator[None]:
-    """While inside, plans that compile do so with this backend. "lean": `lean_backend`."""
+    """Compile plans with this backend in the context. "lean" selects `lean_backend`."""
     module = importlib.import_module("weft.parallel.parallelize")
     known: Callable[..., Any] = module.compile_blocks
     module.compile_blocks = functools.partial(known, backend=lean_backend() if backend == "lean" else backend)
@@ -28,7 +28,7 @@ def compiled_by(backend: str | Callable[..., Any]) -> Generator[None]:
 
 
 def lean_backend() -> Callable[..., Any]:
-    """Cuts graphs into forward and backward as compile=on does; both then run as they were traced."""
+    """Return a backend that splits graphs into forward and backward like compile=on, and runs both as traced."""
     return aot_autograd(
         fw_compiler=_as_traced, partition_fn=lean_partitioner(is_join), decompositions=select_decomp_table()
     )

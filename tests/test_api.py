@@ -1,4 +1,4 @@
-"""Adoption: `weft.init` and what a Run gives. examples/01_adopt.py runs it whole, on one process and on two."""
+"""The script API: `weft.init` and the methods of a Run. examples/01_adopt.py runs all of it on one and two ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ def loss_fn(output, batch):
     return nn.functional.mse_loss(output, batch[1], reduction="sum"), output.numel()
 
 
-def test_a_plan_that_is_not_built_is_refused_by_its_rule():
+def test_unsupported_plan_is_refused_by_its_rule():
     with pytest.raises(PlanError, match=r"activation offload is not supported under a pipeline yet"):
         weft.init("pp=2 offload=activations")
 
 
-def test_a_plan_for_more_ranks_than_were_started_is_refused():
+def test_plan_for_more_ranks_than_started_is_refused():
     with pytest.raises(PlanError, match=r"it needs 2 ranks .* but 1 .* started|plan needs 2 ranks"):
         weft.init("dp_replicate=2")
 
 
-def test_a_misspelt_plan_is_refused_with_a_suggestion():
+def test_misspelled_plan_is_refused_with_a_suggestion():
     with pytest.raises(PlanError, match=r"unknown plan field 'dp_shrad'. Did you mean 'dp_shard'\?"):
         weft.init("dp_shrad=4")
 
 
-def test_an_optimizer_may_come_as_class_or_ready_but_not_both():
+def test_optimizer_is_accepted_as_class_or_instance():
     with weft.init(device="cpu") as run:
         batch = (torch.randn(4, 3), torch.randn(4, 2))
         losses = []
@@ -55,13 +55,13 @@ def test_an_optimizer_may_come_as_class_or_ready_but_not_both():
         ({"betas": 3, "lr": 1}, "betas=3: SGD has no such option. Use some of lr, momentum, dampening, weight_decay, "),
     ],
 )
-def test_an_option_that_the_optimizer_does_not_have_is_one_sentence(option, text):
+def test_unknown_optimizer_option_is_one_error_line(option, text):
     with weft.init(device="cpu") as run, pytest.raises(PlanError) as caught:
         run.train_step(run.parallelize(nn.Linear(3, 2)), torch.optim.SGD, loss_fn, **option)
     assert str(caught.value).startswith(text)
 
 
-def test_an_optimizer_with_options_of_any_name_gets_them():
+def test_optimizer_with_any_options_gets_them():
     made = {}
 
     def make(params, **options):
@@ -73,7 +73,7 @@ def test_an_optimizer_with_options_of_any_name_gets_them():
     assert made == {"anything": 3}
 
 
-def test_inputs_of_any_shape_reach_the_model_through_forward():
+def test_forward_passes_inputs_of_any_form_to_the_model():
     class TwoInputs(nn.Module):
         def __init__(self):
             super().__init__()
@@ -100,13 +100,13 @@ def test_inputs_of_any_shape_reach_the_model_through_forward():
         ({"warn_after": 0}, "warn_after=0: it must be more than 0 s. Use warn_after='30m'."),
     ],
 )
-def test_durations_are_refused_in_words(setting, text):
+def test_invalid_durations_are_refused_with_a_message(setting, text):
     with pytest.raises(PlanError) as caught:
         weft.init(device="cpu", **setting)
     assert str(caught.value) == text
 
 
-def test_a_second_init_in_one_process_works():
+def test_second_init_in_one_process_works():
     first, second = weft.init(device="cpu"), weft.init("dp_shard=1 accumulation=2", device="cpu", warn_after="90s")
     assert first.mesh is not second.mesh
     second.close()

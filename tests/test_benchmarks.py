@@ -1,4 +1,4 @@
-"""Benchmarks keep up with the source: what they import is there and takes what they pass; each tells how it is used."""
+"""Benchmarks match the source: their imports exist, their calls have valid arguments, and each has a usage text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def definition(module: str, name: str) -> ast.AST | None:
-    """Where a name of a module comes from, through doors; None where the module has no such name."""
+    """Return the node that defines a name of a module, through re-exports, or None if the module has no such name."""
     if f"{module}.{name}" in modules():
         return modules()[f"{module}.{name}"]
     for node in ast.walk(modules().get(module, ast.Module([], []))):
@@ -37,7 +37,7 @@ def definition(module: str, name: str) -> ast.AST | None:
 
 
 def wrong_calls(tree: ast.Module, name: str, found: ast.AST | None) -> Iterator[str]:
-    """Calls by that name that the function, or the class with an `__init__` of its own, does not take."""
+    """Yield calls by that name with arguments that the function, or the class's own `__init__`, does not take."""
     bound = 0
     if isinstance(found, ast.ClassDef):
         found = next((one for one in found.body if getattr(one, "name", "") == "__init__"), None)
@@ -55,7 +55,7 @@ def wrong_calls(tree: ast.Module, name: str, found: ast.AST | None) -> Iterator[
 
 
 def out_of_date(text: str) -> Iterator[str]:
-    """What of Weft a script names and the source does not have."""
+    """Yield names of Weft that a script uses and the source does not have."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -70,12 +70,12 @@ def out_of_date(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_a_benchmark_names_what_there_is(path: Path):
+def test_benchmark_uses_existing_names(path: Path):
     assert not list(out_of_date(path.read_text()))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("import weft.nothing", "line 1: no module weft.nothing"),
         ("from weft.comm import Nothing", "line 1: weft.comm has no Nothing"),
@@ -86,13 +86,13 @@ def test_a_benchmark_names_what_there_is(path: Path):
         ),
     ],
 )
-def test_what_a_script_names_in_vain_is_found(text: str, told: str):
-    assert [line.startswith(told) for line in out_of_date(text)] == [True]
+def test_outdated_name_in_a_script_is_found(text: str, expected: str):
+    assert [line.startswith(expected) for line in out_of_date(text)] == [True]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_a_benchmark_tells_how_it_is_used(path: Path, tmp_path: Path):
+def test_benchmark_has_a_usage_text(path: Path, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(path), "--help"], cwd=tmp_path, env=env.child_env(), capture_output=True, text=True,
         timeout=180,
@@ -101,8 +101,8 @@ def test_a_benchmark_tells_how_it_is_used(path: Path, tmp_path: Path):
     assert path.name in done.stdout
 
 
-def test_every_deliberate_fault_still_fits_the_sources():
-    """Whoever changes a line that benchmarks/mutations.py breaks hears of it at once."""
+def test_every_deliberate_fault_matches_the_sources_once():
+    """A change of a line that benchmarks/mutations.py edits fails here."""
     faults = tomllib.loads((ROOT / "benchmarks" / "faults.toml").read_text())["fault"]
     counts = {fault["name"]: (ROOT / fault["file"]).read_text().count(fault["before"]) for fault in faults}
     assert not {name: count for name, count in counts.items() if count != 1}

@@ -1,4 +1,4 @@
-"""Ranks run on the cores of their GPU's NUMA node: on made-up machines, and bound for real."""
+"""CPU affinity: ranks run on the cores of their GPU's NUMA node, on fake machines and with a real process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def write(file: Path, text: object) -> None:
 
 
 def machine(root: Path, nodes: dict[int, str], gpus: list[int], threads: int = 16, given: str = "") -> Topology:
-    """Cores c and c + threads share a physical one. gpus: the NUMA node of each. given: of the container."""
+    """Create a machine.
+
+    Cores c and c + threads share a physical one. gpus: the NUMA node of each. given: the container's cores.
+    """
     sys_, proc = root / "sys", root / "proc"
     for node, cores in nodes.items():
         write(sys_ / f"devices/system/node/node{node}/cpulist", cores)
@@ -54,7 +57,7 @@ def test_ranks_share_the_physical_cores_of_their_node(tmp_path):
     assert chosen[2].text == "bound to cores 8-15,24-31 of NUMA node 1, where GPU 0000:86:00.0 hangs"
 
 
-def test_more_ranks_than_cores_share_them_all(tmp_path):
+def test_more_ranks_than_cores_share_all_cores(tmp_path):
     there = machine(tmp_path, {0: "0,16", 1: "1-15,17-31"}, [0, 0])
     assert {format_cores(choose_cores(there, ALL, GPUS[:2], rank).cores) for rank in range(2)} == {"0,16"}
 
@@ -72,19 +75,19 @@ def test_more_ranks_than_cores_share_them_all(tmp_path):
          f"not bound to cores: GPU {GPUS[0]}: no core of NUMA node 1 is allowed"),
     ],
 )  # fmt: skip
-def test_what_was_chosen_or_is_not_known_stays(nodes, gpus, given, allowed, text, tmp_path):
+def test_explicit_or_unknown_affinity_is_unchanged(nodes, gpus, given, allowed, text, tmp_path):
     choice = choose_cores(machine(tmp_path, nodes, gpus, given=given), allowed, GPUS[:1], 0)
     assert (choice.cores, choice.text) == (None, text)
 
 
-def test_a_container_that_is_given_some_cores_is_bound_within_them(tmp_path):
+def test_container_with_some_cores_is_bound_within_them(tmp_path):
     there = machine(tmp_path, TWO_NODES, [0, 1], given="4-11")
     allowed = frozenset(range(4, 12))
     assert [format_cores(choose_cores(there, allowed, GPUS[:2], rank).cores) for rank in range(2)] == ["4-7", "8-11"]
 
 
-def test_a_control_group_of_one_rank_was_chosen_for_it(tmp_path):
-    """srun gives each task some cores of its own: no other rank of the machine shares these."""
+def test_control_group_of_one_rank_is_unchanged(tmp_path):
+    """srun gives each task separate cores: no other rank of the machine shares them."""
     there = machine(tmp_path, TWO_NODES, [0, 1], given="4-7")
     choice = choose_cores(there, frozenset(range(4, 8)), GPUS[:2], 0, apart=True)
     assert (choice.cores, choice.text) == (None, "on cores 4-7 as they were set, not bound by Weft")
@@ -94,7 +97,7 @@ def test_a_control_group_of_one_rank_was_chosen_for_it(tmp_path):
     )
 
 
-def test_the_older_files_of_control_groups_are_read_too(tmp_path):
+def test_control_groups_v1_are_read_too(tmp_path):
     there = machine(tmp_path, TWO_NODES, [0])
     write(there.proc / "self/cgroup", "5:cpu,cpuacct:/other\n4:cpuset:/job/step")
     write(there.sys / "fs/cgroup/cpuset/job/cpuset.effective_cpus", "0-3")
@@ -128,13 +131,13 @@ assert (before, cores_of_rank(2)) == (len(both) // 2, 1), before
 
 
 @pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2, reason="needs two cores of Linux")
-def test_all_threads_are_bound_but_those_that_were_placed():
-    """In a process of its own, whose affinity really changes; what it is given alone, it need not share."""
+def test_all_threads_are_bound_except_placed_ones():
+    """In a separate process, whose affinity really changes."""
     subprocess.run([sys.executable, "-c", BOUND], check=True, timeout=60)
 
 
 def placed_rank(monkeypatch, tmp_path, numa: bool) -> list[frozenset[int]]:
-    """What a rank on a GPU binds itself to: local rank 1 of 2."""
+    """Return the cores that a rank on a GPU binds itself to: local rank 1 of 2."""
     bound: list[frozenset[int]] = []
     properties = [SimpleNamespace(pci_domain_id=0, pci_bus_id=int(gpu[5:7], 16), pci_device_id=0) for gpu in GPUS]
     monkeypatch.setattr(near_gpu, "pick_device", lambda kind, local_rank: torch.device("cuda", local_rank))
@@ -149,18 +152,18 @@ def placed_rank(monkeypatch, tmp_path, numa: bool) -> list[frozenset[int]]:
 
 
 @pytest.mark.parametrize("numa", [True, False])
-def test_a_rank_on_a_gpu_is_bound_unless_it_is_turned_off(numa, monkeypatch, tmp_path, capfd):
+def test_rank_on_a_gpu_is_bound_unless_disabled(numa, monkeypatch, tmp_path, capfd):
     assert placed_rank(monkeypatch, tmp_path, numa) == [frozenset({*range(4, 8), *range(20, 24)})] * numa
-    told = "rank 1: bound to cores 4-7,20-23 of NUMA node 0, where GPU 0000:5e:00.0 hangs\n"
-    assert capfd.readouterr().err == (told if numa else "")
+    message = "rank 1: bound to cores 4-7,20-23 of NUMA node 0, where GPU 0000:5e:00.0 hangs\n"
+    assert capfd.readouterr().err == (message if numa else "")
 
 
-def test_a_rank_on_the_processor_stays_where_it_is(monkeypatch):
+def test_rank_on_a_cpu_is_not_bound(monkeypatch):
     monkeypatch.setattr(near_gpu, "stay_near_gpu", lambda place: pytest.fail("bound"))
     assert near_gpu.device_of_rank("cpu", True, None) == torch.device("cpu")
 
 
-def test_the_doctor_tells_what_holds(monkeypatch, tmp_path):
+def test_doctor_reports_the_binding(monkeypatch, tmp_path):
     import weft.comm.gpu_settings
 
     there = machine(tmp_path, TWO_NODES, [0, 1])

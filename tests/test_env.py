@@ -1,4 +1,4 @@
-"""The environment: places from torchrun and SLURM, folders, and what may be shown to others."""
+"""The environment: ranks from torchrun and SLURM, folders, and redacted variables."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def set_all(monkeypatch, variables):
         monkeypatch.setenv(name, value)
 
 
-def test_nobody_started_this_process_as_a_rank():
+def test_process_without_rank_variables_is_no_rank():
     assert env.rank_env() is None
     assert env.launcher_pid() is None
 
 
-def test_torchruns_place(monkeypatch):
+def test_rank_env_of_torchrun(monkeypatch):
     set_all(monkeypatch, TORCHRUN)
     assert env.rank_env() == RankEnv(3, 8, 1, 2, "node0", 29501, "torchrun")
     monkeypatch.setenv("WEFT_LAUNCHED", "4711")
@@ -58,7 +58,7 @@ def test_torchruns_place(monkeypatch):
     assert env.launcher_pid() == 4711
 
 
-def test_a_place_of_only_rank_and_world_size(monkeypatch):
+def test_rank_env_of_only_rank_and_world_size(monkeypatch):
     set_all(monkeypatch, {"RANK": "1", "WORLD_SIZE": "2"})
     assert env.rank_env() == RankEnv(1, 2, 1, 2, "127.0.0.1", 29500, "torchrun")
 
@@ -76,7 +76,7 @@ def test_a_place_of_only_rank_and_world_size(monkeypatch):
         ("LOCAL_RANK", "2", "LOCAL_RANK=2: there are 2 ranks, counted from 0. "),
     ],
 )
-def test_bad_values_are_one_sentence_with_a_remedy(monkeypatch, name, value, text):
+def test_bad_values_are_one_line_with_a_remedy(monkeypatch, name, value, text):
     set_all(monkeypatch, {**TORCHRUN, name: value})
     with pytest.raises(LaunchError) as caught:
         env.rank_env()
@@ -84,17 +84,17 @@ def test_bad_values_are_one_sentence_with_a_remedy(monkeypatch, name, value, tex
     assert str(caught.value).endswith("Start the ranks with torchrun or srun, which set it, or unset it.")
 
 
-def test_slurms_place(monkeypatch):
+def test_rank_env_of_slurm(monkeypatch):
     set_all(monkeypatch, SLURM)
     assert env.rank_env() == RankEnv(5, 8, 1, 4, "gpu03", 20_000 + 40_007 % 20_000, "slurm")
 
 
-def test_a_shell_inside_a_slurm_job_is_no_rank(monkeypatch):
+def test_shell_in_a_slurm_job_is_no_rank(monkeypatch):
     set_all(monkeypatch, {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"})
     assert env.rank_env() is None
 
 
-def test_one_slurm_task_starts_its_own_ranks(monkeypatch):
+def test_single_slurm_task_starts_its_own_ranks(monkeypatch):
     set_all(monkeypatch, {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"})
     assert env.rank_env() is None
 
@@ -108,13 +108,13 @@ def test_uneven_slurm_nodes(monkeypatch, node, here):
     assert place.local_world_size == here
 
 
-def test_a_list_of_tasks_that_cannot_be_read(monkeypatch):
+def test_invalid_list_of_tasks_is_refused(monkeypatch):
     set_all(monkeypatch, {**SLURM, "SLURM_TASKS_PER_NODE": "four"})
     with pytest.raises(LaunchError, match=r"SLURM_TASKS_PER_NODE=four: not a list"):
         env.rank_env()
 
 
-def test_jobs_that_share_a_node_do_not_share_a_port(monkeypatch):
+def test_jobs_on_one_node_have_different_ports(monkeypatch):
     set_all(monkeypatch, SLURM)
     first = env.rank_env()
     monkeypatch.setenv("SLURM_JOB_ID", "40008")
@@ -156,7 +156,7 @@ def test_ci(monkeypatch, value, ci):
     assert env.is_ci() is ci
 
 
-def test_variables_are_lent_and_put_back(monkeypatch):
+def test_variables_are_set_temporarily_for_children(monkeypatch):
     monkeypatch.setenv("WEFT_A", "before")
     with env.lent_to_children(WEFT_A="inside", WEFT_B="new"):
         assert (env.get("WEFT_A"), env.get("WEFT_B")) == ("inside", "new")
@@ -168,16 +168,16 @@ def test_variables_are_lent_and_put_back(monkeypatch):
     ["HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "db_passwd", "MY_PWD",
      "SSH_AUTH_SOCK", "APIKEY", "SESSION_COOKIE", "GOOGLE_APPLICATION_CREDENTIALS"],
 )  # fmt: skip
-def test_names_that_sound_secret(name):
+def test_secret_names(name):
     assert env.is_secret(name)
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "KEYBOARD", "TORCH_HOME", "PYTHONPATH", "MONKEY_PATCH", "PWD"])
-def test_names_that_do_not(name):
+def test_names_that_are_not_secret(name):
     assert not env.is_secret(name)
 
 
-def test_a_report_shows_no_secret(monkeypatch):
+def test_report_shows_no_secret(monkeypatch):
     set_all(
         monkeypatch,
         {"WEFT_TOKEN": "abc", "WEFT_URL": "https://me:pass@example.org/x", "WEFT_N": "3", "OTHER": "1"},
@@ -189,7 +189,7 @@ def test_a_report_shows_no_secret(monkeypatch):
     }
 
 
-def test_the_version_is_that_of_the_distribution(monkeypatch):
+def test_version_is_the_distributions(monkeypatch):
     assert env.weft_version() in (weft.__version__, "not installed")
 
     def missing(name):
@@ -200,7 +200,7 @@ def test_the_version_is_that_of_the_distribution(monkeypatch):
     assert env.weft_version() == "not installed"
 
 
-def test_slurm_tasks_of_one_machine_meet_on_its_loopback_interface(monkeypatch):
+def test_slurm_tasks_of_one_machine_use_loopback(monkeypatch):
     one = {"SLURM_NNODES": "1", "SLURM_STEP_NODELIST": "gpu03", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}
     set_all(monkeypatch, {**SLURM, **one})
     assert env.rank_env() == RankEnv(1, 4, 1, 4, "127.0.0.1", 20_000 + 40_007 % 20_000, "slurm")

@@ -1,4 +1,4 @@
-"""The error tree: texts, problems, and copies that keep what they carry."""
+"""Error classes: messages, problems, and copies that keep their attributes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_every_error_is_a_weft_error_and_most_are_usage_errors():
 
 
 @pytest.mark.parametrize("kind", [ConfigError, PlanError])
-def test_a_listed_error_has_one_line_for_each_problem(kind):
+def test_listed_error_has_one_line_for_each_problem(kind):
     error = kind([Problem("a.b", "a.b=1: no", "x.toml:3"), Problem("c", "c=2: no")])
     assert str(error) == "x.toml:3: a.b=1: no\nc=2: no"
     assert [problem.field for problem in error.problems] == ["a.b", "c"]
     assert isinstance(error, ValueError)
 
 
-def test_a_plain_sentence_is_one_problem():
+def test_plain_message_is_one_problem():
     assert PlanError("tp=0: no.").problems == (Problem("", "tp=0: no."),)
 
 

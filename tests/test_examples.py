@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, on one process and, where it can, on ranks."""
+"""Every example runs as documented in its first lines, on one process and, if supported, on several ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft import env
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ADOPTION = ROOT / "examples" / "01_adopt.py"
-#: What a reader has before any line of ours: a model, its data in a loader with torch's defaults, and a loss.
+#: A user's code before any line of Weft: a model, its data in a loader with torch's defaults, and a loss.
 READERS_OWN = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,7 +28,7 @@ model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Li
 def loss_fn(output, batch):
     return torch.nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 """
-#: What a block did, on the first rank.
+#: The effect of a block, on rank 0.
 REPORT = """
 weights = sum(param.detach().abs().sum().item() for param in model.parameters())
 if run.is_first:
@@ -37,7 +37,7 @@ if run.is_first:
 
 
 def scripts_of(page: Path) -> list[str]:
-    """The page's Python blocks as a reader pastes them: each with `weft.init` begins a script, others go on from it."""
+    """Return the page's Python blocks as scripts. Each block with `weft.init` starts one; the others continue it."""
     scripts: list[str] = []
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
         text = READERS_OWN + block + REPORT
@@ -61,7 +61,7 @@ def run(*command: str, home: Path) -> str:
     return done.stdout
 
 
-#: Those that the gate runs; they stand for the others.
+#: Those that the gate runs.
 QUICK = ("02_plans", "03_from_python", "06_hugging_face")
 
 
@@ -107,7 +107,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "start" / "adopt.md"]
         for n, text in enumerate(scripts_of(page))
     ],
 )
-def test_blocks_of_a_page_run_as_a_reader_pastes_them_and_on_two_ranks_alike(text, tmp_path):
+def test_code_blocks_give_the_same_on_one_process_and_two_ranks(text, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(text)
     alone = run(str(script), home=tmp_path)

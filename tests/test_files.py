@@ -1,4 +1,4 @@
-"""Copies of a model's files: links that leave the folder, pipes and huge files are refused."""
+"""Copies of a model's files: links out of the folder, pipes and huge files are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def copied(model: Path, out: Path) -> list[str]:
     return sorted(file.name for file in out.iterdir())
 
 
-def test_links_within_the_folder_and_into_the_cache_of_hugging_face_are_followed(model: Path, tmp_path: Path) -> None:
+def test_links_within_folder_and_into_hugging_face_cache_are_followed(model: Path, tmp_path: Path) -> None:
     blobs = model.parent.parent / "blobs"
     blobs.mkdir()
     (blobs / "123").write_text("vocabulary")
@@ -44,7 +44,7 @@ def test_links_within_the_folder_and_into_the_cache_of_hugging_face_are_followed
 
 @pytest.mark.parametrize("target", ["{secret}", "../../../secret", "../other/config.json", "../../blobs/out/secret",
                                     "missing", "notes.txt", "/dev/zero", "/proc/self/environ"])  # fmt: skip
-def test_links_that_leave_the_folder_are_refused(model: Path, tmp_path: Path, target: str) -> None:
+def test_links_out_of_the_folder_are_refused(model: Path, tmp_path: Path, target: str) -> None:
     (model.parent / "other").mkdir()
     (model.parent / "other" / "config.json").write_text("another model's")
     (model.parent.parent / "blobs").mkdir()
@@ -55,7 +55,7 @@ def test_links_that_leave_the_folder_are_refused(model: Path, tmp_path: Path, ta
     assert not (tmp_path / "out" / "notes.txt").exists()
 
 
-def test_a_blobs_folder_that_is_a_link_itself_is_refused(model: Path, tmp_path: Path) -> None:
+def test_blobs_folder_that_is_a_link_is_refused(model: Path, tmp_path: Path) -> None:
     os.symlink(tmp_path, model.parent.parent / "blobs")
     os.symlink("../../blobs/secret", model / "notes.txt")
     with pytest.raises(CheckpointError, match="leaves its folder"):

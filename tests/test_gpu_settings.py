@@ -1,4 +1,4 @@
-"""What libraries are told on a GPU: Weft's choice where the user made none."""
+"""Settings of libraries on a GPU: Weft's choice unless the user made one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIOR
 
 
 @pytest.fixture(autouse=True)
-def nothing_set(monkeypatch):
+def no_library_settings(monkeypatch):
     for name in NAMES:
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     products = torch.backends.cuda.matmul
     names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = {name: getattr(products, name) for name in names}  # behind __getattr__, where monkeypatch cannot put back
+    before = {name: getattr(products, name) for name in names}  # behind __getattr__, which monkeypatch cannot restore
     for name in names:
         setattr(products, name, True)
     yield products
@@ -30,7 +30,7 @@ def nothing_set(monkeypatch):
         setattr(products, name, value)
 
 
-def test_what_nobody_set_is_set_and_products_keep_their_sums(nothing_set):
+def test_unset_variables_are_set_and_products_keep_fp32_sums(no_library_settings):
     found = library_settings()
     assert found == [
         "PYTORCH_ALLOC_CONF=expandable_segments:True",
@@ -41,13 +41,13 @@ def test_what_nobody_set_is_set_and_products_keep_their_sums(nothing_set):
     ]
     prepare_gpu()
     assert [os.environ.get(name) for name in NAMES] == ["expandable_segments:True", None, "1"]
-    assert not nothing_set.allow_bf16_reduced_precision_reduction
-    assert not nothing_set.allow_fp16_reduced_precision_reduction
+    assert not no_library_settings.allow_bf16_reduced_precision_reduction
+    assert not no_library_settings.allow_fp16_reduced_precision_reduction
     assert library_settings() == found
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_what_the_user_set_stays_under_either_name(monkeypatch, name):
+def test_user_setting_is_unchanged_under_either_name(monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:512")
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
     prepare_gpu()
@@ -66,7 +66,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def flags(monkeypatch):
-    """What torch rounds to TF32, as the library starts; a GPU that can, of compute capability 8.0."""
+    """Reset torch's TF32 flags on a fake GPU of compute capability 8.0. Yield a function that returns the flags."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
 
@@ -80,11 +80,11 @@ def flags(monkeypatch):
 
 
 def both_generations():
-    """What torch says by all its names; it raises where they disagree."""
+    """Return torch's TF32 state by all its names; torch raises if they disagree."""
     return torch.backends.cuda.matmul.allow_tf32, CUDNN.allow_tf32, torch.get_float32_matmul_precision()
 
 
-def test_the_plan_says_whether_products_are_rounded_to_tf32(flags):
+def test_plan_determines_tf32_rounding(flags):
     multiply_as_planned("fp32", GPU)
     assert flags() == ["ieee"] * 3
     assert both_generations() == (False, False, "highest")
@@ -98,7 +98,7 @@ def test_the_plan_says_whether_products_are_rounded_to_tf32(flags):
 
 
 @pytest.mark.parametrize("asked", ["new", "old", "general"])
-def test_what_a_script_asked_for_by_either_name_is_overruled_aloud(flags, asked):
+def test_script_setting_is_overridden_with_a_warning(flags, asked):
     match asked:
         case "new":
             torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -114,14 +114,14 @@ def test_what_a_script_asked_for_by_either_name_is_overruled_aloud(flags, asked)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp64", "fp8"])
-def test_other_precisions_and_cpus_leave_the_flags(flags, precision):
+def test_other_precisions_and_cpus_do_not_change_the_flags(flags, precision):
     before = flags()
     multiply_as_planned(precision, GPU)
     multiply_as_planned("fp32", torch.device("cpu"))
     assert flags() == before == ["none", "tf32", "tf32"]
 
 
-def test_devices_without_tf32_are_refused_in_one_sentence(flags, monkeypatch):
+def test_devices_without_tf32_are_refused_in_one_line(flags, monkeypatch):
     with pytest.raises(PlanError) as on_cpu:
         build_mesh(Plan(precision="tf32"))
     assert str(on_cpu.value) == (

@@ -1,7 +1,7 @@
-"""Ranks make process groups in orders in which nobody waits for ever: every rank of a plan is carried out in turn.
+"""Ranks create process groups in an order without deadlock, checked by simulating every rank of a plan.
 
-Only the members of a group make it, and with gloo each waits there for the others. So it is enough that some group is
-next for all its members, until none is left.
+Only the members of a group create it, and with gloo each waits there for the others. So it is enough that some group
+is next for all its members, until none is left.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def spec_of(plan: Plan, tied: bool, first_moe_layer: int) -> DecoderSpec:
 
 
 def groups_made(plan: Plan, rank: int, tied: bool, first_moe_layer: int, monkeypatch) -> list[tuple[int, ...]]:
-    """The groups that a rank makes from its start to the end of a step, in their order."""
+    """Return the groups that a rank creates from its start to the end of a step, in order."""
     made: list[tuple[int, ...]] = []
     new_group = dist.new_group
 
-    def noted(ranks, **options):
+    def record(ranks, **options):
         made.append(tuple(ranks))
         return new_group(ranks, **options)
 
-    monkeypatch.setattr(dist, "new_group", noted)
+    monkeypatch.setattr(dist, "new_group", record)
     dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
     try:
         mesh = build_mesh(plan)
@@ -48,7 +48,7 @@ def groups_made(plan: Plan, rank: int, tied: bool, first_moe_layer: int, monkeyp
         parallelize(model, mesh, seed=0)
         optimizer = torch.optim.AdamW(model.parameters())
         step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0)
-        # Stages behind the first and spread experts need what other ranks send, which nobody does here.
+        # Later stages and distributed experts need data that other ranks send; here no rank sends any.
         if plan.pp == plan.ep == 1:
             rows = torch.arange(TOKENS).repeat(2 * plan.microbatches_per_step, 1)
             step({"input_ids": rows, "labels": (rows + 1) % VOCABULARY, "positions": rows})
@@ -58,8 +58,8 @@ def groups_made(plan: Plan, rank: int, tied: bool, first_moe_layer: int, monkeyp
     return made
 
 
-def left_waiting(orders: list[list[tuple[int, ...]]]) -> list[tuple[int, ...] | None]:
-    """What each rank waits for in the end: None for those that got through."""
+def blocked_groups(orders: list[list[tuple[int, ...]]]) -> list[tuple[int, ...] | None]:
+    """Return the group that each rank waits for at the end, or None if it finished."""
     orders = [list(order) for order in orders]
     moved = True
     while moved:
@@ -72,13 +72,13 @@ def left_waiting(orders: list[list[tuple[int, ...]]]) -> list[tuple[int, ...] | 
     return [order[0] if order else None for order in orders]
 
 
-def test_orders_that_cross_are_found():
-    assert left_waiting([[(0, 1), (0, 2)], [(0, 1)], [(0, 2)]]) == [None, None, None]
-    assert left_waiting([[(0, 1), (0, 2)], [(1, 2), (0, 1)], [(0, 2), (1, 2)]]) == [(0, 1), (1, 2), (0, 2)]
+def test_crossing_orders_are_found():
+    assert blocked_groups([[(0, 1), (0, 2)], [(0, 1)], [(0, 2)]]) == [None, None, None]
+    assert blocked_groups([[(0, 1), (0, 2)], [(1, 2), (0, 1)], [(0, 2), (1, 2)]]) == [(0, 1), (1, 2), (0, 2)]
 
 
 def chosen(num_ranks: int) -> list[str]:
-    """Plans in which all pairs of what divides the ranks occur."""
+    """Return plans that cover all pairs of values of the axes."""
     plans = legal(
         num_ranks, passes=(1,), microbatches=(1, num_ranks), recompute=("none",), offload=((),), schedule=("1f1b",),
         virtual_stages=(1,), reshard=("after_forward",), cp_mode=("auto",), precision=("fp32",), order=((),),
@@ -89,11 +89,11 @@ def chosen(num_ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.full)])
-def test_no_rank_waits_for_ever_under_any_plan(num_ranks, monkeypatch):
+def test_no_plan_deadlocks(num_ranks, monkeypatch):
     for text in chosen(num_ranks):
         plan = Plan.parse(text)
         orders = [groups_made(plan, rank, False, 0, monkeypatch) for rank in range(num_ranks)]
-        assert left_waiting(orders) == [None] * num_ranks, (text, orders)
+        assert blocked_groups(orders) == [None] * num_ranks, (text, orders)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_no_rank_waits_for_ever_under_any_plan(num_ranks, monkeypatch):
         ("pp=2 dp_replicate=2 dp_shard=2 zero=3 microbatches=2", True, 0),
     ],
 )
-def test_no_rank_waits_for_ever_where_stages_differ(text, tied, first_moe_layer, monkeypatch):
+def test_plans_with_different_stages_do_not_deadlock(text, tied, first_moe_layer, monkeypatch):
     plan = Plan.parse(text)
     orders = [groups_made(plan, rank, tied, first_moe_layer, monkeypatch) for rank in range(plan.world_size)]
-    assert left_waiting(orders) == [None] * plan.world_size, orders
+    assert blocked_groups(orders) == [None] * plan.world_size, orders
     if plan.pp == 3:
-        # Only the ends share a weight, and only neighbours send each other something: none may need all ranks.
+        # Only the ends share a weight, and only neighbors send to each other: no group may need all ranks.
         lanes = [[(0, 1)] * 2, [(0, 1)] * 2 + [(1, 2)] * 2, [(1, 2)] * 2]
         assert [[group for group in order if group != (0, 2)] for order in orders] == lanes
         assert [order.count((0, 2)) for order in orders] == [1, 0, 1]

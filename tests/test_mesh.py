@@ -26,7 +26,7 @@ sizes = st.tuples(*[st.integers(1, 3)] * len(AXES))
 
 @given(sizes, st.data())
 @settings(max_examples=60, deadline=None)
-def test_members_are_the_ranks_that_differ_on_those_axes_only(axis_sizes, data):
+def test_members_differ_only_on_these_axes(axis_sizes, data):
     plan = Plan(**dict(zip(AXES, axis_sizes, strict=True)))
     names = tuple(sorted(data.draw(st.sets(st.sampled_from(AXES), min_size=1)), key=AXES.index))
     coordinates = list(itertools.product(*[range(size) for size in axis_sizes]))  # row-major: rank = index
@@ -40,7 +40,7 @@ def test_members_are_the_ranks_that_differ_on_those_axes_only(axis_sizes, data):
 
 @given(sizes, st.permutations(AXES), st.data())
 @settings(max_examples=60, deadline=None)
-def test_under_another_order_ranks_count_through_its_innermost_axis_first(axis_sizes, order, data):
+def test_axis_order_makes_its_first_axis_the_innermost(axis_sizes, order, data):
     in_use = [name for name, size in zip(AXES, axis_sizes, strict=True) if size > 1]
     plan = Plan(**dict(zip(AXES, axis_sizes, strict=True)), order=tuple(name for name in order if name in in_use))
     places = list(itertools.product(*[range(size) for size in plan.axis_sizes().values()]))  # row-major: rank = index
@@ -57,19 +57,19 @@ def test_under_another_order_ranks_count_through_its_innermost_axis_first(axis_s
     assert list(found) == sorted(found)  # as torch orders the ranks of a group
 
 
-def test_axes_of_one_process_all_exist_with_size_one():
+def test_axes_of_one_process_exist_with_size_one():
     mesh = build_mesh(Plan())
     for name in AXES:
         assert (mesh[name].size, mesh[name].rank, mesh[name].group) == (1, 0, None)
     assert mesh.world.size == 1
 
 
-def test_an_unknown_axis_is_refused_by_name():
+def test_unknown_axis_is_refused_by_name():
     with pytest.raises(PlanError, match=r"mesh axis 'dp'.*dp_replicate"):
         build_mesh(Plan())["dp"]
 
 
-def test_a_plan_for_more_ranks_than_started_is_refused():
+def test_mesh_for_more_ranks_than_started_is_refused():
     with pytest.raises(PlanError) as caught:
         build_mesh(Plan(dp_shard=4, tp=2))
     assert str(caught.value) == (
@@ -79,7 +79,7 @@ def test_a_plan_for_more_ranks_than_started_is_refused():
 
 
 def sum_along_axes(plan_text: str) -> dict[str, float]:
-    """On each rank: the sum of 2**rank over each axis and the joined data axis."""
+    """On each rank: return the sum of 2**rank over each axis and the joined data axis."""
     from weft.comm.collectives import all_reduce
     from weft.comm.ledger import Ledger
 
@@ -103,13 +103,13 @@ def test_each_axis_has_its_own_group_of_real_ranks(ranks4):
     # The axis of size 1 costs no call.
     assert [row["calls"] for row in found] == [3] * 4
     turned = ranks4.run(sum_along_axes, "dp_replicate=2 tp=2 order=tp+dp_replicate")
-    # rank = tp * 2 + dp_replicate; names stay what they are
+    # rank = tp * 2 + dp_replicate; names are unchanged
     assert [row["tp"] for row in turned] == [5, 10, 5, 10]
     assert [row["dp_replicate"] for row in turned] == [3, 3, 12, 12]
     assert [row["dp_replicate*tp"] for row in turned] == [15] * 4
 
 
-def test_experts_are_a_second_view_of_the_ranks_inside_a_replica():
+def test_expert_axes_divide_the_ranks_of_a_replica():
     plan = Plan(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, zero=1)
     mesh = Mesh.__new__(Mesh)
     mesh.plan = plan
@@ -123,7 +123,7 @@ def test_experts_are_a_second_view_of_the_ranks_inside_a_replica():
         assert mesh.ranks_over(("ep", "beside_ep")) == mesh.ranks_over(("dp_shard", "cp", "tp"))
 
 
-def test_neighbours_on_an_axis_and_the_ends_of_a_pipeline():
+def test_neighbors_on_an_axis_and_the_ends_of_a_pipeline():
     mesh = Mesh.__new__(Mesh)
     mesh.plan = Plan(pp=3, dp_replicate=2, tp=4)
     mesh.rank = 6  # the last pair of tp, on the second replica of the first stage
@@ -134,7 +134,7 @@ def test_neighbours_on_an_axis_and_the_ends_of_a_pipeline():
     assert mesh.ranks_over(("ends", "dp_replicate")) == (2, 6, 18, 22)
 
 
-def test_experts_and_the_axes_they_are_spread_over_do_not_join():
+def test_expert_axis_cannot_be_joined_with_its_parts():
     with pytest.raises(PlanError) as caught:
         build_mesh(Plan())["ep", "tp"]
     assert str(caught.value) == (
@@ -161,8 +161,8 @@ def test_experts_have_groups_of_real_ranks(ranks4):
     ]
 
 
-def groups_of_some_then_of_all() -> list[int]:
-    """Two ranks make a group that the others know nothing of; then all make groups of two."""
+def groups_of_some_and_all_ranks() -> list[int]:
+    """Two ranks create a group without the others; then all create groups of two."""
     import torch
     import torch.distributed as dist
 
@@ -175,11 +175,11 @@ def groups_of_some_then_of_all() -> list[int]:
     return number.tolist()
 
 
-def test_groups_that_only_some_ranks_made_do_not_part_the_others(ranks4):
-    assert ranks4.run(groups_of_some_then_of_all) == [[2], [4], [2], [4]]
+def test_groups_of_some_ranks_do_not_affect_later_groups(ranks4):
+    assert ranks4.run(groups_of_some_and_all_ranks) == [[2], [4], [2], [4]]
 
 
-def test_a_store_of_this_machine_listens_nowhere_else():
+def test_loopback_store_listens_only_on_loopback():
     store = loopback_store("127.0.0.1", 0)
     listening = {
         connection.laddr
@@ -191,8 +191,8 @@ def test_a_store_of_this_machine_listens_nowhere_else():
         loopback_store("127.0.0.1", store.port)
 
 
-def joins_again(port: int) -> list[float]:
-    """As a script under torchrun does that calls weft.init twice, or after close."""
+def join_twice(port: int) -> list[float]:
+    """Join like a script under torchrun that calls weft.init twice, or after close."""
     rank = dist.get_rank()
     env.set_for_children(TORCHELASTIC_USE_AGENT_STORE="True")
     dist.destroy_process_group()
@@ -212,14 +212,14 @@ def joins_again(port: int) -> list[float]:
     return sums
 
 
-def test_joining_twice_uses_the_same_group_and_joining_after_parting_makes_a_new_one():
+def test_joining_twice_reuses_the_group_and_after_leaving_makes_a_new_one():
     store = loopback_store("127.0.0.1", 0)
     with RankPool(2) as pool:
-        assert pool.run(joins_again, store.port) == [[2.0] * 4] * 2
+        assert pool.run(join_twice, store.port) == [[2.0] * 4] * 2
 
 
-def test_a_group_is_never_split_from_that_of_all_ranks(monkeypatch):
-    """With a bound device torch would have NCCL split it, for which all ranks must come; only the members do."""
+def test_group_is_never_split_from_the_world_group(monkeypatch):
+    """With a bound device torch would have NCCL split the group, which all ranks must join; only the members do."""
     asked = []
     monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda *given: asked.append(given))
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -235,8 +235,8 @@ def test_a_group_is_never_split_from_that_of_all_ranks(monkeypatch):
         dist.destroy_process_group()
 
 
-def limits_of_groups() -> tuple[float, float, float]:
-    """Seconds that collectives wait over all ranks, as a new group is told, and over one made while that is 77."""
+def group_timeouts() -> tuple[float, float, float]:
+    """Return timeouts in seconds for the world group, a new group, and one created while the default is 77."""
     from unittest.mock import patch
 
     from weft.comm import mesh as module
@@ -244,14 +244,14 @@ def limits_of_groups() -> tuple[float, float, float]:
     from weft.private_torch import default_timeout
 
     mesh, cpu = build_mesh(Plan.parse("tp=2 dp_shard=2")), torch.device("cpu")
-    told = default_timeout()
+    default = default_timeout()
     with patch.object(module, "default_timeout", lambda: datetime.timedelta(seconds=77)):
         group = module.join_group(mesh.ranks_over(("tp",)), "limit")
-    return timeout_s(backend_of(mesh.world.group, cpu)), told.total_seconds(), timeout_s(backend_of(group, cpu))
+    return timeout_s(backend_of(mesh.world.group, cpu)), default.total_seconds(), timeout_s(backend_of(group, cpu))
 
 
-def test_groups_of_some_ranks_wait_as_long_as_that_of_all(ranks4):
-    """torch gives a new group 30 minutes, whatever the ranks joined with: a hang would outlast launch.timeout."""
-    for everyone, told, some in ranks4.run(limits_of_groups):
-        assert everyone == told
+def test_new_groups_have_the_timeout_of_the_world_group(ranks4):
+    """torch gives a new group 30 minutes, for any timeout of the ranks: a hang would outlast launch.timeout."""
+    for everyone, default, some in ranks4.run(group_timeouts):
+        assert everyone == default
         assert some == 77.0

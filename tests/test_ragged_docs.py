@@ -1,4 +1,4 @@
-"""The script of docs/how-to/ragged.md runs as pasted, on one process and on two ranks alike, and its commands pass."""
+"""The script of docs/how-to/ragged.md runs as pasted, with equal results on two ranks, and its commands succeed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_the_script_of_the_page_gives_the_same_on_two_ranks(tmp_path):
+def test_page_script_gives_the_same_on_two_ranks(tmp_path):
     script = tmp_path / "finetune.py"
     script.write_text(blocks("python")[0])
     alone = run(str(script), home=tmp_path)
@@ -30,7 +30,7 @@ def test_the_script_of_the_page_gives_the_same_on_two_ranks(tmp_path):
 
 @pytest.fixture
 def pasted(tmp_path, monkeypatch):
-    """All blocks in one file, in the folder that is worked in; away again after the test."""
+    """Write all blocks to one file in the current folder, and unload it after the test."""
     (tmp_path / "finetune.py").write_text("\n\n".join(blocks("python")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -40,5 +40,5 @@ def pasted(tmp_path, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", blocks("sh"))
-def test_the_commands_of_the_page_pass(command, pasted, capsys):
+def test_page_commands_succeed(command, pasted, capsys):
     assert weft(shlex.split(command)[1:]) == 0, capsys.readouterr()

@@ -13,8 +13,8 @@ import pytest
 from weft import env
 
 PAGES = Path(__file__).parents[1] / "docs" / "how-to"
-#: Runs script after script in one start of a process: importing torch and transformers costs more than they do.
-#: What one start of torchrun lends its ranks to meet serves one group, so each script has a port of its own.
+#: Runs the scripts in one process: importing torch and transformers costs more than the scripts.
+#: One start of torchrun has a store for one group, so each script has its own port.
 ALL = """
 import os, runpy, sys
 for port, path in zip(*[iter(sys.argv[1:])] * 2):
@@ -42,7 +42,7 @@ def run(*command: str, home: Path) -> list[str]:
     [(("save_and_load",), False), pytest.param(("save_and_load", "adapters"), True, marks=pytest.mark.full)],
     ids=["one process", "all pages, and on two ranks"],
 )
-def test_scripts_of_the_pages_run_on_one_process_and_on_two_ranks(pages, on_ranks, tmp_path):
+def test_page_scripts_run_on_one_process_and_on_two_ranks(pages, on_ranks, tmp_path):
     text = "\n".join((PAGES / f"{page}.md").read_text() for page in pages)
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     paths = [tmp_path / f"script_{index}.py" for index in range(len(blocks))]

@@ -1,4 +1,4 @@
-"""Units: what people type is read exactly, what is printed has three digits and never rolls over its unit."""
+"""Units: input is parsed exactly, and output has three digits and never rolls over its unit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft import units
         (4096, 4096),
         ("1_000B", 1000),
         (".5KiB", 512),
-        ("9007199254740993", 9007199254740993),  # one more than a float can tell
+        ("9007199254740993", 9007199254740993),  # one more than a float can represent
     ],
 )
 def test_parse_bytes(text, size):
@@ -29,7 +29,7 @@ def test_parse_bytes(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "12 XB", "1e3", "-5", "12 GiB 3", "9" * 400, "٣GiB", "nan", -1, True])
-def test_bad_bytes(text):
+def test_invalid_bytes(text):
     with pytest.raises(ValueError, match="Write a "):
         units.parse_bytes(text)
 
@@ -99,7 +99,7 @@ def test_counted():
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**60))
-def test_a_printed_size_reads_back_to_three_digits(num_bytes):
+def test_printed_size_can_be_parsed_to_three_digits(num_bytes):
     again = units.parse_bytes(units.format_bytes(num_bytes))
     assert abs(again - num_bytes) <= 0.006 * num_bytes
 
@@ -119,7 +119,7 @@ def test_parse_rate(text, rate):
     assert units.parse_rate(text) == rate
 
 
-def test_what_is_no_rate_and_no_speed():
+def test_invalid_rates_and_speeds():
     for text in ("300", "300GB", "300gb/s", "GB/s", "-3GB/s", "3 4GB/s", "1e3GB/s", ""):
         with pytest.raises(ValueError, match="is not a rate"):
             units.parse_rate(text)

@@ -1,4 +1,4 @@
-"""`weft ckpt`: what it says of checkpoints that are whole, damaged, alike and different."""
+"""`weft ckpt`: output for complete, damaged, equal and different checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(data))
 
 
-def test_list_says_step_size_state_and_plan(three, capsys):
+def test_list_shows_step_size_state_and_plan(three, capsys):
     (three / "checkpoints" / "step_00000040").mkdir()
     (three / "checkpoints" / "step_00000010").rename(three / "checkpoints" / "step_00000010.aside")
     assert run(["ckpt", "list", str(three)]) == 0
@@ -55,7 +55,7 @@ def test_list_says_step_size_state_and_plan(three, capsys):
     assert (found[2]["step"], found[2]["num_bytes"], found[2]["num_files"]) == (30, size, 5)
 
 
-def test_list_takes_a_link_to_itself_for_a_file_that_cannot_be_read(three, capsys):
+def test_list_reports_a_symlink_loop_as_unreadable(three, capsys):
     commit = three / "checkpoints" / "step_00000020" / "COMMIT"
     commit.unlink()
     commit.symlink_to(commit)
@@ -63,7 +63,7 @@ def test_list_takes_a_link_to_itself_for_a_file_that_cannot_be_read(three, capsy
     assert "unreadable: COMMIT is not a plain file" in capsys.readouterr().out.splitlines()[2]
 
 
-def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys):
+def test_verify_names_files_tensors_and_newest_intact_step(three, capsys):
     assert run(["ckpt", "verify", str(three)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("newest intact checkpoint: step 30, ")
     root = three / "checkpoints"
@@ -73,8 +73,8 @@ def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys)
     saved(three, 5)
     (root / "step_00000040").mkdir()
     assert run(["ckpt", "verify", str(three)]) == 1
-    told = capsys.readouterr().out
-    assert told.splitlines() == [
+    output = capsys.readouterr().out
+    assert output.splitlines() == [
         "step_00000005  whole",
         "step_00000010  damaged",
         "  optimizer.safetensors is missing",
@@ -93,16 +93,16 @@ def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys)
     assert found["checkpoints"][3]["damages"][0]["tensors"] == ["model/w", "model/b"]
 
 
-def test_verify_names_the_tensors_beyond_a_cut(three, capsys):
+def test_verify_names_the_tensors_after_a_truncation(three, capsys):
     file = three / "checkpoints" / "step_00000030" / "model.safetensors"
     os.truncate(file, file.stat().st_size - 1)
     assert run(["ckpt", "verify", str(three / "checkpoints" / "step_00000030")]) == 1
-    told = capsys.readouterr().out
-    assert "    holds model/b\n" in told  # the narrower elements lie last
-    assert told.endswith("no intact checkpoint\n")
+    output = capsys.readouterr().out
+    assert "    holds model/b\n" in output  # the narrower elements are stored last
+    assert output.endswith("no intact checkpoint\n")
 
 
-def test_a_flip_passes_unseen_where_no_digests_are_asked_for(three, capsys):
+def test_verify_fast_skips_digests(three, capsys):
     flip(three / "checkpoints" / "step_00000030" / "model.safetensors")
     assert run(["ckpt", "verify", str(three), "--fast"]) == 0
     assert run(["ckpt", "verify", f"{three}@30"]) == 1
@@ -122,7 +122,7 @@ def test_show_filters_by_pattern(three, capsys):
     ]
 
 
-def test_diff_says_what_is_missing_misshapen_and_different(tmp_path, capsys):
+def test_diff_reports_missing_reshaped_and_changed_tensors(tmp_path, capsys):
     left = saved(tmp_path / "a", 1, rate={"lr": 0.1})
     (tmp_path / "a" / "config.toml").write_text("seed = 1\n[train]\nsteps = 5\n")
     tensors = {
@@ -142,14 +142,14 @@ def test_diff_says_what_is_missing_misshapen_and_different(tmp_path, capsys):
         "num_equal": 0,
     }
     assert run(["ckpt", "diff", str(left), str(right)]) == 1
-    told = capsys.readouterr().out
-    assert "different numbers (2):\n  tensor" in told
-    assert "  model/w              0.045     0.5            11\n" in told
+    output = capsys.readouterr().out
+    assert "different numbers (2):\n  tensor" in output
+    assert "  model/w              0.045     0.5            11\n" in output
     assert run(["ckpt", "diff", str(left), str(left)]) == 0
     assert capsys.readouterr().out == "identical: 4 tensors\n"
 
 
-def test_diff_lists_weights_first_and_the_largest_relative_difference_first(tmp_path, capsys):
+def test_diff_lists_weights_and_large_relative_differences_first(tmp_path, capsys):
     for name, factor in (("a", 1.0), ("b", 2.0)):
         tensors = {
             "optimizer": {"w/step": torch.tensor(10.0 * factor)},
@@ -163,18 +163,18 @@ def test_diff_lists_weights_first_and_the_largest_relative_difference_first(tmp_
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
-def test_export_writes_whole_tensors_that_the_public_reader_reads(three, capsys, dtype):
+def test_export_writes_full_tensors_readable_by_safetensors(three, capsys, dtype):
     out = three / "out"
     assert run(["export", str(three), str(out), *([] if dtype is None else ["--dtype", dtype])]) == 0
-    found, whole = load_file(out / "model.safetensors"), load_checkpoint(three / "checkpoints/step_00000030")
-    wanted = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    assert torch.equal(found["w"], whole.tensors("model")["w"].to(wanted))
+    found, checkpoint = load_file(out / "model.safetensors"), load_checkpoint(three / "checkpoints/step_00000030")
+    expected = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert torch.equal(found["w"], checkpoint.tensors("model")["w"].to(expected))
     assert json.loads((out / "shared_names.json").read_text()) == {"head": "w"}
     assert run(["export", str(three), str(out)]) == 2
     assert "the folder exists, and Weft does not overwrite it" in capsys.readouterr().err
 
 
-def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
+def test_export_like_a_hugging_face_model_can_be_loaded(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
@@ -205,7 +205,7 @@ def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, capsys):
+def test_adapter_is_exported_separately_or_merged(norm, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -224,7 +224,7 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, ca
     save_checkpoint(tmp_path / "checkpoints", 1, groups, {"adapter": adapter_state(model)})
     ids, like = torch.arange(6)[None], ["--like", str(tmp_path / "like")]
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         if norm:
             assert run(["export", str(tmp_path), str(tmp_path / "alone")]) == 2
             assert "'model.norm.weight': it was trained in addition to the adapter" in capsys.readouterr().err
@@ -233,10 +233,10 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, ca
             written = {path.name for path in (tmp_path / "alone").iterdir()}
             assert written == {"adapter_config.json", "adapter_model.safetensors"}
             again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "like")
-            torch.testing.assert_close(load_adapter(again, tmp_path / "alone")(ids).logits, wanted)
+            torch.testing.assert_close(load_adapter(again, tmp_path / "alone")(ids).logits, expected)
         assert run(["export", str(tmp_path), str(tmp_path / "merged"), *like]) == 0
         merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
-        torch.testing.assert_close(merged(ids).logits, wanted)
+        torch.testing.assert_close(merged(ids).logits, expected)
     torch.manual_seed(1)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "like")
     assert run(["export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
@@ -244,7 +244,7 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, ca
     assert "an adapter of another base: 'model." in said
 
 
-def test_rounding_to_bf16_is_torchs():
+def test_rounding_to_bf16_matches_torch():
     from weft.checkpoint.safetensors_files import block_of, tensor_of
     from weft.cli.export import converted
 
@@ -255,14 +255,14 @@ def test_rounding_to_bf16_is_torchs():
     assert found.isnan().equal(numbers.isnan())
 
 
-def test_prune_is_a_dry_run_until_yes(three, capsys):
+def test_prune_is_a_dry_run_without_yes(three, capsys):
     for step in (40, 50):
         saved(three, step, progress={"step": step, "best_step": 10}, evaluated=step == 40)
     root = three / "checkpoints"
     before = sorted(os.listdir(root))
     assert run(["ckpt", "prune", str(three), "--keep-last", "1"]) == 0
-    told = capsys.readouterr()
-    assert told.out.split() == [
+    output = capsys.readouterr()
+    assert output.out.split() == [
         "would",
         "delete",
         str(root / "step_00000020"),
@@ -270,7 +270,7 @@ def test_prune_is_a_dry_run_until_yes(three, capsys):
         "delete",
         str(root / "step_00000030"),
     ]
-    assert "dry run: add --yes to delete 2 checkpoints, " in told.err
+    assert "dry run: add --yes to delete 2 checkpoints, " in output.err
     assert sorted(os.listdir(root)) == before
     assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--every", "15", "--yes"]) == 0
     assert sorted(path.name for path in root.glob("step_*")) == [
@@ -278,7 +278,7 @@ def test_prune_is_a_dry_run_until_yes(three, capsys):
     ]  # fmt: skip
 
 
-def test_prune_never_takes_the_last_whole_one(three, capsys):
+def test_prune_keeps_the_last_intact_checkpoint(three, capsys):
     for step in (20, 30):
         flip(three / "checkpoints" / f"step_000000{step}" / "model.safetensors")
     assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--yes"]) == 0
@@ -298,13 +298,13 @@ def test_prune_never_takes_the_last_whole_one(three, capsys):
         (["export", "{}", "{}/out", "--like", "{}/empty"], "it has no config.json. Give the folder of the"),
     ],
 )  # fmt: skip
-def test_mistakes_are_sentences(three, capsys, words, text):
+def test_errors_are_one_line(three, capsys, words, text):
     (three / "empty").mkdir()
     assert run([word.replace("{}", str(three)) for word in words]) == 2
     assert text.replace("{}", str(three)) in capsys.readouterr().err
 
 
-def test_looking_needs_no_torch(three):
+def test_inspection_needs_no_torch(three):
     import subprocess
     import sys
 

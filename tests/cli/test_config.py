@@ -1,4 +1,4 @@
-"""`weft config`: shows, with and without origins, prints the schema, and imports no torch."""
+"""`weft config`: shows a config with and without origins, prints the schema, and imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.config.files import load_config
 from weft.config.run_config import RunConfig
 
 
-def test_show_prints_a_file_that_loads_back(capsys, tmp_path):
+def test_show_prints_a_loadable_file(capsys, tmp_path):
     assert run(["config", "show", "train.steps=50"]) == 0
     path = tmp_path / "shown.toml"
     path.write_text(capsys.readouterr().out)
@@ -47,7 +47,7 @@ def test_schema(capsys):
         (["none.toml"], "there is no such file"),
     ],
 )
-def test_mistakes_are_sentences_with_exit_code_2(capsys, words, expected):
+def test_errors_are_one_line_with_exit_code_2(capsys, words, expected):
     assert run(["config", "show", *words]) == 2
     captured = capsys.readouterr()
     assert expected in captured.err

@@ -1,4 +1,4 @@
-"""`weft config import`: the report, the config, exit codes; no traceback whatever the file holds."""
+"""`weft config import`: the report, the config and the exit codes. No file content may cause a traceback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def file(tmp_path) -> Path:
     return path
 
 
-def test_standard_output_is_a_config_with_the_report_in_comments(file, tmp_path, capsys):
+def test_stdout_is_a_config_with_the_report_in_comments(file, tmp_path, capsys):
     assert main.run(["config", "import", str(file)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -50,10 +50,10 @@ def test_standard_output_is_a_config_with_the_report_in_comments(file, tmp_path,
     assert (config.schedule.kind, config.schedule.warmup_steps, config.schedule.final) == ("cosine", 50, 1e-4)
 
 
-def test_out_writes_what_would_be_printed(file, tmp_path, capsys):
+def test_out_writes_the_printed_text(file, tmp_path, capsys):
     out = tmp_path / "weft.toml"
     assert main.run(["config", "import", str(file)]) == 0
-    # Each run is called after its file.
+    # Each run is named after its file.
     printed = capsys.readouterr().out.replace('name = "ds_config"', 'name = "weft"')
     assert 'name = "weft"' in printed
     assert main.run(["config", "import", str(file), "--out", str(out)]) == 0
@@ -69,12 +69,12 @@ def test_out_writes_what_would_be_printed(file, tmp_path, capsys):
 
 def test_json(file, capsys):
     assert main.run(["config", "import", str(file), "--world-size", "4", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["plan"] == "dp_replicate=4 accumulation=2 precision=bf16"
-    assert told["settings"]["optimizer.lr"] == 2e-5
-    assert told["open"] == ["optimizer.weight_decay"]
-    assert told["refused"] == []
-    (clipping,) = [line for line in told["keys"] if line["key"] == "gradient_clipping"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["plan"] == "dp_replicate=4 accumulation=2 precision=bf16"
+    assert report["settings"]["optimizer.lr"] == 2e-5
+    assert report["open"] == ["optimizer.weight_decay"]
+    assert report["refused"] == []
+    (clipping,) = [line for line in report["keys"] if line["key"] == "gradient_clipping"]
     assert clipping == {
         "key": "gradient_clipping",
         "value": "0.5",
@@ -82,10 +82,10 @@ def test_json(file, capsys):
         "text": "optimizer.max_grad_norm=0.5",
         "sets": ["optimizer.max_grad_norm"],
     }
-    assert tomllib.loads(told["toml"])["plan"] == told["plan"]
+    assert tomllib.loads(report["toml"])["plan"] == report["plan"]
 
 
-def test_what_a_rule_refuses_is_told(tmp_path, capsys):
+def test_values_refused_by_a_rule_are_reported(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text(
         '{"pipeline": {"stages": 2}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 900}}}'
@@ -96,7 +96,7 @@ def test_what_a_rule_refuses_is_told(tmp_path, capsys):
     assert "#   schedule.warmup_steps=900: warm-up must end before train.steps=300." in out
 
 
-def test_typos_are_a_warning_and_an_error_when_strict(file, capsys):
+def test_typos_are_warnings_and_errors_when_strict(file, capsys):
     file.write_text('{"bf16": {"enabled": true}, "gradient_cliping": 1.0, "xyzzy": 1}')
     for words, code in (([], 0), (["--strict"], 2)):
         assert main.run(["config", "import", str(file), *words]) == code
@@ -110,7 +110,7 @@ def test_typos_are_a_warning_and_an_error_when_strict(file, capsys):
     assert main.run(["config", "import", str(file), "--strict"]) == 0
 
 
-def test_a_table_on_a_terminal(file, capsys, monkeypatch):
+def test_table_on_a_terminal(file, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "150")
     assert main.run(["config", "import", str(file)]) == 0
@@ -133,7 +133,7 @@ def test_a_table_on_a_terminal(file, capsys, monkeypatch):
         ("[]", "a DeepSpeed config is a JSON object, but this is a list."),
     ],
 )
-def test_a_wrong_file_is_told_in_one_line(file, capsys, text, message):
+def test_invalid_file_is_reported_in_one_line(file, capsys, text, message):
     file.write_text(text)
     assert main.run(["config", "import", str(file)]) == 2
     out, err = capsys.readouterr()
@@ -145,7 +145,7 @@ def test_a_wrong_file_is_told_in_one_line(file, capsys, text, message):
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 600), st.integers(0, 10), st.binary(max_size=4))
-def test_no_file_brings_a_traceback(tmp_path_factory, at, length, put):
+def test_no_file_causes_a_traceback(tmp_path_factory, at, length, put):
     raw = json.dumps(DS_CONFIG).encode()
     path = tmp_path_factory.getbasetemp() / "broken.json"
     path.write_bytes(raw[:at] + put + raw[at + length :])

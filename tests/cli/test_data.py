@@ -33,7 +33,7 @@ def run(*arguments: str) -> Result:
     return result
 
 
-def test_preview_marks_what_is_masked(toml: str) -> None:
+def test_preview_marks_masked_text(toml: str) -> None:
     result = run("preview", toml, "--num", "2", "data.packing=pad")
     assert result.exit_code == 0
     assert "chat.jsonl: messages, column 'conversations' (role='from', content='value')" in result.stdout
@@ -44,7 +44,7 @@ def test_preview_marks_what_is_masked(toml: str) -> None:
     assert "[bold]" in shown
     assert "<|im_start|>assistant\n]]answer" in shown
     assert "<|im_end|>[[\n<|endoftext|>]]" in shown
-    # "answer NN" and <|im_end|> are ten tokens, nine where the number has one digit.
+    # "answer NN" and <|im_end|> are ten tokens, or nine if the number has one digit.
     head = shown.splitlines()[0]
     assert "1 document, " in head
     assert ("10 trained, " in head) or ("9 trained, " in head)
@@ -77,7 +77,7 @@ def test_prepare_then_verify(toml: str, tmp_path: Path) -> None:
     assert again[-1].startswith("ok: 2 splits, ")
 
 
-def test_damage_that_no_start_has_seen_is_told_with_what_to_type(toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_irreparable_damage_is_reported_with_the_command_to_type(toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run("prepare", toml)
     monkeypatch.setattr(
         "weft.data.store.prepared.verify_split", lambda *_: ["tokens-00000.bin does not match its digest"]
@@ -87,7 +87,7 @@ def test_damage_that_no_start_has_seen_is_told_with_what_to_type(toml: str, monk
     assert (Path(str(caught.value).split("rm -r ")[1].split(" ")[0]) / "manifest.json").is_file()
 
 
-def test_preview_of_instructions_shows_the_template_and_what_is_trained(tmp_path: Path) -> None:
+def test_preview_of_instructions_shows_template_and_trained_text(tmp_path: Path) -> None:
     record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
     (tmp_path / "alpaca.json").write_text(json.dumps([record]))
     result = run(
@@ -101,7 +101,7 @@ def test_preview_of_instructions_shows_the_template_and_what_is_trained(tmp_path
     assert "[[<|im_start|>user\nAdd.\n\n1 and 2<|im_end|>\n<|im_start|>assistant\n]]3<|im_end|>[[\n" in result.stdout
 
 
-def test_settings_alone_need_no_file(tmp_path: Path, toml: str) -> None:
+def test_settings_without_a_file(tmp_path: Path, toml: str) -> None:
     result = run(
         "prepare", f"data.train={tmp_path}/chat.jsonl", f"data.cache_dir={tmp_path}/other", "tokenizer.kind=bytes",
         "data.holdout=0.2",

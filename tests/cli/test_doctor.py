@@ -1,4 +1,4 @@
-"""`weft doctor`: comes to an end on any machine, and gives nothing away."""
+"""`weft doctor`: completes on any machine, and reveals no private data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.cli.doctor import CheckLine, examine, text
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> subprocess.CompletedProcess[str]:
-    """One real run, with a secret and a telling folder in its environment."""
+    """Run the command once, with a secret and a private folder in its environment."""
     home = tmp_path_factory.mktemp("home")
     variables = env.child_env(
         WEFT_HOME=str(home / "cache"), HF_TOKEN="hf_verysecret", NCCL_DEBUG="WARN", SLURM_JOB_USER="somebody", CI="true"
@@ -43,11 +43,11 @@ def test_this_machine_can_train(report):
         assert name in lines_of(report)
 
 
-def test_two_ranks_meet(report):
+def test_two_ranks_connect(report):
     assert lines_of(report)["two ranks"]["text"].startswith("gloo: connected in ")
 
 
-def test_nothing_is_given_away(report):
+def test_report_has_no_private_data(report):
     variables = lines_of(report)["variables"]["text"]
     assert "HF_TOKEN=[redacted]" in variables
     assert "NCCL_DEBUG=WARN" in variables
@@ -59,12 +59,12 @@ def test_nothing_is_given_away(report):
         assert getpass.getuser() not in report.stdout
 
 
-def test_nothing_is_left_behind(report):
+def test_no_files_remain(report):
     assert report.returncode == 0
     assert not list(machine.Path.cwd().glob(".weft-doctor-*"))
 
 
-def test_a_check_that_breaks_is_a_line_and_not_the_end():
+def test_failing_check_is_reported_as_a_line():
     def broken() -> list[CheckLine]:
         raise PermissionError("no /proc here")
 
@@ -73,7 +73,7 @@ def test_a_check_that_breaks_is_a_line_and_not_the_end():
     assert line.text == "could not be read (PermissionError: no /proc here)"
 
 
-def test_the_text_is_plain_and_has_the_remedy():
+def test_text_has_no_markup_and_has_the_remedy():
     lines = [CheckLine("machine", "memory", "1 GiB", "fail", "Buy some."), CheckLine("gpus", "driver", "none")]
     assert text(lines).splitlines() == [
         "machine",
@@ -85,7 +85,7 @@ def test_the_text_is_plain_and_has_the_remedy():
 
 
 @pytest.mark.parametrize("status, code", [("ok", 0), ("warn", 0), ("fail", 1)])
-def test_only_a_fail_is_an_exit_code(monkeypatch, capsys, status, code):
+def test_only_fail_sets_the_exit_code(monkeypatch, capsys, status, code):
     from weft.cli.app import run
 
     monkeypatch.setattr(doctor_verb, "report", lambda: [CheckLine("a", "b", "c", status)])
@@ -94,7 +94,7 @@ def test_only_a_fail_is_an_exit_code(monkeypatch, capsys, status, code):
     assert capsys.readouterr().out.endswith("```\n")
 
 
-def test_a_disk_that_cannot_be_written(monkeypatch, tmp_path):
+def test_unwritable_disk_fails(monkeypatch, tmp_path):
     def refuse(folder):
         raise PermissionError(13, "Permission denied")
 
@@ -105,7 +105,7 @@ def test_a_disk_that_cannot_be_written(monkeypatch, tmp_path):
     assert "WEFT_HOME" in line.remedy
 
 
-def test_a_missing_package_is_a_fail(monkeypatch):
+def test_missing_package_fails(monkeypatch):
     from importlib import metadata
 
     def version(package):
@@ -124,7 +124,7 @@ def test_a_missing_package_is_a_fail(monkeypatch):
 @pytest.mark.parametrize(
     "summary, whose", [("A substrate for agents", "another project"), ("One plan for training", "an old install")]
 )
-def test_another_distribution_of_this_name_is_told(monkeypatch, summary, whose):
+def test_other_distribution_named_weft_is_reported(monkeypatch, summary, whose):
     monkeypatch.setattr(software.metadata, "metadata", lambda name: {"Summary": summary, "Version": "0.9"})
     [line] = software.namesake()
     assert line.status == "warn"
@@ -132,7 +132,7 @@ def test_another_distribution_of_this_name_is_told(monkeypatch, summary, whose):
     assert line.remedy.startswith("Run: pip uninstall weft")
 
 
-def test_a_name_of_its_own_is_no_clash(monkeypatch):
+def test_no_other_distribution_is_no_clash(monkeypatch):
     def missing(name):
         raise software.metadata.PackageNotFoundError(name)
 
@@ -141,7 +141,7 @@ def test_a_name_of_its_own_is_no_clash(monkeypatch):
 
 
 class FakeNvml(types.ModuleType):
-    """One GPU that answers some questions."""
+    """A fake pynvml with one GPU that supports some of the calls."""
 
     NVML_NVLINK_MAX_LINKS = 4
 
@@ -175,7 +175,7 @@ class FakeNvml(types.ModuleType):
         return call
 
 
-def test_a_gpu_that_torch_does_not_see_is_a_fail(monkeypatch):
+def test_gpu_invisible_to_torch_fails(monkeypatch):
     import torch
 
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
@@ -183,7 +183,7 @@ def test_a_gpu_that_torch_does_not_see_is_a_fail(monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr(gpus, "cores", lambda pci_ids: asked.extend(pci_ids) or [])
     lines = list(gpus.gpus())
-    assert asked == ["0000:3b:00.0"]  # as the system's files name it
+    assert asked == ["0000:3b:00.0"]  # in the format of sysfs
     assert lines[0].text == "570.1, up to CUDA 12.8; 1 GPUs"
     assert lines[1].text == (
         "NVIDIA H200, 128 GiB free of 128 GiB, power limit 700 W, PCIe 5.0 x16 of x16, NVLink 2 up"
@@ -192,7 +192,7 @@ def test_a_gpu_that_torch_does_not_see_is_a_fail(monkeypatch):
     assert (lines[3].name, lines[3].status) == ("torch", "fail")
 
 
-def test_no_port_on_loopback_is_a_fail(monkeypatch):
+def test_unusable_loopback_fails(monkeypatch):
     class NoSocket:
         def __init__(self):
             raise OSError(1, "Operation not permitted")

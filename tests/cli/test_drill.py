@@ -1,4 +1,4 @@
-"""`weft drill`: which faults there are, how a rank suffers one, what the report says; in `full`, the whole campaign."""
+"""`weft drill`: the table of faults, their injection in a rank, the report; in `full`, the complete campaign."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from weft.train.folder import RunFolder
 from weft.train.loop import injected_faults as injected
 from weft.train.loop.injected_faults import ACTS, DAMAGES, Fault, FaultHook, asked_fault
 
-#: Faults that happen at another moment than after a step, or outside the ranks.
+#: Faults that happen at another time than after a step, or outside of the ranks.
 ELSEWHERE = {"kill_in_save", "loader", "nan_gradient", "port_taken"}
 
 
-def test_each_fault_of_the_table_is_done_somewhere():
+def test_each_fault_of_the_table_is_implemented():
     assert set(KINDS) == {*ACTS, *ELSEWHERE}
     assert len(KINDS) >= 21
     assert set(DAMAGES) < set(ACTS)
 
 
-def test_kinds_are_chosen_by_name_and_by_the_number_of_ranks():
+def test_kinds_are_chosen_by_name_and_number_of_ranks():
     assert chosen("kill_rank, truncate", 1) == ["kill_rank", "truncate"]
     assert set(KINDS) - set(chosen("", 1)) == NEED_TWO_RANKS
     with pytest.raises(ConfigError, match=r"there is no such fault. Did you mean 'kill_rank'"):
@@ -53,7 +53,7 @@ def record(step: int) -> StepRecord:
 TWO = Plan.parse("dp_shard=2")
 
 
-def test_a_loss_is_spoilt_on_the_stage_that_computes_it(tmp_path, monkeypatch):
+def test_nan_loss_is_injected_on_the_stage_that_computes_it(tmp_path, monkeypatch):
     asked = {"kind": "nan_gradient", "step": 5, "rank": 1, "mark": str(tmp_path / "mark"), "world_size": 4}
     monkeypatch.setenv("WEFT_DRILL", json.dumps(asked))
     plan = Plan.parse("pp=2 dp_replicate=2 microbatches=2")
@@ -62,7 +62,7 @@ def test_a_loss_is_spoilt_on_the_stage_that_computes_it(tmp_path, monkeypatch):
     assert [rank for rank in range(4) if asked_fault(rank, plan)] == [1]
 
 
-def test_a_rank_suffers_only_its_own_fault_and_once(tmp_path, monkeypatch):
+def test_rank_gets_only_its_own_fault_and_once(tmp_path, monkeypatch):
     assert asked_fault(0, TWO) is None
     asked = {"kind": "exception", "step": 5, "rank": 1, "mark": str(tmp_path / "mark"), "world_size": 2}
     monkeypatch.setenv("WEFT_DRILL", json.dumps(asked))
@@ -78,7 +78,7 @@ def test_a_rank_suffers_only_its_own_fault_and_once(tmp_path, monkeypatch):
     assert asked_fault(1, TWO) is None
 
 
-def test_a_loss_is_spoilt_at_its_step_alone(tmp_path):
+def test_nan_loss_is_injected_only_at_its_step(tmp_path):
     class Losing:
         def loss(self, output: float, batch: int) -> tuple[float, int]:
             return output, batch
@@ -97,7 +97,7 @@ def test_a_loss_is_spoilt_at_its_step_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_waits_for_a_second_checkpoint_and_hits_the_newest(tmp_path, kind, monkeypatch):
+def test_damage_waits_for_second_checkpoint_and_hits_the_newest(tmp_path, kind, monkeypatch):
     died: list[int] = []
     monkeypatch.setattr(injected.os, "kill", lambda pid, signum: died.append(signum))
     hook = FaultHook(fault(tmp_path, kind), object(), RunFolder(tmp_path))  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_damage_waits_for_a_second_checkpoint_and_hits_the_newest(tmp_path, kind
     assert {path.parent.name for path in changed} == {"step_00000006"}
 
 
-def test_the_report_says_what_was_survived(tmp_path):
+def test_report_states_survival(tmp_path):
     good = DrillRow("kill_rank", step=7, detected_s=0.31, back_s=8.4, steps_lost=1, state="equal")
     bad = DrillRow("hang", error="not over after 600 s")
     assert (good.survived, bad.survived, DrillRow("abort", state="equal", left=1).survived) == (True, False, False)
@@ -128,7 +128,7 @@ def test_the_report_says_what_was_survived(tmp_path):
     assert good.as_json()["survived"] is True
 
 
-def test_a_campaign_counts_what_its_folder_holds(tmp_path):
+def test_campaign_counts_the_results_in_its_folder(tmp_path):
     campaign = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "drill_campaign.py"))
     rows = [
         (1, 1, DrillRow("hang", state="the last loss differs by 1e-02")),
@@ -147,7 +147,7 @@ def test_a_campaign_counts_what_its_folder_holds(tmp_path):
     assert lines[-1] == "plan pp=2 dp_replicate=2, round 1, abort: not over after 120 s, 0 left"
 
 
-def test_final_states_are_compared_by_the_digests_of_all_files(tmp_path):
+def test_final_states_are_compared_by_file_digests(tmp_path):
     folders = [RunFolder(tmp_path / name) for name in "ab"]
     for number, folder in enumerate(folders):
         made = folder.checkpoints / "step_00000009"
@@ -184,7 +184,7 @@ batches = 1
 device = "cpu"
 """
 
-#: Plans, and the faults that each is tried with: two ranks suffer all of them, four ranks one of each way to fail.
+#: Plans, and the faults that each is tried with: two ranks get all of them, four ranks one of each kind of failure.
 CAMPAIGNS = {
     "dp_shard=2 zero=3": "",
     "tp=2 dp_replicate=2": "kill_rank,hang,nan_gradient,flip_byte",
@@ -223,7 +223,7 @@ def test_all_faults_are_survived(tmp_path, plan, faults):
 
 
 @pytest.mark.full
-def test_nothing_outlives_a_launcher_that_was_killed(tmp_path):
+def test_no_process_outlives_a_killed_launcher(tmp_path):
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft {i * i}"}}\n' for i in range(400)))
     (tmp_path / "small.toml").write_text(SMALL)
     words = [

@@ -1,4 +1,4 @@
-"""`weft eval`: figures of lm-eval, and what cannot be evaluated."""
+"""`weft eval`: results of lm-eval, and runs that cannot be evaluated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = ["model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.num_k
 WORDS = ["warp", "weft", "loom", "thread", "cloth"]
 
 
-def test_without_lm_eval_the_extra_is_named(tmp_path, capsys, monkeypatch):
+def test_missing_lm_eval_error_names_its_extra(tmp_path, capsys, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -25,7 +25,7 @@ def test_without_lm_eval_the_extra_is_named(tmp_path, capsys, monkeypatch):
     assert "lm-eval" in capsys.readouterr().err
 
 
-def test_a_folder_or_tasks_that_are_not_there(tmp_path, capsys):
+def test_missing_folder_or_tasks(tmp_path, capsys):
     assert main.run(["eval", str(tmp_path), "--tasks", " , "]) == 2
     assert "--tasks: it names no task." in capsys.readouterr().err
     assert main.run(["eval", str(tmp_path), "--tasks", "mine", "--task-folder", str(tmp_path / "no")]) == 2
@@ -34,7 +34,7 @@ def test_a_folder_or_tasks_that_are_not_there(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A run, and a task of questions: which word goes on."""
+    """Create a run, and a task that asks for the next entry of a series."""
     here, draw = tmp_path_factory.mktemp("eval"), random.Random(1)
     texts = [" ".join(WORDS[(i * k) % 5] for k in range(1, 40)) for i in range(1, 61)]
     (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -52,7 +52,7 @@ def home(tmp_path_factory) -> Path:
 
 
 @pytest.mark.full
-def test_figures_are_those_of_the_exported_model(home, capsys):
+def test_results_equal_those_of_the_exported_model(home, capsys):
     pytest.importorskip("lm_eval")
     transformers = pytest.importorskip("transformers")
     import torch
@@ -76,8 +76,8 @@ def test_figures_are_those_of_the_exported_model(home, capsys):
         right += sums.index(max(sums)) == one["gold"]
     assert found["step"] == 20
     assert found["tasks"]["next_word"]["acc"] == pytest.approx(right / 24)
-    kept = json.loads((home / "run" / "evals" / "step_00000020.json").read_text())
-    assert kept == found["tasks"]
+    saved = json.loads((home / "run" / "evals" / "step_00000020.json").read_text())
+    assert saved == found["tasks"]
     (home / "questions.jsonl").unlink()
     assert main.run(words) == 2
     assert "their data cannot be read" in capsys.readouterr().err

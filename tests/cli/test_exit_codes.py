@@ -1,4 +1,4 @@
-"""Every exit code that docs/reference/errors.md lists, from what ends a command to its number."""
+"""Every exit code that docs/reference/errors.md lists, with the endings of a command that cause it."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ ENDS: list[tuple[int, BaseException | None]] = [
 
 
 @pytest.mark.parametrize("code, end", ENDS, ids=lambda value: value if isinstance(value, int) else repr(value)[:40])
-def test_what_ends_training_gives_its_code(monkeypatch, code, end):
-    def train_here(spec: object) -> None:
+def test_end_of_training_sets_the_exit_code(monkeypatch, code, end):
+    def train_stub(spec: object) -> None:
         if end is not None:
             raise end
 
-    monkeypatch.setattr("weft.cli.train.execute", train_here)
+    monkeypatch.setattr("weft.cli.train.execute", train_stub)
     assert command.run(["train"]) == code
 
 
-def test_a_reader_that_has_gone_is_no_traceback():
+def test_closed_output_pipe_causes_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-m", "weft", "models"], stdout=writer, stderr=subprocess.PIPE, timeout=60)
@@ -68,12 +68,12 @@ def test_a_reader_that_has_gone_is_no_traceback():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_the_page_lists_these_codes_and_no_other():
+def test_errors_page_lists_exactly_these_codes():
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)}
     assert listed == {code for code, _ in ENDS} | {141}
 
 
-def test_each_error_on_purpose_ends_with_a_listed_code():
+def test_each_weft_error_has_a_listed_exit_code():
     def family(kind: type[WeftError]) -> set[type[WeftError]]:
         return {kind}.union(*(family(child) for child in kind.__subclasses__()))
 

@@ -1,4 +1,4 @@
-"""What a failing rank leaves behind, and which of several failures is shown."""
+"""The record of a failing rank, and which of several failures is shown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.errors import CommError, DataError
         (Failure(0, 2, kind="DataError", message="data.train=x: no.", expected=True), "data.train=x: no."),
     ],
 )
-def test_sentences(failure, sentence):
+def test_failure_messages(failure, sentence):
     assert failure.sentence() == sentence
 
 
@@ -40,25 +40,25 @@ def test_exit_codes(error, code):
     assert Failure.from_exception(0, error).exit_code == code
 
 
-def test_the_first_failure_is_the_earliest_that_no_other_caused():
+def test_first_failure_is_the_earliest_original_one():
     lost = Failure.from_exception(0, RuntimeError("Connection reset by peer"))
     comm = Failure.from_exception(3, CommError("rank 2 is gone"))
-    told = Failure.from_exception(1, DataError("data.train=x: no file."))
+    original = Failure.from_exception(1, DataError("data.train=x: no file."))
     ended = Failure(2, -signal.SIGTERM, when=1.0)
     aborted = Failure(4, -signal.SIGABRT, when=1.0)
-    killed = Failure(5, -signal.SIGKILL, when=told.when + 1)
-    assert first_failure([lost, comm, ended, aborted, told, killed]) is told
+    killed = Failure(5, -signal.SIGKILL, when=original.when + 1)
+    assert first_failure([lost, comm, ended, aborted, original, killed]) is original
     assert first_failure([lost, killed]) is killed
     assert first_failure([lost, comm]) is lost
 
 
-def test_the_record_lies_beside_the_log_and_a_full_disk_is_no_second_failure(tmp_path):
+def test_record_is_next_to_the_log_and_unwritable_folder_is_ignored(tmp_path):
     error = ValueError("boom")
     error.step = 12  # type: ignore[attr-defined]
     failure = Failure.from_exception(3, error)
     assert failure.sentence() == "rank 3 failed at step 12: ValueError: boom"
     write_failure(tmp_path, failure)
     assert Failure(**json.loads((tmp_path / "rank_3.error.json").read_text())) == failure
-    # A folder that cannot be written to stands for a full disk: both are an OSError.
+    # A folder that cannot be written to is like a full disk: both raise an OSError.
     write_failure(tmp_path / "none", failure)
     assert [file.name for file in tmp_path.iterdir()] == ["rank_3.error.json"]

@@ -1,4 +1,4 @@
-"""`weft generate`: folders that cannot be used."""
+"""`weft generate`: options, conversations, and folders that cannot be used."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def runs(tmp_path, monkeypatch) -> Path:
         ),
     ],
 )
-def test_folders_that_are_no_trained_run(runs, folder, text):
+def test_folders_without_a_trained_run_are_refused(runs, folder, text):
     with pytest.raises(ConfigError) as caught:
         refuse_no_run(Path(folder))
     assert str(caught.value) == text
 
 
-def test_a_trained_run_is_taken(runs):
+def test_trained_run_is_accepted(runs):
     refuse_no_run(Path("runs/quickstart"))
 
 
-class Written:
-    """Stands for a loaded model."""
+class FakeModel:
+    """Replaces a loaded model."""
 
     def __init__(self, is_chat: bool):
         self.is_chat, self.asked = is_chat, []
@@ -64,16 +64,16 @@ class Written:
 
 
 @pytest.fixture
-def written(runs, monkeypatch):
+def fake_model(runs, monkeypatch):
     from weft.train.tasks import generation
 
-    model, opened = Written(is_chat=True), []
+    model, opened = FakeModel(is_chat=True), []
     monkeypatch.setattr(generation, "open_text_model", lambda run, step: opened.append((run, step)) or model)
     return model, opened
 
 
-def test_the_options_reach_the_model(written, capsys):
-    model, opened = written
+def test_options_are_passed_to_the_model(fake_model, capsys):
+    model, opened = fake_model
     words = ["generate", "runs/quickstart", "--prompt", "class ", "--max-tokens", "5", "--temperature", "0"]
     words += ["--step", "10", "--stop", "x", "--stop", "y"]
     assert main.run([*words, "--raw"]) == 0
@@ -90,20 +90,20 @@ def test_the_options_reach_the_model(written, capsys):
     assert opened == [(Path("runs/quickstart"), 10)] * 4
 
 
-def test_a_conversation_goes_on_line_by_line(written, capsys, monkeypatch):
+def test_conversation_reads_stdin_line_by_line(fake_model, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("more?\n\nbye\n"))
     assert main.run(["generate", "runs/quickstart", "--chat", "--prompt", "hi"]) == 0
     assert capsys.readouterr().out == "answer 1\n> answer 2\n> > answer 3\n> \n"
-    roles = [role for role, _ in written[0].asked[-1][0]]
+    roles = [role for role, _ in fake_model[0].asked[-1][0]]
     assert roles == ["user", "assistant"] * 2 + ["user"]
 
 
-def test_a_file_of_messages_is_answered_or_refused(written, capsys, tmp_path):
+def test_file_of_messages_is_answered_or_refused(fake_model, capsys, tmp_path):
     file = tmp_path / "m.json"
     file.write_text('{"messages": [{"role": "human", "content": "q"}], "tools": [{"name": "add"}]}')
     assert main.run(["generate", "runs/quickstart", "--messages", str(file)]) == 0
-    assert written[0].asked[0][0] == [("user", "q")]
-    assert written[0].asked[0][-1] == '[{"name": "add"}]'
+    assert fake_model[0].asked[0][0] == [("user", "q")]
+    assert fake_model[0].asked[0][-1] == '[{"name": "add"}]'
     for text, why in (
         ("{", "not JSON"), ("[]", "empty"), ('[{"role": "x", "content": ""}]', "unknown role"),
         ('[{"role": "assistant", "content": "a"}]', "its last turn is the assistant's"),
@@ -116,12 +116,12 @@ def test_a_file_of_messages_is_answered_or_refused(written, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("option", [("--top-k", "0"), ("--max-tokens", "many"), ("--temperature", "-1")])
-def test_values_out_of_range(runs, capsys, option):
+def test_options_out_of_range_are_refused(runs, capsys, option):
     assert main.run(["generate", "runs/quickstart", *option]) == 2
     assert option[0] in capsys.readouterr().err
 
 
-def test_a_run_of_another_task_writes_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_of_another_task_cannot_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text('[task]\nname = "images.py:ImageTask"\n')
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     assert main.run(["generate", str(tmp_path)]) == 2

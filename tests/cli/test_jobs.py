@@ -1,4 +1,4 @@
-"""`weft launch`: the text of each kind of job, checked by what reads it."""
+"""`weft launch`: the text of each kind of job, checked by the parser that reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.cli.launch.jobs import MAKERS
 
 GOLDEN = Path(__file__).parent / "jobs"
 ASKED = ["--nodes", "4", "--time", "4h", "--workdir", "/shared/work", "--venv", "/shared/venv"]
-#: The options of sbatch that its manual lists and that jobs here use.
+#: The documented options of sbatch that jobs here use.
 SBATCH = {
     "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "requeue", "open-mode", "array",
     "output",
@@ -26,7 +26,7 @@ SBATCH = {
 
 @pytest.fixture
 def text(tmp_path, monkeypatch, capsys):
-    """The text of a job for a run named after its file."""
+    """Return a function that makes the text of a job for a run named after its file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "big.toml").write_text('plan = "dp_shard=* zero=3"\n[train]\nsteps = 500\n')
 
@@ -39,38 +39,38 @@ def text(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_the_text_is_the_golden_one(text, kind):
+def test_job_text_equals_the_golden_file(text, kind):
     assert text(kind) == (GOLDEN / f"{kind}.txt").read_text()
 
 
 @pytest.mark.parametrize("options", [[], ["--array", "5"], ["--container", "weft:1"]])
-def test_sbatch_knows_all_options_and_bash_the_rest(text, options):
+def test_slurm_job_has_valid_options_and_bash_syntax(text, options):
     job = text("slurm", *options)
-    said = [line.removeprefix("#SBATCH --") for line in job.splitlines() if line.startswith("#SBATCH")]
-    assert {one.partition("=")[0] for one in said} <= SBATCH
+    options_used = [line.removeprefix("#SBATCH --") for line in job.splitlines() if line.startswith("#SBATCH")]
+    assert {one.partition("=")[0] for one in options_used} <= SBATCH
     assert not any(line.startswith("#SBATCH") for line in job.partition("\n\n")[2].splitlines())
     assert subprocess.run(["bash", "-n"], input=job.encode(), capture_output=True).stderr == b""
 
 
 @pytest.mark.parametrize(("last", "code", "queued"), [("finished", 0, False), ("asked", 0, True), ("asked", 3, False)])
-def test_a_slurm_job_is_queued_again_until_the_run_is_finished(text, tmp_path, last, code, queued):
+def test_slurm_job_is_requeued_until_the_run_is_finished(text, tmp_path, last, code, queued):
     job = text("slurm").replace("/shared/work", str(tmp_path)).replace("source /shared/venv/bin/activate\n", "")
     events = tmp_path / "runs" / "big" / "events.jsonl"
     events.parent.mkdir(parents=True)
     events.write_text('{"event":"start"}\n' + json.dumps({"event": "end", "reason": last}) + "\n")
-    told = tmp_path / "told"
-    for name, body in (("srun", f'echo "$@" > {told}.srun; exit {code}'), ("scontrol", f'echo "$@" > {told}')):
+    mark = tmp_path / "told"
+    for name, body in (("srun", f'echo "$@" > {mark}.srun; exit {code}'), ("scontrol", f'echo "$@" > {mark}')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     assert subprocess.run(["bash"], input=job.encode(), env=environment).returncode == code
-    assert told.exists() == queued
-    assert not queued or told.read_text() == "requeue 77\n"
-    assert Path(f"{told}.srun").read_text() == "--kill-on-bad-exit=1 weft train big.toml optimizer.lr=1e-4\n"
+    assert mark.exists() == queued
+    assert not queued or mark.read_text() == "requeue 77\n"
+    assert Path(f"{mark}.srun").read_text() == "--kill-on-bad-exit=1 weft train big.toml optimizer.lr=1e-4\n"
 
 
 def check_torchrun(words: list[str], endpoint: str) -> None:
-    """By the parser of torchrun itself."""
+    """Check the command with torchrun's own parser."""
     from torch.distributed.run import get_args_parser
 
     assert words[0] == "torchrun"
@@ -82,14 +82,14 @@ def check_torchrun(words: list[str], endpoint: str) -> None:
     assert found.training_script_args == ["train", "big.toml", "optimizer.lr=1e-4", "train.max_time=14100s"]
 
 
-def test_torchrun_parses_its_line(text):
+def test_torchrun_parses_its_command(text):
     job = text("torchrun", "--head", "node-1")
     assert subprocess.run(["bash", "-n"], input=job.encode(), capture_output=True).stderr == b""
     assert "HEAD=node-1\n" in job
     check_torchrun(shlex.split(job.splitlines()[-1])[1:], "$HEAD:29500")
 
 
-def test_kubernetes_finds_its_head(text):
+def test_kubernetes_job_resolves_its_head(text):
     yaml = pytest.importorskip("yaml")
     service, job = yaml.safe_load_all(text("kubernetes"))
     assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"] == "big"
@@ -99,7 +99,7 @@ def test_kubernetes_finds_its_head(text):
     assert {one["name"] for one in pod["containers"][0]["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
 
 
-def test_kubernetes_schema_has_nothing_against_it(text):
+def test_kubernetes_job_is_valid_by_schema(text):
     validate = pytest.importorskip("kubernetes_validate")
     import yaml
 
@@ -107,12 +107,12 @@ def test_kubernetes_schema_has_nothing_against_it(text):
         validate.validate(one, "1.29", strict=True)
 
 
-#: Of a task, in SkyPilot's reference of its YAML.
+#: Keys of a task in SkyPilot's YAML reference.
 SKY = {"name", "num_nodes", "resources", "volumes", "run"}
 SKY_RESOURCES = {"accelerators", "cpus", "image_id", "job_recovery"}
 
 
-def test_skypilot_has_the_keys_of_its_reference(text):
+def test_skypilot_task_has_documented_keys(text):
     yaml = pytest.importorskip("yaml")
     task = yaml.safe_load(text("skypilot", "--container", "weft:1"))
     assert task.keys() <= SKY
@@ -123,7 +123,7 @@ def test_skypilot_has_the_keys_of_its_reference(text):
 
 
 class FakeRay(types.ModuleType):
-    """Runs tasks at once; the first `losses` of them lose their machine."""
+    """Runs tasks immediately; the first `losses` of them lose their machine."""
 
     def __init__(self, losses: int):
         super().__init__("ray")
@@ -132,7 +132,7 @@ class FakeRay(types.ModuleType):
         self.losses = losses
 
     def init(self) -> None:
-        """Nothing to join."""
+        """Do nothing."""
 
     def get(self, found):
         return found
@@ -179,14 +179,14 @@ def test_ray_starts_torchrun_on_each_machine_and_again_after_a_loss(text, monkey
     check_torchrun(ran[0][4:], "10.0.0.1:29500")
 
 
-def test_jobs_without_gpus_ask_for_none(text):
+def test_jobs_without_gpus_request_none(text):
     assert "gpu" not in text("slurm", "launch.device=cpu")
     assert "nvidia.com/gpu" not in text("kubernetes", "launch.device=cpu")
     assert "GPUS, CPUS, PORT, TRIES = 4, 0, 8" in text("ray", "launch.device=cpu")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["slrm", "big.toml"], "KIND=slrm: unknown launcher. Did you mean 'slurm'?"),
         (["slurm", "train.steps=5"], "CONFIG: a job needs a config file."),
@@ -196,6 +196,6 @@ def test_jobs_without_gpus_ask_for_none(text):
         (["slurm", "big.toml", "--time", "soon"], "--time soon: "),
     ],
 )  # fmt: skip
-def test_mistakes_are_sentences(text, capsys, words, said):
+def test_errors_are_one_line(text, capsys, words, message):
     assert run(["launch", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Launching: real processes, small programs. Every test has a time limit and checks that nothing stays behind."""
+"""Launching: real processes that run small programs. Every test has a time limit and checks that no process remains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.train.folder import run_lock
 
 LIMIT_S = 40.0
 
-# Launchers are forked from a server that has imported torch once: a second saved in each test.
+# Launchers are forked from a server that has imported torch once. This saves a second in each test.
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["weft.comm.mesh", "tests.cli.test_launch"])
 
@@ -46,9 +46,9 @@ def launcher(
     peer_grace_s: float,
     settings: bytes,
 ) -> None:
-    """The launcher as a process of its own, ended as `weft train` is.
+    """Run the launcher in a separate process that ends like `weft train`.
 
-    by: whether ranks are "forks" of the program of a server, or "programs". out, err: files for its standard streams.
+    by: whether ranks are "forks" of a server, or "programs". out, err: files for its standard streams.
     """
     for descriptor, path in ((1, out), (2, err)):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -101,8 +101,8 @@ def body(terminal):
 
 BOTH = ["forks", "programs"]
 
-#: How the program goes on: as a rank, or as the server that becomes one in each fork. Ranks that meet nowhere need no
-#: store, and what hosts one loads torch: two seconds of a core in each test.
+#: How the program continues: as a rank, or as the server that becomes one in each fork. Ranks that do not connect need
+#: no store, and importing torch to host one costs two CPU seconds in each test.
 ENDING = """
 def host_nothing(parent, told, held):
     os.write(told, b"1")
@@ -126,7 +126,7 @@ else:
 
 
 def script_of(body: str, *, meets: bool = False) -> str:
-    """A rank's program. meets: whether its ranks find a store where they can meet."""
+    """Return a rank's program. meets: whether its ranks have a rendezvous store."""
     return f"MEETS = {meets}\n" + RANK + textwrap.indent(textwrap.dedent(body), "    ") + ENDING
 
 
@@ -163,12 +163,12 @@ class Launched:
         os.kill(self.process.pid, signum)
 
     def end(self) -> tuple[int | None, str, str]:
-        """Exit code, stdout, stderr."""
+        """Return exit code, stdout and stderr."""
         self.process.join(LIMIT_S)
         return self.process.exitcode, self._out.read_text(), self._err.read_text()
 
     def wait_ready(self, ranks: int = 2) -> list[int]:
-        """Process ids of the ranks, once each has come to its `ready()`."""
+        """Return the ranks' process ids after each has called `ready()`."""
         files = [self.logs / f"ready_{rank}" for rank in range(ranks)]
         wait_until(lambda: all(file.exists() for file in files))
         return [int(file.read_text()) for file in files]
@@ -205,7 +205,7 @@ def launch(tmp_path: Path) -> Generator[Callable[..., Launched]]:
         launched.process.join(10)
 
 
-def test_output_of_python_and_of_compiled_code_lands_in_the_ranks_log(launch):
+def test_output_of_python_and_compiled_code_is_in_the_ranks_log(launch):
     launched = launch("""
         print("from python", place.rank)
         ctypes.CDLL(None).puts(b"from C")
@@ -224,7 +224,7 @@ def test_output_of_python_and_of_compiled_code_lands_in_the_ranks_log(launch):
             assert line in log.splitlines()
 
 
-def test_logs_are_appended_to_and_an_old_error_is_forgotten(launch, tmp_path):
+def test_logs_are_appended_to_and_old_error_is_removed(launch, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").write_text("an earlier start\n")
     write_failure(tmp_path / "logs", Failure(0, 7, kind="DataError", message="old", expected=True, when=time.time()))
@@ -235,7 +235,7 @@ def test_logs_are_appended_to_and_an_old_error_is_forgotten(launch, tmp_path):
 
 
 @pytest.mark.parametrize("by", BOTH)
-def test_a_crash_shows_the_ranks_traceback_once_and_ends_its_peer(launch, by):
+def test_crash_shows_traceback_once_and_ends_peers(launch, by):
     launched = launch(
         """
         ready()
@@ -259,7 +259,7 @@ def test_a_crash_shows_the_ranks_traceback_once_and_ends_its_peer(launch, by):
 
 
 @pytest.mark.parametrize("by", BOTH)
-def test_an_error_raised_on_purpose_is_only_its_sentence_and_keeps_its_exit_code(launch, by):
+def test_weft_error_shows_only_its_message_and_keeps_its_exit_code(launch, by):
     launched = launch(
         """
         ready()
@@ -287,7 +287,7 @@ def test_sys_exit_keeps_its_code(launch, code):
 
 
 @pytest.mark.parametrize("by", BOTH)
-def test_a_killed_rank_is_named_with_its_signal(launch, by):
+def test_killed_rank_is_named_with_its_signal(launch, by):
     launched = launch(
         """
         ready()
@@ -303,7 +303,7 @@ def test_a_killed_rank_is_named_with_its_signal(launch, by):
     assert not any(map(is_running, pids))
 
 
-def test_a_rank_that_cannot_end_is_not_waited_for_long_once_another_was_killed(launch):
+def test_hanging_rank_is_not_waited_for_after_another_was_killed(launch):
     launched = launch(
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -322,7 +322,7 @@ def test_a_rank_that_cannot_end_is_not_waited_for_long_once_another_was_killed(l
     assert not any(map(is_running, pids))
 
 
-def test_a_fault_in_compiled_code_leaves_the_python_stack_in_the_log(launch):
+def test_segfault_leaves_the_python_stack_in_the_log(launch):
     launched = launch("""
         if place.rank == 1:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -334,7 +334,7 @@ def test_a_fault_in_compiled_code_leaves_the_python_stack_in_the_log(launch):
     assert "Fatal Python error: Segmentation fault" in launched.log(1)
 
 
-def test_the_killed_rank_is_named_and_not_the_peer_that_lost_its_connection(launch):
+def test_killed_rank_is_named_instead_of_the_disconnected_peer(launch):
     launched = launch("""
         ready()
         if place.rank == 0:
@@ -347,7 +347,7 @@ def test_the_killed_rank_is_named_and_not_the_peer_that_lost_its_connection(laun
     assert "rank 1 was killed by signal 9" in launched.end()[2]
 
 
-def test_a_killed_rank_is_named_though_the_launcher_had_to_kill_another(launch):
+def test_killed_rank_is_named_if_launcher_kills_another(launch):
     launched = launch(
         """
         if place.rank == 2:
@@ -367,7 +367,7 @@ def test_a_killed_rank_is_named_though_the_launcher_had_to_kill_another(launch):
     assert "error: rank 1 was killed by signal 9" in launched.end()[2]
 
 
-def test_both_ranks_failing_at_once_gives_one_report(launch):
+def test_two_simultaneous_failures_give_one_report(launch):
     launched = launch("""
         ready()
         wait_for(f"ready_{1 - place.rank}")
@@ -379,7 +379,7 @@ def test_both_ranks_failing_at_once_gives_one_report(launch):
     assert err.count("error: rank ") == 1
 
 
-def test_a_peer_that_does_not_end_after_a_failure_is_killed_soon(launch):
+def test_peer_that_ignores_sigterm_after_a_failure_is_killed(launch):
     launched = launch(
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -400,7 +400,7 @@ def test_a_peer_that_does_not_end_after_a_failure_is_killed_soon(launch):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_lets_ranks_save_and_that_is_a_success(launch, signum):
+def test_ranks_save_after_a_signal_and_exit_with_0(launch, signum):
     launched = launch("stop_softly()\ntime.sleep(0.3)\nprint('saved')")
     launched.wait_ready()
     launched.signal(signum)
@@ -414,7 +414,7 @@ def test_a_signal_lets_ranks_save_and_that_is_a_success(launch, signum):
 
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
-def test_a_signal_before_training_keeps_its_number(launch, signum, code):
+def test_signal_before_training_keeps_its_exit_code(launch, signum, code):
     launched = launch("ready()\ntime.sleep(60)")
     launched.wait_ready()
     launched.signal(signum)
@@ -426,7 +426,7 @@ def test_a_signal_before_training_keeps_its_number(launch, signum, code):
     ]
 
 
-def test_a_signal_while_the_ranks_end_is_a_success(launch):
+def test_signal_while_ranks_exit_is_a_success(launch):
     launched = launch("""
         import atexit
         atexit.register(lambda: (ready(), wait_for("sent")))
@@ -438,20 +438,20 @@ def test_a_signal_while_the_ranks_end_is_a_success(launch):
 
 
 @pytest.mark.parametrize("by", BOTH)
-def test_settings_reach_the_ranks_by_value(launch, by):
-    settings = b"plan = 1\n" * 40_000  # more than an environment variable or a pipe holds
+def test_settings_are_passed_to_ranks_by_value(launch, by):
+    settings = b"plan = 1\n" * 40_000  # more than an environment variable or a pipe can contain
     launched = launch("print(len(line.settings), line.settings[:8])", settings=settings, by=by)
     assert launched.end()[0] == 0
     assert all("360000 b'plan = 1'" in launched.log(rank) for rank in (0, 1))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-def test_the_lock_is_held_until_launcher_and_ranks_are_gone(launch, tmp_path):
+def test_lock_remains_until_launcher_and_ranks_have_exited(launch, tmp_path):
     launched = launch("ready()\ntime.sleep(60)")
     pids = launched.wait_ready()
-    os.kill(pids[0], signal.SIGSTOP)  # SIGKILL ends it all the same
-    told = rf"run.name=held: process {launched.process.pid} is training in"
-    with pytest.raises(LaunchError, match=told), run_lock(tmp_path / "held"):
+    os.kill(pids[0], signal.SIGSTOP)  # a stopped process can be killed by SIGKILL
+    mark = rf"run.name=held: process {launched.process.pid} is training in"
+    with pytest.raises(LaunchError, match=mark), run_lock(tmp_path / "held"):
         pass
     launched.process.kill()
     launched.process.join(10)
@@ -461,7 +461,7 @@ def test_the_lock_is_held_until_launcher_and_ranks_are_gone(launch, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is played by /dev/full")
-def test_a_full_disk_under_the_logs_does_not_hide_the_reason(launch, tmp_path):
+def test_full_disk_for_logs_does_not_hide_the_reason(launch, tmp_path):
     (tmp_path / "logs").mkdir()
     for rank in (0, 1):
         (tmp_path / "logs" / f"rank_{rank}.log").symlink_to("/dev/full")
@@ -477,7 +477,7 @@ def test_a_full_disk_under_the_logs_does_not_hide_the_reason(launch, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is played by /dev/full")
-def test_a_log_that_cannot_be_written_fails_no_rank(launch, tmp_path):
+def test_unwritable_log_does_not_fail_a_rank(launch, tmp_path):
     (tmp_path / "logs").mkdir()
     for rank in (0, 1):
         (tmp_path / "logs" / f"rank_{rank}.log").symlink_to("/dev/full")
@@ -485,7 +485,7 @@ def test_a_log_that_cannot_be_written_fails_no_rank(launch, tmp_path):
 
 
 @pytest.mark.parametrize("by", BOTH)
-def test_a_second_interrupt_kills(launch, by):
+def test_second_interrupt_kills(launch, by):
     launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", by=by)
     pids = launched.wait_ready()
     launched.signal(signal.SIGINT)
@@ -508,7 +508,7 @@ def test_ranks_that_do_not_stop_in_time_are_killed(launch):
     assert not any(map(is_running, pids))
 
 
-def test_an_error_while_stopping_is_told(launch):
+def test_error_while_stopping_is_reported(launch):
     launched = launch("stop_softly()\nif place.rank == 0:\n    raise OSError(28, 'No space left on device')")
     launched.wait_ready()
     launched.signal(signal.SIGTERM)
@@ -533,7 +533,7 @@ def server_of(launched: Launched) -> psutil.Process:
     return server
 
 
-def test_ranks_share_what_their_server_loaded_and_are_named(launch):
+def test_ranks_share_modules_of_the_fork_server_and_are_named(launch):
     launched = launch("""
         print(logs.name, "parent", os.getppid(), "named", Path("/proc/self/comm").read_text().strip())
         print("loaded before:", "json" in sys.modules)
@@ -551,7 +551,7 @@ def test_ranks_share_what_their_server_loaded_and_are_named(launch):
         assert "loaded before: True" in launched.log(rank)
 
 
-def test_a_killed_server_is_a_failure_of_its_ranks(launch):
+def test_killed_fork_server_fails_its_ranks(launch):
     launched = launch("ready()\ntime.sleep(60)")
     pids = launched.wait_ready()
     server_of(launched).kill()
@@ -561,8 +561,8 @@ def test_a_killed_server_is_a_failure_of_its_ranks(launch):
     assert not any(map(is_running, pids))
 
 
-def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, told: Path) -> None:
-    """In a process of its own: what two starts of the same server were, by the names of ranks' parents."""
+def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, mark: Path) -> None:
+    """In a separate process: start ranks twice with the same server, and log the names of their parent processes."""
     fork_client._PROGRAM = tuple(command[:-1])
     if unfit:
         fork_client._PROGRAM = (command[0], "-c", f"{UNFIT}\nexec(open({command[1]!r}).read())")
@@ -571,10 +571,10 @@ def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, told: P
             if attempt and kill:
                 server._process.kill()
             launch_ranks(server, 2, logs)
-    told.touch()
+    mark.touch()
 
 
-#: A server that holds open what stands for the device's file here.
+#: A server that has a file open that the test uses as the CUDA device.
 UNFIT = """
 from weft.cli.launch import fork_server
 fork_server._STARTED_CUDA = "/dev/null"
@@ -583,8 +583,8 @@ kept = open("/dev/null")
 
 
 @pytest.mark.parametrize("kill, unfit, forks", [(False, False, 4), (True, False, 2), (False, True, 0)])
-def test_a_server_forks_again_and_programs_take_its_place(tmp_path, kill, unfit, forks):
-    """After a fault ranks are forked anew; a server that is gone, or that has started CUDA, forks none."""
+def test_server_forks_again_or_programs_are_started_instead(tmp_path, kill, unfit, forks):
+    """After a failure, ranks are forked again. A server that is gone, or that has started CUDA, forks none."""
     program, logs = tmp_path / "rank.py", tmp_path / "logs"
     body = 'print("a fork:", Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "weft-fork")'
     program.write_text(script_of(body))
@@ -593,11 +593,11 @@ def test_a_server_forks_again_and_programs_take_its_place(tmp_path, kill, unfit,
     process.start()
     process.join(LIMIT_S)
     assert (tmp_path / "told").exists()
-    said = "".join((logs / f"rank_{rank}.log").read_text() for rank in (0, 1))
-    assert (said.count("a fork: True"), said.count("a fork:")) == (forks, 4)
+    logged = "".join((logs / f"rank_{rank}.log").read_text() for rank in (0, 1))
+    assert (logged.count("a fork: True"), logged.count("a fork:")) == (forks, 4)
 
 
-def test_a_terminal_reaches_rank_0(launch):
+def test_terminal_is_passed_to_rank_0(launch):
     pty = pytest.importorskip("pty")
     master, slave = pty.openpty()
     body = "(logs / f'tty_{place.rank}').write_text(str(terminal and terminal.isatty()))"
@@ -610,14 +610,14 @@ def test_a_terminal_reaches_rank_0(launch):
     assert (launched.logs / "tty_1").read_text() == "None"
 
 
-def test_a_program_that_cannot_start_is_one_sentence(launch):
+def test_program_that_cannot_start_is_one_error_line(launch):
     code, _, err = launch("", by="programs", command=["/no/such/program"]).end()
     assert code == 2
     assert err.startswith("error: the ranks could not be started: ")
     assert len(err.splitlines()) == 1
 
 
-def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(launch):
+def test_ranks_of_one_machine_listen_only_on_loopback(launch):
     body = """
         import torch
         from weft.comm.collectives import all_reduce
@@ -645,8 +645,8 @@ def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(launch):
     assert launched.end()[0] == 0
 
 
-def test_what_a_rank_said_counts_where_it_was_gone_before_its_settings_came():
-    with switchboard(settings=b"x" * 2**22) as board:  # more than the socket holds: the launcher still sends
+def test_failure_of_rank_that_left_before_its_settings_counts():
+    with switchboard(settings=b"x" * 2**22) as board:  # more than the socket buffers: the launcher still sends
         call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         call.connect(f"\0{board.address[1:]}")
         call.recv(8)

@@ -1,4 +1,4 @@
-"""The command line itself: start-up, unknown words, exit codes."""
+"""The command line: start-up, unknown commands, exit codes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.cli import app as main
 from weft.cli.launch.launch import Stopped
 from weft.errors import CommError, ConfigError, Problem, TrainingHalted, WeftError
 
-#: What nobody should pay for who only asks.
+#: Modules that commands such as --help must not import.
 HEAVY = ("torch", "numpy", "pyarrow", "tokenizers", "matplotlib", "transformers", "psutil", "pynvml")
 
 
 def modules_after(program: str) -> set[str]:
-    """Names of the top-level modules that a fresh interpreter holds after `program`."""
+    """Return the top-level modules that a new interpreter has loaded after `program`."""
     code = f"import sys\n{program}\nprint('|'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split("|")}
@@ -30,11 +30,11 @@ def modules_after(program: str) -> set[str]:
         "from weft.cli.app import run; run(['version'])",
     ],
 )
-def test_asking_costs_no_heavy_import(program):
+def test_help_and_version_import_no_heavy_module(program):
     assert modules_after(program).isdisjoint(HEAVY)
 
 
-def test_the_models_of_configs_are_not_built_for_help():
+def test_help_does_not_build_config_models():
     assert "pydantic" not in modules_after("import weft; from weft.cli.app import run; run(['--help'])")
 
 
@@ -47,7 +47,7 @@ def test_help_names_every_verb(capsys):
 
 
 @pytest.mark.parametrize("words", [[], ["config"], ["data"]])
-def test_no_words_is_help(capsys, words):
+def test_no_arguments_show_help(capsys, words):
     assert main.run(words) == 0
     captured = capsys.readouterr()
     assert "Usage: weft" in captured.out
@@ -85,7 +85,7 @@ def test_python_dash_m():
         ),
     ],
 )
-def test_unknown_words_are_one_sentence_and_exit_code_2(capsys, words, line):
+def test_unknown_commands_are_one_line_with_exit_code_2(capsys, words, line):
     assert main.run(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -96,7 +96,7 @@ def test_unknown_words_are_one_sentence_and_exit_code_2(capsys, words, line):
 
 def fail_with(monkeypatch, error: BaseException) -> None:
     def version() -> None:
-        """Fails."""
+        """Raise `error`."""
         raise error
 
     monkeypatch.setattr("weft.cli.app.version", version)
@@ -117,19 +117,19 @@ def fail_with(monkeypatch, error: BaseException) -> None:
         (KeyboardInterrupt(), 130, "weft: interrupted.\n"),
     ],
 )
-def test_errors_raised_on_purpose_have_no_traceback(monkeypatch, capsys, error, code, text):
+def test_weft_errors_have_no_traceback(monkeypatch, capsys, error, code, text):
     fail_with(monkeypatch, error)
     assert main.run(["version"]) == code
     assert capsys.readouterr().err == text
 
 
-def test_a_mistake_of_weft_itself_keeps_its_traceback(monkeypatch):
+def test_internal_error_keeps_its_traceback(monkeypatch):
     fail_with(monkeypatch, ZeroDivisionError("bug"))
     with pytest.raises(ZeroDivisionError):
         main.run(["version"])
 
 
-def test_a_closed_pipe_is_no_error():
+def test_closed_pipe_is_no_error():
     command = (
         f"{sys.executable} -c \"import sys; from weft.cli.app import main; sys.argv[1:] = ['--help']; main()\" | true"
     )

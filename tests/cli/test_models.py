@@ -4,7 +4,7 @@ from weft.cli.models import list_models
 from weft.config.model_spec import model_names
 
 
-def test_the_table_has_a_row_for_each_size_with_its_shape(capsys):
+def test_table_has_a_row_for_each_model_with_its_shape(capsys):
     list_models()
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split() for line in lines}

@@ -1,4 +1,4 @@
-"""`weft plan`: what is printed, what is written, and what is refused."""
+"""`weft plan`: printed output, written files, and refused arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.data.record_pictures import add, labelled
+from tests.data.image_records import add, labelled
 from weft.cli.app import run
 from weft.cli.launch.launch import count_ranks
 from weft.cli.plan import NOTHING_FITS
@@ -25,13 +25,13 @@ from weft.planner.report.write_config import learning_rate
 SMALL = ["plan", "small", "4xa100", "--seq-len", "1024", "--global-batch", "48"]
 
 
-def told(capsys, *words: str) -> str:
+def plan_text(capsys, *words: str) -> str:
     assert run([*SMALL, *words]) == 0
     return capsys.readouterr().out
 
 
-def test_the_table_and_the_story_of_the_best(capsys):
-    text = told(capsys, "--top", "3")
+def test_table_and_details_of_the_best_plan(capsys):
+    text = plan_text(capsys, "--top", "3")
     lines = text.splitlines()
     assert lines[0] == "small, 27.3 M parameters, on 4xa100: 48 sequences of 1024 tokens a step"
     assert " break a rule, " in lines[1]
@@ -44,22 +44,24 @@ def test_the_table_and_the_story_of_the_best(capsys):
 
 
 def test_reasons_have_a_count_and_an_example(capsys):
-    text = told(capsys, "--reasons")
+    text = plan_text(capsys, "--reasons")
     assert "refused" in text
     assert "offload-params-needs-zero-3" in text
 
 
-def test_verdicts_and_conditions_together(capsys):
-    text = told(capsys, "--why-not", "tp=3", "--compare", "dp_replicate=4", "dp_shard=4 zero=3", "--what-if", "gpus=8")
+def test_why_not_with_compare_and_what_if(capsys):
+    text = plan_text(
+        capsys, "--why-not", "tp=3", "--compare", "dp_replicate=4", "dp_shard=4 zero=3", "--what-if", "gpus=8"
+    )
     assert "why not world_size=4: the plan needs 3 ranks (tp=3), but 4 were started." in text
     assert "B takes " in text
     assert "gpus=8 " in text
     assert "(unchanged)" in text
 
 
-def test_json_holds_all_of_it(capsys):
+def test_json_has_all_sections(capsys):
     words = ["--why-not", "dp_replicate=4", "--compare", "dp_replicate=4", "dp_shard=4 zero=3", "--what-if", "nic=2x"]
-    table = json.loads(told(capsys, *words, "--json", "--top", "2"))
+    table = json.loads(plan_text(capsys, *words, "--json", "--top", "2"))
     assert {"question", "plans", "pareto", "refused", "why_not", "compare", "what_if"} <= set(table)
     assert len(table["plans"]) == 2
     first = table["plans"][0]
@@ -68,16 +70,16 @@ def test_json_holds_all_of_it(capsys):
     assert sum(each["count"] for each in table["refused"]) + table["num_fit"] == table["num_plans"]
 
 
-def test_the_config_that_is_written_trains_unchanged(capsys, tmp_path):
+def test_written_config_can_be_trained_unchanged(capsys, tmp_path):
     path = tmp_path / "plan.toml"
-    told(capsys, "--out", str(path))
+    plan_text(capsys, "--out", str(path))
     config = load_config(path).config
     assert (config.model.name, config.train.seq_len, config.train.global_batch) == ("small", 1024, 48)
     assert count_ranks(config, gpus=4, cores=8) == 4
     assert path.read_text().startswith("# Chosen by `weft plan` for small on 4xa100. Expected: ")
 
 
-def test_a_config_is_kept_but_for_its_plan(capsys, tmp_path):
+def test_config_is_unchanged_except_for_its_plan(capsys, tmp_path):
     source, path = tmp_path / "mine.toml", tmp_path / "plan.toml"
     source.write_text('plan = "auto"\nseed = 7\n[run]\nname = "mine"\n[model]\nname = "small"\n')
     assert run(["plan", str(source), "2xa100", "--out", str(path)]) == 0
@@ -89,8 +91,8 @@ def test_a_config_is_kept_but_for_its_plan(capsys, tmp_path):
 @pytest.mark.parametrize(
     "recipe", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda path: path.stem
 )
-def test_shipped_recipes_get_a_plan_that_the_rules_allow(capsys, tmp_path, monkeypatch, recipe):
-    """Those for pictures and sound name data that their users bring: here coloured pictures."""
+def test_shipped_recipes_get_a_valid_plan(capsys, tmp_path, monkeypatch, recipe):
+    """Recipes for images and audio name data that users provide. Here it is replaced by colored images."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
     with tarfile.open(tmp_path / "captions.tar", "w") as tar:
@@ -106,7 +108,7 @@ def test_shipped_recipes_get_a_plan_that_the_rules_allow(capsys, tmp_path, monke
     load_config(path).check(world_size=4, device=device("a100"))
 
 
-def test_a_hugging_face_model_that_weft_builds_is_written_field_by_field(capsys, tmp_path):
+def test_hugging_face_model_is_written_as_config_fields(capsys, tmp_path):
     table = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
              "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 5000,
              "max_position_embeddings": 512}  # fmt: skip
@@ -118,11 +120,11 @@ def test_a_hugging_face_model_that_weft_builds_is_written_field_by_field(capsys,
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_pictures(capsys, tmp_path, suffix):
+def test_charts_are_written(capsys, tmp_path, suffix):
     names = ("pareto", "waterfall", "memory")
     paths = [tmp_path / f"{name}{suffix}" for name in names]
     words = [word for name, path in zip(names, paths, strict=True) for word in (f"--{name}", str(path))]
-    told(capsys, *words)
+    plan_text(capsys, *words)
     for path in paths:
         if suffix == ".svg":
             assert ElementTree.parse(path).getroot().tag.endswith("svg")
@@ -130,11 +132,13 @@ def test_pictures(capsys, tmp_path, suffix):
             assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_answer_as_one_page_needs_nothing_else(capsys, tmp_path):
+def test_html_page_is_self_contained(capsys, tmp_path):
     path = tmp_path / "plan.html"
-    told(capsys, "--html", str(path), "--fix", "pp=2 precision=bf16")
+    plan_text(capsys, "--html", str(path), "--fix", "pp=2 precision=bf16")
     text = path.read_text()
-    best = next(line for line in told(capsys, "--fix", "pp=2 precision=bf16").splitlines() if line.startswith("plan "))
+    best = next(
+        line for line in plan_text(capsys, "--fix", "pp=2 precision=bf16").splitlines() if line.startswith("plan ")
+    )
     assert f"<code>{best.removeprefix('plan').strip()}</code>" in text
     assert text.count("<svg ") == 4
     assert not {"<script", "src=", "<link", "@import", "url("} & set(
@@ -145,13 +149,13 @@ def test_the_answer_as_one_page_needs_nothing_else(capsys, tmp_path):
     assert "Why all other plans are out" in text
 
 
-def test_a_schedule_is_drawn(capsys, tmp_path):
+def test_schedule_chart_is_written(capsys, tmp_path):
     path = tmp_path / "schedule.svg"
-    told(capsys, "--all-plans", "--fix", "pp=4 schedule=1f1b precision=bf16", "--draw", str(path))
+    plan_text(capsys, "--all-plans", "--fix", "pp=4 schedule=1f1b precision=bf16", "--draw", str(path))
     assert len(ElementTree.parse(path).getroot()) > 20
 
 
-def test_a_described_device(capsys):
+def test_custom_device_description(capsys):
     words = ["--seq-len", "1024", "--global-batch", "48"]
     described = "mine memory=24GiB bf16=120TFLOPS bandwidth=800GB/s link=25GB/s"
     assert run(["plan", "small", "2x4xmine", "--device", described, *words]) == 0
@@ -163,7 +167,7 @@ def test_a_described_device(capsys):
     assert "cluster=4xh100: --device describes mine. Write e.g. '8xmine'." in capsys.readouterr().err
 
 
-def test_words_that_no_plan_keeps_are_named_with_what_helps(capsys):
+def test_impossible_constraints_are_named_with_alternatives(capsys):
     assert run(["plan", "llama3-8b", "6xh100", "--fix", "tp=3"]) == NOTHING_FITS
     text = capsys.readouterr().out
     assert "Every plan breaks a rule for llama3-8b on 6xh100:\n  tp=3: the model has 32 heads" in text
@@ -171,14 +175,14 @@ def test_words_that_no_plan_keeps_are_named_with_what_helps(capsys):
     assert "The nearest changes that fit:\n  without tp=3 " in text
 
 
-def test_a_clear_no_as_json_has_the_changes_too(capsys):
+def test_json_of_no_fit_has_the_nearest_changes(capsys):
     assert run(["plan", "llama3-8b", "rtx4090", "--json"]) == NOTHING_FITS
     table = json.loads(capsys.readouterr().out)
     assert table["nearest_changes"][0]["what_if"] == "adapter=16"
     assert table["nearest_changes"][0]["best"]["fits_probability"] >= 0.9
 
 
-def test_a_clear_no_with_the_nearest_yes(capsys):
+def test_no_fit_is_reported_with_the_nearest_changes(capsys):
     assert run(["plan", "llama3-70b", "rtx4090"]) == NOTHING_FITS
     text = capsys.readouterr().out
     assert "No plan fits llama3-70b on 1xrtx4090." in text
@@ -203,12 +207,15 @@ def test_a_clear_no_with_the_nearest_yes(capsys):
         (["tiny", "2xh100", "--pareto", "p.gif"], "p.gif: pictures are .svg or .png files. Use p.svg."),
         (["tiny", "2xh100", "--fix", "dp_replicate=2", "--draw", "s.svg"], "pp=1: the plan has no pipeline to draw."),
         (["tiny", "2xh100", "--waterfall", "no/such/folder.svg"], "it cannot be written (No such file or directory)."),
-        (["tiny", "2xh100", "3xh100"], "3xh100: there are MODEL and CLUSTER alone, and several clusters have commas"),
+        (
+            ["tiny", "2xh100", "3xh100"],
+            "3xh100: weft plan takes MODEL and CLUSTER; separate several clusters by commas",
+        ),
         (["tiny", "2xh100", "--budget", "50"], "unknown option '--budget'. Write --run budget=5000usd."),
         (["tiny", "2xh100", "--tops", "3"], "unknown option '--tops'. Did you mean '--top'?"),
     ],
 )
-def test_mistakes_are_sentences_with_exit_code_2(capsys, words, message):
+def test_errors_are_one_line_with_exit_code_2(capsys, words, message):
     assert run(["plan", *words]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
@@ -224,8 +231,8 @@ def test_planning_needs_no_torch():
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
-def test_a_plain_question_loads_no_pydantic_and_no_masked_arrays():
-    """Each costs as much as the answer of a small question."""
+def test_simple_question_loads_no_pydantic_and_no_masked_arrays():
+    """Importing either takes as long as answering a simple question."""
     code = (
         "import sys\nfrom weft.cli.app import run\nassert run(['plan', 'tiny', '2xh100']) == 0\n"
         "print([name for name in ('pydantic', 'numpy.ma', 'importlib.metadata') if name in sys.modules])"
@@ -234,11 +241,11 @@ def test_a_plain_question_loads_no_pydantic_and_no_masked_arrays():
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_a_config_suits_the_model_and_names_what_is_left(capsys, tmp_path):
-    """The learning rate falls with the size; what a person must fill in stands in the file and on the terminal."""
+def test_written_config_suits_the_model_and_lists_missing_values(capsys, tmp_path):
+    """The learning rate decreases with the model size. Values to fill in are listed in the file and on the terminal."""
     path = tmp_path / "plan.toml"
     assert run(["plan", "llama3-8b", "8xh100", "--fix", "zero=3 precision=bf16 compile=on", "--out", str(path)]) == 0
-    config, said = load_config(path).config, capsys.readouterr().err
+    config, warnings = load_config(path).config, capsys.readouterr().err
     assert (config.optimizer.lr, config.tokenizer.vocab_size) == (pytest.approx(3e-4, rel=0.05), 128_256)
     notes = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# fill in: ")]
     assert [note.split()[2].partition("=")[0] for note in notes] == [
@@ -247,16 +254,16 @@ def test_a_config_suits_the_model_and_names_what_is_left(capsys, tmp_path):
         "train.steps",
         "tokenizer:",
     ]
-    assert all(note in said for note in notes)
+    assert all(note in warnings for note in notes)
 
 
 @pytest.mark.parametrize(("billions", "published"), [(8.03, 3e-4), (70.6, 1.5e-4), (405.9, 8e-5)])
-def test_learning_rates_are_those_of_published_models(billions, published):
+def test_learning_rates_match_published_models(billions, published):
     assert learning_rate(billions * 1e9, is_adapter=False) == pytest.approx(published, rel=0.05)
     assert learning_rate(2.7e7, is_adapter=False) == 1e-3
 
 
-def test_the_config_of_an_adapter_has_one(capsys, tmp_path):
+def test_config_of_an_adapter_has_adapter_settings(capsys, tmp_path):
     path = tmp_path / "plan.toml"
     assert run(["plan", "llama3-8b", "1xh100", "--tune", "lora=8", "--out", str(path)]) == 0
     config = load_config(path).config
@@ -264,7 +271,7 @@ def test_the_config_of_an_adapter_has_one(capsys, tmp_path):
     assert "fill in: model.path is empty, and an adapter needs a model to adapt." in capsys.readouterr().err
 
 
-def test_a_folder_with_a_tokenizer_keeps_it(capsys, tmp_path):
+def test_tokenizer_of_the_model_folder_is_used(capsys, tmp_path):
     table = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
              "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 5000,
              "max_position_embeddings": 512}  # fmt: skip
@@ -280,7 +287,7 @@ def test_a_folder_with_a_tokenizer_keeps_it(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "field"), [(["--seq-len", "x"], "seq-len"), (["--top", "x"], "top"), (["--nope"], "nope")]
 )
-def test_errors_of_usage_are_json_too(capsys, words, field):
+def test_usage_errors_are_json_too(capsys, words, field):
     assert run([*SMALL[:3], *words, "--json"]) == 2
     (error,) = json.loads(capsys.readouterr().out)["errors"]
     assert error["field"] == field
@@ -300,6 +307,6 @@ def test_errors_of_usage_are_json_too(capsys, words, field):
          "Use e.g. --global-batch 128."),
     ],
 )  # fmt: skip
-def test_traps_have_remedies(capsys, words, message):
+def test_common_mistakes_have_remedies(capsys, words, message):
     assert run([*SMALL, *words]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"

@@ -1,4 +1,4 @@
-"""What is prepared in another process comes over as if it had been done here."""
+"""Preparation in another process has the same results and errors as in this one."""
 
 import signal
 from contextlib import closing
@@ -35,11 +35,11 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", [*ERRORS, OwnError("not finite.")], ids=lambda error: type(error).__name__)
-def test_an_error_comes_over_whole(monkeypatch, error):
-    def here(asked: Preparation) -> RunFolder:
+def test_errors_are_passed_on_completely(monkeypatch, error):
+    def prepare_stub(asked: Preparation) -> RunFolder:
         raise error
 
-    monkeypatch.setattr(Preparation, "prepare_locally", here)
+    monkeypatch.setattr(Preparation, "prepare_locally", prepare_stub)
     answer = Preparation(RunConfig(), 2, 2).answered()
     with pytest.raises(WeftError) as raised:
         outcome(answer, 0)
@@ -48,7 +48,7 @@ def test_an_error_comes_over_whole(monkeypatch, error):
     assert getattr(raised.value, "problems", ()) == getattr(error, "problems", ())
 
 
-def test_what_was_asked_comes_over_whole():
+def test_preparation_request_round_trips():
     config = RunConfig.model_validate({"model": {"path": "a/b"}, "plan": "tp=2", "train": {"steps": 3}})
     asked = Preparation(config, 4, 2, replica=1, num_replicas=2)
     assert Preparation.read(asked.written()) == asked
@@ -56,9 +56,9 @@ def test_what_was_asked_comes_over_whole():
     assert not Preparation(RunConfig(), 1, 1).loads_torch
 
 
-#: What each preparation needs: else each fork would load it.
+#: Modules that each preparation needs. Without them each fork would import them.
 LOADED = ["weft.cli.launch.start", "weft.train.preparation"]
-#: A task of the user's own: what its file does stands for what may go wrong in a preparation.
+#: User tasks whose files cause the failures that a preparation may have.
 ACTS = {
     "tells": (
         "import os\nprint('parent', open(f'/proc/{os.getppid()}/comm').read())\nTask = None",
@@ -71,7 +71,7 @@ ACTS = {
 }
 
 
-def test_a_fork_prepares_and_its_end_is_told_whatever_it_is(tmp_path: Path, capfd):
+def test_forked_preparation_reports_any_outcome(tmp_path: Path, capfd):
     with closing(ForkServer(tmp_path, {}, LOADED, Programs(["/no/such/program"]))) as server:
         for name, (code, kind, text) in ACTS.items():
             task = tmp_path / f"{name.replace(' ', '_')}.py"

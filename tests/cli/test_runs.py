@@ -1,4 +1,4 @@
-"""`weft runs compare` prints one line per changed setting, and none without a change."""
+"""`weft runs`: comparison of runs and settings, requests, and lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.watch.made_run import MadeRun
+from tests.watch.synthetic_run import SyntheticRun
 from weft.cli import app as main
 from weft.cli.app import run
 from weft.config.files import format_config, load_config
@@ -21,7 +21,7 @@ PLAN = "dp_shard=2 zero=2"
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """A run folder after its first start, with two sources of data."""
+    """Create a run folder after its first start, with two data sources."""
     folder = tmp_path / "run"
     folder.mkdir()
     config = load_config(None, [f"plan={PLAN}", f"run.dir={tmp_path}", "run.name=run", "train.global_batch=8"]).config
@@ -44,13 +44,13 @@ def changes(capsys, *words: str) -> list[list[str]]:
     return [[one["key"], one["started"], one["now"]] for one in found]
 
 
-def test_nothing_changed(started, capsys):
+def test_compare_without_changes(started, capsys):
     assert run(["runs", "compare", str(started)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "nothing changed since"
     assert changes(capsys, str(started), "plan=zero=2 dp_shard=*", "launch.timeout=5m") == []
 
 
-def test_settings_plan_data_and_versions(started, capsys, monkeypatch):
+def test_compare_shows_settings_plan_data_and_versions(started, capsys, monkeypatch):
     assert changes(capsys, str(started), "optimizer.lr=0.5") == [["config.optimizer.lr", "0.001", "0.5"]]
     assert changes(capsys, str(started), "plan=dp_replicate=*") == [["plan", PLAN, "dp_replicate=2"]]
     monkeypatch.setattr("weft.train.rank_run.platform.python_version", lambda: "3.99.0")
@@ -64,27 +64,27 @@ def test_settings_plan_data_and_versions(started, capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
-def test_a_run_of_an_older_version_has_its_versions_compared(started, capsys):
+def test_run_of_an_older_version_compares_versions_and_plan(started, capsys):
     event = {"time": 1.7e9, "event": "start", "step": 0, "plan": PLAN, "world_size": 2, "weft": "0.0.1"}
     (started / "events.jsonl").write_text(json.dumps(event) + "\n")
     assert run(["runs", "compare", str(started)]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].endswith(
+    output = capsys.readouterr().out.splitlines()
+    assert output[0].endswith(
         "by a version of Weft that did not record config and machine; comparing versions and plan only:"
     )
-    assert [line.split()[0] for line in told[2:]] == ["weft"]
+    assert [line.split()[0] for line in output[2:]] == ["weft"]
 
 
-def test_mistakes_are_sentences(tmp_path, capsys):
+def test_errors_are_one_line(tmp_path, capsys):
     assert run(["runs", "compare", str(tmp_path / "no")]) == 2
     assert "there is no such folder." in capsys.readouterr().err
     assert run(["runs", "compare", str(tmp_path)]) == 2
     assert "no run has started in this folder." in capsys.readouterr().err
 
 
-def test_runs_side_by_side(tmp_path, capsys):
-    one = MadeRun(steps=60, ranks=2).write(tmp_path / "one")
-    two = MadeRun(steps=60, until=30, ranks=4, lr=1e-4, seed=2).write(tmp_path / "two")
+def test_compare_two_runs(tmp_path, capsys):
+    one = SyntheticRun(steps=60, ranks=2).write(tmp_path / "one")
+    two = SyntheticRun(steps=60, until=30, ranks=4, lr=1e-4, seed=2).write(tmp_path / "two")
     assert run(["runs", "compare", str(one), str(two), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["runs"] == [str(one), str(two)]
@@ -97,10 +97,10 @@ def test_runs_side_by_side(tmp_path, capsys):
     ]  # fmt: skip
     assert found["figures"]["loss at step 30"] == pytest.approx(at_30, rel=1e-5)
     assert run(["runs", "compare", str(one), str(two)]) == 1
-    told = capsys.readouterr().out
-    assert "loss at step 30" in told
-    assert any(line.split()[:3] == ["config.optimizer.lr", "0.0006", "0.0001"] for line in told.splitlines())
-    again = MadeRun(steps=60, ranks=2).write(tmp_path / "again")
+    output = capsys.readouterr().out
+    assert "loss at step 30" in output
+    assert any(line.split()[:3] == ["config.optimizer.lr", "0.0006", "0.0001"] for line in output.splitlines())
+    again = SyntheticRun(steps=60, ranks=2).write(tmp_path / "again")
     assert run(["runs", "compare", str(one), str(again)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all settings are equal"
     assert run(["runs", "compare", str(one), str(two), "optimizer.lr=1"]) == 2
@@ -164,7 +164,7 @@ def test_refused_requests(started, capsys):
     ],
 )
 def test_old_commands_name_their_new_form(tmp_path, monkeypatch, capsys, old, new):
-    MadeRun(steps=3, ranks=1).write(tmp_path / "one")
+    SyntheticRun(steps=3, ranks=1).write(tmp_path / "one")
     monkeypatch.chdir(tmp_path)
     assert main._current_form(old.split()) == new.split()
     assert f"goes in the next release. Use: weft {new}\n" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_old_commands_name_their_new_form(tmp_path, monkeypatch, capsys, old, ne
 
 
 def test_runs_are_listed_and_shown(tmp_path, capsys):
-    MadeRun(steps=20, ranks=2).write(tmp_path / "one")
+    SyntheticRun(steps=20, ranks=2).write(tmp_path / "one")
     assert run(["runs", "list", str(tmp_path)]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == ["run", "one"]
     assert run(["runs", "show", str(tmp_path / "one")]) == 0

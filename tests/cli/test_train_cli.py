@@ -1,4 +1,4 @@
-"""`weft train`: words, the number of ranks, and the two ways to start."""
+"""`weft train`: arguments, the number of ranks, and both kinds of start."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from weft.errors import ConfigError, LaunchError, PlanError, WeftError
 from weft.train.engine import ReplicaWorld
 from weft.train.folder import run_lock
 
-pytestmark = pytest.mark.usefixtures("no_place")
+pytestmark = pytest.mark.usefixtures("no_rank_env")
 
 
 @pytest.fixture
-def no_place(monkeypatch, tmp_path):
+def no_rank_env(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def config(plan: str = "dp_replicate=*", **launch: object) -> RunConfig:
     return RunConfig.model_validate({"plan": plan, "launch": launch})
 
 
-def test_words_with_an_equals_sign_are_settings():
+def test_arguments_with_an_equals_sign_are_settings():
     Path("a.toml").touch()
     Path("odd=name.toml").touch()
     assert split_words([]) == (None, [])
@@ -64,7 +64,7 @@ def test_words_with_an_equals_sign_are_settings():
         ),
     ],
 )
-def test_words_that_are_no_file(words, text):
+def test_arguments_that_are_no_file(words, text):
     Path("quickstart.toml").touch()
     Path("folder").mkdir()
     Path("run").mkdir()
@@ -104,18 +104,18 @@ def test_number_of_ranks(plan, launch, gpus, cores, ranks):
         ("dp_replicate=2", {"ranks": 4}, 0, "launch.ranks=4: the plan 'dp_replicate=2' needs 2 ranks. "),
     ],
 )
-def test_a_machine_that_lacks_what_was_asked_for(plan, launch, gpus, text):
+def test_machine_without_the_requested_devices(plan, launch, gpus, text):
     with pytest.raises(LaunchError) as caught:
         count_ranks(config(plan, **launch), gpus, 2)
     assert str(caught.value).startswith(text)
 
 
-def test_a_star_that_does_not_come_out_even():
+def test_star_that_does_not_divide_evenly():
     with pytest.raises(PlanError, match="not a multiple of 4"):
         count_ranks(config("dp_replicate=* tp=4"), 0, 2)
 
 
-def test_cores_are_divided_unless_the_user_has_spoken(monkeypatch):
+def test_cores_are_divided_unless_the_user_set_threads(monkeypatch):
     assert threads_variables(2, 8) == {"OMP_NUM_THREADS": "4"}
     assert threads_variables(8, 2) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -123,7 +123,7 @@ def test_cores_are_divided_unless_the_user_has_spoken(monkeypatch):
     assert usable_cores() >= 1
 
 
-def test_started_alone_it_starts_its_ranks(monkeypatch):
+def test_train_without_rank_env_starts_its_ranks(monkeypatch):
     pytest.importorskip("weft.config.files")
     started: list[LaunchSpec] = []
     monkeypatch.setattr(verb, "execute", started.append)
@@ -132,7 +132,7 @@ def test_started_alone_it_starts_its_ranks(monkeypatch):
     assert (started[0].rank, started[0].world, started[0].starts_replicas) == (None, None, False)
 
 
-def test_started_by_torchrun_it_is_a_rank(monkeypatch):
+def test_train_under_torchrun_is_a_rank(monkeypatch):
     pytest.importorskip("weft.config.files")
     started: list[LaunchSpec] = []
     monkeypatch.setattr(verb, "execute", started.append)
@@ -144,7 +144,7 @@ def test_started_by_torchrun_it_is_a_rank(monkeypatch):
     assert (place.rank, place.world_size, place.starter) == (1, 2, "torchrun")
 
 
-def test_a_launch_spec_reaches_a_child_by_value():
+def test_launch_spec_round_trips_to_a_child():
     reads, writes = os.pipe()
     spec = LaunchSpec(config(), ["weft", "train"], world=ReplicaWorld(1, "127.0.0.1:5", "k" * 16), prepared=writes)
     given = LaunchSpec.read(io.BytesIO(spec.lines()))
@@ -180,7 +180,7 @@ def as_torchrun_rank(error: str, rank: int = 0) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_a_rank_of_torchrun_says_its_own_sentence_and_keeps_its_exit_code():
+def test_torchrun_rank_prints_its_error_and_keeps_its_exit_code():
     done = as_torchrun_rank("TrainingHalted('loss is NaN.')")
     assert done.returncode == 3
     assert done.stdout == "on the terminal\n"
@@ -188,14 +188,14 @@ def test_a_rank_of_torchrun_says_its_own_sentence_and_keeps_its_exit_code():
     assert "into the log" in Path("logs/rank_0.log").read_text()
 
 
-def test_a_crash_of_a_rank_of_torchrun_shows_its_traceback():
+def test_torchrun_rank_crash_shows_its_traceback():
     done = as_torchrun_rank("ValueError('boom')", rank=1)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert "error: rank 1 failed: ValueError: boom\n" in done.stderr
 
 
-def test_a_rank_that_only_lost_its_peer_is_brief():
+def test_rank_that_lost_its_peer_is_brief():
     done = as_torchrun_rank("RuntimeError('Connection closed by peer')", rank=1)
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "rank 1 lost its connection to another rank; see that rank's error."
@@ -208,10 +208,10 @@ SMALL = ["plan=dp_replicate=2", "launch.device=cpu", "tokenizer.kind=bytes", "tr
 
 @pytest.fixture
 def both_ranks(monkeypatch):
-    """What the two ranks of torchrun get, or end with, before they join: threads stand for their processes."""
+    """Return what both torchrun ranks receive or raise before they connect. Threads replace their processes."""
     Path("text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft"}}\n' for i in range(400)))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # is put back after the test
+        monkeypatch.setenv(name, "0")  # is restored after the test
 
     def prepare(*overrides: str) -> list[object]:
         config = load_config(None, [*SMALL, *overrides]).config
@@ -239,24 +239,24 @@ def both_ranks(monkeypatch):
     return prepare
 
 
-def test_ranks_of_torchrun_take_what_the_first_one_settled(both_ranks):
+def test_torchrun_ranks_receive_what_rank_0_prepared(both_ranks):
     first, second = both_ranks()
     assert first == second
     assert first["plan.txt"] == Path("runs/quickstart/plan.txt").read_text()
 
 
-def test_ranks_of_torchrun_leave_a_folder_alone_that_another_command_holds(both_ranks):
+def test_torchrun_ranks_do_not_touch_a_locked_folder(both_ranks):
     both_ranks()
     with run_lock(Path("runs/quickstart")):
         before = {file: file.read_bytes() for file in Path("runs").rglob("*") if file.is_file()}
         first, second = both_ranks("train.steps=7")
         assert {file: file.read_bytes() for file in Path("runs").rglob("*") if file.is_file()} == before
     assert "is training in" in str(first)
-    assert second.exit_code == 2  # without a word: the first one says it
+    assert second.exit_code == 2  # without a message: rank 0 prints it
 
 
-def test_what_starts_the_ranks_needs_no_torch_of_its_own(tmp_path):
-    """The agent does; a mistake is told before it, and no model is imported for nothing."""
+def test_launcher_imports_no_torch(tmp_path):
+    """Only the agent imports it. Errors are reported before, and no model is imported unnecessarily."""
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft"}}\n' for i in range(400)))
     settings = ["plan=dp_replicate=2", "launch.device=cpu", "tokenizer.kind=bytes", "train.seq_len=32",
                 "train.global_batch=8", f"data.train={tmp_path / 'text.jsonl'}"]  # fmt: skip

@@ -10,7 +10,7 @@ from weft.train.loop.reporting import with_setting
 
 
 @pytest.mark.parametrize(
-    ("argv", "parent", "told"),
+    ("argv", "parent", "command"),
     [
         (["/x/bin/weft", "train", "a.toml"], ["bash"], "weft train a.toml"),
         (["/x/weft/__main__.py", "train"], [], "python -m weft train"),
@@ -26,8 +26,8 @@ from weft.train.loop.reporting import with_setting
         ),
     ],
 )
-def test_the_command_is_what_a_person_typed(argv: list[str], parent: list[str], told: str) -> None:
-    assert " ".join(typed_command(argv, parent)) == told
+def test_typed_command_is_reconstructed(argv: list[str], parent: list[str], command: str) -> None:
+    assert " ".join(typed_command(argv, parent)) == command
 
 
 def test_one_setting_is_changed_and_the_rest_quoted() -> None:

@@ -1,7 +1,7 @@
 # ruff: noqa: E501
-"""Chat templates of the published kinds, with `B` and `E` around what the assistant writes.
+"""Chat templates of published kinds, with `B` and `E` around the assistant's text.
 
-`B` and `E` are variables: empty for Weft, and marks where a test wants to know what is trained.
+`B` and `E` are variables: empty for Weft, and markers for a test that needs the trained text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _CALLS = (
     '{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}\n</tool_call>{% endfor %}'
 )
 _TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
-#: Qwen3's way to tell which turns come after the last question.
+#: Qwen3's test for turns after the last question.
 _LAST = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' and not "
     "m.content.startswith('<tool_response>') %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -109,7 +109,7 @@ KINDS = {
         + _ASKS
         + "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     ),
-    "qwen 3.5": (  # the prompt begins the thoughts
+    "qwen 3.5": (  # the prompt opens the thoughts
         _LAST + "{% for m in messages %}" + _THOUGHT + "{% if m.role == 'assistant' %}<|im_start|>assistant\n"
         "{% if loop.index0 > ns.last %}<think>\n{{ B }}{{ thought.strip('\\n') }}\n</think>\n\n{{ content }}"
         "{% else %}{{ B }}{{ content }}{% endif %}" + _CALLS + "<|im_end|>{{ E }}\n"
@@ -169,7 +169,7 @@ KINDS = {
         + "<|im_start|>assistant<|im_sep|>{% endif %}"
     ),
     "zephyr": (
-        # Its prompt lacks the newline, so the model writes it.
+        # Its prompt lacks the newline, so the model generates it.
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}{{ B }}{% endif %}"
         "{{ '\n' + m.content + eos_token }}{% if m.role == 'assistant' %}{{ E }}{% endif %}{{ '\n' }}"
         "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}"
@@ -214,7 +214,7 @@ SPECIALS = [
     "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>",
     "[gMASK]", "<sop>",
 ]  # fmt: skip
-#: Kinds whose special tokens leave out some of these: as published.
+#: Kinds whose special tokens do not include some of these, as published.
 LESS_SPECIAL = {
     "llama 2": ("[INST]", "[/INST]"), "mistral 0.1": ("[INST]", "[/INST]"), "zephyr": ("<|user|>", "<|assistant|>", "<|system|>")
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Samples of images, synthesised audio and text for tests, in every form of records."""
+"""Samples of images, synthesized audio and text for tests, in every record format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.data.record_pictures import add, write_lines
-from tests.data.recordings import WORDS, encoded, tones
+from tests.data.audio_clips import WORDS, encoded, tones
+from tests.data.image_records import add, write_lines
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
@@ -31,7 +31,7 @@ def sound(word: str, seed: int) -> bytes:
 
 
 def mixed(count: int, kinds: int = 5) -> list[dict[str, Any]]:
-    """Samples with images and audio clips as bytes: one image, one audio, two images, none, a chat with one."""
+    """Return samples with images and audio clips as bytes: one image, one audio, two images, none, a chat with one."""
     colours, found = list(COLOURS), list[dict[str, Any]]()
     for index in range(count):
         colour, word = colours[index % 3], WORDS[index // 3 % 3]
@@ -78,7 +78,7 @@ def as_bytes(folder: Path, samples: list[dict[str, Any]]) -> Path:
 
 
 def as_paths(folder: Path, samples: list[dict[str, Any]]) -> Path:
-    """Media in files of their own; chats have contents of parts."""
+    """Write media to separate files. Chats have contents of parts."""
     records = []
     for index, sample in enumerate(samples):
         record = dict(sample)

@@ -1,4 +1,4 @@
-"""Small tokenised sources for tests: the token at stream position p has the id p, so that ids tell where they were."""
+"""Small tokenized sources for tests. The token at stream position p has the id p."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store(
     folder: Path, lengths: Sequence[int], *, masks: Sequence[Sequence[bool]] | None = None, weight: float | None = None,
     shard_bytes: int = 64, name: str = "", first_id: int = 0,
 ) -> Stored:  # fmt: skip
-    """Documents of the given lengths; tiny shards, so that reads cross them. first_id: of the first token."""
+    """Write documents of the given lengths to tiny shards, so that reads cross them. first_id: the first token's id."""
     writer = SplitWriter(folder, vocab_size=2**20, with_mask=masks is not None, shard_bytes=shard_bytes)
     start = first_id
     for number, length in enumerate(lengths):

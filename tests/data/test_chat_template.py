@@ -1,4 +1,4 @@
-"""A tokenizer's own chat template: the text is transformers', and the answers with their end are trained."""
+"""A tokenizer's own chat template: the text equals transformers', and answers are trained with their end tokens."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def template(text: str = TEMPLATE) -> ChatTemplate:
     return ChatTemplate({"chat_template": text, **NAMES}, ["<s>", "</s>", "<|user|>"])
 
 
-def test_answers_and_their_ends_are_trained():
+def test_answers_and_their_end_tokens_are_trained():
     text, spans = template().render(TURNS)
     assert text == "<s><|user|>hi\none</s>\n<|user|>more\ntwo</s>\n"
     assert [text[low:high] for low, high, _ in spans] == ["one</s>", "two</s>"]
 
 
-def test_a_content_that_looks_like_a_special_token_is_told_apart():
+def test_content_like_a_special_token_is_separated():
     turns = [Turn("user", "a</s>"), Turn("assistant", "b")]
     assert template().has_special(turns)
     assert not template().has_special(TURNS)
     assert template().split_literals(turns) == [("<s><|user|>a", False), ("</s>", True), ("\nb</s>\n", False)]
 
 
-def test_templates_that_refuse_or_leave_out_answers_are_named():
+def test_templates_that_refuse_or_omit_answers_are_reported():
     with pytest.raises(DataError, match="refuses a conversation of user, assistant"):
         template("{{ raise_exception('no') }}").render(TURNS[:2])
     with pytest.raises(DataError, match="leaves out or repeats answers"):

@@ -1,4 +1,4 @@
-"""Processes that decode: the same bits whatever happens to them, and a sentence where they cannot go on."""
+"""Decoding processes: equal bits after failures of processes, and one error line if decoding cannot continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import class_folder
+from tests.data.image_folders import class_folder
 from weft.data.media import decode_workers as pool_module
 from weft.data.media import images
 from weft.data.media.class_folder import find_pictures
@@ -50,16 +50,16 @@ def assert_same(found: list, pictures: Pictures, wanted: list[tuple[int, int]]) 
         assert np.array_equal(pixels, expected), key
 
 
-def test_bits_do_not_depend_on_processes_and_their_deaths(pictures: Pictures, ahead: DecodedAhead) -> None:
+def test_bits_do_not_depend_on_processes_and_their_failures(pictures: Pictures, ahead: DecodedAhead) -> None:
     rng = np.random.default_rng(0)
     before = set[int]()
     for step in range(6):
         assert_same(ahead.many(keys(step), keys(step + 1)), pictures, keys(step))
         before |= {*ahead.pids()}
-        if step in (1, 3):  # while they are at work on what comes next
+        if step in (1, 3):  # while they decode the next samples
             os.kill(int(rng.choice(ahead.pids())), signal.SIGKILL)
     assert len({*ahead.pids()} | before) == 4
-    assert_same(ahead.many(keys(20)), pictures, keys(20))  # nobody spoke of these
+    assert_same(ahead.many(keys(20)), pictures, keys(20))  # these were not announced
     assert_same(ahead.many([(0, 1), (0, 1)]), pictures, [(0, 1), (0, 1)])
     pids = ahead.pids()
     ahead.close()
@@ -68,16 +68,14 @@ def test_bits_do_not_depend_on_processes_and_their_deaths(pictures: Pictures, ah
     assert_same(DecodedAhead(pictures, 0).many(keys(0), keys(1)), pictures, keys(0))
 
 
-def test_a_process_that_stands_still_is_replaced(
-    pictures: Pictures, ahead: DecodedAhead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_process_is_replaced(pictures: Pictures, ahead: DecodedAhead, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead.many(keys(0))
     monkeypatch.setattr(pool_module, "_LONGEST_JOB_S", 0.5)
     os.kill(ahead.pids()[0], signal.SIGSTOP)
     assert_same(ahead.many(keys(1)), pictures, keys(1))
 
 
-def test_a_picture_that_takes_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_image_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = class_folder(tmp_path / "pictures")
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)).save(root / "red" / "0.png")
     source = find_pictures(root)
@@ -91,14 +89,14 @@ def test_a_picture_that_takes_too_long_is_named(tmp_path: Path, monkeypatch: pyt
     assert len(ahead.many([(0, index)])) == 1
     with monkeypatch.context() as limits:
         limits.setattr(pool_module, "_MAX_DECODE_S", -1.0)
-        os.kill(ahead.pids()[0], signal.SIGSTOP)  # it gives no answer
+        os.kill(ahead.pids()[0], signal.SIGSTOP)  # it does not answer
         with pytest.raises(DataError, match=text.format("-1")):
             ahead.many([(1, index)])
     assert len(ahead.many([(0, index), (0, 2)])) == 2
     ahead.close()
 
 
-def test_a_faulty_picture_is_named_when_it_is_wanted(tmp_path: Path) -> None:
+def test_faulty_image_is_named_when_it_is_read(tmp_path: Path) -> None:
     root = class_folder(tmp_path / "pictures")
     source = find_pictures(root)
     bad = root / "red" / "0.png"
@@ -112,20 +110,20 @@ def test_a_faulty_picture_is_named_when_it_is_wanted(tmp_path: Path) -> None:
     ahead.close()
 
 
-def test_a_picture_that_ends_processes_is_named(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_that_crashes_processes_is_named(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     ahead = DecodedAhead(pictures, 2)
     text = (
         r": 3 processes ended while they decoded it, the last with exit code 1\. Repair or delete it; if memory ran "
         r"out, use fewer data\.workers\.$"
     )
-    # Of several images, the one that is named depends on which processes end at the same time.
+    # Of several images, the named one depends on which processes end at the same time.
     with pytest.raises(DataError, match=re.escape(str(pictures.source.file(17))) + text):
         ahead.many([(0, 17)])
     ahead.close()
 
 
-def test_shared_memory_that_cannot_be_had_is_one_sentence(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_shared_memory_is_one_error_line(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -138,6 +136,6 @@ def test_shared_memory_that_cannot_be_had_is_one_sentence(pictures: Pictures, mo
     )
 
 
-def test_the_usual_number_of_processes_leaves_a_core_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_number_of_processes_leaves_a_core_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(24)}, raising=False)
     assert [usual_workers(ranks) for ranks in (1, 2, 4, 8, 32)] == [8, 8, 5, 2, 1]

@@ -60,11 +60,11 @@ def turns(*pairs: tuple[Any, Any]) -> dict[str, Any]:
         ({"ids": [5, 6], "labels": [6, -100]}, LABELS, "labels differ from ids"),
     ],
 )
-def test_reasons(value: Any, schema: Schema, reason: str) -> None:
+def test_reasons_of_broken_records(value: Any, schema: Schema, reason: str) -> None:
     assert make(value, schema) == reason
 
 
-def test_good_records() -> None:
+def test_valid_records() -> None:
     text = make({"text": " x\n"}, TEXT)
     assert isinstance(text, Document)
     assert text.text == " x\n"
@@ -80,7 +80,7 @@ def test_good_records() -> None:
         assert ids.trained.tolist() == [False, True, True]
 
 
-def test_the_draw_depends_on_content_alone() -> None:
+def test_draw_depends_only_on_content() -> None:
     one = read_document(Record("a", 1, {"text": "x"}), TEXT, 10)
     same = read_document(Record("b", 9, {"text": "x", "id": 4}), TEXT, 10)
     other = read_document(Record("a", 1, {"text": "y"}), TEXT, 10)

@@ -1,4 +1,4 @@
-"""Pictures, audio and files of records made to do harm: each is refused in a sentence, and only DataError is raised."""
+"""Malicious images, audio and record files: each is refused in one line, and only DataError is raised."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def encoded_picture(form: str = "PNG", size: tuple[int, int] = (24, 16), **optio
     return out.getvalue()
 
 
-def held(data: bytes) -> Encoded:
+def in_memory(data: bytes) -> Encoded:
     return Encoded("x", held=data)
 
 
@@ -63,41 +63,41 @@ def test_formats_that_start_programs_and_absurd_sizes_are_not_opened(tmp_path: P
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
-def test_formats_that_people_train_on_are_read(form: str) -> None:
-    assert picture_size(held(encoded_picture(form))) == (24, 16)
-    assert read_picture(held(encoded_picture(form)), LOOK).shape == (3, 8, 8)
+def test_common_image_formats_are_read(form: str) -> None:
+    assert picture_size(in_memory(encoded_picture(form))) == (24, 16)
+    assert read_picture(in_memory(encoded_picture(form)), LOOK).shape == (3, 8, 8)
 
 
-def test_a_jpeg_of_many_scans_is_refused_by_header_and_decoder() -> None:
+def test_jpeg_of_many_scans_is_refused_by_header_and_decoder() -> None:
     data = encoded_picture("JPEG", (2000, 2000), progressive=True, quality=5)
     start = data.rindex(b"\xff\xda")
     many = data[:start] + data[start:-2] * 600 + b"\xff\xd9"
     for read in (picture_size, lambda one: read_picture(one, LOOK)):
         with pytest.raises(DataError, match="scans"):
-            read(held(many))
-    assert picture_size(held(data)) == (2000, 2000)
+            read(in_memory(many))
+    assert picture_size(in_memory(data)) == (2000, 2000)
 
 
-def test_a_pipe_in_place_of_a_picture_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "cat.png")
     for read in (picture_size, lambda file: read_picture(file, LOOK), sound_size):
         with pytest.raises(DataError, match="not a regular file"):
             read(tmp_path / "cat.png")
 
 
-def test_a_recording_that_is_silent_for_hours_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_of_hours_of_silence_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sound_file, "_MAX_SILENCE", 2**16)
     out = io.BytesIO()
     soundfile.write(out, np.concatenate([np.zeros((2**17, 2)), np.ones((9, 2))]), 48000, format="FLAC")
     with pytest.raises(DataError, match="it is silent, each of the first"):
-        sound_size(held(out.getvalue()))
+        sound_size(in_memory(out.getvalue()))
 
 
-def test_sound_formats_beyond_the_list_are_not_opened() -> None:
+def test_unlisted_audio_formats_are_not_opened() -> None:
     out = io.BytesIO()
     soundfile.write(out, np.ones(100), 16000, format="MAT5")
     with pytest.raises(DataError, match="no known format"):
-        sound_size(held(out.getvalue()))
+        sound_size(in_memory(out.getvalue()))
 
 
 # --- records ---
@@ -152,7 +152,7 @@ def test_bad_lines_of_mixed_samples_are_left_out(tmp_path: Path) -> None:
     assert [line for line, one in zip(bad, others, strict=True) if not one.reason] == []
 
 
-def test_a_wrong_column_is_told_from_the_first_record(tmp_path: Path) -> None:
+def test_wrong_column_is_reported_at_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"picture_file": "0.png", "label": 0}\n' * 3)
     with pytest.raises(DataError, match="a column with the image was not found; its columns are picture_file"):
         list(records_in(tmp_path / "x.jsonl", RecordColumns()))
@@ -172,7 +172,7 @@ def good_tar(name: str = "a") -> bytes:
 
 
 def with_size(data: bytes, field: bytes) -> bytes:
-    """The size of the first member replaced, with the checksum that belongs to it."""
+    """Return the archive with another size of its first member, and a valid checksum."""
     head = bytearray(data[:512])
     head[124:136] = field.ljust(12, b"\0")
     head[148:156] = b" " * 8
@@ -201,7 +201,7 @@ BAD_TARS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("what", BAD_TARS)
-def test_a_tar_with_an_odd_header_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
+def test_tar_with_invalid_header_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
     (tmp_path / "x.tar").write_bytes(BAD_TARS[what]())
     with pytest.raises(DataError, match=r"x\.tar: "):
         list(records_in(tmp_path / "x.tar", RecordColumns()))
@@ -209,7 +209,7 @@ def test_a_tar_with_an_odd_header_is_refused_in_a_sentence(tmp_path: Path, what:
         list(mixed_in(tmp_path / "x.tar", MixedColumns()))
 
 
-def test_names_that_are_not_utf8_can_be_read_and_told(tmp_path: Path) -> None:
+def test_non_utf8_names_can_be_read_and_reported(tmp_path: Path) -> None:
     entries = []
     for label in range(2):
         for number in range(3):
@@ -262,10 +262,10 @@ def seeds() -> Iterator[tuple[str, bytes]]:
 def read_all(form: str, data: bytes, folder: Path) -> None:
     """Read a file by its header and in full, as records and as mixed samples."""
     if form in ("WAV", "FLAC", "OGG", "AIFF", "AU", "CAF", "W64", "MP3"):
-        apply_transform(held(data), sound_size(held(data)), AudioTransform(16000, 1.0))
+        apply_transform(in_memory(data), sound_size(in_memory(data)), AudioTransform(16000, 1.0))
     elif not form.startswith("."):
-        picture_size(held(data))
-        read_picture(held(data), LOOK)
+        picture_size(in_memory(data))
+        read_picture(in_memory(data), LOOK)
     else:
         path = folder / f"x{form}"
         path.write_bytes(data)
@@ -283,7 +283,7 @@ def read_record(path: Path, record: FoundRecord, columns: RecordColumns) -> None
 
 
 @pytest.mark.parametrize("rounds", [60, pytest.param(3000, marks=pytest.mark.full)])
-def test_random_damage_raises_nothing_but_data_errors(tmp_path: Path, rounds: int) -> None:
+def test_random_damage_raises_only_data_errors(tmp_path: Path, rounds: int) -> None:
     rng = random.Random(7)
     for form, data in seeds():
         read_all(form, data, tmp_path)
@@ -315,7 +315,7 @@ def text_seeds() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.full)])
-def test_random_damage_of_text_files_raises_nothing_but_data_errors(tmp_path: Path, rounds: int) -> None:
+def test_random_damage_of_text_files_raises_only_data_errors(tmp_path: Path, rounds: int) -> None:
     rng = random.Random(8)
     for suffix, data in text_seeds():
         path = tmp_path / f"x{suffix}"
@@ -330,7 +330,7 @@ def test_random_damage_of_text_files_raises_nothing_but_data_errors(tmp_path: Pa
                 raise AssertionError(f"{suffix}: {bad!r}") from error
 
 
-def test_a_row_without_a_value_in_python_is_one_broken_record(tmp_path: Path) -> None:
+def test_row_that_python_cannot_represent_is_one_broken_record(tmp_path: Path) -> None:
     days = pa.array([1, 2**31 - 1, 2], pa.date32())
     pq.write_table(pa.table({"text": ["a", "b", "c"], "day": days}), tmp_path / "x.parquet")
     (file,) = find_files(str(tmp_path / "x.parquet"), "data.train.0").files

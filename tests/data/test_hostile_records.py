@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""One bad record is a invalid record: it ends no run, and the records behind it are read."""
+"""A broken record ends no run, and the records after it are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VALUES = [
 
 @pytest.mark.parametrize("form", ["jsonl", "json"])
 @pytest.mark.parametrize("kind", GOOD)
-def test_odd_values_break_their_record_alone(tmp_path, kind, form):
+def test_odd_values_break_only_their_record(tmp_path, kind, form):
     good, path = GOOD[kind], tmp_path / f"d.{form}"
     for key in (*good, "tools"):
         for value in VALUES:
@@ -64,7 +64,7 @@ def test_odd_values_break_their_record_alone(tmp_path, kind, form):
             assert [isinstance(one, Broken) for one in (found[0], found[2])] == [False, False]
 
 
-def test_true_and_false_are_no_token_ids(tmp_path):
+def test_booleans_are_no_token_ids(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"input_ids": [1, 2]}\n{"input_ids": [true, false]}\n{"input_ids": [1, true]}\n')
     files = find_files(str(path), "data.train.0")
@@ -73,7 +73,7 @@ def test_true_and_false_are_no_token_ids(tmp_path):
     assert [getattr(one, "reason", "") for one in found] == ["", "ids are not integers", "ids are not integers"]
 
 
-def test_an_array_that_breaks_off_is_broken_at_its_end(tmp_path):
+def test_truncated_array_is_broken_at_its_end(tmp_path):
     path = tmp_path / "d.json"
     path.write_text('[{"text": "a"}, {"text": "b",}, {"text": "c\\\\"}, {"text": "d')
     files = find_files(str(path), "data.train.0")

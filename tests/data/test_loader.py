@@ -24,7 +24,7 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> SampleStream:
 def global_batch(
     stream: SampleStream, step: int, size: int, dp_size: int, accumulation: int
 ) -> dict[str, torch.Tensor]:
-    """All ranks' microbatches of a step put together in the order of global samples."""
+    """Return all ranks' microbatches of a step, concatenated in the order of global samples."""
     rows: dict[str, list[torch.Tensor]] = {"input_ids": [], "labels": [], "positions": []}
     loaders = [
         Loader(stream, global_batch=size, accumulation=accumulation, dp_rank=rank, dp_size=dp_size)
@@ -40,7 +40,7 @@ def global_batch(
 
 @settings(max_examples=30, deadline=None)
 @given(step=st.integers(0, 10**9), dp_size=st.sampled_from([1, 2, 4]), accumulation=st.sampled_from([1, 2, 4]))
-def test_batches_are_the_same_at_any_number_of_ranks(
+def test_batches_are_equal_at_any_number_of_ranks(
     stream: SampleStream, step: int, dp_size: int, accumulation: int
 ) -> None:
     alone = global_batch(stream, step, 16, 1, 1)
@@ -49,7 +49,7 @@ def test_batches_are_the_same_at_any_number_of_ranks(
         assert torch.equal(tensor, shared[name])
 
 
-def test_microbatches_hold_the_samples_of_the_contract(stream: SampleStream) -> None:
+def test_microbatches_have_the_documented_samples(stream: SampleStream) -> None:
     loader = Loader(stream, global_batch=12, accumulation=3, dp_rank=1, dp_size=2)
     batches = loader.batches(7)
     assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 8)] * 3
@@ -62,23 +62,23 @@ def test_microbatches_hold_the_samples_of_the_contract(stream: SampleStream) -> 
             assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 
-def test_document_ids_come_only_with_borders_inside(tmp_path: Path) -> None:
-    whole = SampleStream([store(tmp_path / "a", [64])], seed=0, seq_len=8, packing="fit", borders=True)
+def test_document_ids_require_borders_within_a_sequence(tmp_path: Path) -> None:
+    full = SampleStream([store(tmp_path / "a", [64])], seed=0, seq_len=8, packing="fit", borders=True)
     cut = SampleStream([store(tmp_path / "b", [4] * 16)], seed=0, seq_len=8, packing="fit", borders=True)
     free = SampleStream([store(tmp_path / "c", [4] * 16)], seed=0, seq_len=8, packing="fit", borders=False)
     keys = [
-        set(Loader(s, global_batch=4, accumulation=1, dp_rank=0, dp_size=1).batches(0)[0]) for s in (whole, cut, free)
+        set(Loader(s, global_batch=4, accumulation=1, dp_rank=0, dp_size=1).batches(0)[0]) for s in (full, cut, free)
     ]
     plain = {"input_ids", "labels", "positions"}
     assert keys == [plain, plain | {"document_ids", "document_starts"}, plain]
 
 
-def test_resuming_at_any_step_goes_on_as_if_never_stopped(stream: SampleStream) -> None:
+def test_resume_at_any_step_gives_the_same_batches(stream: SampleStream) -> None:
     def loader() -> Loader:
         return Loader(stream, global_batch=8, accumulation=2, dp_rank=0, dp_size=2)
 
-    with loader().iterate(0, 12) as whole:
-        steps = list(whole)
+    with loader().iterate(0, 12) as full:
+        steps = list(full)
     for start in (0, 1, 5, 11):
         with loader().iterate(start, 12) as rest:
             for before, after in zip(steps[start:], rest, strict=True):
@@ -102,7 +102,7 @@ class _Failing(Loader):
         return super().batches(step)
 
 
-def test_an_error_in_the_thread_is_raised_in_its_turn(stream: SampleStream) -> None:
+def test_error_in_the_thread_is_raised_at_its_step(stream: SampleStream) -> None:
     steps = _Failing(stream, global_batch=4, accumulation=1, dp_rank=0, dp_size=1).iterate(0, 9)
     for _ in range(3):
         next(steps)
@@ -113,7 +113,7 @@ def test_an_error_in_the_thread_is_raised_in_its_turn(stream: SampleStream) -> N
     steps.close()
 
 
-def test_close_ends_the_thread_at_any_moment(stream: SampleStream) -> None:
+def test_close_ends_the_thread_at_any_time(stream: SampleStream) -> None:
     loader = Loader(stream, global_batch=4, accumulation=1, dp_rank=0, dp_size=1)
     for taken in range(4):
         steps = loader.iterate(0, 10**9)
@@ -128,7 +128,7 @@ def test_close_ends_the_thread_at_any_moment(stream: SampleStream) -> None:
 
 @pytest.mark.parametrize("num_samples", [None, 1, 5, 20, 1000])
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_evaluation_takes_each_sample_once_on_equally_many_calls(
+def test_evaluation_reads_each_sample_once_in_equal_numbers_of_calls(
     tmp_path: Path, num_samples: int | None, dp_size: int
 ) -> None:
     sources = [store(tmp_path / "a", [90]), store(tmp_path / "b", [200], first_id=1000)]
@@ -154,12 +154,12 @@ def test_evaluation_takes_each_sample_once_on_equally_many_calls(
         assert sum(row[0] < 1000 for row in rows) == 7
 
 
-def test_evaluation_of_nothing(tmp_path: Path) -> None:
+def test_evaluation_without_data(tmp_path: Path) -> None:
     stream = SampleStream([], seed=0, seq_len=8, packing="concat", borders=True, shuffle=False)
     assert list(EvalBatches(stream, num_samples=8, num_rows=2, dp_rank=0, dp_size=1)) == []
 
 
-def test_starts_of_documents_are_those_of_the_ids(tmp_path: Path) -> None:
+def test_document_starts_match_document_ids(tmp_path: Path) -> None:
     stream = SampleStream(
         [store(tmp_path / "a", [3, 5, 4, 4, 9, 7])], seed=0, seq_len=16, packing="concat", borders=True
     )

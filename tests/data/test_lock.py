@@ -14,8 +14,8 @@ from weft.data.token_files import locked, new_folder
 HOLD = "import sys, time; from pathlib import Path; from weft.data.token_files import locked\n"
 
 
-def hold(path: Path) -> subprocess.Popen[str]:
-    """A process that holds the lock until it is killed."""
+def start_lock_holder(path: Path) -> subprocess.Popen[str]:
+    """Start a process that holds the lock until it is killed."""
     code = HOLD + "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -23,23 +23,23 @@ def hold(path: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_holder_frees_the_lock_and_the_waiter_is_told(tmp_path: Path) -> None:
-    holder = hold(tmp_path / "a.lock")
-    told: list[float] = []
+def test_killed_holder_releases_the_lock_and_waiter_is_notified(tmp_path: Path) -> None:
+    holder = start_lock_holder(tmp_path / "a.lock")
+    notified: list[float] = []
 
     def waiting() -> None:
-        told.append(time.monotonic())
+        notified.append(time.monotonic())
         os.kill(holder.pid, signal.SIGKILL)
 
     try:
         with locked(tmp_path / "a.lock", waiting):
-            assert len(told) == 1
+            assert len(notified) == 1
     finally:
         holder.kill()
         holder.communicate()
 
 
-def test_two_processes_are_never_inside_at_once(tmp_path: Path) -> None:
+def test_two_processes_never_have_the_lock_simultaneously(tmp_path: Path) -> None:
     code = HOLD + (
         "log = Path(sys.argv[1]) / 'log'\n"
         "for _ in range(8):\n"
@@ -53,7 +53,7 @@ def test_two_processes_are_never_inside_at_once(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().split() == ["in", "out"] * 16
 
 
-def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_new_folder_appears_complete_or_not(tmp_path: Path) -> None:
     final = tmp_path / "data-1"
     leftover = tmp_path / ".data-1.partial-99999"
     leftover.mkdir()

@@ -1,4 +1,4 @@
-"""Pictures: found by their headers, the faulty ones left out, and their pixels a function of a key."""
+"""Images: found by their headers, faulty ones left out, and pixels determined by a key."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import COLOURS, class_folder, picture
+from tests.data.image_folders import COLOURS, class_folder, picture
 from weft.data.media import images as pixels_module
 from weft.data.media.class_folder import ClassFolder, find_pictures
 from weft.data.media.images import Look, read_picture
 from weft.errors import DataError, MissingExtra
 
 
-def test_classes_are_folders_in_order_of_their_names(tmp_path: Path) -> None:
+def test_classes_are_folders_sorted_by_name(tmp_path: Path) -> None:
     root = class_folder(tmp_path / "pictures")
     (root / ".hidden").mkdir()
     (root / "red" / "notes.txt").write_text("no picture")
@@ -34,7 +34,7 @@ def test_classes_are_folders_in_order_of_their_names(tmp_path: Path) -> None:
 
 
 def bomb(path: Path, width: int, height: int) -> None:
-    """A PNG of a few bytes whose header promises many pixels."""
+    """Write a PNG of a few bytes whose header declares many pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = b"".join(
         struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -43,7 +43,7 @@ def bomb(path: Path, width: int, height: int) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
 
 
-def test_what_cannot_be_read_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_unreadable_images_are_left_out_with_a_reason(tmp_path: Path) -> None:
     root = class_folder(tmp_path / "pictures", 200)
     bomb(root / "red" / "bomb.png", 20_000, 20_000)
     (root / "red" / "empty.png").write_bytes(b"")
@@ -82,14 +82,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_a_folder_that_cannot_be_trained_on_is_refused(tmp_path: Path, text: str) -> None:
+def test_unusable_folder_is_refused(tmp_path: Path, text: str) -> None:
     REFUSED[text](tmp_path / "pictures")
     with pytest.raises(DataError) as caught:
         find_pictures(tmp_path / "pictures")
     assert str(caught.value).startswith(f"data={tmp_path / 'pictures'}: {text}")
 
 
-def test_pixels_follow_from_the_key(tmp_path: Path) -> None:
+def test_pixels_are_determined_by_the_key(tmp_path: Path) -> None:
     ramp = np.arange(64 * 48 * 3, dtype=np.uint32).reshape(48, 64, 3) % 251
     Image.fromarray(ramp.astype(np.uint8)).save(tmp_path / "x.png")
     look = Look(16, crops=True, mirrors=True)
@@ -98,7 +98,7 @@ def test_pixels_follow_from_the_key(tmp_path: Path) -> None:
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
     middle = read_picture(tmp_path / "x.png", Look(48))
-    assert np.array_equal(middle, ramp.transpose(2, 0, 1)[:, :, 8:56])  # nothing is drawn, and nothing resized
+    assert np.array_equal(middle, ramp.transpose(2, 0, 1)[:, :, 8:56])  # no random crop, and no resizing
     mirrored = [read_picture(tmp_path / "x.png", Look(48, mirrors=True), (key,)) for key in range(20)]
     assert 4 < sum(np.array_equal(one, middle[:, :, ::-1]) for one in mirrored) < 16
 
@@ -113,7 +113,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_picture_has_three_channels(tmp_path: Path, kind: str) -> None:
+def test_every_image_mode_gives_three_channels(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ("x.tif" if kind == "cmyk" else "x.png")
     KINDS[kind](picture((220, 30, 40), 0)).save(path)
     found = read_picture(path, Look(8))
@@ -122,23 +122,23 @@ def test_every_kind_of_picture_has_three_channels(tmp_path: Path, kind: str) -> 
     assert np.abs(found.mean((1, 2)) - expected.get(kind, (215, 35, 42))).max() < 12
 
 
-def test_an_animated_picture_is_its_first_frame_and_a_suffix_says_nothing(tmp_path: Path) -> None:
+def test_animation_gives_its_first_frame_and_the_suffix_is_ignored(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (9, 9), colour) for colour in ((200, 0, 0), (0, 0, 200))]
     frames[0].save(tmp_path / "x.gif", save_all=True, append_images=frames[1:])
     (tmp_path / "x.gif").rename(tmp_path / "x.jpg")
     assert read_picture(tmp_path / "x.jpg", Look(8))[0].min() > 150
 
 
-def test_a_picture_that_ends_early_is_named(tmp_path: Path) -> None:
+def test_truncated_image_is_named(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "x.png")
-    whole = (tmp_path / "x.png").read_bytes()
-    (tmp_path / "x.png").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "x.png").read_bytes()
+    (tmp_path / "x.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"x\.png: its pixels cannot be decoded \(.*\)\. Repair it, or delete it\."):
         read_picture(tmp_path / "x.png", Look(8))
 
 
-def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_pillow_error_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(MissingExtra, match=r'Pillow is not installed: .* pip install -e "\.\[media\]"'):
         pixels_module.pillow()

@@ -1,4 +1,4 @@
-"""Samples of images, audio and text: the same from every form of records, and what is left out with its reason."""
+"""Samples of images, audio and text: equal in every record format, and left out with a reason if unusable."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.image_records import write_lines
 from tests.data.mixed_records import FORMS, as_paths, mixed, picture, sound
-from tests.data.record_pictures import write_lines
 from weft.data.media.audio import AudioTransform
 from weft.data.media.audio_features import LogMel
 from weft.data.media.images import Look
@@ -37,21 +37,21 @@ def by_form(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MixedItems]:
     return made
 
 
-def test_every_form_holds_the_same_samples(by_form: dict[str, MixedItems]) -> None:
-    wanted = list(MixedAhead(by_form["tar"], 0))
+def test_every_format_has_the_same_samples(by_form: dict[str, MixedItems]) -> None:
+    expected = list(MixedAhead(by_form["tar"], 0))
     text = ByteText()
-    assert [text.decode_all(one.tokens.tolist()) for one in wanted[:5]] == [
+    assert [text.decode_all(one.tokens.tolist()) for one in expected[:5]] == [
         "<image>red<|end|>",
         "<audio>ab<|end|>",
         "<image><image>blue red<|end|>",
         "only text<|end|>",
         "<|turn|>user\nWhich is <image>?<|end of turn|>\n<|turn|>assistant\ngreen<|end of turn|>\n",
     ]
-    chat = wanted[4]
+    chat = expected[4]
     assert text.decode_all(chat.tokens[chat.learnt == 1].tolist()) == "green<|end of turn|>"
-    assert [len(one.media) for one in wanted[:5]] == [1, 1, 2, 0, 1]
+    assert [len(one.media) for one in expected[:5]] == [1, 1, 2, 0, 1]
     for name, made in by_form.items():
-        for one, other in zip(MixedAhead(made, 0), wanted, strict=True):
+        for one, other in zip(MixedAhead(made, 0), expected, strict=True):
             assert np.array_equal(one.tokens, other.tokens), name
             assert np.array_equal(one.learnt, other.learnt), name
             for mine, theirs in zip(one.media, other.media, strict=True):
@@ -64,15 +64,15 @@ def test_processes_decode_the_same_bits(by_form: dict[str, MixedItems]) -> None:
         for epoch in range(2):
             keys = [(epoch, index) for index in range(10)]
             for one, key in zip(ahead.many(keys, [(epoch + 1, 0)]), keys, strict=True):
-                wanted = ahead.in_epoch(*key)
-                assert all(np.array_equal(a, b) for a, b in zip(one.media, wanted.media, strict=True)), key
+                expected = ahead.in_epoch(*key)
+                assert all(np.array_equal(a, b) for a, b in zip(one.media, expected.media, strict=True)), key
         pixels = [ahead.in_epoch(epoch, 0).media[0] for epoch in range(2)]
-        assert not np.array_equal(*pixels)  # seen differently in another epoch
+        assert not np.array_equal(*pixels)  # another augmentation in another epoch
     finally:
         ahead.close()
 
 
-def test_what_cannot_be_used_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_unusable_samples_are_left_out_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture("red", 0))
     (tmp_path / "cut.png").write_bytes(picture("red", 0)[:60])
     held = base64.b64encode(sound("ab", 1)).decode()
@@ -96,8 +96,8 @@ def test_what_cannot_be_used_is_left_out_with_its_reason(tmp_path: Path) -> None
     good = [{"image": "a.png", "text": f"x{number}"} for number in range(100 * len(bad))]
     records = found(write_lines(tmp_path / "x.jsonl", [*bad.values(), *good]), tmp_path / "cache")
     assert len(records) == len(good)
-    for reason, said in zip(bad, records.unreadable, strict=True):
-        assert reason in said, said
+    for reason, message in zip(bad, records.unreadable, strict=True):
+        assert reason in message, message
     with pytest.raises(DataError, match=r"10 of 11 samples cannot be used, more than 1%\. The first: "):
         found(write_lines(tmp_path / "y.jsonl", [*bad.values(), good[0]]), tmp_path / "cache")
     (tmp_path / "empty.jsonl").write_text("")
@@ -105,7 +105,7 @@ def test_what_cannot_be_used_is_left_out_with_its_reason(tmp_path: Path) -> None
         found(tmp_path / "empty.jsonl", tmp_path / "cache")
 
 
-def test_a_file_that_comes_later_is_found(tmp_path: Path) -> None:
+def test_file_that_is_added_later_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture("red", 0))
     good = [{"image": "a.png", "text": "x"} for _ in range(100)]
     file = write_lines(tmp_path / "x.jsonl", [*good, {"image": "late.png", "text": "y"}])
@@ -114,7 +114,7 @@ def test_a_file_that_comes_later_is_found(tmp_path: Path) -> None:
     assert len(found(file, tmp_path / "cache")) == 101
 
 
-def test_columns_are_named(tmp_path: Path) -> None:
+def test_columns_can_be_named(tmp_path: Path) -> None:
     as_paths(tmp_path, mixed(2))
     lines = [{"seen": "0.0.png", "heard": "1.0.flac", "said": "both"}]
     records = found(write_lines(tmp_path / "y.jsonl", lines), tmp_path / "cache", MixedColumns("said", "seen", "heard"))

@@ -13,7 +13,7 @@ shares = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6)
 @settings(max_examples=60, deadline=None)
 @given(shares=shares, seed=st.integers(0, 99), length=st.integers(1, 900))
 def test_each_source_is_read_in_sequence(shares: list[float], seed: int, length: int) -> None:
-    """The ordinals of a source over any prefix are 0, 1, ... in some order, once each at block borders."""
+    """The ordinals of a source over any prefix are 0, 1, ... in some order, and each occurs once at block borders."""
     mixture = Mixture(shares, seed=seed, block=64)
     blocks = -(-length // 64) * 64
     seen: dict[int, list[int]] = {}
@@ -26,7 +26,7 @@ def test_each_source_is_read_in_sequence(shares: list[float], seed: int, length:
 
 @settings(max_examples=60, deadline=None)
 @given(shares=shares, seed=st.integers(0, 9), index=st.integers(0, 2**45))
-def test_counts_follow_from_the_index_alone_and_are_near_the_share(shares: list[float], seed: int, index: int) -> None:
+def test_counts_depend_only_on_index_and_are_near_the_shares(shares: list[float], seed: int, index: int) -> None:
     mixture = Mixture(shares, seed=seed)
     counts = mixture.counts_before(index)
     assert sum(counts) == index
@@ -46,7 +46,7 @@ def test_long_run_shares_are_exact() -> None:
     assert mixture.counts_before(10_000_128) == [7000089, 2000026, 999013, 1000]
 
 
-def test_the_order_inside_a_block_depends_on_the_seed() -> None:
+def test_order_within_a_block_depends_on_the_seed() -> None:
     one, other = (Mixture([1, 1], seed=seed) for seed in (0, 1))
     order = [one.locate(index)[0] for index in range(256)]
     assert Counter(order) == {0: 128, 1: 128}

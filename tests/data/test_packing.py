@@ -19,7 +19,7 @@ def offsets_of(sizes: list[int]) -> np.ndarray:
 
 @settings(max_examples=200, deadline=None)
 @given(sizes=documents, seq_len=lengths, data=st.data())
-def test_concat_takes_every_token_once(sizes: list[int], seq_len: int, data: st.DataObject) -> None:
+def test_concat_reads_every_token_once(sizes: list[int], seq_len: int, data: st.DataObject) -> None:
     total = sum(sizes)
     spans = ConcatSpans(total, seq_len)
     shift = data.draw(st.integers(0, total - 1))
@@ -32,12 +32,12 @@ def test_concat_takes_every_token_once(sizes: list[int], seq_len: int, data: st.
 
 
 def next_fit(sizes: list[int], seq_len: int) -> list[list[tuple[int, int, int]]]:
-    """The slow reference: sequences as lists of (document, first token, end token) that are put in one by one."""
+    """The slow reference: sequences as lists of (document, first token, end token), filled one document at a time."""
     sequences: list[list[tuple[int, int, int]]] = []
     room = 0
     for document, size in enumerate(sizes):
         first = 0
-        # As long as the rest does not fit a whole sequence (whose last token may be a label alone), cut pieces.
+        # While the rest is longer than a full sequence (whose last token may be only a label), cut a sequence off.
         while size - first > seq_len + 1:
             sequences.append([(document, first, first + seq_len)])
             first += seq_len
@@ -62,7 +62,7 @@ def test_fit_equals_the_slow_reference(sizes: list[int], seq_len: int) -> None:
 @settings(max_examples=200, deadline=None)
 @given(sizes=documents, seq_len=lengths)
 @pytest.mark.parametrize("packing", ["fit", "pad"])
-def test_tables_train_every_step_inside_a_document_once(packing: str, sizes: list[int], seq_len: int) -> None:
+def test_tables_train_every_token_within_a_document_once(packing: str, sizes: list[int], seq_len: int) -> None:
     offsets = offsets_of(sizes)
     spans = TableSpans({"fit": fit_starts, "pad": pad_starts}[packing](offsets, seq_len), seq_len)
     inputs = [
@@ -81,19 +81,19 @@ def test_tables_train_every_step_inside_a_document_once(packing: str, sizes: lis
             assert first == last
 
 
-def test_documents_that_fit_are_never_cut() -> None:
+def test_documents_that_fit_are_never_split() -> None:
     assert fit_starts(offsets_of([5, 4, 8, 9]), 8).tolist() == [0, 9, 17, 26]
     assert pad_starts(offsets_of([5, 20, 9]), 8).tolist() == [0, 5, 13, 21, 25, 34]
 
 
-def test_plan_is_kept_and_read_back(tmp_path: Path) -> None:
+def test_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     offsets = offsets_of([5, 4, 8])
     for packing in ("concat", "fit", "pad"):
         write_plan(tmp_path, packing, 8, offsets)
     assert [path.name for path in sorted(tmp_path.glob("*.npy"))] == ["fit-8-v1.npy", "pad-8-v1.npy"]
-    kept = open_spans(tmp_path, "fit", 8, offsets, 17)
+    loaded = open_spans(tmp_path, "fit", 8, offsets, 17)
     plan_path(tmp_path, "fit", 8).unlink()
     computed = open_spans(tmp_path, "fit", 8, offsets, 17)
-    assert isinstance(kept, TableSpans)
+    assert isinstance(loaded, TableSpans)
     assert isinstance(computed, TableSpans)
-    assert kept.starts.tolist() == computed.starts.tolist() == [0, 9, 17]
+    assert loaded.starts.tolist() == computed.starts.tolist() == [0, 9, 17]

@@ -1,4 +1,4 @@
-"""Records that say what is preferred: what is read of them, and each way in which one cannot be used."""
+"""Preference records: parsed contents, and each reason why one cannot be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERDICT = Schema("feedback", prompt="prompt", completion="completion", label="la
 ASK = {"role": "user", "content": "q"}
 
 
-def said(content: Any, role: str = "assistant") -> dict[str, Any]:
+def message(content: Any, role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -41,36 +41,36 @@ def read(schema: Schema, **value: Any):
         (PAIR, {"prompt": "q", "chosen": "a", "rejected": None}, "no rejected answer"),
         (PAIR, {"prompt": "q", "rejected": "a"}, "no chosen answer"),
         (PAIR, {"prompt": "q", "chosen": "a", "rejected": "  "}, "empty rejected answer"),
-        (PAIR, {"prompt": "q", "chosen": [ASK, said("")], "rejected": [ASK, said("b")]}, "empty chosen answer"),
-        (PAIR, {"chosen": [ASK], "rejected": [ASK, said("b")]}, "chosen does not end with the assistant's turn"),
-        (PAIR, {"chosen": [said("x", "judge")], "rejected": [said("b")]}, "unknown role"),
-        (PAIR, {"chosen": "a b", "rejected": [ASK, said("b")]}, "chosen and rejected are of different kinds"),
+        (PAIR, {"prompt": "q", "chosen": [ASK, message("")], "rejected": [ASK, message("b")]}, "empty chosen answer"),
+        (PAIR, {"chosen": [ASK], "rejected": [ASK, message("b")]}, "chosen does not end with the assistant's turn"),
+        (PAIR, {"chosen": [message("x", "judge")], "rejected": [message("b")]}, "unknown role"),
+        (PAIR, {"chosen": "a b", "rejected": [ASK, message("b")]}, "chosen and rejected are of different kinds"),
         (PAIR, {"chosen": 3, "rejected": "b"}, "messages are not a list"),
         (VERDICT, {"prompt": "q", "completion": "", "label": True}, "empty completion"),
         (VERDICT, {"prompt": "q", "label": True}, "no completion"),
         (VERDICT, {"prompt": "q", "completion": "a"}, "missing column"),
         (VERDICT, {"prompt": "q", "completion": "a", "label": "maybe"}, "a label is neither true nor false"),
         (Schema("messages", messages="m", role="role", content="content"),
-         {"m": [ASK, {**said("a"), "weight": -1}]}, "a weight is not a number of at least 0"),
+         {"m": [ASK, {**message("a"), "weight": -1}]}, "a weight is not a number of at least 0"),
         (Schema("messages", messages="m", role="role", content="content", tools="tools"),
-         {"m": [ASK, said("a")], "tools": "{"}, "tools are not JSON"),
+         {"m": [ASK, message("a")], "tools": "{"}, "tools are not JSON"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_says_why(schema, record, reason):
+def test_unusable_preferences_have_a_reason(schema, record, reason):
     assert read(schema, **record) == Broken.of("f.jsonl", 3, reason, record)
 
 
-def test_the_context_is_what_both_answers_begin_with():
-    both = [[ASK, said("same"), said("more", "user"), said(answer)] for answer in ("good", "bad")]
+def test_context_is_the_common_prefix_of_both_answers():
+    both = [[ASK, message("same"), message("more", "user"), message(answer)] for answer in ("good", "bad")]
     document = read(PAIR, chosen=both[0], rejected=both[1])
     for one, answer in ((document, "good"), (document.other, "bad")):
         assert [turn.content for turn in one.turns if turn.is_trained] == [answer]
     plain = read(PAIR, chosen="Human: q\nBot: yes it is", rejected="Human: q\nBot: yes no")
     assert (plain.prompt, plain.text, plain.other.text) == ("Human: q\nBot: yes", " it is", " no")
-    prefixed = read(PAIR, prompt="q", chosen=[ASK, said("good")], rejected=[ASK, said("bad")])
+    prefixed = read(PAIR, prompt="q", chosen=[ASK, message("good")], rejected=[ASK, message("bad")])
     assert [turn.content for turn in prefixed.turns] == ["q", "good"]
     assert read(PAIR, prompt=[ASK], chosen="good", rejected="bad").turns == prefixed.turns
-    assert read(PAIR, prompt="q", chosen=[said("good")], rejected=[said("bad")]).turns[1].is_trained
+    assert read(PAIR, prompt="q", chosen=[message("good")], rejected=[message("bad")]).turns[1].is_trained
     assert read(PAIR, prompt="q", chosen="a", rejected="a").note == "with equal answers"
 
 
@@ -92,21 +92,21 @@ def answers(prepared) -> list[str]:
     return found
 
 
-def test_pairs_are_stored_as_neighbours(tmp_path):
+def test_pairs_are_stored_adjacently(tmp_path):
     prepared = prepare_data(config(tmp_path, {"prompt": "q", "chosen": " a", "rejected": " b"}), preferences=True)
     assert answers(prepared) == ["[[q]] a<|endoftext|>", "[[q]]-1{ b<|endoftext|>}"]
     assert prepared.train[0].kind == "preference"
     assert "1 pair, " in prepared.summary[1]
 
 
-def test_verdicts_are_stored_with_their_sign(tmp_path):
+def test_feedback_is_stored_with_its_sign(tmp_path):
     rows = [{"prompt": "q", "completion": " a", "label": label} for label in (True, False)]
     assert answers(prepare_data(config(tmp_path, *rows), preferences=True)) == [
         "[[q]] a<|endoftext|>", "[[q]]-1{ a<|endoftext|>}"
     ]  # fmt: skip
 
 
-def test_a_broken_pair_is_named_by_file_and_line(tmp_path):
+def test_broken_pair_is_named_by_file_and_line(tmp_path):
     rows = [{"prompt": "q", "chosen": " a", "rejected": " b"}, {"prompt": "q", "chosen": " a"}]
     with pytest.raises(DataError) as caught:
         prepare_data(config(tmp_path, *rows), preferences=True)
@@ -116,7 +116,7 @@ def test_a_broken_pair_is_named_by_file_and_line(tmp_path):
     )
 
 
-def test_other_data_is_refused_with_the_columns_it_needs(tmp_path):
+def test_other_data_is_refused_with_the_required_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}))
     files = find_files(str(tmp_path / "a.jsonl"), "data.train.0")
     with pytest.raises(DataError, match=r"a pair of columns chosen and rejected was not found in .*a\.jsonl, whose"):
@@ -127,8 +127,8 @@ def test_other_data_is_refused_with_the_columns_it_needs(tmp_path):
         detect_schema(files, "feedback", {}, 1000)
 
 
-def test_weights_of_turns_reach_the_batch_and_the_loss(tmp_path):
-    turns = [ASK, {**said("ab"), "weight": 0}, said("more", "user"), {**said("cd"), "weight": 0.5}]
+def test_weights_of_turns_are_passed_to_the_batch(tmp_path):
+    turns = [ASK, {**message("ab"), "weight": 0}, message("more", "user"), {**message("cd"), "weight": 0.5}]
     prepared = prepare_data(config(tmp_path, {"messages": turns}, packing="pad"))
     stream = SampleStream(prepared.train, seed=0, seq_len=96, packing="pad", borders=True)
     batch = build_batch(stream, range(1), 1)
@@ -138,8 +138,8 @@ def test_weights_of_turns_reach_the_batch_and_the_loss(tmp_path):
     assert not batch["weights"][~trained].any()
     logits = torch.randn(1, 96, 260, dtype=torch.float64)
     loss, number = token_cross_entropy(logits, batch)
-    whole, _ = token_cross_entropy(logits, {"labels": batch["labels"]})
-    assert (loss.item(), number.item()) == (pytest.approx(0.5 * whole.item()), 1.5)
+    total, _ = token_cross_entropy(logits, {"labels": batch["labels"]})
+    assert (loss.item(), number.item()) == (pytest.approx(0.5 * total.item()), 1.5)
     view = view_sample(stream.sample(0), prepared.tokenizer)
     assert "0.5{cd<|im_end|>}" in marked(view)
 
@@ -150,19 +150,19 @@ SYSTEM, OTHER = {"role": "system", "content": "brief"}, {"role": "user", "conten
 @pytest.mark.parametrize(
     ("prompt", "full", "roles"),
     [
-        ([ASK], [ASK, said("a")], "ua"),
-        ([SYSTEM, ASK], [SYSTEM, ASK, said("a")], "sua"),
-        ([SYSTEM, ASK], [ASK, said("a")], "sua"),
-        ([ASK], [SYSTEM, ASK, said("a")], "sua"),
-        ([ASK, said("x"), OTHER], [ASK, said("x"), OTHER, said("a")], "uaua"),
-        ([ASK, said("x"), OTHER], [OTHER, said("a")], "uaua"),
-        ([SYSTEM], [ASK, said("a")], "sua"),
-        ([ASK, said("x")], [OTHER, said("a")], "uaua"),
-        ([ASK], [said("a")], "ua"),
+        ([ASK], [ASK, message("a")], "ua"),
+        ([SYSTEM, ASK], [SYSTEM, ASK, message("a")], "sua"),
+        ([SYSTEM, ASK], [ASK, message("a")], "sua"),
+        ([ASK], [SYSTEM, ASK, message("a")], "sua"),
+        ([ASK, message("x"), OTHER], [ASK, message("x"), OTHER, message("a")], "uaua"),
+        ([ASK, message("x"), OTHER], [OTHER, message("a")], "uaua"),
+        ([SYSTEM], [ASK, message("a")], "sua"),
+        ([ASK, message("x")], [OTHER, message("a")], "uaua"),
+        ([ASK], [message("a")], "ua"),
     ],
 )
-def test_an_answer_that_repeats_its_prompt_has_it_once(prompt, full, roles):
-    other = [*full[:-1], said("b")]
+def test_prompt_repeated_in_the_answer_is_used_once(prompt, full, roles):
+    other = [*full[:-1], message("b")]
     pair = read(PAIR, prompt=prompt, chosen=full, rejected=other)
     verdict = read(VERDICT, prompt=prompt, completion=full, label=True)
     for document in (pair, pair.other, verdict):

@@ -42,7 +42,7 @@ def no_tokenising(stage: str, *_: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_it_is_done_once(tmp_path: Path, text: str, kind: str) -> None:
+def test_preparation_runs_once(tmp_path: Path, text: str, kind: str) -> None:
     stages: list[str] = []
     first = prepare_data(config(tmp_path, text, kind=kind), lambda stage, *_: stages.append(stage))
     assert f"tokenise {text}" in stages
@@ -55,7 +55,7 @@ def test_it_is_done_once(tmp_path: Path, text: str, kind: str) -> None:
     assert verify_data(first) == []
 
 
-def test_the_summary_says_what_was_found(tmp_path: Path, text: str) -> None:
+def test_summary_has_tokenizer_schema_and_counts(tmp_path: Path, text: str) -> None:
     prepared = prepare_data(config(tmp_path, text))
     assert prepared.summary[0] == "tokenizer: bytes, 260 entries"
     assert prepared.summary[1].startswith(f"{text}: text, column 'text'; ")
@@ -64,7 +64,7 @@ def test_the_summary_says_what_was_found(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["content", "holdout", "tokenizer"])
-def test_what_matters_makes_it_new(tmp_path: Path, text: str, change: str) -> None:
+def test_changed_content_or_settings_make_new_data(tmp_path: Path, text: str, change: str) -> None:
     before = prepare_data(config(tmp_path, text))
     if change == "content":
         Path(text).write_text(Path(text).read_text().replace("document number 7", "document number x"))
@@ -94,7 +94,7 @@ def test_touched_copied_and_moved_files_are_the_same_data(tmp_path: Path, text: 
     assert prepare_data(elsewhere).digest == before.digest
 
 
-def test_packing_plans_are_made_beforehand(tmp_path: Path, text: str) -> None:
+def test_packing_plans_are_prepared_and_repaired(tmp_path: Path, text: str) -> None:
     prepared = prepare_data(config(tmp_path, text, packing="fit"))
     plan = prepared.train[0].folder / "fit-32-v1.npy"
     content = plan.read_bytes()
@@ -116,8 +116,8 @@ def test_damaged_shards_are_made_again(tmp_path: Path, text: str) -> None:
         shard.write_bytes(damaged)
         again = prepare_data(config(tmp_path, text))
         assert again.digest == prepared.digest
-        told = f"{text}: its stored tokens were damaged ({reason}), and Weft has written them again"
-        assert again.summary[-1] == told
+        message = f"{text}: its stored tokens were damaged ({reason}), and Weft has written them again"
+        assert again.summary[-1] == message
         assert shard.read_bytes() == content
     shard.write_bytes(content[:-2] + b"\1\1")
     assert verify_data(prepared) == [f"{shard.parent}: tokens-00000.bin does not match its digest"]
@@ -125,14 +125,14 @@ def test_damaged_shards_are_made_again(tmp_path: Path, text: str) -> None:
     assert prepare_data(config(tmp_path, text)).tokenizer.vocab_size == 260
 
 
-def test_evaluation_sources_of_their_own(tmp_path: Path, text: str) -> None:
+def test_separate_evaluation_sources(tmp_path: Path, text: str) -> None:
     (tmp_path / "e.txt").write_text("evaluate this")
     prepared = prepare_data(config(tmp_path, text, eval=[{"path": str(tmp_path / "e.txt")}]))
     assert (prepared.train[0].num_documents, prepared.eval[0].num_documents) == (300, 1)
     assert prepare_data(config(tmp_path, text, holdout=0.0)).eval == ()
 
 
-def test_a_check_of_the_digests_is_believed_for_a_while(tmp_path: Path, text: str, monkeypatch: Any) -> None:
+def test_digest_check_is_cached_for_a_day(tmp_path: Path, text: str, monkeypatch: Any) -> None:
     settings = config(tmp_path, text)
     for _ in range(2):
         prepare_data(settings)
@@ -143,14 +143,14 @@ def test_a_check_of_the_digests_is_believed_for_a_while(tmp_path: Path, text: st
     assert "were damaged (read again), and Weft has written them again" in prepare_data(settings).summary[2]
 
 
-def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
+def test_holdout_of_all_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
     with pytest.raises(DataError, match=r"^data.holdout=0.9999: it holds out every document of "):
         prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=0.9999))
 
 
 @pytest.mark.parametrize(
-    ("texts", "kept", "told"),
+    ("texts", "held_out", "message"),
     [
         (
             [f"document {n}" for n in range(20)], 1,
@@ -165,17 +165,17 @@ def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
         (["only"], 0, "none; {} is 1 document, too few to hold one out (data.eval=FILE gives others)"),
     ],
 )  # fmt: skip
-def test_few_documents_just_work(tmp_path: Path, texts: list[str], kept: int, told: str) -> None:
+def test_few_documents_can_be_prepared(tmp_path: Path, texts: list[str], held_out: int, message: str) -> None:
     path = tmp_path / "b.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepared = prepare_data(config(tmp_path, str(path), holdout=1e-6))
-    assert sum(source.num_documents for source in prepared.eval) == kept
-    assert prepared.train[0].num_documents == len(texts) - kept
-    assert prepared.summary[-1] == f"evaluation: {told.format(path)}"
+    assert sum(source.num_documents for source in prepared.eval) == held_out
+    assert prepared.train[0].num_documents == len(texts) - held_out
+    assert prepared.summary[-1] == f"evaluation: {message.format(path)}"
 
 
 @pytest.mark.parametrize("size", [40, 700, 6600, 20_000])
-def test_a_small_text_file_just_works(tmp_path: Path, size: int) -> None:
+def test_small_text_file_can_be_prepared(tmp_path: Path, size: int) -> None:
     path = tmp_path / "my.txt"
     path.write_text("".join(f"line {n} of a small text\n" for n in range(2000))[:size])
     prepared = prepare_data(config(tmp_path, str(path), holdout=0.02))
@@ -184,7 +184,7 @@ def test_a_small_text_file_just_works(tmp_path: Path, size: int) -> None:
     assert size < total < size + 20
 
 
-def test_early_stopping_needs_something_to_evaluate_on(tmp_path: Path) -> None:
+def test_early_stopping_requires_evaluation_data(tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("short")
     settings = config(tmp_path, str(tmp_path / "my.txt"))
     early = settings.train.model_copy(update={"early_stop": EarlyStopSection(patience=3)})
@@ -192,7 +192,7 @@ def test_early_stopping_needs_something_to_evaluate_on(tmp_path: Path) -> None:
         prepare_data(settings.model_copy(update={"train": early}))
 
 
-def test_answers_are_kept_with_their_questions_and_odd_ones_told(tmp_path: Path) -> None:
+def test_chat_defaults_to_fit_packing_and_odd_answers_are_reported(tmp_path: Path) -> None:
     def chat(role: str, answer: str) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": "why?"}, {"role": role, "content": answer}]}
 
@@ -228,13 +228,13 @@ def test_other_errors(tmp_path: Path, text: str) -> None:
         assert str(caught.value).startswith(expected)
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, text: str) -> None:
+def test_unusable_cache_folder_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "cache").write_text("a file is in the way")
     with pytest.raises(DataError, match=rf"^data.cache_dir={tmp_path}/cache: cannot be used \(File exists\)"):
         prepare_data(config(tmp_path, text))
 
 
-def test_a_stricter_limit_holds_for_data_that_is_there(tmp_path: Path, text: str) -> None:
+def test_stricter_limit_applies_to_prepared_data(tmp_path: Path, text: str) -> None:
     with Path(text).open("a") as file:
         file.write("{oops\n")
     prepared = prepare_data(config(tmp_path, text))
@@ -244,21 +244,21 @@ def test_a_stricter_limit_holds_for_data_that_is_there(tmp_path: Path, text: str
         prepare_data(config(tmp_path, text, max_bad_fraction=0.001))
 
 
-def test_the_tokenizer_does_not_see_what_is_kept_aside(tmp_path: Path) -> None:
-    """Each document is one letter many times, so that its merges show whether it was read."""
+def test_tokenizer_is_not_trained_on_evaluation_documents(tmp_path: Path) -> None:
+    """Each document repeats one letter, so that the merges show whether it was read."""
     path = tmp_path / "a.jsonl"
     letters = "abcdefghijklmnopqrstuvwxyz"
     path.write_text("".join(json.dumps({"text": letter * 40}) + "\n" for letter in letters))
     prepared = prepare_data(config(tmp_path, str(path), kind="bpe", holdout=0.4))
-    kept = {
+    held_out = {
         prepared.tokenizer.decode(SampleStream(
             prepared.eval, seed=0, seq_len=64, packing="pad", borders=True, shuffle=False
         ).sample(n).input_ids)[0]
         for n in range(prepared.eval[0].num_documents)
     }  # fmt: skip
-    assert 0 < len(kept) < 26
-    assert {letter for letter in letters if len(prepared.tokenizer.encode(letter * 2)) == 2} >= kept
-    assert any(len(prepared.tokenizer.encode(letter * 2)) == 1 for letter in set(letters) - kept)
+    assert 0 < len(held_out) < 26
+    assert {letter for letter in letters if len(prepared.tokenizer.encode(letter * 2)) == 2} >= held_out
+    assert any(len(prepared.tokenizer.encode(letter * 2)) == 1 for letter in set(letters) - held_out)
 
 
 WORKER = """
@@ -278,7 +278,7 @@ def start(settings: RunConfig) -> subprocess.Popen[str]:
     )
 
 
-def test_of_several_processes_one_does_the_work(tmp_path: Path, text: str) -> None:
+def test_one_of_several_processes_does_the_preparation(tmp_path: Path, text: str) -> None:
     with Path(text).open("a") as file:
         file.writelines(json.dumps({"text": f"more {n}"}) + "\n" for n in range(20_000))
     workers = [start(config(tmp_path, text)) for _ in range(3)]
@@ -289,7 +289,7 @@ def test_of_several_processes_one_does_the_work(tmp_path: Path, text: str) -> No
     assert not list((tmp_path / "cache").glob(".*partial*"))
 
 
-def test_a_killed_writer_leaves_nothing_that_counts(tmp_path: Path, text: str) -> None:
+def test_killed_writer_leaves_no_usable_data(tmp_path: Path, text: str) -> None:
     with Path(text).open("a") as file:
         file.writelines(json.dumps({"text": f"more {n}"}) + "\n" for n in range(80_000))
     settings = config(tmp_path, text)
@@ -357,10 +357,10 @@ print(prepare("small.jsonl", 3_000_000), prepare("large.jsonl", 23_000_000))
 """
 
 
-def test_a_long_record_takes_a_few_times_its_size(tmp_path: Path) -> None:
+def test_long_record_takes_a_few_times_its_size(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", LONG_LINE, str(tmp_path)], capture_output=True, text=True, check=True
     )
     before, after = map(int, result.stdout.split())
-    # Twenty million characters more: the line, its text, and copies on the way.
+    # Twenty million characters more: the line, its text, and temporary copies.
     assert after - before < 6 * 20_000_000

@@ -29,7 +29,7 @@ def stream(tmp_path: Path, tokenizer: Tokenizer, documents: list[tuple[str, str]
     return SampleStream([stored], seed=0, shuffle=False, **settings)  # type: ignore[arg-type]
 
 
-def test_trained_and_masked_are_told_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_trained_and_masked_text_are_marked(tmp_path: Path, tokenizer: Tokenizer) -> None:
     made = stream(tmp_path, tokenizer, [("ask:answer", "----xxxxxxx"), ("xy", "xxx")])
     view = view_sample(made.sample(0), tokenizer)
     assert marked(view) == "[[ask:]]answer<|endoftext|>[[x]]y<|endoftext|>"
@@ -37,12 +37,12 @@ def test_trained_and_masked_are_told_apart(tmp_path: Path, tokenizer: Tokenizer)
     assert [segment.text for segment in view.segments if segment.special] == ["<|endoftext|>"] * 2
 
 
-def test_the_label_after_the_last_input_is_shown(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_label_after_the_last_input_is_shown(tmp_path: Path, tokenizer: Tokenizer) -> None:
     made = stream(tmp_path, tokenizer, [("a" * 16, "x" * 17)])
     view = view_sample(made.sample(0), tokenizer)
     assert marked(view) == "[[a]]" + "a" * 15 + "<|endoftext|>"
     assert (view.num_trained, view.num_masked, view.num_padding) == (16, 1, 0)
 
 
-def test_data_cannot_steer_the_terminal() -> None:
+def test_data_cannot_send_terminal_escapes() -> None:
     assert visible("a\x1b[31mb\r\nc\rd\te\x9b\u202e") == "a\\x1b[31mb\nc\\x0dd\te\\x9b\\x202e"

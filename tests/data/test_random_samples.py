@@ -1,4 +1,4 @@
-"""Random transforms of a user's dataset: the same numbers at any number of ranks and workers, and after a resume."""
+"""Random transforms of a user's dataset: equal at any number of ranks and workers, and after a resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.data.order.user_dataloader import ShardedLoader
 
 
 class Augmented(Dataset):
-    """Samples with noise of all three generators."""
+    """Samples with random numbers of all three generators."""
 
     def __init__(self, num_samples: int = 24):
         self.num_samples = num_samples
@@ -26,14 +26,14 @@ class Augmented(Dataset):
 
 
 class InOneCall(Augmented):
-    """Gives a batch in one call, as Hugging Face's datasets do."""
+    """Returns a batch in one call, as Hugging Face's datasets do."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
 
 
 class Tagged(Augmented):
-    """Has something that workers set."""
+    """Has an attribute that workers set."""
 
     tag = 0.0
 
@@ -42,13 +42,13 @@ class Tagged(Augmented):
 
 
 def masked(samples):
-    """A collate function that draws."""
+    """Collate with random numbers."""
     rows = torch.stack(samples)
     return torch.cat([rows, torch.rand(len(rows), 1, dtype=rows.dtype)], 1)
 
 
 def batches(dataset, ranks=1, workers=0, *, first=0, epochs=1, collate=None, **options):
-    """Global batches, joined over ranks. first: of the batches that were read before."""
+    """Return global batches, concatenated over ranks. first: number of batches that were read before."""
     loader = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=workers, collate_fn=collate)
     parts = []
     for rank in range(ranks):
@@ -65,7 +65,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("kind", [Augmented, InOneCall])
-def test_ranks_and_a_resume_change_nothing(kind):
+def test_samples_do_not_depend_on_ranks_or_a_resume(kind):
     want = batches(kind(), epochs=2)
     assert_same(batches(kind(), ranks=2, epochs=2), want)
     assert_same(batches(kind(), ranks=4, epochs=2), want)
@@ -74,17 +74,17 @@ def test_ranks_and_a_resume_change_nothing(kind):
     assert drawn.unique().numel() == drawn.numel()  # other numbers for each sample and epoch
 
 
-def test_workers_change_nothing():
+def test_samples_do_not_depend_on_workers():
     assert_same(batches(Augmented(), ranks=2, workers=2), batches(Augmented()))
 
 
-def test_a_collate_function_draws_the_same_after_a_resume():
+def test_collate_function_draws_the_same_after_a_resume():
     want = batches(Augmented(), epochs=2, collate=masked)
     assert_same(batches(Augmented(), first=1, epochs=2, collate=masked), want[1:])
     assert torch.cat(want)[:, 4].unique().numel() == 48
 
 
-def test_the_generators_of_the_script_go_on_as_they_were():
+def test_generators_of_the_script_are_unaffected():
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     loader = ShardedLoader(DataLoader(Augmented(), batch_size=8), 0, 1)
     iterator = iter(loader)
@@ -94,7 +94,7 @@ def test_the_generators_of_the_script_go_on_as_they_were():
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
 
 
-def test_a_script_may_keep_its_own_seeding():
+def test_seed_samples_false_uses_the_scripts_seeding():
     random.seed(5)
     first = batches(Augmented(), seed_samples=False)
     random.seed(5)
@@ -106,12 +106,12 @@ def set_tag(worker):
     torch.utils.data.get_worker_info().dataset.tag = 7.0
 
 
-def test_a_worker_finds_the_attributes_of_its_dataset():
+def test_workers_see_the_attributes_of_the_dataset():
     loader = DataLoader(Tagged(), batch_size=8, num_workers=1, worker_init_fn=set_tag)
     (batch, *_) = ShardedLoader(loader, 0, 1)
     assert batch[:, 1].tolist() == [7.0] * 8
 
 
-def test_a_part_of_a_dataset():
+def test_subset_of_a_dataset():
     part = Subset(Augmented(), range(24))
     assert_same(batches(part, ranks=2), batches(part))

@@ -63,7 +63,7 @@ def test_csv(tmp_path: Path, compression: str) -> None:
 
 @pytest.mark.parametrize("delimiter", ",;\t|")
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-def test_the_delimiter_is_found_whatever_the_suffix_says(tmp_path: Path, delimiter: str, suffix: str) -> None:
+def test_delimiter_is_detected_for_any_suffix(tmp_path: Path, delimiter: str, suffix: str) -> None:
     rows = [["id", "text"], ["1", "one, two; three|four\tfive"], ["2", 'a "quoted"\nline, and'], ["3", ""]]
     path = tmp_path / f"a{suffix}"
     with path.open("w", newline="", encoding="utf-8-sig") as file:
@@ -71,14 +71,14 @@ def test_the_delimiter_is_found_whatever_the_suffix_says(tmp_path: Path, delimit
     assert values(path) == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
 
 
-def test_a_single_column_with_commas_stays_one(tmp_path: Path) -> None:
+def test_single_column_with_commas_is_not_split(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text\n"one, two"\nthree\n')
     assert values(tmp_path / "a.csv") == [{"text": "one, two"}, {"text": "three"}]
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_json_array(tmp_path: Path, compression: str, indent: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_array(tmp_path: Path, compression: str, indent: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.data.text.records._READ_BYTES", 7)
     path = tmp_path / f"a.json{compression}"
     rows = [*ROWS, {"text": "x" * 300, "n": [1, {"a": None}]}]
@@ -102,18 +102,20 @@ def test_a_json_array(tmp_path: Path, compression: str, indent: int | None, monk
         (b'[{"a": "' + b"x" * 3000 + b'"}]', [(1, "too long")]),
     ],
 )
-def test_a_broken_json_array_says_where(tmp_path: Path, content: bytes, found: list[Any], monkeypatch: Any) -> None:
+def test_broken_json_array_has_position_and_reason(
+    tmp_path: Path, content: bytes, found: list[Any], monkeypatch: Any
+) -> None:
     monkeypatch.setattr("weft.data.text.records._READ_BYTES", 64)
     (tmp_path / "a.json").write_bytes(content)
     assert values(tmp_path / "a.json", max_record_bytes=1000) == found
 
 
-def test_binary_pieces_are_broken(tmp_path: Path) -> None:
+def test_binary_text_is_broken(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"text" + bytes(30))
     assert values(tmp_path / "a.txt") == [(1, "binary, not text (NUL bytes)")]
 
 
-def test_parquet_reads_only_the_columns_it_needs(tmp_path: Path) -> None:
+def test_parquet_reads_only_the_required_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [row["text"] for row in ROWS], "n": [1, 2, 3]}), path, row_group_size=2)
     assert values(path) == [{**row, "n": n} for n, row in enumerate(ROWS, 1)]
@@ -126,7 +128,7 @@ def test_parquet_reads_only_the_columns_it_needs(tmp_path: Path) -> None:
     text=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=400),
     piece_bytes=st.integers(8, 64),
 )
-def test_text_pieces_join_to_the_file(
+def test_text_chunks_concatenate_to_the_file(
     tmp_path_factory: pytest.TempPathFactory, compression: str, text: str, piece_bytes: int
 ) -> None:
     path = tmp_path_factory.mktemp("t") / f"a.txt{compression}"
@@ -141,12 +143,12 @@ def test_text_pieces_join_to_the_file(
     assert all(len(piece.value.encode()) <= 2 * piece_bytes for piece in pieces if isinstance(piece, Record))
 
 
-def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabcdefgh\n\xef\xbb\xbfabcdefgh\n")
     assert values(tmp_path / "a.txt", piece_bytes=1) == ["abcdefgh\n", "\ufeffabcdefgh\n"]
 
 
-def test_text_is_cut_at_line_ends(tmp_path: Path) -> None:
+def test_text_is_split_at_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {n}\n" for n in range(100)))
     assert all(piece.endswith("\n") for piece in values(path, piece_bytes=50))
@@ -170,7 +172,7 @@ def test_broken_lines_have_number_reason_and_excerpt(tmp_path: Path) -> None:
     assert values(path, max_record_bytes=10**6)[-1] == (7, "invalid JSON")
 
 
-def test_others_who_read_csv_keep_their_limit(tmp_path: Path) -> None:
+def test_csv_field_size_limit_of_other_readers_is_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("id,text\n1,ok\n2," + "y" * 400 + "\n")
     before = csv.field_size_limit()
@@ -193,18 +195,18 @@ def test_text_that_is_not_utf8_is_broken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_cut_off_file_is_an_error_not_an_end(tmp_path: Path, suffix: str) -> None:
-    whole = COMPRESS[suffix]("\n".join(json.dumps({"text": f"line {n * 7919}"}) for n in range(2000)).encode())
+def test_truncated_file_is_an_error(tmp_path: Path, suffix: str) -> None:
+    complete = COMPRESS[suffix]("\n".join(json.dumps({"text": f"line {n * 7919}"}) for n in range(2000)).encode())
     path = tmp_path / f"a.jsonl{suffix}"
-    for content in (whole[: len(whole) // 2], whole[:-1], b"not compressed at all, but long enough"):
+    for content in (complete[: len(complete) // 2], complete[:-1], b"not compressed at all, but long enough"):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"a\.jsonl\.\w+: .*Repair it or leave it out\."):
             read(path)
-    path.write_bytes(whole + whole)
+    path.write_bytes(complete + complete)
     assert len(read(path)) == 3999
 
 
-def test_a_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
+def test_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1" + bytes(100))
     with pytest.raises(DataError, match=r"a\.parquet: the file is damaged or truncated"):
@@ -223,17 +225,17 @@ def test_position_grows_to_the_size_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [".gz", ".zst"])
-def test_a_bomb_is_one_record_that_is_too_long_in_linear_time(tmp_path: Path, compression: str) -> None:
+def test_decompression_bomb_is_one_long_record_in_linear_time(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"a.jsonl{compression}"
     path.write_bytes(COMPRESS[compression](b"a" * 2**27 + b'\n{"text": "next"}\n'))
     positions: list[int] = []
     began = time.process_time()
     assert values(path, on_progress=positions.append) == [(1, "too long"), {"text": "next"}]
-    assert time.process_time() - began < 20  # the old way took minutes
+    assert time.process_time() - began < 20  # a quadratic search took minutes
     assert len(positions) > 50
 
 
-def test_zstd_frames_follow_each_other_and_a_cut_or_a_huge_window_is_refused(tmp_path: Path) -> None:
+def test_zstd_frames_are_concatenated_and_damaged_ones_refused(tmp_path: Path) -> None:
     path, compress = tmp_path / "a.jsonl.zst", COMPRESS[".zst"]
     data = compress(b'{"text": "one"}\n') + compress(b"") + compress(b'{"text": "two"}\n')
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Tables of rows: what was written comes back, and damage is found before it is trained on."""
+"""Row tables: rows round-trip, and damage is found before training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = st.lists(st.tuples(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9)
 
 @given(rows=ROWS)
 @settings(max_examples=40, deadline=None)
-def test_rows_come_back(rows, tmp_path_factory):
+def test_rows_round_trip(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     with RowWriter(folder) as writer:
         for ids, number in rows:
@@ -33,7 +33,7 @@ def test_rows_come_back(rows, tmp_path_factory):
         table[len(rows)]
 
 
-def test_a_table_is_written_once_and_again_where_it_is_damaged(tmp_path):
+def test_table_is_written_once_and_again_if_damaged(tmp_path):
     written = []
 
     def write(writer):
@@ -46,7 +46,7 @@ def test_a_table_is_written_once_and_again_where_it_is_damaged(tmp_path):
     assert len(written) == 1
     assert ready_table(tmp_path, ["key", 2], write, None).folder != first.folder
     values = first.folder / "ids.values"
-    values.write_bytes(values.read_bytes()[:-1] + b"\x7f")  # as long as before
+    values.write_bytes(values.read_bytes()[:-1] + b"\x7f")  # the same length as before
     assert RowTable(first.folder).problems() == ["ids.values does not match its digest"]
     assert ready_table(tmp_path, ["key", 1], write, None)[0]["ids"].tolist() == [0, 1, 2, 3, 4]
     values.write_bytes(b"")

@@ -46,11 +46,11 @@ def detect(tmp_path: Path, *records: Any, wanted: str = "auto", **columns: str) 
         ({"text": "x", "question": "q", "answer": "a"}, "text, column 'text'"),
     ],
 )
-def test_what_is_found(tmp_path: Path, record: dict[str, Any], text: str) -> None:
+def test_schema_is_detected(tmp_path: Path, record: dict[str, Any], text: str) -> None:
     assert str(detect(tmp_path, record)) == text
 
 
-def test_broken_first_records_do_not_matter(tmp_path: Path) -> None:
+def test_broken_first_records_are_ignored(tmp_path: Path) -> None:
     assert str(detect(tmp_path, "oops", {"n": 1}, {"text": "x"})) == "text, column 'text'"
 
 
@@ -95,25 +95,25 @@ def test_text_files_have_no_columns(tmp_path: Path) -> None:
         ({}, "ids", "data.train.0.schema=ids: a column of token ids (lists of integers) was not found in {0}"),
     ],
 )  # fmt: skip
-def test_wrong_columns_are_said(tmp_path: Path, columns: dict[str, str], wanted: str, text: str) -> None:
+def test_wrong_columns_are_reported(tmp_path: Path, columns: dict[str, str], wanted: str, text: str) -> None:
     with pytest.raises(DataError) as caught:
         detect(tmp_path, {"id": "7", "body": "x", "title": "y"}, wanted=wanted, **columns)
     assert str(caught.value).startswith(text.format(tmp_path / "a.jsonl"))
 
 
-def test_no_guess_among_several_unknown_columns(tmp_path: Path) -> None:
+def test_several_unknown_columns_are_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"whose columns are q \(str\), a \(str\)\. Name them: data.train.0.columns.text="
     ):
         detect(tmp_path, {"q": "x", "a": "y"})
 
 
-def test_nothing_readable(tmp_path: Path) -> None:
+def test_unreadable_first_records_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of the first 50 records"):
         detect(tmp_path, "oops", "oops")
 
 
-def test_preferences_are_refused_with_a_way_that_works(tmp_path: Path) -> None:
+def test_preferences_are_refused_with_working_settings(tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "good", "rejected": "bad"}
     with pytest.raises(DataError, match=r"this task learns answers. Set task.name=prefer") as caught:
         detect(tmp_path, pair)
@@ -124,13 +124,13 @@ def test_preferences_are_refused_with_a_way_that_works(tmp_path: Path) -> None:
         detect(tmp_path, {"chosen": CHAT, "rejected": CHAT})
 
 
-def test_the_delimiter_of_a_csv_file_is_told(tmp_path: Path) -> None:
+def test_csv_delimiter_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id;text\n65;while, and\n66;so, it, goes\n")
     schema = detect_schema(find_files(str(tmp_path / "a.csv"), "f"), "auto", {}, 1000)
     assert str(schema) == "text, column 'text', columns separated by semicolons"
 
 
-def test_a_binary_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_binary_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "nul.txt").write_bytes(bytes(1000))
     with pytest.raises(DataError, match=r"nul\.txt: the file is binary, not text \(NUL bytes\)\. Give a text file"):
         detect_schema(find_files(str(tmp_path / "nul.txt"), "f"), "auto", {}, 1000)

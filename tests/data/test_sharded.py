@@ -1,4 +1,4 @@
-"""A user's DataLoader cut for the ranks: the same global batches at any number of ranks, resumable anywhere."""
+"""A user's DataLoader sharded over ranks: equal global batches at any number of ranks, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def epoch(sharded: ShardedLoader) -> list[list[int]]:
 
 @given(st.sampled_from([1, 2, 4]), st.integers(4, 40), st.booleans(), st.integers(0, 3), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_ranks_together_read_the_batches_of_one(dp_size, num_samples, shuffle, seed, num_epochs):
+def test_ranks_read_the_batches_of_one_rank(dp_size, num_samples, shuffle, seed, num_epochs):
     options = {"shuffle": shuffle, "drop_last": True}
     alone = ShardedLoader(loader_of(num_samples, 4, **options), 0, 1, seed)
     ranks = [ShardedLoader(loader_of(num_samples, 4, **options), rank, dp_size, seed) for rank in range(dp_size)]
     for _ in range(num_epochs):
-        whole = epoch(alone)
+        full = epoch(alone)
         parts = [epoch(rank) for rank in ranks]
-        assert [list(chain(*slices)) for slices in zip(*parts, strict=True)] == whole
-        assert len(whole) == len(alone) == num_samples // 4
+        assert [list(chain(*slices)) for slices in zip(*parts, strict=True)] == full
+        assert len(full) == len(alone) == num_samples // 4
 
 
-def test_epochs_differ_when_shuffled_and_cover_everything():
+def test_epochs_differ_when_shuffled_and_have_all_samples():
     sharded = ShardedLoader(loader_of(12, 4, shuffle=True), 0, 1)
     first, second = epoch(sharded), epoch(sharded)
     assert first != second
@@ -67,7 +67,7 @@ def test_epochs_differ_when_shuffled_and_cover_everything():
 
 @given(st.integers(0, 8))
 @settings(max_examples=9, deadline=None)
-def test_a_state_taken_anywhere_goes_on_from_there(num_seen):
+def test_state_saved_at_any_batch_resumes_exactly(num_seen):
     undisturbed = ShardedLoader(loader_of(13, 4, shuffle=True), 0, 1)
     expected = epoch(undisturbed) + epoch(undisturbed) + epoch(undisturbed)
     first = ShardedLoader(loader_of(13, 4, shuffle=True), 0, 1)
@@ -83,7 +83,7 @@ def test_a_state_taken_anywhere_goes_on_from_there(num_seen):
     assert (seen + rest)[: len(expected)] == expected
 
 
-def test_a_last_batch_that_is_short_is_shared_out():
+def test_short_last_batch_is_divided():
     parts = [epoch(ShardedLoader(loader_of(11, 4), rank, 2)) for rank in range(2)]
     assert parts == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
 
@@ -111,13 +111,13 @@ def test_a_last_batch_that_is_short_is_shared_out():
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(loader, dp_size, text):
+def test_loaders_that_cannot_be_sharded_are_refused(loader, dp_size, text):
     with pytest.raises(DataError, match=text):
         ShardedLoader(loader, 0, dp_size)
 
 
 class Drawing(Sampler):
-    """Draws from the generator that `draw` knows."""
+    """Draws indices with `draw`."""
 
     def __init__(self, draw, num_samples=12):
         self.draw, self.num_samples, self.epochs = draw, num_samples, []
@@ -152,32 +152,32 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_sampler_of_the_users_gives_its_indices_alike_on_all_ranks(name):
+def test_user_sampler_gives_the_same_indices_on_all_ranks(name):
     torch.manual_seed(1)
     alone = ShardedLoader(SAMPLERS[name](), 0, 1)
-    whole = [epoch(alone), epoch(alone)]
+    full = [epoch(alone), epoch(alone)]
     parts = []
     for rank in range(2):
-        torch.manual_seed(100 + rank)  # what ranks drew before must not matter
+        torch.manual_seed(100 + rank)  # earlier draws of the ranks must not matter
         sharded = ShardedLoader(SAMPLERS[name](), rank, 2)
-        assert len(sharded) == len(whole[0])
+        assert len(sharded) == len(full[0])
         epoch(sharded)
         resumed = ShardedLoader(SAMPLERS[name](), rank, 2)
         resumed.load_state_dict(sharded.state_dict() | {"next_batch": 1})
         parts.append([epoch(ShardedLoader(SAMPLERS[name](), rank, 2)), epoch(resumed)])
-    assert [list(chain(*both)) for both in zip(parts[0][0], parts[1][0], strict=True)] == whole[0]
-    assert [list(chain(*both)) for both in zip(parts[0][1], parts[1][1], strict=True)] == whole[1][1:]
-    assert whole[0] != whole[1]
+    assert [list(chain(*both)) for both in zip(parts[0][0], parts[1][0], strict=True)] == full[0]
+    assert [list(chain(*both)) for both in zip(parts[0][1], parts[1][1], strict=True)] == full[1][1:]
+    assert full[0] != full[1]
 
 
 class Lookup:
-    """A dataset that torch takes with a sampler: it knows no length."""
+    """A dataset without length, which torch accepts with a sampler."""
 
     def __getitem__(self, index):
         return torch.tensor(index)
 
 
-def test_the_sampler_says_how_many_samples_there_are():
+def test_number_of_samples_is_the_samplers():
     for sampler in (SequentialSampler(range(6)), SubsetRandomSampler(range(6)), RandomSampler(range(6))):
         parts = []
         for dataset in (Lookup(), torch.arange(10)):
@@ -187,13 +187,13 @@ def test_the_sampler_says_how_many_samples_there_are():
         assert sorted(parts[0]) == list(range(6))
 
 
-def test_weights_of_a_sampler_are_kept():
+def test_sampler_weights_are_respected():
     drawn = list(chain(*epoch(ShardedLoader(weighted(), 0, 2))))
     assert set(drawn) <= {2, 3, 4, 5}
     assert drawn.count(4) > len(drawn) / 3
 
 
-def test_a_sampler_is_told_the_epoch_and_leaves_the_generators_alone():
+def test_sampler_gets_the_epoch_and_generators_are_unchanged():
     sampler = Drawing(lambda: torch.randint(12, ()))
     sharded = ShardedLoader(loader_of(12, 4, sampler=sampler), 0, 2)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -204,13 +204,13 @@ def test_a_sampler_is_told_the_epoch_and_leaves_the_generators_alone():
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
 
 
-def test_a_sampler_that_nobody_can_seed_is_refused():
+def test_sampler_that_cannot_be_seeded_is_refused():
     hidden = random.Random()
     with pytest.raises(DataError, match=r"sampler=Drawing: with equal seeds it gave other .*set_epoch\(epoch\) seeds"):
         ShardedLoader(loader_of(12, 4, sampler=Drawing(lambda: hidden.randrange(12))), 0, 2)
 
 
-def test_a_stream_is_refused():
+def test_iterable_dataset_is_refused():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(4))
@@ -236,7 +236,7 @@ def as_parts(batches, numbers, rows, *, is_plain, total) -> Parts:
 
 @given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.integers(5, 20))
 @settings(max_examples=40, deadline=None)
-def test_samples_lie_in_microbatches_of_ranks_by_their_numbers(batch_size, dp_size, num_microbatches, num_samples):
+def test_samples_are_assigned_to_microbatches_by_number(batch_size, dp_size, num_microbatches, num_samples):
     loaders = [
         ShardedLoader(
             loader_of(num_samples, batch_size), rank, dp_size,
@@ -263,7 +263,7 @@ def ragged(samples):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_users_collate_function_sees_each_microbatch(num_workers):
+def test_user_collate_function_gets_each_microbatch(num_workers):
     samples = [{"patches": torch.full((n, 2), float(n)), "y": torch.tensor(n)} for n in (3, 1, 0, 2, 4)]
     loader = DataLoader(samples, batch_size=5, collate_fn=ragged, num_workers=num_workers)
     collected = []
@@ -279,7 +279,7 @@ def test_the_users_collate_function_sees_each_microbatch(num_workers):
     assert collected == [([3.0] * 3 + [1.0], [3, 1]), ([2.0] * 2, [2]), ([], [0]), ([4.0] * 4, [4])]
 
 
-def test_samples_that_are_no_list_stay_in_one_piece():
+def test_batched_tensor_samples_are_not_split_into_a_list():
     class Columns(TensorDataset):
         def __getitems__(self, indices):
             return self.tensors[0][indices]

@@ -15,7 +15,7 @@ from weft.errors import DataError
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=12), shard_bytes=st.integers(4, 200), data=st.data())
-def test_reads_what_was_written_across_shards(
+def test_reads_match_writes_across_shards(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard_bytes: int, data: st.DataObject
 ) -> None:
     total = sum(lengths)
@@ -37,14 +37,14 @@ def test_reads_what_was_written_across_shards(
     assert verify_split(stored.folder, stored.counts) == []
 
 
-def test_borders_past_the_end_count_from_the_beginning(tmp_path: Path) -> None:
+def test_borders_past_the_end_wrap_around(tmp_path: Path) -> None:
     reader = SplitReader((stored := store(tmp_path / "train", [2, 3])).folder, stored.counts)
     assert reader.borders(4, 3).tolist() == [1, 3]
     assert reader.borders(4, 1).tolist() == [1]
     assert reader.borders(1, 5).tolist() == [1, 4]
 
 
-def test_small_vocabularies_take_two_bytes(tmp_path: Path) -> None:
+def test_small_vocabularies_use_two_bytes(tmp_path: Path) -> None:
     for vocab_size, num_bytes in ((65536, 2), (65537, 4)):
         writer = SplitWriter(tmp_path / str(vocab_size), vocab_size=vocab_size, with_mask=False)
         writer.append(np.array([vocab_size - 1]), None)
@@ -68,7 +68,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert verify_split(stored.folder, stored.counts) == ["tokens-00001.bin is missing"]
 
 
-def test_counts_survive_json(tmp_path: Path) -> None:
+def test_counts_round_trip_through_json(tmp_path: Path) -> None:
     counts = store(tmp_path / "train", [3, 4], masks=[[True] * 3, [False] * 4]).counts
     assert SplitCounts.from_dict(counts.to_dict()) == counts
     assert (counts.num_tokens, counts.num_documents, counts.num_trained, counts.has_mask) == (7, 2, 3, True)

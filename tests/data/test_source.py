@@ -20,7 +20,7 @@ def names(folder: Path, path: str) -> list[str]:
     return [file.path.relative_to(folder.resolve()).as_posix() for file in find_files(path, "data.train.0").files]
 
 
-def test_a_folder_is_read_in_sorted_order_without_hidden_and_unknown_files(tmp_path: Path) -> None:
+def test_folder_is_read_sorted_without_hidden_and_unknown_files(tmp_path: Path) -> None:
     make(tmp_path, "b.txt", "a/z.md", "a/a.txt.gz", ".git/x.txt", "a/.hidden.txt", "picture.png", "c.log.zst")
     found = find_files(str(tmp_path), "data.train.0")
     assert names(tmp_path, str(tmp_path)) == ["a/a.txt.gz", "a/z.md", "b.txt", "c.log.zst"]
@@ -35,11 +35,11 @@ def test_globs(tmp_path: Path) -> None:
     make(tmp_path, "a.jsonl", "b.jsonl.gz", "sub/c.jsonl", "sub/d.txt", "we[i]rd.txt")
     assert names(tmp_path, f"{tmp_path}/*.jsonl*") == ["a.jsonl", "b.jsonl.gz"]
     assert names(tmp_path, f"{tmp_path}/**/*.jsonl") == ["a.jsonl", "sub/c.jsonl"]
-    # A name that exists is that file, though it looks like a glob.
+    # An existing name is that file, even if it looks like a glob.
     assert names(tmp_path, f"{tmp_path}/we[i]rd.txt") == ["we[i]rd.txt"]
 
 
-def test_the_standard_library_is_there_without_its_tests() -> None:
+def test_standard_library_source_excludes_its_tests() -> None:
     found = find_files(STDLIB_SOURCE, "data.train.0")
     parts = {part for file in found.files for part in file.path.parts}
     assert len(found.files) > 200
@@ -68,7 +68,7 @@ def test_the_standard_library_is_there_without_its_tests() -> None:
         ),
     ],
 )
-def test_what_cannot_be_found_is_said(tmp_path: Path, path: str, text: str) -> None:
+def test_missing_files_are_reported(tmp_path: Path, path: str, text: str) -> None:
     make(tmp_path, "data.txt", "a.docx", "only/x.png", "b.jsonl")
     with pytest.raises(DataError) as caught:
         find_files(path.format(tmp_path), "data.train.0")
@@ -84,13 +84,13 @@ def test_what_cannot_be_found_is_said(tmp_path: Path, path: str, text: str) -> N
         ("ftp://host/a.txt", "with the tool of that storage"),
     ],
 )
-def test_remote_data_is_refused_with_the_way_to_get_it(address: str, command: str) -> None:
+def test_remote_data_is_refused_with_a_download_command(address: str, command: str) -> None:
     with pytest.raises(DataError) as caught:
         find_files(address, "f")
     assert f"Download the data first ({command}) and give its path." in str(caught.value)
 
 
-def test_a_json_file_beside_the_data_is_its_description(tmp_path: Path) -> None:
+def test_json_file_next_to_the_data_is_its_description(tmp_path: Path) -> None:
     for name in ("a.jsonl", "dataset_info.json"):
         (tmp_path / name).write_text("{}")
     files = find_files(str(tmp_path), "f")

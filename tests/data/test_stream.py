@@ -18,7 +18,7 @@ documents = st.lists(st.integers(2, 25), min_size=1, max_size=15)
 
 
 def expected(sample: Sample, sizes: list[int], flags: list[bool], packing: str, borders: bool) -> None:
-    """Check a sample token by token; the ids are stream positions."""
+    """Check a sample token by token. The ids are stream positions."""
     total, size = sum(sizes), sample.num_inputs
     owner = [number for number, length in enumerate(sizes) for _ in range(length)]
     places = sample.input_ids[:size].tolist()
@@ -78,7 +78,7 @@ def sources(tmp_path: Path) -> list[Stored]:
     ]
 
 
-def test_any_index_is_reached_at_once_and_is_always_the_same(sources: list[Stored]) -> None:
+def test_any_index_is_random_access_and_reproducible(sources: list[Stored]) -> None:
     def make(seed: int = 1) -> SampleStream:
         return SampleStream(sources, seed=seed, seq_len=8, packing="concat", borders=True)
 
@@ -89,7 +89,7 @@ def test_any_index_is_reached_at_once_and_is_always_the_same(sources: list[Store
     assert any((one.sample(index).input_ids != other.sample(index).input_ids).any() for index in range(8))
 
 
-def test_epochs_have_other_orders_and_other_cuts(tmp_path: Path) -> None:
+def test_epochs_have_other_orders_and_other_splits(tmp_path: Path) -> None:
     stream = SampleStream([store(tmp_path / "a", [100])], seed=0, seq_len=8, packing="concat", borders=True)
     first, second = (
         [int(stream.sample(epoch * stream.num_sequences + n).input_ids[0]) for n in range(stream.num_sequences)]
@@ -109,7 +109,7 @@ def test_weights_are_shares_of_tokens(sources: list[Stored], packing: str) -> No
     assert tokens[1] / tokens.total() == pytest.approx(0.75, abs=0.03)
 
 
-def test_without_weights_all_sources_finish_an_epoch_together(sources: list[Stored]) -> None:
+def test_unweighted_sources_finish_an_epoch_at_the_same_time(sources: list[Stored]) -> None:
     plain = [Stored(s.name, s.folder, s.counts) for s in sources]
     stream = SampleStream(plain, seed=0, seq_len=8, packing="concat", borders=True)
     assert stream.num_sequences == 12 + 45
@@ -117,7 +117,7 @@ def test_without_weights_all_sources_finish_an_epoch_together(sources: list[Stor
     assert counts == pytest.approx({"0:a": 1200, "1:b": 4500}, abs=200)
 
 
-def test_state_counts_what_each_source_gave(sources: list[Stored]) -> None:
+def test_state_counts_the_samples_of_each_source(sources: list[Stored]) -> None:
     for shuffle in (True, False):
         stream = SampleStream(sources, seed=0, seq_len=8, packing="fit", borders=True, shuffle=shuffle)
         seen: Counter[int] = Counter()
@@ -126,7 +126,7 @@ def test_state_counts_what_each_source_gave(sources: list[Stored]) -> None:
             seen[stream.sample(index).source] += 1
 
 
-def test_unshuffled_is_stored_order_source_after_source(sources: list[Stored]) -> None:
+def test_unshuffled_reads_sources_in_stored_order(sources: list[Stored]) -> None:
     stream = SampleStream(sources, seed=0, seq_len=8, packing="concat", borders=True, shuffle=False)
     samples = [stream.sample(index) for index in range(stream.num_sequences)]
     for source in (0, 1):

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""A template of a downloaded folder cannot hang a run or fill the memory, and a refused conversation ends none."""
+"""A downloaded chat template cannot hang a run or exhaust memory, and a refused conversation ends no run."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("source", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_template_is_refused_within_seconds(source):
+def test_hostile_template_is_refused_within_seconds(source):
     began = time.process_time()
     with pytest.raises(DataError, match="tokenizer: its chat template"):
         ChatTemplate({"chat_template": source}, ["</s>"]).render(TURNS)
     assert time.process_time() - began < 10
 
 
-def test_long_conversations_pass_the_limits():
+def test_long_conversations_are_within_the_limits():
     source = (
         "{% for m in messages %}{% set content = m.content | trim %}<|{{ m.role }}|>{{ content.replace('\\n', '\\r\\n') }}"
         "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}</s>{% endfor %}"
@@ -101,7 +101,7 @@ def chat(*roles: str) -> list[dict[str, str]]:
     return [{"role": role, "content": f"x {number}"} for number, role in enumerate(roles)]
 
 
-def test_a_conversation_that_the_template_refuses_is_quarantined(tmp_path, tokenizer):
+def test_conversation_refused_by_the_template_is_quarantined(tmp_path, tokenizer):
     rows = [{"messages": chat("user", "assistant")} for _ in range(40)]
     rows[17] = {"messages": chat("assistant", "user", "assistant")}
     manifest, broken = tokenise(tmp_path, tokenizer(INST), rows)
@@ -110,7 +110,7 @@ def test_a_conversation_that_the_template_refuses_is_quarantined(tmp_path, token
     assert [(Path(one["file"]).name, one["number"]) for one in broken] == [("d.jsonl", 18)]
 
 
-def test_a_pair_with_one_refused_answer_is_left_out_as_a_pair(tmp_path, tokenizer):
+def test_pair_with_one_refused_answer_is_left_out(tmp_path, tokenizer):
     good = {"prompt": chat("user"), "chosen": chat("assistant"), "rejected": chat("assistant")}
     rows = [dict(good, prompt=[{"role": "user", "content": f"q {number}"}]) for number in range(30)]
     rows[3] = {**good, "rejected": chat("assistant", "assistant")}
@@ -119,13 +119,13 @@ def test_a_pair_with_one_refused_answer_is_left_out_as_a_pair(tmp_path, tokenize
     assert [one["number"] for one in broken] == [4]
 
 
-def test_a_template_that_refuses_too_many_stops_with_its_words(tmp_path, tokenizer):
+def test_too_many_refusals_end_the_run_with_the_templates_message(tmp_path, tokenizer):
     rows = [{"messages": chat("system", "user", "assistant")} for _ in range(40)]
     with pytest.raises(DataError, match=r"40 of 40 .*refused by the chat template: roles must alternate"):
         tokenise(tmp_path, tokenizer(INST), rows)
 
 
-def test_what_a_template_leaves_out_is_counted(tmp_path, tokenizer):
+def test_omissions_of_a_template_are_counted(tmp_path, tokenizer):
     call = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rome"}}}
     calling = [chat("user")[0], {"role": "assistant", "content": "", "tool_calls": [call]}, *chat("user", "assistant")]
     thinking = [chat("user")[0], {"role": "assistant", "content": "a", "reasoning_content": "let me see"}]
@@ -137,7 +137,7 @@ def test_what_a_template_leaves_out_is_counted(tmp_path, tokenizer):
     assert manifest.notes["whose tools the chat template leaves out"] == 1
 
 
-def test_arguments_as_objects_and_as_text_are_rendered_alike():
+def test_arguments_as_objects_and_as_text_are_rendered_equally():
     head = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
     tail = "{% endfor %}</s>{% endfor %}"
     for body in (
@@ -156,7 +156,7 @@ def test_arguments_as_objects_and_as_text_are_rendered_alike():
         assert "\\" not in texts[0]
 
 
-def test_a_refusal_names_the_roles():
+def test_refusal_names_the_roles():
     with pytest.raises(
         RefusedConversation, match=r"refuses a conversation of assistant, user \(roles must alternate\)"
     ):

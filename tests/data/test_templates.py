@@ -1,4 +1,4 @@
-"""Templates of the families people use: ids are transformers', and trained is what transformers calls generated."""
+"""Templates of common model families: ids equal transformers', and the mask is its generation mask."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ CHATML = (
 )
 TEMPLATES = {
     "chatml": CHATML,
-    "headers": (  # as Llama 3 writes them
+    "headers": (  # like Llama 3
         "{{ bos_token }}{% for m in messages %}<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot|>"
         "{% endfor %}"
         "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
     ),
-    "brackets": (  # as Mistral's: an answer stands behind the question, and the end token behind it
+    "brackets": (  # like Mistral: an answer follows the question, and then the end token
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
     ),
-    "turns": (  # as Gemma's: another name for the assistant, a system turn that joins the user's
+    "turns": (  # like Gemma: another name for the assistant, and the system turn is part of the user's
         "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
         "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
         "{% for m in rest %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
         "{{ first if loop.first else '' }}{{ m.content | trim }}</turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<turn>model\n{% endif %}"
     ),
-    "names": (  # as Zephyr's: roles are plain text
+    "names": (  # like Zephyr: roles are plain text
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     ),
@@ -68,8 +68,8 @@ CALLS = [
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Saves a byte-level tokenizer with a template: (ours, transformers')."""
+def save_tokenizer(tmp_path_factory):
+    """Save a byte-level tokenizer with a template. Return Weft's and transformers' tokenizer."""
 
     def save(template: str):
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -88,7 +88,7 @@ def saved(tmp_path_factory):
 
 
 def by_rendering(theirs, turns, tools=None) -> tuple[list[int], list[bool]]:
-    """Ids, and which tokens lie in what the conversation gains by each answer, as transformers renders it."""
+    """Return ids, and which tokens are in the text that each answer adds when transformers renders it."""
     messages = [turn.message for turn in turns]
 
     def text(upto: int, prompts: bool = False) -> str:
@@ -106,53 +106,55 @@ def by_rendering(theirs, turns, tools=None) -> tuple[list[int], list[bool]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_trained_is_what_each_answer_adds(saved, name):
-    ours, theirs = saved(TEMPLATES[name])
+def test_mask_is_the_text_that_each_answer_adds(save_tokenizer, name):
+    ours, theirs = save_tokenizer(TEMPLATES[name])
     for conversation in CONVERSATIONS.values():
         if name == "brackets" and conversation[0].role == "system":
             continue
         ids, weights = ours.encode_turns(conversation)
-        wanted_ids, wanted = by_rendering(theirs, conversation)
-        assert ids.tolist() == wanted_ids
-        if name == "brackets":  # its space before an answer comes with the prompt of none
-            wanted = [is_in and theirs.decode([token]) != " " for token, is_in in zip(wanted_ids, wanted, strict=True)]
-            weights = [w and theirs.decode([token]) != " " for token, w in zip(wanted_ids, weights, strict=True)]
-        assert [bool(weight) for weight in weights] == wanted
+        expected_ids, expected = by_rendering(theirs, conversation)
+        assert ids.tolist() == expected_ids
+        if name == "brackets":  # its space before an answer is in no prompt
+            expected = [
+                is_in and theirs.decode([token]) != " " for token, is_in in zip(expected_ids, expected, strict=True)
+            ]
+            weights = [w and theirs.decode([token]) != " " for token, w in zip(expected_ids, weights, strict=True)]
+        assert [bool(weight) for weight in weights] == expected
 
 
-def test_turns_that_call_tools_are_trained_whole(saved):
-    ours, theirs = saved(CHATML)
+def test_tool_call_turns_are_trained_completely(save_tokenizer):
+    ours, theirs = save_tokenizer(CHATML)
     ids, weights = ours.encode_turns(CALLS, TOOLS)
-    wanted_ids, wanted = by_rendering(theirs, CALLS, TOOLS)
-    assert ids.tolist() == wanted_ids
-    assert weights.astype(bool).tolist() == wanted
+    expected_ids, expected = by_rendering(theirs, CALLS, TOOLS)
+    assert ids.tolist() == expected_ids
+    assert weights.astype(bool).tolist() == expected
     shown = ours.decode(ids[weights > 0], specials=True)
     assert shown.startswith(('<call>{"name": "add"', '<call>{"arguments"'))
     assert shown.count("<call>") == 2
     assert shown.endswith("2<|im_end|>")
 
 
-def test_marks_of_the_template_are_what_transformers_masks(saved):
-    ours, theirs = saved(GENERATION)
+def test_generation_marks_match_the_mask_of_transformers(save_tokenizer):
+    ours, theirs = save_tokenizer(GENERATION)
     for conversation in (*CONVERSATIONS.values(), CALLS):
         messages = [turn.message for turn in conversation]
-        wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, weights = ours.encode_turns(conversation)
-        assert ids.tolist() == wanted["input_ids"]
-        assert weights.tolist() == wanted["assistant_masks"]
+        assert ids.tolist() == expected["input_ids"]
+        assert weights.tolist() == expected["assistant_masks"]
 
 
 @pytest.mark.parametrize("template", [CHATML, GENERATION])
-def test_turns_have_weights_of_their_own(saved, template):
-    ours, _ = saved(template)
+def test_turns_have_separate_weights(save_tokenizer, template):
+    ours, _ = save_tokenizer(template)
     turns = [turn._replace(weight=weight) for turn, weight in zip(CONVERSATIONS["more"], (1, 0, 1, 0.5), strict=True)]
     ids, weights = ours.encode_turns(turns)
     assert set(weights.tolist()) == {0.0, 0.5}
     assert ours.decode(ids[weights == 0.5]).rstrip() == "two\n\nlines"
 
 
-def test_a_special_token_in_a_content_or_a_tool_call_is_text(saved):
-    ours, _ = saved(CHATML)
+def test_special_token_in_content_or_tool_call_is_text(save_tokenizer):
+    ours, _ = save_tokenizer(CHATML)
     turn_end = ours.encode_turns([Turn("user", "x")])[0][-2]
     for call in (CALL, CALL.replace("add", "<|im_end|>")):
         attack = [Turn("user", "x<|im_end|>"), Turn("assistant", "", 1.0, call)]

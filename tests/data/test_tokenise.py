@@ -47,7 +47,7 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
     return path
 
 
-def test_each_document_ends_with_the_end_token_even_if_its_text_says_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_each_document_ends_with_one_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "t<|endoftext|>wo"}])
     folder, manifest = tokenise(tmp_path, tokenizer, path, shard_bytes=8)
     assert documents(folder, manifest, tokenizer) == ["one<|endoftext|>", "t<|endoftext|>wo<|endoftext|>"]
@@ -57,7 +57,7 @@ def test_each_document_ends_with_the_end_token_even_if_its_text_says_so(tmp_path
     assert SourceManifest.read(folder) == manifest
 
 
-def test_ids_keep_the_end_token_they_have(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_ids_keep_their_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
     end = tokenizer.end_id
     records = [{"input_ids": [65, 66], "loss_mask": [0, 1]}, {"input_ids": [67, end], "loss_mask": [1, 0]}]
     folder, manifest = tokenise(tmp_path, tokenizer, write_jsonl(tmp_path / "a.jsonl", records))
@@ -68,35 +68,35 @@ def test_ids_keep_the_end_token_they_have(tmp_path: Path, tokenizer: Tokenizer) 
     assert trained.tolist() == [0, 1, 1, 1, 0]
 
 
-def test_the_end_of_a_conversation_is_not_trained(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_end_of_a_conversation_is_not_trained(tmp_path: Path, tokenizer: Tokenizer) -> None:
     record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     _, manifest = tokenise(tmp_path, tokenizer, write_jsonl(tmp_path / "a.jsonl", [record]))
     assert manifest.splits["train"].num_trained == 2
     assert manifest.splits["train"].has_mask
 
 
-def test_a_large_text_file_is_one_document_where_nothing_is_kept_aside(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_large_text_file_without_holdout_is_one_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = "".join(f"line {n}\n" for n in range(2000))
     (tmp_path / "a.txt").write_text(text)
     folder, manifest = tokenise(tmp_path, tokenizer, tmp_path / "a.txt")
     assert documents(folder, manifest, tokenizer) == [text + "<|endoftext|>"]
 
 
-def test_pieces_of_a_single_file_are_kept_for_evaluation(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_chunks_of_a_single_file_are_used_for_evaluation(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = "".join(f"line {n}\n" for n in range(20_000))
     (tmp_path / "a.txt").write_text(text)
     folder, manifest = tokenise(tmp_path, tokenizer, tmp_path / "a.txt", holdout=0.05)
-    train, kept = (documents(folder, manifest, tokenizer, split) for split in ("train", "eval"))
-    assert len(kept) >= 1
-    lines = "".join(part.removesuffix("<|endoftext|>") for part in train + kept).splitlines()
+    train, held_out = (documents(folder, manifest, tokenizer, split) for split in ("train", "eval"))
+    assert len(held_out) >= 1
+    lines = "".join(part.removesuffix("<|endoftext|>") for part in train + held_out).splitlines()
     assert sorted(lines) == sorted(text.splitlines())
     share = manifest.splits["eval"].num_tokens / len(text)
     assert 0.01 < share < 0.12
-    # Neighbouring train pieces are one document: there is one more of them than gaps, at most.
-    assert len(train) <= len(kept) + 1
+    # Adjacent training chunks are one document: at most one more than there are gaps.
+    assert len(train) <= len(held_out) + 1
 
 
-def test_pieces_of_many_files_are_whole(tmp_path: Path) -> None:
+def test_chunk_size_depends_on_holdout_and_total_size(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text("x" * 50_000)
     files = find_files(str(tmp_path), "f")
@@ -105,17 +105,17 @@ def test_pieces_of_many_files_are_whole(tmp_path: Path) -> None:
     assert chunk_bytes(files, 0.02) == 20 * 50_000 * 0.02 / 8
 
 
-def test_the_split_does_not_depend_on_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_split_does_not_depend_on_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
     records = [{"text": f"document {n}"} for n in range(400)]
-    kept = []
+    held_out = []
     for number, order in enumerate((records, records[::-1])):
         (tmp_path / str(number)).mkdir()
         path = write_jsonl(tmp_path / str(number) / "a.jsonl", order)
         folder, manifest = tokenise(tmp_path / str(number), tokenizer, path, holdout=0.1)
-        kept.append(sorted(documents(folder, manifest, tokenizer, "eval")))
-        assert manifest.splits["train"].num_documents + len(kept[-1]) == 400
-    assert kept[0] == kept[1]
-    assert 20 <= len(kept[0]) <= 60
+        held_out.append(sorted(documents(folder, manifest, tokenizer, "eval")))
+        assert manifest.splits["train"].num_documents + len(held_out[-1]) == 400
+    assert held_out[0] == held_out[1]
+    assert 20 <= len(held_out[0]) <= 60
 
 
 def test_broken_records_are_counted_and_quarantined(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -143,7 +143,7 @@ def test_too_many_broken_records_stop_the_run(tmp_path: Path, tokenizer: Tokeniz
     assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_hopeless_source_stops_early(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_mostly_broken_source_stops_early(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, *["{oops"] * 5000])
     with pytest.raises(DataError, match=r"11 of the first 12 records are broken .* Repair them \(these are in "):
         tokenise(tmp_path, tokenizer, path)
@@ -159,8 +159,8 @@ def test_empty_text_files_are_no_broken_records(tmp_path: Path, tokenizer: Token
     assert (manifest.num_records, manifest.broken) == (1, {})
 
 
-def test_a_broken_piece_is_a_border(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Pieces before and after it, and those of the next file, do not run together."""
+def test_broken_chunk_is_a_border(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Chunks before and after it, and chunks of the next file, are separate documents."""
     (tmp_path / "d").mkdir()
     piece = b"x" * 255 + b"\n"
     bad = b"\xff" * 255 + b"\n"
@@ -177,7 +177,7 @@ def test_a_broken_piece_is_a_border(tmp_path: Path, tokenizer: Tokenizer) -> Non
     assert manifest.broken == {"invalid UTF-8": 3}
 
 
-def test_progress_reaches_the_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_progress_ends_at_the_file_size(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"d{n}"} for n in range(1000)])
     seen: list[tuple[str, int, int]] = []
     tokenise(tmp_path, tokenizer, path, report=lambda *args: seen.append(args))
@@ -188,17 +188,17 @@ def test_progress_reaches_the_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert len(seen) > 3
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"d{n}"} for n in range(1000)])
 
-    def meddle(*_: object) -> None:
+    def overwrite(*_: object) -> None:
         path.write_text('{"text": "other"}\n')
 
     with pytest.raises(DataError, match="the file changed while it was read"):
-        tokenise(tmp_path, tokenizer, path, report=meddle)
+        tokenise(tmp_path, tokenizer, path, report=overwrite)
 
 
-def test_a_long_record_is_tokenised_in_pieces_of_one_document(
+def test_long_record_is_tokenized_in_chunks_of_one_document(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenise_module, "_LONG_CHARS", 16)
@@ -207,7 +207,7 @@ def test_a_long_record_is_tokenised_in_pieces_of_one_document(
     assert documents(folder, manifest, tokenizer) == [f"{record['text']}<|endoftext|>" for record in records]
 
 
-def test_a_completion_is_trained_with_its_end_and_its_prompt_is_not(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_completion_and_its_end_are_trained_without_the_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1 + 1 =", "completion": " 2"}])
     folder, manifest = tokenise(tmp_path, tokenizer, path)
     assert documents(folder, manifest, tokenizer) == ["1 + 1 = 2<|endoftext|>"]
@@ -216,7 +216,7 @@ def test_a_completion_is_trained_with_its_end_and_its_prompt_is_not(tmp_path: Pa
     assert trained.tolist() == [0] * 7 + [1] * 3
 
 
-def test_an_instruction_is_a_chat_whose_answer_alone_is_trained(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_instruction_is_a_chat_with_only_the_answer_trained(tmp_path: Path, tokenizer: Tokenizer) -> None:
     records = [
         {"system": "be brief", "instruction": "Translate.", "input": "Haus", "output": "house"},
         {"system": "", "instruction": "Say hi.", "input": None, "output": "hi"},
@@ -230,13 +230,13 @@ def test_an_instruction_is_a_chat_whose_answer_alone_is_trained(tmp_path: Path, 
     assert manifest.splits["train"].num_trained == len("house") + 1 + len("hi") + 1
 
 
-def test_chat_needs_chat_tokens(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_requires_chat_tokens(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "has_chat", property(lambda _: False))
     record = {"messages": [{"role": "assistant", "content": "a"}]}
     with pytest.raises(DataError, match=r"messages need a tokenizer with <\|im_start\|> and <\|im_end\|>"):
         tokenise(tmp_path, tokenizer, write_jsonl(tmp_path / "a.jsonl", [record]))
 
 
-def test_schema_is_kept(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_schema_is_stored(tmp_path: Path, tokenizer: Tokenizer) -> None:
     _, manifest = tokenise(tmp_path, tokenizer, write_jsonl(tmp_path / "a.jsonl", [{"body": "x"}]))
     assert Schema(**manifest.schema) == Schema("text", text="body")

@@ -30,7 +30,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=80))
-def test_text_comes_back_and_bytes_add_up(tokenizer: Tokenizer, text: str) -> None:
+def test_text_round_trips_and_byte_counts_add_up(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.token_bytes[ids].sum() == len(text.encode())
@@ -58,7 +58,7 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.has_chat
 
 
-def test_it_loads_as_it_was_saved(tmp_path: Path) -> None:
+def test_loaded_tokenizer_equals_the_saved_one(tmp_path: Path) -> None:
     saved = train_bpe(tmp_path / "t", TEXTS, 300)
     loaded = Tokenizer.load(tmp_path / "t")
     assert loaded.vocabulary == saved.vocabulary
@@ -66,7 +66,7 @@ def test_it_loads_as_it_was_saved(tmp_path: Path) -> None:
     assert loaded.encode("the café") == saved.encode("the café")
 
 
-def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+def test_changed_file_is_refused(tmp_path: Path) -> None:
     train_bpe(tmp_path / "t", TEXTS, 300)
     file = tmp_path / "t" / "tokenizer.json"
     file.write_text(file.read_text().replace('"the"', '"teh"', 1) + " ")
@@ -77,7 +77,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_training_is_the_same_in_another_process(tmp_path: Path) -> None:
-    """The library counts in hash maps whose order differs from process to process."""
+    """The library counts in hash maps whose order differs between processes."""
     code = (
         "import sys; from pathlib import Path; import weft.data.text.tokenizer as b;"
         "texts = [Path(b.__file__).read_text(), Path(b.__file__).with_name('tokenizer.py').read_text()];"
@@ -92,7 +92,7 @@ def test_training_is_the_same_in_another_process(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def word_tokenizer(path: Path, *added: AddedToken) -> Path:
+def word_level_tokenizer(path: Path, *added: AddedToken) -> Path:
     library = Library(models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.normalizer = normalizers.Lowercase()
@@ -103,22 +103,22 @@ def word_tokenizer(path: Path, *added: AddedToken) -> Path:
     return path
 
 
-def test_a_saved_tokenizer_tells_its_end_token(tmp_path: Path) -> None:
-    source = word_tokenizer(tmp_path / "s", AddedToken("<stop>", special=True), AddedToken("<pad>", special=True))
+def test_end_token_of_a_saved_tokenizer_is_found(tmp_path: Path) -> None:
+    source = word_level_tokenizer(tmp_path / "s", AddedToken("<stop>", special=True), AddedToken("<pad>", special=True))
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
     found = import_tokenizer(tmp_path / "t", str(source / "tokenizer.json"))
     assert (found.end_id, found.pad_id, found.vocab_size, found.has_chat) == (3, 4, 5, False)
     assert found.encode("Hello world") == [1, 2]
 
 
-def test_without_an_end_token_it_is_refused(tmp_path: Path) -> None:
-    source = word_tokenizer(tmp_path / "s")
+def test_tokenizer_without_end_token_is_refused(tmp_path: Path) -> None:
+    source = word_level_tokenizer(tmp_path / "s")
     with pytest.raises(DataError, match=r"tokenizer\.path=.*: it has no end token \(<\|endoftext\|>, "):
         import_tokenizer(tmp_path / "t", str(source))
 
 
-def test_control_tokens_that_are_not_marked_special_are_not_matched_either(tmp_path: Path) -> None:
-    source = word_tokenizer(
+def test_control_tokens_not_marked_special_are_not_matched(tmp_path: Path) -> None:
+    source = word_level_tokenizer(
         tmp_path / "s", AddedToken("<|endoftext|>", special=True), AddedToken("<|im_start|>", special=False),
         AddedToken("<|im_end|>", special=False),
     )  # fmt: skip
@@ -131,14 +131,14 @@ def test_control_tokens_that_are_not_marked_special_are_not_matched_either(tmp_p
 
 
 @pytest.mark.parametrize("end", ["[UNK]", ["<stop>"], {"content": None}])
-def test_names_of_tokens_that_are_empty_or_no_text(tmp_path: Path, end: object) -> None:
-    source = word_tokenizer(tmp_path / "s", AddedToken("<|endoftext|>", special=True))
+def test_empty_or_non_text_token_names(tmp_path: Path, end: object) -> None:
+    source = word_level_tokenizer(tmp_path / "s", AddedToken("<|endoftext|>", special=True))
     text = (source / "tokenizer.json").read_text()
     (source / "tokenizer.json").write_text(text.replace('"world"', '""'))
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "pad_token": ""}))
     found = import_tokenizer(tmp_path / "t", str(source))
     assert (found.end_id, found.pad_id) == (0 if end == "[UNK]" else 3, 2)
-    if end == "[UNK]":  # what it does not know becomes the end token, which no document may hold
+    if end == "[UNK]":  # unknown text becomes the end token, which no document may contain
         with pytest.raises(DataError, match=r"^tokenizer: it turns plain text into special tokens\."):
             found.encode("other")
     else:
@@ -146,7 +146,7 @@ def test_names_of_tokens_that_are_empty_or_no_text(tmp_path: Path, end: object) 
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not json"])
-def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_path_without_a_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"^tokenizer\.path="):

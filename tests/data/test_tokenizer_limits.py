@@ -1,4 +1,4 @@
-"""Tokenizers of strangers: what backtracks, explodes or panics ends in one sentence."""
+"""Untrusted tokenizers: backtracking, memory growth or a panic ends in one error line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["regex", "alternatives"])
-def test_a_panic_of_the_library_is_an_error_of_the_data(tmp_path, kind, capfd):
+def test_panic_of_the_library_is_a_data_error(tmp_path, kind, capfd):
     tokenizer = import_tokenizer(tmp_path / "t", str(save(tmp_path / "s", kind)))
     with pytest.raises(
         DataError, match=r"tokenizer: the tokenizers library failed \(.*retry-limit.*\)\. Check the norm"
@@ -49,8 +49,8 @@ def test_a_panic_of_the_library_is_an_error_of_the_data(tmp_path, kind, capfd):
 
 
 @pytest.mark.parametrize("kind", ["normalizer", "decoder"])
-def test_a_chain_of_replacements_does_not_fill_the_memory(tmp_path, kind):
-    """In a process of its own: a call that was given up goes on until the process ends."""
+def test_chain_of_replacements_does_not_exhaust_memory(tmp_path, kind):
+    """In a separate process: an abandoned call continues until the process ends."""
     code = (
         "import sys, resource\n"
         "from pathlib import Path\n"
@@ -72,7 +72,7 @@ def test_a_chain_of_replacements_does_not_fill_the_memory(tmp_path, kind):
     assert int(peak_mib) < 3000
 
 
-def test_what_other_threads_write_is_kept(capfd):
+def test_stderr_of_other_threads_is_preserved(capfd):
     def work():
         print("a line of another thread", file=sys.stderr, flush=True)
         return 3
@@ -83,8 +83,8 @@ def test_what_other_threads_write_is_kept(capfd):
         bounded(lambda: {}["x"], 1)
 
 
-def test_a_call_may_take_its_time_while_the_machine_is_busy_elsewhere(monkeypatch):
-    """The limit is on work and not on waiting."""
+def test_time_limit_does_not_count_waiting(monkeypatch):
+    """The limit is on CPU time."""
     monkeypatch.setattr("weft.data.text.tokenizer_limits._BASE_S", 0.2)
     waited = threading.Event()
     assert bounded(lambda: waited.wait(0.5) or 1, 0) == 1

@@ -1,4 +1,4 @@
-"""The gate before the first step: what could not be learned is refused in one sentence, or told."""
+"""The check before the first step: data that cannot be learned is refused in one line, or reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.errors import DataError
 def checked(
     tmp_path: Path, rows: list[dict[str, Any]], *, preferences: bool = False, tokenizer=None, **data: Any
 ) -> list[str]:
-    """The lines that the gate adds."""
+    """Return the lines that the check adds."""
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     config = RunConfig.model_validate({
@@ -33,7 +33,7 @@ def chat(answer: str, weight: float = 1.0) -> dict[str, Any]:
     return {"messages": turns}
 
 
-def test_good_data_passes(tmp_path):
+def test_valid_data_passes(tmp_path):
     assert checked(tmp_path, [chat("a")] * 5) == []
     assert checked(tmp_path, [{"text": "no mask at all"}]) == []
     assert checked(tmp_path, [{"prompt": "q", "completion": "a"}]) == []
@@ -48,8 +48,8 @@ def test_masks_without_a_stop_token_are_refused(tmp_path):
         "learn to stop. Use the model's own chat template, or end completions and masks with the stop token. "
         "Or set data.check=warn to train all the same."
     )
-    (told,) = checked(tmp_path, rows, check="warn")
-    assert told.startswith("warning: data.train: no answer ends")
+    (message,) = checked(tmp_path, rows, check="warn")
+    assert message.startswith("warning: data.train: no answer ends")
     assert checked(tmp_path, rows, check="off") == []
 
 
@@ -65,7 +65,7 @@ def test_documents_without_an_answer_are_refused(tmp_path):
     assert checked(tmp_path, rows, max_untrained=0.4) == []
 
 
-def test_answers_that_are_cut_are_refused(tmp_path):
+def test_truncated_answers_are_refused(tmp_path):
     rows = [chat("a" * 40), chat("b")]
     with pytest.raises(DataError) as caught:
         checked(tmp_path, rows)
@@ -73,7 +73,7 @@ def test_answers_that_are_cut_are_refused(tmp_path):
     assert checked(tmp_path, rows, packing="concat") == []
 
 
-def test_of_preferences_a_long_prompt_gives_way(tmp_path):
+def test_preferences_truncate_a_long_prompt_instead_of_answers(tmp_path):
     long_prompt = [{"prompt": "q" * 90, "chosen": "a", "rejected": "b"}]
     assert checked(tmp_path, long_prompt, preferences=True) == []
     long_answer = [{"prompt": "q", "chosen": "a" * 40, "rejected": "b"}]
@@ -81,7 +81,7 @@ def test_of_preferences_a_long_prompt_gives_way(tmp_path):
         checked(tmp_path, long_answer, preferences=True)
 
 
-def test_a_template_must_end_turns_with_a_token(tmp_path):
+def test_template_must_end_turns_with_a_special_token(tmp_path):
     pytest.importorskip("transformers")
     save_bytes_tokenizer(tmp_path / "bytes")
     folder = tmp_path / "model"

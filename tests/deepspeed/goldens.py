@@ -1,5 +1,7 @@
-"""The corpus of DeepSpeed configs in this folder, and what is told of each. `python -m tests.deepspeed.goldens`
-writes the told texts anew; read the difference before it is committed."""
+"""The corpus of DeepSpeed configs in this folder, and the import report of each.
+
+`python -m tests.deepspeed.goldens` rewrites the reports. Read the difference before you commit it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from weft.config.rules.config_rules import config_problems
 from weft.interop.deepspeed import Imported, import_deepspeed
 
 FOLDER = Path(__file__).parent
-#: Ranks with which each config is read; None leaves them open.
+#: Number of ranks for reading each config; None leaves it open.
 RANKS = {
     "trainer_zero2_auto": None,
     "trainer_zero3_auto": 8,
@@ -31,7 +33,7 @@ RANKS = {
     "every_tool": 1,
 }
 
-#: The keys that users really set, most used first, each with the values seen most (peers' notes, 138 public files).
+#: The keys that users set, most used first, each with the most frequent values (from 138 public files).
 USED = {
     "zero_optimization.stage": (3, 2, 1, 0),
     "fp16.enabled": ("auto", True, False),
@@ -84,11 +86,11 @@ USED = {
 
 
 def read(name: str) -> Imported:
-    """One config of the corpus, as if everything were built: what is built today is another test's business."""
+    """Read one config of the corpus, assuming that everything is built. Other tests cover unsupported settings."""
     return import_deepspeed((FOLDER / f"{name}.json").read_text(), RANKS[name], not_built=())
 
 
-def told(imported: Imported) -> str:
+def report_of(imported: Imported) -> str:
     lines = [f"plan: {imported.plan}"]
     lines += [f"{setting}: {value}" for setting, value in imported.overrides.items()]
     lines += ["", *(str(line) for line in imported.lines), ""]
@@ -104,7 +106,7 @@ def refused(imported: Imported) -> list[str]:
 if __name__ == "__main__":
     for name in RANKS:
         imported = read(name)
-        (FOLDER / f"{name}.txt").write_text(told(imported))
-        print(f"== {name} ({RANKS[name]} ranks)\n{told(imported)}")
+        (FOLDER / f"{name}.txt").write_text(report_of(imported))
+        print(f"== {name} ({RANKS[name]} ranks)\n{report_of(imported)}")
         format_config(imported.config())
         print(*(f"refused: {text}" for text in refused(imported)), sep="\n")

@@ -1,4 +1,4 @@
-"""What a DeepSpeed config becomes: the corpus with its told texts, and single meanings that matter."""
+"""DeepSpeed imports: the corpus with its reports, and individual settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.deepspeed.goldens import FOLDER, RANKS, USED, read, refused, told
+from tests.deepspeed.goldens import FOLDER, RANKS, USED, read, refused, report_of
 from weft.config.files import format_config, load_config
 from weft.config.plan import Plan
 from weft.config.rules.plan_rules import check
@@ -43,12 +43,12 @@ def line(config: dict[str, object], key: str, world_size: int | None = None) -> 
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_the_corpus_is_told_as_written(name):
-    assert told(read(name)) == (FOLDER / f"{name}.txt").read_text()
+def test_corpus_reports_equal_the_golden_files(name):
+    assert report_of(read(name)) == (FOLDER / f"{name}.txt").read_text()
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_every_config_of_the_corpus_loads_where_no_rule_refuses(name, tmp_path):
+def test_corpus_configs_load_unless_a_rule_refuses_them(name, tmp_path):
     imported = read(name)
     file = tmp_path / "weft.toml"
     file.write_text(format_config(imported.config()))
@@ -60,12 +60,12 @@ def test_every_config_of_the_corpus_loads_where_no_rule_refuses(name, tmp_path):
     assert sorted(problem.message for problem in caught.value.problems) == sorted(refused(imported))
 
 
-def test_the_corpus_has_no_stray_file():
+def test_corpus_has_no_unlisted_file():
     assert {path.stem for path in FOLDER.glob("*.json")} == set(RANKS) == {path.stem for path in FOLDER.glob("*.txt")}
 
 
 @pytest.mark.parametrize("key", USED)
-def test_the_keys_that_users_set_are_understood(key):
+def test_frequently_set_keys_are_understood(key):
     for value in USED[key]:
         extra = {"optimizer.type": "AdamW", "scheduler.type": "WarmupDecayLR", "zero_optimization.stage": 3}
         imported = import_deepspeed(nested({**extra, key: value}), not_built=())
@@ -75,7 +75,7 @@ def test_the_keys_that_users_set_are_understood(key):
         imported.config()
 
 
-def test_what_a_rule_refuses_is_said_to_be_not_built():
+def test_settings_refused_by_a_rule_are_reported_as_not_built():
     rule = Rule(
         name="zero-not-built",
         field="zero",
@@ -92,13 +92,13 @@ def test_what_a_rule_refuses_is_said_to_be_not_built():
         assert imported.plan == f"dp_shard=* zero={stage} precision=bf16"
 
 
-def test_what_is_built_today_is_asked_of_the_rules():
+def test_default_not_built_rules_are_the_plan_rules():
     imported = import_deepspeed({"zero_optimization": {"stage": 3}})
     refused_today = {violation.field for violation in check(Plan.parse("dp_shard=2 zero=3"))}
     assert (imported.lines[0].kind == "not built") == bool(refused_today & {"dp_shard", "zero"})
 
 
-def test_the_loss_scale_that_is_told_is_the_one_that_runs():
+def test_documented_loss_scale_equals_the_implementation():
     scale = LossScale()
     texts = {key: group.text for group in groups() for key in group.keys}
     assert f"starts at 2^{round(math.log2(scale.scale))} " in texts["fp16.initial_scale_power"]
@@ -109,7 +109,7 @@ def test_the_loss_scale_that_is_told_is_the_one_that_runs():
 
 
 def deepspeed_rate(step: int, name: str, total: int, warmup: int, low: float) -> float:
-    """DeepSpeed's factor at a step (0-based), with a linear warm-up; from its formulas."""
+    """Return DeepSpeed's factor at a step (0-based) with a linear warm-up, from its formulas."""
     if step < warmup:
         return step / warmup
     if name == "WarmupLR":
@@ -121,8 +121,8 @@ def deepspeed_rate(step: int, name: str, total: int, warmup: int, low: float) ->
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_the_learning_rate_goes_the_same_way(name):
-    """Equal up to one step: DeepSpeed's first step has rate 0, Weft's the first part of the rise."""
+def test_learning_rate_schedule_matches_deepspeed(name):
+    """Equal up to one step: DeepSpeed's first step has rate 0, Weft's has the first increment."""
     total, warmup = 400, 50
     params: dict[str, object] = {"warmup_num_steps": warmup, "warmup_type": "linear"}
     if name != "WarmupLR":
@@ -138,7 +138,7 @@ def test_the_learning_rate_goes_the_same_way(name):
     assert imported.overrides.get("train.steps", total) == total
 
 
-def test_what_the_optimizer_leaves_out_has_deepspeeds_value():
+def test_missing_optimizer_values_have_deepspeeds_defaults():
     section = import_deepspeed({"optimizer": {"type": "Adam"}}).config().optimizer
     assert (section.name, section.lr, section.betas, section.weight_decay) == ("adamw", 1e-3, (0.9, 0.999), 0.0)
     section = import_deepspeed({"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}).config().optimizer
@@ -155,7 +155,7 @@ def test_adam_without_decoupled_decay():
     assert line({**config, "optimizer.type": "AdamW"}, key).startswith("follows from optimizer.name=adamw")
 
 
-def test_the_schedulers_peak_takes_the_place_of_the_optimizers():
+def test_schedulers_peak_replaces_the_optimizers_lr():
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}},
@@ -169,7 +169,7 @@ def test_the_schedulers_peak_takes_the_place_of_the_optimizers():
 
 
 @pytest.mark.parametrize("dtype, word", [("bf16", "bf16"), ("torch.bfloat16", "bf16"), ("fp32", "fp32")])
-def test_the_format_in_which_gradients_travel(dtype, word):
+def test_gradient_communication_dtype(dtype, word):
     key = "communication_data_type"
     assert line({key: dtype}, key) == f"became plan reduce={word}"
     assert line({key: "auto"}, key) == "follows from plan.reduce (fp32 unless you set it)"
@@ -192,12 +192,12 @@ def test_one_rank_has_nothing_to_shard():
     assert imported.lines[0].sentence == "became plan zero=0: there is one rank, so there is nothing to shard"
 
 
-def test_secrets_are_not_told():
+def test_secrets_are_not_reported():
     imported = import_deepspeed({"comet": {"enabled": True, "api_key": "hunter2"}})
     assert "hunter2" not in "".join(map(str, imported.lines))
 
 
-def test_a_plan_from_a_file(tmp_path, monkeypatch):
+def test_plan_from_a_file(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "ds_config.json"
@@ -215,7 +215,7 @@ def test_a_plan_from_a_file(tmp_path, monkeypatch):
     assert plan_from_deepspeed(file).dp_shard == 8
 
 
-def test_all_mistakes_at_once_with_their_lines(tmp_path):
+def test_all_errors_are_reported_with_their_lines(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(
         '{\n  "train_batch_size": 30,\n  "train_micro_batch_size_per_gpu": 4,\n  "gradient_accumulation_steps": 2,\n'
@@ -263,18 +263,18 @@ def test_all_mistakes_at_once_with_their_lines(tmp_path):
         ({"train_batch_size": 10}, "train_batch_size=10: it must be a multiple of 1 (accumulation) x 4 (ranks) = 4."),
     ],
 )
-def test_a_wrong_value_is_one_sentence(config, text):
+def test_wrong_value_is_one_line(config, text):
     (found,) = problems(config, 4)
     assert text in found
 
 
 @pytest.mark.parametrize("world_size", [0, -3, 10**12])
-def test_a_wrong_number_of_ranks(world_size):
+def test_wrong_number_of_ranks(world_size):
     (found,) = problems({}, world_size)
     assert found.startswith(f"world_size={world_size}: the number of ranks must be a whole number from 1")
 
 
-def test_the_list_of_keys_is_in_order():
+def test_key_groups_are_well_formed():
     for group in groups():
         assert group.outcome in ("becomes", "follows", "nothing", "not built", "removed")
         assert not group.text.endswith(".")

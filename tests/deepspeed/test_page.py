@@ -1,4 +1,4 @@
-"""docs/how-to/from_deepspeed.md: its table is the list of keys, and its example is what the reader tells."""
+"""docs/how-to/from_deepspeed.md: its table is the list of keys, and its example is the importer's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "how-to" / "from_deepspeed.md").read_text()
 
 
-def test_the_table_is_current():
+def test_table_is_current():
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
@@ -20,15 +20,15 @@ def test_the_table_is_current():
     assert PAGE.count("\n| `") > 90
 
 
-def test_the_example_is_true():
+def test_example_equals_the_importers_output():
     (config,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.M | re.S)
-    (told,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
+    (report,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
     imported = import_deepspeed(config, 4)
     assert f"the plan `{imported.plan}`" in PAGE
-    assert told.splitlines() == [str(line) for line in imported.lines]
+    assert report.splitlines() == [str(line) for line in imported.lines]
 
 
-def test_the_defaults_that_the_page_names_are_filled_in():
+def test_documented_defaults_are_filled_in():
     imported = import_deepspeed({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
     assert imported.overrides["optimizer.betas"] == (0.9, 0.999)
     assert imported.overrides["optimizer.weight_decay"] == 0

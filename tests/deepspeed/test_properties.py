@@ -1,4 +1,4 @@
-"""For any file: one outcome for each key or clear errors; for any batch: DeepSpeed's arithmetic."""
+"""For any file: one outcome for each key or clear errors. For any batch: DeepSpeed's arithmetic."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _mistyped = st.builds(
 
 
 def _right(key: str) -> st.SearchStrategy[object]:
-    """Values that fit the key, as far as this test knows."""
+    """Return valid values of the key, if they are listed here."""
     if key in USED:
         return st.sampled_from(USED[key])
     if key.endswith(("size", "stages", "interval", "checkpoints", "steps")):
@@ -54,7 +54,7 @@ def _right(key: str) -> st.SearchStrategy[object]:
 
 @st.composite
 def configs(draw):
-    """Tables with known keys and near misses, and values that are right as often as not."""
+    """Draw tables with existing and misspelled keys, and with valid values in about half of the cases."""
     tables: dict[str, object] = {}
     for key in draw(st.lists(_used | _used | _translated | _names | _mistyped, max_size=12)):
         *parents, name = key.split(".")
@@ -106,7 +106,7 @@ def test_each_key_has_exactly_one_outcome(config, world_size):
 
 @settings(max_examples=60, deadline=None)
 @given(configs())
-def test_what_no_rule_refuses_is_a_config(tmp_path_factory, config):
+def test_import_without_refusals_is_a_valid_config(tmp_path_factory, config):
     with suppress(ConfigError):
         imported = import_deepspeed(config, 1)
         if not refused(imported):
@@ -120,7 +120,7 @@ CORPUS = [(FOLDER / f"{name}.json").read_text() for name in RANKS]
 
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(CORPUS), st.integers(0, 10**6), st.integers(0, 20), st.binary(max_size=6))
-def test_a_damaged_file_is_one_clear_sentence(tmp_path_factory, text, at, length, put):
+def test_damaged_file_is_a_clear_error(tmp_path_factory, text, at, length, put):
     raw = text.encode()
     at %= len(raw)
     file = tmp_path_factory.getbasetemp() / "damaged.json"
@@ -162,7 +162,7 @@ def test_bytes_that_are_no_config(tmp_path_factory, raw):
         ('{"a": "\\x"}', ":1: this is not JSON: invalid \\escape"),
     ],
 )
-def test_what_is_wrong_with_a_text(tmp_path, text, sentence):
+def test_invalid_json_errors(tmp_path, text, sentence):
     file = tmp_path / "ds.json"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -188,19 +188,19 @@ def test_comments_trailing_commas_and_quoted_numbers_are_read(tmp_path):
     assert first.config() == second.config()
 
 
-def test_strings_keep_what_looks_like_a_comment():
+def test_comment_characters_in_strings_are_preserved():
     text = '{"a": "x // y, # z,}", "b": ["c,]",\n // d\n ], "url": "http://h/#a", "quote": "\\" // e"}'
     read = {"a": "x // y, # z,}", "b": ["c,]"], "url": "http://h/#a", "quote": '" // e'}
     assert read_source(text).tables == read
 
 
-def test_a_wrong_line_after_comments_keeps_its_number(tmp_path):
+def test_line_number_of_an_error_counts_comments(tmp_path):
     (tmp_path / "ds.json").write_text('{\n/* a\n b */\n"a": 1,\n"b": tru\n}')
     with pytest.raises(ConfigError, match=r"ds\.json:5: this is not JSON"):
         import_deepspeed(tmp_path / "ds.json")
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
+def test_unreadable_file_is_reported(tmp_path):
     (tmp_path / "ds_config.json").write_bytes(b'{"a": "\xff"}')
     for path, sentence in (
         (tmp_path / "ds_confg.json", "there is no such file. Did you mean 'ds_config.json'?"),
@@ -213,7 +213,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         assert sentence in str(caught.value)
 
 
-def test_a_dict_that_holds_itself():
+def test_recursive_dict_is_refused():
     loop: dict[str, object] = {}
     loop["aio"] = {"block_size": [loop, loop]}
     with pytest.raises(ConfigError, match="nested more than 40 deep"):
@@ -229,8 +229,8 @@ def test_text_with_a_byte_order_mark(tmp_path):
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(0, 2), st.data())
-def test_the_batch_is_deepspeeds(micro, passes, ranks, stage, data):
-    """Whatever of the four numbers is left out, the others decide it as DeepSpeed does, or it is said to be open."""
+def test_batch_arithmetic_matches_deepspeed(micro, passes, ranks, stage, data):
+    """If any of the four numbers is missing, the others determine it as in DeepSpeed, or it is reported as open."""
     whole = {TOTAL: micro * passes * ranks, MICRO: micro, PASSES: passes}
     hidden = data.draw(st.lists(st.sampled_from([*whole, "ranks"]), max_size=1))
     config: dict[str, object] = {"zero_optimization": {"stage": stage}}
@@ -251,7 +251,7 @@ def test_the_batch_is_deepspeeds(micro, passes, ranks, stage, data):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 300))
-def test_a_batch_that_contradicts_itself_is_refused(micro, passes, ranks, total):
+def test_contradictory_batch_is_refused(micro, passes, ranks, total):
     config = {TOTAL: total, MICRO: micro, PASSES: passes}
     if total == micro * passes * ranks:
         assert import_deepspeed(config, ranks).overrides["train.global_batch"] == total
@@ -263,7 +263,7 @@ def test_a_batch_that_contradicts_itself_is_refused(micro, passes, ranks, total)
     assert f"Use train_batch_size={micro * passes * ranks}, or change the others." in problem.message
 
 
-def test_unknown_number_of_ranks_is_left_open_and_said():
+def test_unknown_number_of_ranks_is_left_open_and_reported():
     imported = import_deepspeed({MICRO: 4, PASSES: 2})
     assert "train.global_batch" in imported.open
     assert "train.global_batch is 4 x 2 x the data-parallel ranks" in imported.notes[0]
@@ -274,7 +274,7 @@ def test_unknown_number_of_ranks_is_left_open_and_said():
 
 @settings(max_examples=200, deadline=None)
 @given(_names, st.integers(0, 60))
-def test_a_letter_left_out_finds_the_key(key, at):
+def test_key_with_a_missing_letter_gets_a_suggestion(key, at):
     section, _, name = key.rpartition(".")
     typed = name[: at % len(name)] + name[at % len(name) + 1 :]
     if len(typed) < 6 or dotted((*section.split("."), typed) if section else (typed,)) in known_keys():
@@ -282,6 +282,6 @@ def test_a_letter_left_out_finds_the_key(key, at):
     assert "Did you mean" in meant(section, typed)
 
 
-def test_json_is_read_as_json_reads_it():
+def test_text_and_parsed_json_give_the_same_import():
     for text in CORPUS:
         assert import_deepspeed(text, not_built=()).lines == import_deepspeed(json.loads(text), not_built=()).lines

@@ -1,1 +1,1 @@
-"""The acceptance suite of a GPU: what must hold on a device before Weft may claim that it runs there."""
+"""The acceptance suite of a GPU: the checks that a device must pass before Weft supports it."""

@@ -1,4 +1,4 @@
-"""What a case of the acceptance suite is, and how one is run and judged."""
+"""Cases of the acceptance suite, and how one is run and evaluated."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-#: What a case measured: figures by name.
+#: Measured values of a case, by name.
 Figures = Mapping[str, float | int | str]
 
 
 class Skipped(Exception):
-    """A case that cannot run here; the text says why."""
+    """Raised by a case that cannot run here, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and how large. small: sizes for a CPU, which prove that the suite itself works."""
+    """Device and size. small: sizes for a CPU, to test the suite itself."""
 
     device: torch.device
     small: bool
@@ -33,14 +33,14 @@ class Setting:
         return self.device.type == "cuda"
 
     def need_cuda(self, what: str) -> None:
-        """Skip the case where the device is no GPU."""
+        """Skip the case if the device is no GPU."""
         if not self.is_cuda:
             raise Skipped(f"{what} needs a GPU")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing that must hold. limit_s: what it may take on a GPU, start of its process included."""
+    """One check. limit_s: time limit on a GPU, including the start of its process."""
 
     stage: str
     name: str
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a case ended. verdict: "passed", "failed" or "skipped"; text: why it failed or was skipped."""
+    """The result of a case. verdict: "passed", "failed" or "skipped". text: the reason of a failure or a skip."""
 
     stage: str
     name: str
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def judge(case: Case, setting: Setting) -> Outcome:
-    """Run a case here. Whatever it raises is its failure, and never the suite's."""
+    """Run a case in this process. Any exception is the case's failure."""
     begin = time.monotonic()
     try:
         figures, verdict, text = dict(case.run(setting)), "passed", ""
@@ -77,12 +77,12 @@ def judge(case: Case, setting: Setting) -> Outcome:
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference over the largest value, in fp64 on the CPU; NaN where any value is NaN."""
+    """Return the largest difference over the largest value, in fp64 on the CPU; NaN if any value is NaN."""
     ours, theirs = ours.detach().double().cpu(), theirs.detach().double().cpu()
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-300))
 
 
 def require(found: float, most: float, what: str) -> None:
-    """Fail unless found <= most; NaN fails."""
+    """Fail unless found <= most. NaN fails."""
     if not found <= most:
         raise AssertionError(f"{what}: {found:.3g}, at most {most:.3g}")

@@ -1,4 +1,4 @@
-"""Stage "correct": what a device computes is what a CPU computes, and it computes it the way it should."""
+"""Stage "correct": a device computes the results of a CPU, with the intended kernels and no extra waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCES = {"fp64": 1e-10, "fp32": 2e-5, "bf16": 2e-2, "fp16": 2e-2}
 
 
 def _run(command: list[str], folder: Path, *, hides_gpu: bool = False, **variables: str) -> str:
-    """Standard output of a command; its last lines of error are the failure."""
+    """Return the standard output of a command. On failure, raise with its last error lines."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables}
     if hides_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -41,7 +41,7 @@ def _run(command: list[str], folder: Path, *, hides_gpu: bool = False, **variabl
 
 
 def first_example(setting: Setting) -> Figures:
-    """The example that new users run first, on the device and on the CPU: the same losses."""
+    """The first example of the docs has the same losses on the device and on the CPU."""
     command = [sys.executable, str(ROOT / "examples" / "01_adopt.py")]
     here = _run(command, setting.folder, hides_gpu=not setting.is_cuda)
     there = _run(command, setting.folder, hides_gpu=True) if setting.is_cuda else here
@@ -52,7 +52,7 @@ def first_example(setting: Setting) -> Figures:
 
 
 def train_and_resume(setting: Setting) -> Figures:
-    """`weft train`, the same command again with more steps, and the doctor."""
+    """Run `weft train`, the same command with more steps, and the doctor."""
     steps = 4 if setting.small else 20
     words = [
         "tokenizer.kind=bytes", f"data.train={ROOT / 'README.md'}", "run.name=first", "log.every=1", "train.seq_len=64",
@@ -64,8 +64,8 @@ def train_and_resume(setting: Setting) -> Figures:
         place = setting.folder / device
         place.mkdir()
         for end in (steps, steps + 2):
-            told = [f"train.steps={end}", f"launch.device={device}", f"run.dir={place}"]
-            _run([sys.executable, "-m", "weft", "train", *words, *told], setting.folder)
+            output = [f"train.steps={end}", f"launch.device={device}", f"run.dir={place}"]
+            _run([sys.executable, "-m", "weft", "train", *words, *output], setting.folder)
         events = [json.loads(line) for line in (place / "first" / "events.jsonl").read_text().splitlines()]
         losses[device] = {one["step"]: one["loss"] for one in events if one.get("event") == "step"}
     _run([sys.executable, "-m", "weft", "doctor"], setting.folder)
@@ -92,7 +92,7 @@ def _families(setting: Setting, dtype: torch.dtype) -> dict[str, Model]:
 
 
 def parity_with_the_cpu(setting: Setting) -> Figures:
-    """Five steps of each family in each precision, on the device and on the CPU."""
+    """Train five steps of each family in each precision, on the device and on the CPU."""
     figures: dict[str, float] = {}
     for precision, most in TOLERANCES.items():
         dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -105,7 +105,7 @@ def parity_with_the_cpu(setting: Setting) -> Figures:
 
 
 def techniques_of_one_device(setting: Setting) -> Figures:
-    """Recompute and offload give the numbers of a plan without them, and less memory."""
+    """Recompute and offload give the results of a plan without them, with less memory."""
     spec, rows, seq_len = shape_of(setting)
     sizes = {"vocab": spec.vocab_size, "steps": 3, "rows": rows, "seq_len": seq_len}
     precision = "fp32" if setting.small else "bf16"
@@ -116,7 +116,7 @@ def techniques_of_one_device(setting: Setting) -> Figures:
     for plan in plans:
         found = train(f"precision={precision} {plan}", decoder(spec), setting.device, **sizes)
         figures[plan] = found.distance(plain)
-        # The same arithmetic in another order of adding up: one rounding of the products' format.
+        # The same arithmetic in another order of summation: one rounding of the products' format.
         require(figures[plan], TOLERANCES[precision], f"{plan}: losses or norms apart from the plain plan")
         if setting.is_cuda:
             figures[f"{plan} peak GiB"] = found.peak_bytes / 2**30
@@ -126,7 +126,7 @@ def techniques_of_one_device(setting: Setting) -> Figures:
 
 
 def no_wait_for_the_device(setting: Setting) -> Figures:
-    """Steps in which torch refuses every synchronising call."""
+    """Run steps while torch reports every synchronizing call."""
     setting.need_cuda("torch's detector of synchronising calls")
     waits = {}
     for plan in ("precision=bf16", "precision=bf16 accumulation=2", "precision=bf16 recompute=full", "precision=fp16"):
@@ -149,13 +149,13 @@ def no_wait_for_the_device(setting: Setting) -> Figures:
             torch.cuda.set_sync_debug_mode("default")
         found = [f"{Path(one.filename).name}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
         waits[plan] = len(found) / 4
-        if waits[plan] > 1:  # the one place where the step asks for its totals
+        if waits[plan] > 1:  # the only place where the step reads its totals
             raise AssertionError(f"{plan}: {waits[plan]:g} waits a step: {sorted(set(found))}")
     return waits
 
 
 def no_race(setting: Setting) -> Figures:
-    """Copies on streams of their own, under torch's CUDA sanitizer."""
+    """Check copies on separate streams with torch's CUDA sanitizer."""
     setting.need_cuda("the CUDA sanitizer")
     code = (
         "import torch; from tests.gpu.training import *; "
@@ -167,7 +167,7 @@ def no_race(setting: Setting) -> Figures:
 
 
 def attention_kernels(setting: Setting) -> Figures:
-    """The kernels that attention over pieces of a sequence uses, forward and backward, beside fp64."""
+    """Compare the kernels of attention over chunks of a sequence with fp64, forward and backward."""
     heads, length, width = (2, 32, 16) if setting.small else (16, 2048, 128)
     dtype = torch.float32 if setting.small else torch.bfloat16
     most = 1e-4 if setting.small else 2e-2
@@ -189,7 +189,9 @@ def attention_kernels(setting: Setting) -> Figures:
 
 
 def products_in_float8(setting: Setting) -> Figures:
-    """A layer's product and gradients in float8 beside the same roundings multiplied on the CPU, and five steps."""
+    """Compare a layer's float8 product and gradients with the same roundings multiplied on the CPU, and train five
+    steps.
+    """
     from weft.parallel.layers.deferred_gradients import linear
     from weft.parallel.layers.float8_products import Float8
 
@@ -208,7 +210,7 @@ def products_in_float8(setting: Setting) -> Figures:
         made.append([out.detach(), x_here.grad, weight_here.grad])
     names = ("product", "gradient of x", "gradient of weight")
     figures = {name: relative(ours.cpu(), theirs) for name, ours, theirs in zip(names, *made, strict=True)}
-    # The sums of Hopper's products in float8 have 14 bits.
+    # Hopper's float8 products are accumulated in 14 bits.
     require(max(figures.values()), 1e-2, "products in float8: apart from those of the CPU")
     model = decoder(dataclasses.replace(SMALL, dim=64, ffn_dim=128))
     ours, theirs = (train("precision=fp8", model, device, vocab=101) for device in (setting.device, CPU))
@@ -218,7 +220,7 @@ def products_in_float8(setting: Setting) -> Figures:
 
 
 def loss_of_the_head(setting: Setting) -> Figures:
-    """The loss that is taken some tokens at a time, beside the one of all logits at once; and what each holds."""
+    """Compare the chunked loss with the loss of all logits, in value and in memory."""
     from weft.parallel.tensor.head import LossChunking, token_loss
     from weft.parallel.tensor.linear import SharedLayer
 
@@ -256,7 +258,7 @@ def loss_of_the_head(setting: Setting) -> Figures:
 
 
 def nccl_on_one_rank(setting: Setting) -> Figures:
-    """Every collective and format over a communicator of one rank: what NCCL refuses must work or say so."""
+    """Every collective and format on a communicator of one rank works, or raises a clear error if NCCL refuses it."""
     setting.need_cuda("NCCL")
     if not dist.is_initialized():
         store = dist.HashStore()
@@ -275,14 +277,14 @@ def nccl_on_one_rank(setting: Setting) -> Figures:
 
 
 def one_graph_for_all_blocks(setting: Setting) -> Figures:
-    """compile=on: one graph for each kind of block at any depth, and no break inside a block."""
+    """compile=on: one graph for each kind of block at any depth, and no graph break in a block."""
     from torch._dynamo.utils import counters
 
     figures: dict[str, float] = {}
     spec = dataclasses.replace(SMALL, num_layers=3) if setting.small else dataclasses.replace(LARGE, num_layers=12)
     rows, seq_len = (2, 16) if setting.small else (2, 1024)
     models: dict[str, Model] = {"llama": decoder(spec)}
-    # More layers than torch.compile compiles anew, called as people call them: nobody turns the cache off.
+    # More layers than torch.compile recompiles for, called with the default cache setting.
     hf = {"num_hidden_layers": 12, "attn_implementation": "sdpa", "use_cache": True}
     models["hf-llama"] = foreign("Llama", **hf)
     if not setting.small:
@@ -308,7 +310,7 @@ def one_graph_for_all_blocks(setting: Setting) -> Figures:
 
 
 def honest_meter(setting: Setting) -> Figures:
-    """Tokens a second as the meter says them, beside a clock around the same steps; a step of NaN changes nothing."""
+    """Compare the meter's tokens per second with a clock around the same steps. A NaN step changes nothing."""
     import time
 
     spec, rows, seq_len = shape_of(setting)
@@ -330,7 +332,7 @@ def honest_meter(setting: Setting) -> Figures:
     weights = [param.detach().clone() for param in step.model.parameters()]
     with torch.no_grad():
         first = next(step.model.parameters())
-        kept = first.detach().clone()
+        saved = first.detach().clone()
         first.fill_(math.nan)
     before = [param.detach().clone() for param in step.model.parameters()]
     skipped = step(batches[0]).skipped
@@ -338,7 +340,7 @@ def honest_meter(setting: Setting) -> Figures:
         not torch.equal(a, b.detach()) for a, b in zip(before[1:], list(step.model.parameters())[1:], strict=True)
     ]
     with torch.no_grad():
-        first.copy_(kept)
+        first.copy_(saved)
     if skipped is None or any(changed):
         raise AssertionError(f"a step whose loss is NaN: skipped={skipped}, tensors changed: {sum(changed)}")
     return {"step ms": seconds * 1e3, "tokens/s": rows * seq_len / seconds, "tensors": len(weights)}
@@ -350,7 +352,7 @@ def _synchronize(setting: Setting) -> None:
 
 
 def out_of_memory_is_explained(setting: Setting) -> Figures:
-    """A step that does not fit says the plan, and what to do."""
+    """A step that does not fit raises an error with the plan and a remedy."""
     setting.need_cuda("running out of a device's memory")
     limit = 2 * 2**30 / torch.cuda.get_device_properties(setting.device).total_memory
     torch.cuda.set_per_process_memory_fraction(limit, setting.device)

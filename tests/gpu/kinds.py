@@ -1,5 +1,7 @@
-"""Models and trainings beside the plain decoder: encoders with decoders, pictures, sound, adapters on packed bases, and
-replicas that meet rarely. On the device they compute what a CPU does."""
+"""Further models and training methods: encoder-decoders, images, audio, adapters on quantized bases,
+and
+local SGD. Results on the device equal a CPU's.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ from weft.verify.parity import DecoderCase, local_microbatches
 from weft.verify.rank_pool import RankPool
 
 CPU = torch.device("cpu")
-#: Both sides of every weight are multiples of what a packed base groups.
+#: Both sizes of every weight are multiples of a quantized base's group size.
 WIDE = DecoderSpec(vocab_size=101, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, max_seq_len=64)
-#: What ranks of one device try, by case.
+#: Plans of ranks on one device, by case.
 RARE = ("dp_replicate=2 sync=diloco:2", "dp_replicate=2 sync=average:2", "dp_replicate=2 sync=diloco:2 compress=int8")
 CHAINS = (
     "pp=2 microbatches=2 split=4+4",
@@ -41,7 +43,7 @@ CHAINS = (
 
 @dataclass(frozen=True)
 class Sound:
-    """Recordings of uneven length, named by a small encoder."""
+    """Audio clips of different lengths, classified by a small encoder."""
 
     num_steps: int = 3
     max_grad_norm: float = 1.0
@@ -67,7 +69,7 @@ class Sound:
 
 @dataclass(frozen=True)
 class Pictures(Sound):
-    """Pictures, by a residual network."""
+    """Images, classified by a residual network."""
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -84,7 +86,7 @@ class Pictures(Sound):
 
 @dataclass(frozen=True)
 class PackedBase(DecoderCase):
-    """An adapter beside a base whose weights are kept as bytes."""
+    """An adapter on a base whose weights are stored as bytes."""
 
     base: str = "nf4"
 
@@ -95,7 +97,7 @@ class PackedBase(DecoderCase):
 
 
 def steps_of(case: Any, plan_text: str, device: torch.device) -> Numbers:
-    """Losses and norms of a case under a plan, on the ranks that are joined or on one process."""
+    """Return losses and norms of a case under a plan, on the connected ranks or on one process."""
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan, device)
     model = case.model()
@@ -110,7 +112,7 @@ def steps_of(case: Any, plan_text: str, device: torch.device) -> Numbers:
     return numbers
 
 
-def _beside_the_cpu(setting: Setting, cases: dict[str, Any], plan: str, most: float) -> dict[str, float]:
+def _compare_with_cpu(setting: Setting, cases: dict[str, Any], plan: str, most: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, case in cases.items():
         ours, theirs = (steps_of(case, plan, device) for device in (setting.device, CPU))
@@ -122,14 +124,14 @@ def _beside_the_cpu(setting: Setting, cases: dict[str, Any], plan: str, most: fl
 
 
 def pictures_and_sound(setting: Setting) -> Figures:
-    """Three steps of a residual network and of an encoder of recordings."""
-    return _beside_the_cpu(setting, {"pictures": Pictures(), "sound": Sound()}, "precision=fp32", 1e-3)
+    """Train three steps of a residual network and of an audio encoder."""
+    return _compare_with_cpu(setting, {"pictures": Pictures(), "sound": Sound()}, "precision=fp32", 1e-3)
 
 
 def packed_bases(setting: Setting) -> Figures:
-    """Adapters on a base in 8 and in 4 bits: unpacked alike on both devices."""
+    """Adapters on a base in 8 and in 4 bits: dequantized equally on both devices."""
     cases = {base: PackedBase(WIDE, num_steps=3, seq_len=16, base=base) for base in ("int8", "nf4")}
-    return _beside_the_cpu(setting, cases, "precision=fp32", 1e-4)
+    return _compare_with_cpu(setting, cases, "precision=fp32", 1e-4)
 
 
 def _chain(kind: str) -> Any:
@@ -144,13 +146,13 @@ def _chain(kind: str) -> Any:
 
 
 def encoders_with_decoders(setting: Setting) -> Figures:
-    """T5, BART and Whisper in float64."""
+    """Train T5, BART and Whisper in float64."""
     kinds = ("t5",) if setting.small else ("t5", "bart", "whisper")
-    return _beside_the_cpu(setting, {kind: _chain(kind) for kind in kinds}, "precision=fp64", 1e-10)
+    return _compare_with_cpu(setting, {kind: _chain(kind) for kind in kinds}, "precision=fp64", 1e-10)
 
 
-def _staged_as_on_cpus(setting: Setting, case: Any, plans: tuple[str, ...]) -> Figures:
-    """Two ranks on the device, through host memory, beside two on the CPU: the same sums in the same order."""
+def _compare_staged_with_cpu(setting: Setting, case: Any, plans: tuple[str, ...]) -> Figures:
+    """Compare two ranks on the device, through host memory, with two on the CPU: the same sums in the same order."""
     answers: list[dict[str, Numbers]] = []
     for device, backend in ((setting.device, "cpu:gloo,cuda:gloo" if setting.is_cuda else "gloo"), (CPU, "gloo")):
         with RankPool(2, timeout_s=240, backend=backend) as pool:
@@ -160,15 +162,15 @@ def _staged_as_on_cpus(setting: Setting, case: Any, plans: tuple[str, ...]) -> F
     return figures
 
 
-def rare_meetings(setting: Setting) -> Figures:
-    """Replicas that meet every second step."""
+def local_sgd(setting: Setting) -> Figures:
+    """Replicas that synchronize every second step."""
     case = DecoderCase(WIDE, num_steps=4, seq_len=16)
-    return _staged_as_on_cpus(setting, case, RARE[:1] if setting.small else RARE)
+    return _compare_staged_with_cpu(setting, case, RARE[:1] if setting.small else RARE)
 
 
 def chains_over_ranks(setting: Setting) -> Figures:
-    """An encoder and a decoder cut into stages, over tp and zero=3."""
-    return _staged_as_on_cpus(setting, _chain("t5"), CHAINS[:1] if setting.small else CHAINS)
+    """An encoder and a decoder split into stages, over tp and zero=3."""
+    return _compare_staged_with_cpu(setting, _chain("t5"), CHAINS[:1] if setting.small else CHAINS)
 
 
 _CORRECT: dict[str, Callable[[Setting], Figures]] = {
@@ -178,6 +180,6 @@ _CORRECT: dict[str, Callable[[Setting], Figures]] = {
 }
 CORRECT = [Case("correct", name, run) for name, run in _CORRECT.items()]
 RANKS = [
-    Case("ranks", "replicas that meet rarely", rare_meetings, 200),
+    Case("ranks", "local SGD", local_sgd, 200),
     Case("ranks", "stages of two chains", chains_over_ranks, 240),
 ]

@@ -1,7 +1,7 @@
-"""Stage "ranks": several ranks on one GPU train as one process on the CPU does.
+"""Stage "ranks": several ranks on one GPU train like one process on the CPU.
 
-NCCL refuses two ranks on one device, so tensors go through host memory (comm/links/staged.py): every plan can be tried,
-with the sums that ranks on CPUs make. Real NCCL calls are then tried by giving each rank a host of its own.
+NCCL refuses two ranks on one device, so tensors go through host memory (comm/links/staged.py). Every plan can be tried,
+with the sums of ranks on CPUs. Real NCCL calls are then tried with a different host ID for each rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPEC = DecoderSpec(
     expert_ffn_dim=32, first_moe_layer=2, balance="none",
 )  # fmt: skip
 CASE = DecoderCase(SPEC, num_steps=3, global_batch=8, seq_len=16)
-#: Plans whose ranks, streams or orders NCCL has to take.
+#: Plans whose ranks, streams or orders NCCL must support.
 NCCL_PLANS = {
     2: (
         "dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2 sp=on",
@@ -38,7 +38,10 @@ NCCL_PLANS = {
 
 
 def train_on(plan_text: str, device: str) -> tuple[list[float], list[float]]:
-    """On one rank of a pool: losses and norms of a short training in float64. device: cuda: each rank has its own."""
+    """On one rank of a pool: return losses and norms of a short training in float64.
+
+    device="cuda" gives each rank its own.
+    """
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan, f"cuda:{dist.get_rank()}" if device == "cuda" else device)
     model = CASE.model()
@@ -49,8 +52,8 @@ def train_on(plan_text: str, device: str) -> tuple[list[float], list[float]]:
     return [one.loss for one in metrics], [one.grad_norm for one in metrics]
 
 
-def hosts_apart(device: str) -> None:
-    """On one rank: let NCCL take each rank for a host of its own. Call it before the first collective."""
+def use_separate_hosts(device: str) -> None:
+    """On one rank: make NCCL treat each rank as a separate host. Call it before the first collective."""
     os.environ.update(
         NCCL_HOSTID=f"rank{dist.get_rank()}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo",
         NCCL_ALGO="Ring", NCCL_PROTO="Simple",
@@ -59,7 +62,7 @@ def hosts_apart(device: str) -> None:
 
 
 def _differences(pool: RankPool, plans: list[str], device: str) -> dict[str, float]:
-    """Largest relative difference of each plan from one process on the CPU."""
+    """Return the largest relative difference of each plan from one process on the CPU."""
     plain = train_plain(CASE)
     expected = torch.tensor([plain.losses, plain.grad_norms], dtype=torch.float64)
     found: dict[str, float] = {}
@@ -71,7 +74,7 @@ def _differences(pool: RankPool, plans: list[str], device: str) -> dict[str, flo
 
 
 def chosen_plans(num_ranks: int, count: int) -> list[str]:
-    """Few plans in which every value of every field occurs, and others by lot."""
+    """Return a few plans that cover every value of every field, and random others."""
     plans = legal(num_ranks, model=SPEC, global_batch=CASE.global_batch, seq_len=CASE.seq_len, passes=(1, 2))
     covered = covering([row_of(plan) for plan in plans], [(name,) for name in plan_fields()])
     some = [plans[index] for index in covered]
@@ -97,18 +100,18 @@ def four_ranks(setting: Setting) -> Figures:
 
 
 def nccl_as_hosts(setting: Setting) -> Figures:
-    """Real NCCL between ranks of one GPU, each named as a host of its own."""
+    """Real NCCL between ranks of one GPU, each with its own host ID."""
     setting.need_cuda("NCCL")
     found: dict[str, float] = {}
     for num_ranks, plans in NCCL_PLANS.items():
         with RankPool(num_ranks, timeout_s=120, backend="cpu:gloo,cuda:nccl") as pool:
-            pool.run(hosts_apart, "cuda:0")
+            pool.run(use_separate_hosts, "cuda:0")
             found |= _differences(pool, list(plans), "cuda:0")
     return {"plans": len(found), "largest difference": max(found.values())}
 
 
 def nccl_on_several(setting: Setting) -> Figures:
-    """Real NCCL between as many GPUs as there are, four at most."""
+    """Real NCCL between all GPUs, four at most."""
     count = min(torch.cuda.device_count(), 4) if setting.is_cuda else 0
     if count < 2:
         raise Skipped("this needs two GPUs or more")
@@ -121,7 +124,7 @@ def nccl_on_several(setting: Setting) -> Figures:
 
 
 def tied_ends(setting: Setting) -> Figures:
-    """A pipeline of three whose ends share a weight: ranks that make unlike groups must not wait for each other."""
+    """A pipeline of three whose ends share a weight: ranks that make different groups must not wait for each other."""
     backend = "cpu:gloo,cuda:gloo" if setting.is_cuda else "gloo"
     with RankPool(3, timeout_s=60, backend=backend) as pool:
         losses = pool.run(train_tied, "pp=3 microbatches=4", "cuda:0" if setting.is_cuda else "cpu")
@@ -130,7 +133,7 @@ def tied_ends(setting: Setting) -> Figures:
 
 
 def train_tied(plan_text: str, device: str) -> float:
-    """On one rank: the loss after two steps of a model with tied ends."""
+    """On one rank: return the loss after two steps of a model with tied ends."""
     case = replace(CASE, spec=replace(SPEC, num_experts=0, tied=True, num_layers=3))
     plan = Plan.parse(plan_text)
     mesh = build_mesh(plan, device)

@@ -1,4 +1,4 @@
-"""graphs=on beside graphs=off: the same losses and gradients, and a step of a small model that takes less time."""
+"""Compare graphs=on with graphs=off: the same losses and gradients, and a faster step of a small model."""
 
 from __future__ import annotations
 
@@ -34,18 +34,21 @@ PLANS = (
     "precision=bf16 recompute=attention",
     "precision=fp16",
 )
-#: Generated code is none of the operators that stand in for graphs on a CPU.
+#: Generated code does not have the operators that replace graphs on a CPU.
 COMPILED = "precision=bf16 compile=on"
-#: Least speed with graphs, of that without.
+#: Least speed with graphs, relative to the speed without.
 LEAST_GAIN = 1.1
 
 
 def same_with_graphs(setting: Setting) -> Figures:
-    """A model that drops, with a rate that changes and clipping: eight steps, recorded from the third on."""
+    """A model with dropout, a changing learning rate and clipping: eight steps, recorded from the third on."""
     figures: dict[str, float | int | str] = {}
     for plan in PLANS[:2] if setting.small else (*PLANS, COMPILED):
         eager, graphs = (train(plan, graphs=on, steps=8, device=setting.device) for on in (False, True))
-        numbers = [Numbers([one[0] for one in found.said], [one[1] for one in found.said]) for found in (eager, graphs)]
+        numbers = [
+            Numbers([one[0] for one in found.step_metrics], [one[1] for one in found.step_metrics])
+            for found in (eager, graphs)
+        ]
         figures[plan] = apart = numbers[1].distance(numbers[0])
         require(apart, TOLERANCES[Plan.parse(plan).precision], f"graphs=on {plan} is apart from graphs=off")
         if graphs.passes < 6:
@@ -54,7 +57,7 @@ def same_with_graphs(setting: Setting) -> Figures:
 
 
 def faster_with_graphs(setting: Setting) -> Figures:
-    """GPT-2 with 124 M parameters at 1,024 tokens a step, for which the host takes longer than the GPU."""
+    """GPT-2 with 124 M parameters at 1,024 tokens per step, for which the host takes longer than the GPU."""
     spec, tokens = (SMALL, 32) if setting.small else (GPT2, 1024)
     figures: dict[str, float | int | str] = {}
     plans = ("", "graphs=on") if setting.small else ("", "graphs=on", "compile=on", "compile=on graphs=on")
@@ -70,7 +73,7 @@ def faster_with_graphs(setting: Setting) -> Figures:
 
 
 def _step_s(plan: str, spec: DecoderSpec, tokens: int, setting: Setting) -> tuple[float, int]:
-    """Median seconds of ten steps, of three times ten, and the most bytes that the device held."""
+    """Return the median seconds of ten steps, of three repeats, and the device's peak memory in bytes."""
     parsed = Plan.parse(plan)
     mesh, is_cuda = build_mesh(parsed, setting.device), setting.is_cuda
     model = parallelize(build_decoder(spec, seed=0), mesh)
@@ -94,7 +97,7 @@ def _step_s(plan: str, spec: DecoderSpec, tokens: int, setting: Setting) -> tupl
         begin = time.perf_counter()
         for index in range(number):
             step(batches[index % 4])
-        step.finalize()  # which waits for the last step's numbers
+        step.finalize()  # waits for the last step's numbers
         if is_cuda:
             torch.cuda.synchronize()
         found.append((time.perf_counter() - begin) / number)

@@ -1,11 +1,11 @@
-"""Run the acceptance suite and print one line a case.
+"""Run the acceptance suite and print one line per case.
 
     python -m tests.gpu.run all                      on the GPU of this machine, at full size
-    python -m tests.gpu.run correct --device cpu     at small size: proves the suite, not the device
+    python -m tests.gpu.run correct --device cpu     at small size: tests the suite, not the device
     python -m tests.gpu.run speed --out results
 
-Each case has a process of its own, since a fault of a kernel spoils the device for its process. The exit code is 1
-where a case failed. --out: folder for results.json.
+Each case has a separate process, since a kernel fault makes the device unusable for its process. The exit code is 1 if
+a case failed. --out: folder for results.json.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import correct, kinds, ranks, recorded, speed, told
+from tests.gpu import correct, kinds, precision, ranks, recorded, speed
 from tests.gpu.cases import Case, Outcome, Setting, judge
 
 STAGES = {
-    "correct": correct.CASES + kinds.CORRECT + recorded.CORRECT + told.CORRECT,
+    "correct": correct.CASES + kinds.CORRECT + recorded.CORRECT + precision.CORRECT,
     "ranks": ranks.CASES + kinds.RANKS,
     "speed": speed.CASES + recorded.SPEED,
 }
 
 
 def run_one(case: Case, options: argparse.Namespace) -> Outcome:
-    """One case in a process of its own, killed when its time is up."""
+    """Run one case in a separate process, which is killed at its time limit."""
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "outcome.json"
-        words = ["--one", case.name, "--device", options.device, "--size", options.size, "--out", str(told)]
+        path = Path(folder) / "outcome.json"
+        words = ["--one", case.name, "--device", options.device, "--size", options.size, "--out", str(path)]
         begin = time.monotonic()
         try:
             done = subprocess.run(
@@ -47,13 +47,13 @@ def run_one(case: Case, options: argparse.Namespace) -> Outcome:
         except subprocess.TimeoutExpired:
             return Outcome(case.stage, case.name, "failed", case.limit_s, f"no end within {case.limit_s:.0f} s")
         seconds = round(time.monotonic() - begin, 2)
-        if not told.exists():
+        if not path.exists():
             return Outcome(case.stage, case.name, "failed", seconds, f"exit {done.returncode}: {done.stderr[-1500:]}")
-        return Outcome(**{**json.loads(told.read_text()), "seconds": seconds})
+        return Outcome(**{**json.loads(path.read_text()), "seconds": seconds})
 
 
-def run_here(case: Case, options: argparse.Namespace) -> None:
-    """One case in this process, its outcome as JSON in --out."""
+def run_in_process(case: Case, options: argparse.Namespace) -> None:
+    """Run one case in this process, and write its outcome as JSON to --out."""
     device = torch.device("cuda:0" if options.device == "cuda" else options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -62,8 +62,8 @@ def run_here(case: Case, options: argparse.Namespace) -> None:
     Path(options.out).write_text(json.dumps(outcome.as_dict()))
 
 
-def told(outcome: Outcome) -> str:
-    """One line of the table, and the failure's last lines."""
+def format_outcome(outcome: Outcome) -> str:
+    """Return one line of the table, and a failure's last lines."""
     shown = ", ".join(f"{name} {_short(value)}" for name, value in list(outcome.figures.items())[:6])
     text = outcome.text if outcome.verdict == "skipped" else shown
     line = f"{outcome.verdict:8}{outcome.seconds:7.1f} s  {outcome.stage:8}{outcome.name:36}{text}"
@@ -77,7 +77,7 @@ def _short(value: object) -> str:
 
 
 def main() -> int:
-    """Run the cases that were asked for; 1 where one failed."""
+    """Run the requested cases. Return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -90,7 +90,7 @@ def main() -> int:
     options.size = options.size or ("full" if options.device == "cuda" else "small")
     cases = [case for name, found in STAGES.items() if options.stage in (name, "all") for case in found]
     if options.one:
-        run_here(next(case for case in cases if case.name == options.one), options)
+        run_in_process(next(case for case in cases if case.name == options.one), options)
         return 0
     cases = [case for case in cases if (options.only or "") in case.name]
     begin = time.monotonic()
@@ -99,7 +99,7 @@ def main() -> int:
         at_once = 1 if stage == "speed" else options.at_once
         with ThreadPoolExecutor(at_once) as pool:
             for outcome in pool.map(lambda case: run_one(case, options), [one for one in cases if one.stage == stage]):
-                print(told(outcome), flush=True)
+                print(format_outcome(outcome), flush=True)
                 outcomes.append(outcome)
     counts = {verdict: sum(one.verdict == verdict for one in outcomes) for verdict in ("passed", "failed", "skipped")}
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"

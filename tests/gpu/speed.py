@@ -1,4 +1,4 @@
-"""Stage "speed": Weft beside what people would use in its place, by benchmarks/one_gpu.py."""
+"""Stage "speed": compare Weft with alternatives, by benchmarks/one_gpu.py."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from weft.parallel.tensor.head import LossChunking, token_loss
 from weft.parallel.tensor.linear import SharedLayer
 
 ROOT = Path(__file__).parents[2]
-#: Least share of the best rival's tokens/s, and most of a step in which no kernel runs.
+#: Least share of the best alternative's tokens/s, and the largest share of a step without a running kernel.
 LEAST_SHARE, MOST_IDLE = 0.97, 0.03
 
 
-def _beside_rivals(setting: Setting, model: str, length: int, variants: str) -> Figures:
+def _compare_with_rivals(setting: Setting, model: str, length: int, variants: str) -> Figures:
     size = ["--models", "tiny", "--lengths", "32", "--warm", "1", "--steps", "1", "--repeats", "1", "--tokens", "64"]
     if not setting.small:
         size = ["--models", model, "--lengths", str(length)]
@@ -52,23 +52,25 @@ def _beside_rivals(setting: Setting, model: str, length: int, variants: str) -> 
 
 
 def one_billion_4k(setting: Setting) -> Figures:
-    """1 B, 8,192 tokens a step in rows of 4,096, beside every rival."""
+    """1 B, 8,192 tokens per step in rows of 4,096, compared with every alternative."""
     variants = "hand,weft" if setting.small else "hand-compile,fsdp2-compile,trainer,liger,weft,weft-compile"
-    return _beside_rivals(setting, "1b", 4096, variants)
+    return _compare_with_rivals(setting, "1b", 4096, variants)
 
 
 def one_billion_8k(setting: Setting) -> Figures:
     """1 B, one row of 8,192 tokens."""
-    return _beside_rivals(setting, "1b", 8192, "weft" if setting.small else "hand-compile,fsdp2-compile,weft-compile")
+    return _compare_with_rivals(
+        setting, "1b", 8192, "weft" if setting.small else "hand-compile,fsdp2-compile,weft-compile"
+    )
 
 
-def eight_billion_cut(setting: Setting) -> Figures:
+def eight_billion_8_layers(setting: Setting) -> Figures:
     """Eight of 8 B's layers, one row of 8,192 tokens."""
-    return _beside_rivals(setting, "8b-cut", 8192, "weft" if setting.small else "hand-compile,weft-compile")
+    return _compare_with_rivals(setting, "8b-cut", 8192, "weft" if setting.small else "hand-compile,weft-compile")
 
 
-def heads_beside_torchs(setting: Setting) -> Figures:
-    """A head's loss and gradients by Weft and by torch's chunked linear_cross_entropy: times and memory."""
+def heads_of_weft_and_torch(setting: Setting) -> Figures:
+    """Compare a head's loss and gradients by Weft and by torch's chunked linear_cross_entropy: times and memory."""
     if not hasattr(F, "linear_cross_entropy"):
         raise Skipped("this needs torch 2.13 or newer")
     tokens, dim, vocab = (64, 16, 101) if setting.small else (8192, 2048, 128_256)
@@ -85,7 +87,7 @@ def heads_beside_torchs(setting: Setting) -> Figures:
             _our_head, x, weight, labels, line, LossChunking.agreed(line.axis, setting.device, compiled=False)
         ),
     }
-    if not setting.small:  # generating code takes longer than all else
+    if not setting.small:  # generating code takes longer than the rest
         compiled = LossChunking.agreed(line.axis, setting.device, compiled=True)
         ways["weft-compile"] = partial(_our_head, x, weight, labels, line, compiled)
     figures: dict[str, float | int | str] = {}
@@ -101,7 +103,7 @@ def _our_head(x: Tensor, weight: Tensor, labels: Tensor, line: SharedLayer, way:
 
 
 def _timed(loss_of: Callable[[], Tensor], leaves: list[Tensor], setting: Setting, times: int) -> tuple[float, int]:
-    """Median seconds of forward and backward, and the most bytes that the device held besides what was there."""
+    """Return the median seconds of forward and backward, and the additional peak memory in bytes."""
     taken, peak = [], 0
     for index in range(times + 1):
         for leaf in leaves:
@@ -115,14 +117,14 @@ def _timed(loss_of: Callable[[], Tensor], leaves: list[Tensor], setting: Setting
         if setting.is_cuda:
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
-        if index:  # the first compiles, and makes what is made once
+        if index:  # the first run compiles, and makes cached values
             taken.append(time.perf_counter() - begin)
     return statistics.median(taken), peak
 
 
 CASES = [
-    Case("speed", "heads beside torch's", heads_beside_torchs, 200),
+    Case("speed", "heads beside torch's", heads_of_weft_and_torch, 200),
     Case("speed", "1 B at 4k", one_billion_4k, 580),
     Case("speed", "1 B at 8k", one_billion_8k, 400),
-    Case("speed", "8 B cut to 8 layers at 8k", eight_billion_cut, 300),
+    Case("speed", "8 B cut to 8 layers at 8k", eight_billion_8_layers, 300),
 ]

@@ -1,4 +1,4 @@
-"""The acceptance suite itself, at small size on the CPU: what a GPU is lent for must not fail over a typing error."""
+"""The acceptance suite itself, at small size on the CPU, so that a run on a GPU does not fail over a typing error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.gpu.run import STAGES
 
 #: They start commands: tens of seconds.
 _SLOW = ("weft train, resume, doctor", "the first example", "1 B at 4k", "1 B at 8k", "8 B cut to 8 layers at 8k")
-_SLOW += ("four ranks", "tied ends of a pipeline", "one graph for all blocks", "replicas that meet rarely")
+_SLOW += ("four ranks", "tied ends of a pipeline", "one graph for all blocks", "local SGD")
 _SLOW += ("stages of two chains", "encoders with decoders")
 
 
@@ -22,13 +22,13 @@ _SLOW += ("stages of two chains", "encoders with decoders")
         for case in cases
     ],
 )
-def test_a_case_runs_on_the_cpu(case: Case, tmp_path):
+def test_case_runs_on_the_cpu(case: Case, tmp_path):
     outcome = judge(case, Setting(torch.device("cpu"), small=True, folder=tmp_path))
     assert outcome.verdict in ("passed", "skipped"), outcome.text
     assert outcome.verdict == "passed" or "needs" in outcome.text
 
 
-def test_a_case_that_fails_is_told(tmp_path):
+def test_failing_case_is_reported(tmp_path):
     def broken(setting: Setting):
         raise ValueError("boom")
 

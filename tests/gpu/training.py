@@ -21,11 +21,11 @@ from weft.train.step.train_step import TrainStep
 SMALL = DecoderSpec(
     vocab_size=101, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=64, tied=True
 )
-#: Wide enough for flash attention, and deep enough that something is recomputed and offloaded.
+#: Wide enough for flash attention, and deep enough for recompute and offload.
 LARGE = DecoderSpec(
     vocab_size=32_000, dim=1024, num_layers=8, num_heads=16, num_kv_heads=8, ffn_dim=2816, max_seq_len=2048
 )
-#: No position is without a label in these batches.
+#: Every position has a label in these batches.
 _NO_LABEL = -100
 
 Model = Callable[[], nn.Module]
@@ -33,26 +33,26 @@ Model = Callable[[], nn.Module]
 
 @dataclass(slots=True)
 class Numbers:
-    """Of each step: mean loss and gradient norm. peak_bytes: most that the device held; 0 on a CPU."""
+    """Mean loss and gradient norm of each step. peak_bytes: peak device memory; 0 on a CPU."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     def distance(self, other: Numbers) -> float:
-        """Largest relative difference of any loss or norm."""
+        """Return the largest relative difference of any loss or norm."""
         pairs = [*zip(self.losses, other.losses, strict=True), *zip(self.norms, other.norms, strict=True)]
         found = [abs(ours - theirs) / max(abs(theirs), 1e-30) for ours, theirs in pairs]
         return float(torch.tensor(found, dtype=torch.float64).max())  # keeps NaN
 
 
 def decoder(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> Model:
-    """A decoder with the same weights each time."""
+    """Return a factory of a decoder with the same weights each time."""
     return lambda: build_decoder(spec, dtype=dtype, seed=0)
 
 
 def foreign(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Model:
-    """A small model of transformers from its config: "Llama", "Qwen3Moe". Skips where transformers is missing."""
+    """Return a factory of a small transformers model: "Llama", "Qwen3Moe". Skip if transformers is missing."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
@@ -71,7 +71,7 @@ def foreign(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> 
 
 
 def batch_of(step: int, vocab: int, rows: int = 4, seq_len: int = 32) -> dict[str, torch.Tensor]:
-    """Tokens and labels of one step, on the CPU: a pure function of the step."""
+    """Return tokens and labels of one step, on the CPU. They depend only on the step."""
     draw = torch.Generator().manual_seed(step)
     ids = torch.randint(vocab, (rows, seq_len + 1), generator=draw)
     return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
@@ -92,7 +92,7 @@ def loss_of(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch
 def step_of(
     plan_text: str, model: nn.Module, device: torch.device, *, max_grad_norm: float = 1.0, lr: float = 1e-3
 ) -> TrainStep:
-    """The step of a model that is laid over a mesh of one rank, on the device."""
+    """Return the step of a model on a mesh of one rank, on the device."""
     mesh = build_mesh(Plan.parse(plan_text), device)
     parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
@@ -102,7 +102,7 @@ def step_of(
 def train(
     plan_text: str, model: Model, device: torch.device, *, vocab: int, steps: int = 5, rows: int = 4, seq_len: int = 32
 ) -> Numbers:
-    """Train a fresh model for a few steps."""
+    """Train a new model for a few steps."""
     step = step_of(plan_text, model(), device)
     numbers = Numbers()
     if device.type == "cuda":
@@ -117,5 +117,5 @@ def train(
 
 
 def shape_of(setting: Setting) -> tuple[DecoderSpec, int, int]:
-    """Decoder, rows and length of a case about speed, memory or compiled graphs."""
+    """Return decoder, rows and length of a case about speed, memory or compiled graphs."""
     return (SMALL, 4, 32) if setting.small else (LARGE, 4, 2048)

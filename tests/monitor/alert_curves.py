@@ -1,4 +1,4 @@
-"""Runs on paper for tests of alerts: healthy ones of many kinds, and faults laid over them."""
+"""Synthetic event logs for tests of alerts: healthy runs of many kinds, and runs with a fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from weft.config.run_config import RunConfig
 from weft.monitor.alerts import AlertDesk, rules_of
 
-#: Kinds of faults, and the alert of the standard set that must find each.
+#: The fault kinds, and the standard alert that must find each.
 FAULTS = {
     "spike": "loss-spike",
     "plateau": "no-progress",
@@ -19,18 +19,18 @@ FAULTS = {
     "slow rank": "slow-rank",
     "leak": "memory-leak",
 }
-#: Alerts that the same fault sets off rightly.
+#: Further alerts that a fault may rightly raise.
 ALSO = {"nan": ("gradient-not-finite", "no-progress")}
-#: Within so many steps of its begin a fault must be found. A plateau: 36 evaluations, of which the last 10 are no
-#: better; by noise alone a record falls now and then.
+#: A fault must be found within this number of steps. A plateau: 36 evaluations, of which the last 10 are no better.
+#: Noise alone gives a new best value now and then.
 FOUND_WITHIN = {"spike": 5, "plateau": 36 * 50, "nan": 1, "slow rank": 90, "leak": 3100}
-#: Seeds of the runs that the alerts are judged by: 40 of each fault, and healthy ones.
+#: Seeds of the evaluated runs: 40 of each fault, and healthy ones.
 FAULTY, HEALTHY = range(1000, 1200), range(5000, 5050)
 
 
 @dataclass
-class Paper:
-    """A run on paper. begin: first step of the fault."""
+class SyntheticRun:
+    """A synthetic run. `begin` is the first step of the fault."""
 
     seed: int
     fault: str = ""
@@ -52,7 +52,7 @@ class Paper:
         self.num_ranks = self._random.choice([1, 4, 8]) if self.fault != "slow rank" else 8
 
     def loss(self, step: int) -> float:
-        """What a healthy run's loss is, with noise that is normal or has heavy tails, and a slow wave of the data."""
+        """Return a healthy run's loss, with normal or heavy-tailed noise and a slow wave."""
         at = step if self.fault != "plateau" else min(step, self.begin)
         mean = self.low + self.fall * math.exp(-at / self.tau) - 0.0001 * at
         wave = self.cycle * math.sin(step / 40)
@@ -62,7 +62,7 @@ class Paper:
         return mean * (1 + wave + noise)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the run's events in their order."""
+        """Yield the run's events in order."""
         draw, now = self._random, 1_000_000.0
         yield {"event": "start", "time": now, "step": 0}
         for step in range(1, self.steps + 1):
@@ -88,7 +88,7 @@ class Paper:
         yield {"event": "end", "time": now, "step": self.steps, "reason": "finished"}
 
     def _evaluated(self, step: int, since: int) -> float:
-        """What an evaluation gives: of a plateau the same on the whole, with the noise of any other."""
+        """Return an evaluation's loss. On a plateau it stays constant except for noise."""
         if self.fault == "nan" and since >= 0:
             return math.nan
         at = min(step, self.begin) if self.fault == "plateau" else step
@@ -115,9 +115,10 @@ class Paper:
 
 @dataclass
 class Score:
-    """How a set of alerts did. right, wrong: alarms. found, late: faults within their window, and not. lags: in steps.
+    """Result of evaluating a set of alerts.
 
-    said: wrong alarms and late faults, in words.
+    right, wrong: number of alarms. found, late: faults found within their window or not. lags: delays in steps.
+    messages: descriptions of wrong alarms and late faults.
     """
 
     right: int = 0
@@ -126,47 +127,47 @@ class Score:
     late: int = 0
     num_clean: int = 0
     lags: dict[str, list[int]] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     @property
     def precision(self) -> float:
-        """Share of the alarms that were right."""
+        """Share of alarms that were right."""
         return self.right / max(1, self.right + self.wrong)
 
     @property
     def recall(self) -> float:
-        """Share of the faults that were found within their window."""
+        """Share of faults that were found within their window."""
         return self.found / max(1, self.found + self.late)
 
-    def add(self, paper: Paper) -> None:
-        """Judge one run with the standard set."""
+    def add(self, run: SyntheticRun) -> None:
+        """Evaluate the standard set on one run."""
         desk = AlertDesk(rules_of(RunConfig(alerts="standard")))
-        fired = [(notice.rule.name, notice.step or 0) for event in paper.events() for notice in desk.see(event)
+        fired = [(notice.rule.name, notice.step or 0) for event in run.events() for notice in desk.see(event)
                  if notice.state == "fired"]  # fmt: skip
-        fault = paper.fault
+        fault = run.fault
         rightly = (FAULTS[fault], *ALSO.get(fault, ())) if fault else ()
         for name, at in fired:
-            is_right = name in rightly and at >= paper.begin
+            is_right = name in rightly and at >= run.begin
             self.right, self.wrong = self.right + is_right, self.wrong + (not is_right)
             if not is_right:
-                self.said.append(f"seed {paper.seed}, {fault or 'healthy'} from step {paper.begin}: {name} at {at}")
+                self.messages.append(f"seed {run.seed}, {fault or 'healthy'} from step {run.begin}: {name} at {at}")
         if not fault:
             self.num_clean += 1
             return
-        lag = next((at - paper.begin for name, at in fired if name == FAULTS[fault] and at >= paper.begin), None)
+        lag = next((at - run.begin for name, at in fired if name == FAULTS[fault] and at >= run.begin), None)
         is_found = lag is not None and lag <= FOUND_WITHIN[fault] + 1
         self.found, self.late = self.found + is_found, self.late + (not is_found)
         if lag is not None:
             self.lags.setdefault(fault, []).append(lag)
         if not is_found:
-            self.said.append(f"seed {paper.seed}, {fault} from step {paper.begin}: found after {lag} steps")
+            self.messages.append(f"seed {run.seed}, {fault} from step {run.begin}: found after {lag} steps")
 
 
 def scored() -> Score:
-    """Return how the standard set does on 200 runs with a fault and 50 without."""
+    """Return the standard set's score on 200 runs with a fault and 50 without."""
     score, kinds = Score(), [*FAULTS]
     for seed in FAULTY:
-        score.add(Paper(seed, kinds[seed % len(kinds)]))
+        score.add(SyntheticRun(seed, kinds[seed % len(kinds)]))
     for seed in HEALTHY:
-        score.add(Paper(seed, steps=2000))
+        score.add(SyntheticRun(seed, steps=2000))
     return score

@@ -1,4 +1,4 @@
-"""Servers that tests start as processes of their own, and what can stand before one and spoil what comes through."""
+"""Server processes for tests, and a faulty proxy in front of one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fetch(url: str, data: bytes | None = None) -> str:
 
 
 class Program:
-    """A server of its own process. ready: answers with 200 once it listens."""
+    """A server in a separate process. `ready` is a URL that answers with 200 once it listens."""
 
     def __init__(self, command: list[str], ready: str, folder: Path):
         self._command, self._ready, self._folder = command, ready, folder
@@ -54,8 +54,11 @@ class Program:
             self._process.wait()
 
 
-class Front:
-    """Stands before a server. mode: pass, refuse (503), slow (passes after 30 s), cut (passes, and never answers)."""
+class FaultyProxy:
+    """A proxy in front of a server.
+
+    mode: pass, refuse (503), slow (passes after 30 s), cut (passes, but never answers).
+    """
 
     def __init__(self, behind: str):
         self.behind, self.mode, self.num_asked = behind, "pass", 0
@@ -78,8 +81,8 @@ class Front:
                 self.wfile.write(text)
 
             def _pass(self, body: bytes) -> tuple[int, bytes]:
-                kept = {key: self.headers[key] for key in ("Content-Type", "Authorization") if key in self.headers}
-                request = urllib.request.Request(front.behind + self.path, body or None, kept, method=self.command)
+                headers = {key: self.headers[key] for key in ("Content-Type", "Authorization") if key in self.headers}
+                request = urllib.request.Request(front.behind + self.path, body or None, headers, method=self.command)
                 try:
                     with urllib.request.urlopen(request, timeout=60) as answer:
                         return answer.status, answer.read()

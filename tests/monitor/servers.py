@@ -1,4 +1,4 @@
-"""Servers on this machine that record what they get, and can be slow, refuse, and be away."""
+"""Local servers that record requests, and can be slow, refuse or be stopped."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def free_port() -> int:
 
 
 class Recorder:
-    """An HTTP server that keeps the bodies of what it accepts. status: its answer. slow_s: how long it takes.
+    """An HTTP server that stores the accepted bodies.
 
-    forgets: it reads bodies piece by piece and keeps none.
+    status: HTTP status of the answer. slow_s: delay of the answer. forgets: read bodies in chunks and store nothing.
     """
 
     def __init__(self, port: int | None = None, answer: object = None):
@@ -46,7 +46,7 @@ class Recorder:
                 if recorder.status == 200 and not forgets:
                     recorder.got.append((self.command, self.path, body, dict(self.headers)))
                 answer = json.dumps(recorder.answer).encode() if recorder.answer is not None else b""
-                if recorder.status != 200:  # servers may give back what they were sent
+                if recorder.status != 200:  # servers may echo the request
                     answer = f"refused {self.headers.get('Authorization')}".encode()
                 self.send_response(recorder.status)
                 if recorder.status == 302:
@@ -86,7 +86,7 @@ class Recorder:
 
 
 def until(is_so, seconds: float = 20.0) -> None:
-    """Wait until something is so."""
+    """Wait until a condition is true."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, "it did not come to be so"

@@ -1,4 +1,4 @@
-"""Alerts: when each condition fires and ends, what a notice says, and the standard set on runs on paper."""
+"""Alerts: when each condition fires and ends, the content of a notice, and the standard set on synthetic runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.monitor.alert_curves import FAULTS, Paper, Score, scored
+from tests.monitor.alert_curves import FAULTS, Score, SyntheticRun, scored
 from weft.config.run_config import RunConfig
 from weft.monitor.alerts import AlertDesk, AlertRule, backtest, rules_of
 
@@ -31,7 +31,7 @@ def figures(*values, name="gpu.temperature", every=10.0):
 
 
 def fired(when, events, **rule):
-    """(step or time - 1000, state) of each notice."""
+    """Return (step or time - 1000, state) of each notice."""
     desk = AlertDesk([AlertRule("one", when, **rule)])
     return [(notice.step if notice.step else notice.time - 1000, notice.state) for event in events
             for notice in desk.see(event)]  # fmt: skip
@@ -61,7 +61,7 @@ STEADY = [1000.0] * 60
         ("loss < 6 sigma over 50 steps", losses(*NORMAL, 1.5), [(101, "fired")]),
         ("loss > 1.5 of median over 50 steps", losses(*NORMAL, 2.9, 3.1), [(102, "fired")]),
         ("loss > 1.5 of median over 20 steps for 2 steps", losses(*NORMAL, 4, 2, 4, 4), [(104, "fired")]),
-        # What lasts for longer than the window is the new usual.
+        # A level that lasts longer than the window becomes the new baseline.
         ("loss > 1.5 of median over 20 steps", losses(*NORMAL, *[4.0] * 50), [(101, "fired"), (122, "ended")]),
         ("eval.loss no better for 3 evaluations", evals(3, 2, 2, 2.5, 2.1), [(50, "fired")]),
         ("eval.loss no better for 3 evaluations", evals(3, 2, 2, 2.5, 1.9, 2, 2), []),
@@ -73,13 +73,13 @@ STEADY = [1000.0] * 60
         ("gpu.temperature > 87 for 60s", figures(*[90] * 8), [(70, "fired")]),
         ("gpu.temperature > 87 for 60s", figures(90, 90, 90, 80, *[90] * 6), []),
         ("gpu.temperature > 87", figures(86, 88), [(20, "fired")]),
-        ("gpu.temperature < 82", figures(88, 86), [(20, "fired")]),  # the coolest counts
+        ("gpu.temperature < 82", figures(88, 86), [(20, "fired")]),  # the minimum over ranks counts
         ("rank.lag > 1.5", figures(1.4, 1.6, name="rank.lag"), [(20, "fired")]),
         ("disk.free < 20GiB", figures(30 * 2**30, 20 * 2**30, name="disk.free_bytes"), [(20, "fired")]),
         ("phase_s{data} > 0.5", figures(0.6, name="phase_s{data}"), [(10, "fired")]),
         ("phase_s{data} > 0.5", figures(0.6, name="phase_s{forward}"), []),
-        ("exposed_s > 0.5", figures(0.6, name="exposed_s{tp}"), [(10, "fired")]),  # any of them
-        ("tokens_per_s < 0.8 of plan", [step(1, tokens_per_s=1.0)], []),  # nothing was planned
+        ("exposed_s > 0.5", figures(0.6, name="exposed_s{tp}"), [(10, "fired")]),  # any of the axes
+        ("tokens_per_s < 0.8 of plan", [step(1, tokens_per_s=1.0)], []),  # no plan was given
         ("tokens_per_s < 0.8 of plan", [{"event": "plan", "time": 1000.0, "figures": {"tokens_per_s": 1000.0}},
                                         step(1, tokens_per_s=900.0), step(2, tokens_per_s=700.0)], [(2, "fired")]),
         ("tokens_per_s < 0.7 of median over 50 steps",
@@ -104,27 +104,27 @@ STEADY = [1000.0] * 60
         ("failures > 0", [{"event": "failure", "time": 1001.0}], [(1, "fired")]),
     ],
 )  # fmt: skip
-def test_when_it_fires(when, events, found):
+def test_condition_fires_and_ends(when, events, found):
     assert fired(when, events) == found
 
 
-def test_another_bound_ends_it():
+def test_until_condition_ends_alert():
     events = losses(2, 4, 2.9, 3.1, 2.9, 2.4, 4)
     assert fired("loss > 3", events, until="loss < 2.5") == [(2, "fired"), (6, "ended"), (7, "fired")]
 
 
-def test_steps_before_its_begin_are_let_pass():
+def test_steps_before_after_step_are_ignored():
     assert fired("loss > 3", losses(9, 9, 2, 9), after_step=4) == [(4, "fired")]
 
 
-def test_a_quiet_time_records_and_sends_nothing():
+def test_quiet_time_records_without_sending():
     desk = AlertDesk([AlertRule("one", "loss > 3", quiet_s=10)])
     events = [step(n, at=4 * n, loss=4.0 if n % 2 else 1.0) for n in range(1, 8)]
     sends = [notice.sends for event in events for notice in desk.see(event) if notice.state == "fired"]
     assert sends == [True, False, True, False]
 
 
-def test_a_notice_says_what_since_when_and_what_was_good():
+def test_notice_has_value_start_step_and_last_good_step():
     desk = AlertDesk([AlertRule("one", "loss > 3 for 3 steps", "critical")])
     events = [step(n, loss=2.0 if n < 5 else 4.0, grad_norm=1.0, lr=0.1) for n in range(1, 9)]
     (notice,) = [notice for event in events for notice in desk.see(event)]
@@ -137,7 +137,7 @@ def test_a_notice_says_what_since_when_and_what_was_good():
     assert hot.said == "gpu.temperature is 90 C on rank 3"
 
 
-def test_damaged_events_are_passed_over():
+def test_malformed_events_are_ignored():
     desk = AlertDesk(rules_of(RunConfig(alerts="standard")))
     for event in ({}, {"event": "damaged", "line": 3}, {"event": "step", "time": "x"},
                   {"event": "step", "time": 1.0, "step": "y"}, {"event": "figures", "time": 2.0, "figures": [1]},
@@ -145,7 +145,7 @@ def test_damaged_events_are_passed_over():
         assert desk.see(event) == []
 
 
-def test_own_alerts_stand_in_the_place_of_standard_ones_and_channels_hear_of_the_set():
+def test_own_alert_replaces_standard_one_and_channels_get_the_set():
     config = RunConfig.model_validate(
         {"alerts": "standard", "alert": [{"name": "disk-short", "when": "disk.free < 1TiB", "actions": ["hold"]}],
          "channel": [{"name": "ops", "kind": "command", "command": ["true"]},
@@ -158,32 +158,32 @@ def test_own_alerts_stand_in_the_place_of_standard_ones_and_channels_hear_of_the
 
 def check_fault(fault, seed):
     score = Score()
-    score.add(Paper(seed, fault))
-    assert (score.found, score.wrong) == (1, 0), score.said
+    score.add(SyntheticRun(seed, fault))
+    assert (score.found, score.wrong) == (1, 0), score.messages
 
 
 @pytest.mark.parametrize(
     "fault", [fault if fault in ("spike", "nan") else pytest.param(fault, marks=pytest.mark.full) for fault in FAULTS]
 )
-def test_a_fault_is_found(fault):
+def test_fault_is_found(fault):
     check_fault(fault, 7)
 
 
-def test_a_healthy_run_gives_no_alarm():
+def test_healthy_run_raises_no_alarm():
     score = Score()
-    score.add(Paper(1))
-    assert (score.right, score.wrong, score.num_clean) == (0, 0, 1), score.said
+    score.add(SyntheticRun(1))
+    assert (score.right, score.wrong, score.num_clean) == (0, 0, 1), score.messages
 
 
 @pytest.mark.full
-def test_two_hundred_faults_are_found_and_fifty_healthy_runs_give_no_alarm():
+def test_200_faults_are_found_and_50_healthy_runs_raise_no_alarm():
     score = scored()
     assert score.found + score.late == 200
     assert score.num_clean == 50
-    assert (score.recall, score.precision) == (1.0, 1.0), score.said
+    assert (score.recall, score.precision) == (1.0, 1.0), score.messages
 
 
-def test_a_backtest_says_when_and_why():
+def test_backtest_reports_time_and_reason():
     config = RunConfig.model_validate(
         {"alert": [{"name": "high", "when": "loss > 3", "actions": ["hold"], "severity": "critical"}]}
     )

@@ -1,4 +1,4 @@
-"""Channels: mail to a real SMTP server, webhooks, apprise, commands; and the process beside the ranks as a whole."""
+"""Channels: mail to a real SMTP server, webhooks, apprise and commands; and the companion process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def channel(kind: str, **settings: object) -> ChannelSection:
 
 
 class Mails:
-    """Keeps mails as aiosmtpd hands them over."""
+    """Stores the mails that aiosmtpd receives."""
 
     def __init__(self) -> None:
         self.mails: list[email.message.Message] = []
@@ -48,14 +48,14 @@ def smtp():
     server.stop()
 
 
-def test_mail_reaches_a_server(smtp):
+def test_mail_reaches_server(smtp):
     send_message(channel("mail", to=["a@b.c", "d@e.f"], server=f"127.0.0.1:{smtp.port}", sender="weft@x.y"), MESSAGE)
     (mail,) = smtp.mails
     assert (mail["Subject"], mail["From"], mail["To"]) == ("title", "weft@x.y", "a@b.c, d@e.f")
     assert mail.get_payload(decode=True).decode().splitlines() == ["text", "last line"]
 
 
-def test_mail_to_a_server_that_knows_no_encryption_sends_no_password(smtp, monkeypatch):
+def test_mail_to_server_without_encryption_sends_no_password(smtp, monkeypatch):
     monkeypatch.setenv("MAIL_PASSWORD", SECRET)
     with pytest.raises(SinkTrouble) as caught:
         send_message(
@@ -67,13 +67,13 @@ def test_mail_to_a_server_that_knows_no_encryption_sends_no_password(smtp, monke
     assert not smtp.mails
 
 
-def test_a_mail_server_that_is_away_is_tried_again(smtp):
-    port, told = free_port(), []
-    room = NotificationSender(channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}"), told.append, pause_s=0.05)
+def test_mail_is_retried_while_server_is_down(smtp):
+    port, messages = free_port(), []
+    room = NotificationSender(channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}"), messages.append, pause_s=0.05)
     room.start()
     room.put(MESSAGE)
-    until(lambda: told)
-    assert f"mail through 127.0.0.1:{port} failed" in told[0]
+    until(lambda: messages)
+    assert f"mail through 127.0.0.1:{port} failed" in messages[0]
     from aiosmtpd.controller import Controller
 
     mails = Mails()
@@ -84,10 +84,10 @@ def test_a_mail_server_that_is_away_is_tried_again(smtp):
     room.join(5)
     later.stop()
     assert not room.is_alive()
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
-def test_a_webhook_gets_json(monkeypatch):
+def test_webhook_gets_json(monkeypatch):
     with Recorder() as server:
         monkeypatch.setenv("HOOK", f"{server.url}/{SECRET}")
         send_message(channel("webhook", url="env:HOOK"), MESSAGE)
@@ -99,7 +99,7 @@ def test_a_webhook_gets_json(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
-def test_apprise_sends_to_what_it_knows(monkeypatch):
+def test_apprise_sends_to_supported_urls(monkeypatch):
     pytest.importorskip("apprise")
     with Recorder() as server:
         monkeypatch.setenv("PLACE", f"json://127.0.0.1:{server.port}/{SECRET}")
@@ -112,7 +112,7 @@ def test_apprise_sends_to_what_it_knows(monkeypatch):
     assert SECRET not in str(caught.value)
 
 
-def test_a_command_gets_json_and_no_shell(tmp_path):
+def test_command_gets_json_without_shell(tmp_path):
     script = "import json, sys; open(sys.argv[1], 'w').write(json.load(sys.stdin)['title'])"
     send_message(channel("command", command=[sys.executable, "-c", script, str(tmp_path / "a; b")]), MESSAGE)
     assert (tmp_path / "a; b").read_text() == "title"
@@ -122,7 +122,7 @@ def test_a_command_gets_json_and_no_shell(tmp_path):
         send_message(channel("command", command=["/no/such"]), MESSAGE)
 
 
-def test_messages_that_wait_are_bounded_and_the_dropped_are_counted(tmp_path):
+def test_message_queue_is_bounded_and_dropped_messages_are_counted(tmp_path):
     room = NotificationSender(channel("command", command=["false"]), lambda text: None)
     for number in range(150):
         room.put(AlertMessage(str(number), "", {}))
@@ -130,10 +130,10 @@ def test_messages_that_wait_are_bounded_and_the_dropped_are_counted(tmp_path):
     assert "(50 earlier messages were dropped.)" in room._with_dropped(MESSAGE).text
 
 
-# --- wishes ---
+# --- requests ---
 
 
-def test_wishes_are_heard_once_over_all_starts(tmp_path):
+def test_requests_are_read_once_over_all_starts(tmp_path):
     ask(tmp_path, RunRequest("hold", "why", "me"))
     with open(tmp_path / "wishes.jsonl", "a") as file:
         file.write('no json\n[1]\n{"action": "explode"}\n{"action": "lower_lr", "factor": 7}\n{"action": "st')
@@ -148,14 +148,14 @@ def test_wishes_are_heard_once_over_all_starts(tmp_path):
         ask(tmp_path, RunRequest("hodl"))
 
 
-# --- the whole ---
+# --- companion process ---
 
 
 def step(number: int, loss: float) -> dict[str, object]:
     return {"event": "step", "time": time.time(), "step": number, "loss": loss, "grad_norm": 1.0, "lr": 0.1}
 
 
-def test_an_alert_is_kept_sent_and_asked_of_the_run(tmp_path, smtp, monkeypatch):
+def test_alert_is_logged_sent_and_requests_its_action(tmp_path, smtp, monkeypatch):
     monkeypatch.setenv("HOOK", "http://127.0.0.1:9/away")
     config = RunConfig.model_validate(
         {
@@ -167,7 +167,7 @@ def test_an_alert_is_kept_sent_and_asked_of_the_run(tmp_path, smtp, monkeypatch)
         }
     )  # fmt: skip
     log = EventLog(tmp_path / "events.jsonl")
-    log.write(step(1, 9.0)), log.write(step(2, 9.0))  # of the past: known, and no alert any more
+    log.write(step(1, 9.0)), log.write(step(2, 9.0))  # in the past: read, but no alert any more
     companion = Companion(tmp_path, config, pause_s=0.05)
     companion.start()
     companion.look()
@@ -180,12 +180,12 @@ def test_an_alert_is_kept_sent_and_asked_of_the_run(tmp_path, smtp, monkeypatch)
     (mail,) = smtp.mails
     assert mail["Subject"] == "[weft] critical: big: high"
     text = mail.get_payload(decode=True).decode()
-    for said in ("Run big at step 5: loss is 5.", "Since step 4.", "Last good figures: step 3, loss 2",
+    for expected in ("Run big at step 5: loss is 5.", "Since step 4.", "Last good figures: step 3, loss 2",
                  "The run does: lower_lr, hold", f"See {tmp_path}.",
                  f"To continue: weft runs resume {tmp_path}"):  # fmt: skip
-        assert said in text
-    (kept,) = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines() if '"fired"' in line]
-    assert (kept["name"], kept["step"], kept["since"], kept["severity"]) == ("high", 5, 4, "critical")
+        assert expected in text
+    (logged,) = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines() if '"fired"' in line]
+    assert (logged["name"], logged["step"], logged["since"], logged["severity"]) == ("high", 5, 4, "critical")
     wishes = [wish for wish in RequestQueue(tmp_path).new() if wish.action != "tell"]
     assert wishes == [
         RunRequest("lower_lr", "loss is 5", "alert high", 4, 0.1),
@@ -193,6 +193,6 @@ def test_an_alert_is_kept_sent_and_asked_of_the_run(tmp_path, smtp, monkeypatch)
     ]
 
 
-def test_a_run_without_alerts_and_sinks_wants_no_such_process():
+def test_run_without_alerts_and_sinks_needs_no_companion():
     assert not Companion.is_needed(RunConfig())
     assert Companion.is_needed(RunConfig(alerts="standard"))

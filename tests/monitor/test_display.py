@@ -22,7 +22,7 @@ def plain(total_steps: int = 300, **more) -> tuple[io.StringIO, PlainDisplay]:
     return stream, display
 
 
-def test_a_plain_line(monkeypatch):
+def test_plain_line(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stream, display = plain(start_step=100, every=10)
@@ -47,7 +47,7 @@ def test_first_last_skipped_and_every_nth_step_have_a_line():
     assert "step  7/25  skipped: the gradient norm is inf\n" in stream.getvalue()
 
 
-def test_what_is_known_is_shown():
+def test_optional_values_are_shown_when_set():
     stream, display = plain(total_steps=5)
     display.step(record(1, mfu=0.4123, loss_scale=65536.0, loss=0.01234, grad_norm=12345.6))
     display.evaluation(5, 3.9, [(1.85, "bits/byte")])
@@ -64,7 +64,7 @@ def test_what_is_known_is_shown():
     ]
 
 
-def test_the_kind_follows_the_stream(monkeypatch):
+def test_display_kind_depends_on_stream(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -83,7 +83,7 @@ def test_the_kind_follows_the_stream(monkeypatch):
     assert isinstance(make_display(Terminal(), total_steps=3), PlainDisplay)
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run():
+def test_closed_pipe_does_not_end_the_run():
     class Pipe(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -98,7 +98,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run():
         display.step(record(1))
 
 
-def test_letters_that_the_stream_lacks_are_replaced():
+def test_characters_outside_the_encoding_are_replaced():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     display = make_display(stream, total_steps=3, is_tty=False)
@@ -107,7 +107,7 @@ def test_letters_that_the_stream_lacks_are_replaced():
     assert raw.getvalue().startswith(b"na?ve ???\nstep 1/3")
 
 
-def test_eta_runs_down_between_steps(monkeypatch):
+def test_eta_counts_down_between_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     eta = Eta(100)
@@ -120,7 +120,7 @@ def test_eta_runs_down_between_steps(monkeypatch):
     now[0] = 21.0
     assert eta.seconds() == 159
     now[0] = 500.0
-    assert eta.seconds() == 158  # A step that hangs does not make the end come nearer.
+    assert eta.seconds() == 158  # A hanging step must not reduce the remaining time.
     eta.observe(100)
     assert eta.seconds() == 0
 
@@ -129,19 +129,19 @@ def test_eta_runs_down_between_steps(monkeypatch):
     ("seconds", "text"),
     [(0, "0:00"), (41.4, "0:41"), (59.6, "1:00"), (4000, "1:06:40"), (200_000, "2d 7:33:20"), (math.inf, "-:--")],
 )
-def test_clocks(seconds, text):
+def test_format_clock(seconds, text):
     assert format_clock(seconds) == text
     assert format_clock(None) == "-:--"
 
 
-def test_losses():
+def test_format_loss():
     assert [format_loss(x) for x in (10.94, 4.3119, 0.0412, 0.0, math.inf)] == [
         "10.940", "4.312", "0.0412", "0.000", "inf",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_tty", [False, True])
-def test_a_step_costs_less_than_a_fifth_of_a_millisecond(is_tty):
+def test_step_takes_less_than_200_us(is_tty):
     with make_display(io.StringIO(), total_steps=2000, is_tty=is_tty, every=1) as display:
         records = [record(step) for step in range(1, 2001)]
         began = time.perf_counter()
@@ -150,12 +150,12 @@ def test_a_step_costs_less_than_a_fifth_of_a_millisecond(is_tty):
         assert (time.perf_counter() - began) / len(records) < 0.2e-3
 
 
-def test_one_long_pause_does_not_move_the_remaining_time(monkeypatch):
+def test_one_long_pause_does_not_change_the_eta(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     eta = Eta(1000)
     for step in range(1, 201):
         now[0] += 450.0 if step == 120 else 3.0 if step % 25 == 0 else 0.5
         eta.observe(step)
-    # 100 steps: 4 with an evaluation (3 s), and one pause that counts like the longest of these.
+    # 100 steps: 4 with an evaluation (3 s), and one pause that is clipped to the longest of these.
     assert eta.seconds() == pytest.approx(800 * (95 * 0.5 + 5 * 3.0) / 100, rel=0.01)

@@ -19,7 +19,7 @@ def record(step: int, loss: float = 4.0, **more) -> StepRecord:
     return StepRecord(step=step, loss=loss, lr=1e-3, grad_norm=0.5, count=100, count_per_s=1e4, **more)
 
 
-def test_a_step_is_one_line_of_json(tmp_path):
+def test_step_is_one_line_of_json(tmp_path):
     with EventLog(tmp_path / "run" / "events.jsonl") as log:
         log.write(record(3, seconds={"forward": 0.1, "total": 0.25}, memory_bytes=7, skipped=None).to_event())
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
@@ -38,7 +38,7 @@ def refuse(constant: str):
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(), st.floats() | st.text() | st.integers() | st.lists(st.floats()) | st.none()))
-def test_every_line_is_strict_json_whatever_the_floats(tmp_path_factory, fields):
+def test_every_line_is_strict_json_for_any_float(tmp_path_factory, fields):
     path = tmp_path_factory.mktemp("log") / "events.jsonl"
     with EventLog(path) as log:
         log.write({"event": "x", **fields})
@@ -52,7 +52,7 @@ def test_every_line_is_strict_json_whatever_the_floats(tmp_path_factory, fields)
             assert first[key] == value
 
 
-def test_non_finite_floats_are_text_and_come_back(tmp_path):
+def test_non_finite_floats_round_trip_as_text(tmp_path):
     with EventLog(tmp_path / "e") as log:
         log.write({"event": "step", "step": 1, "loss": math.nan, "deep": {"list": [math.inf, (-math.inf, 1.0)]}})
     (event,) = read_events(tmp_path / "e")
@@ -63,7 +63,7 @@ def test_non_finite_floats_are_text_and_come_back(tmp_path):
     assert all(math.isnan(number(value)) for value in (None, "x", [1]))
 
 
-def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_writer(tmp_path):
+def test_torn_last_line_is_skipped_and_truncated_by_next_writer(tmp_path):
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         log.write({"event": "a"})
@@ -78,7 +78,7 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_writer(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_damage_in_the_middle_is_said_and_hides_nothing_else(tmp_path):
+def test_damaged_lines_are_reported_and_others_are_read(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event":"a"}\n\0\0\0\n[1]\n' + b"[" * 100_000 + b'\n{"event":"b"}\n')
     assert read_events(path) == [
@@ -88,7 +88,7 @@ def test_damage_in_the_middle_is_said_and_hides_nothing_else(tmp_path):
     ]
 
 
-def test_lines_survive_the_writers_sudden_death(tmp_path):
+def test_lines_survive_sigkill_of_the_writer(tmp_path):
     child = os.fork()
     if child == 0:
         log = EventLog(tmp_path / "e")
@@ -109,7 +109,7 @@ def test_each_event_is_one_write_call(tmp_path, monkeypatch):
     assert calls[0].endswith(b"\n")
 
 
-def test_a_missing_log_is_empty_and_a_folder_is_an_error(tmp_path):
+def test_missing_log_is_empty_and_folder_is_an_error(tmp_path):
     assert read_events(tmp_path / "none") == []
     with pytest.raises(DataError, match="events cannot be read"):
         read_events(tmp_path)
@@ -118,7 +118,7 @@ def test_a_missing_log_is_empty_and_a_folder_is_an_error(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_disk_that_stays_full_is_a_sentence_at_the_end():
+def test_full_disk_raises_at_close():
     with pytest.raises(TrainingHalted) as caught, EventLog("/dev/full") as log:
         log.write({"event": "a"})
     assert str(caught.value) == (
@@ -128,7 +128,7 @@ def test_a_disk_that_stays_full_is_a_sentence_at_the_end():
 
 
 class SmallDisk:
-    """os.write with so much room."""
+    """os.write on a disk with `room` bytes left."""
 
     def __init__(self, monkeypatch, room: int):
         self.room, self._real = room, os.write
@@ -142,7 +142,7 @@ class SmallDisk:
         return done
 
 
-def test_events_wait_for_room_on_a_full_disk_and_keep_their_order(tmp_path, monkeypatch):
+def test_events_wait_in_order_while_the_disk_is_full(tmp_path, monkeypatch):
     disk = SmallDisk(monkeypatch, 100)  # ends within a line
     with EventLog(tmp_path / "e") as log:
         for step in range(50):
@@ -154,7 +154,7 @@ def test_events_wait_for_room_on_a_full_disk_and_keep_their_order(tmp_path, monk
     assert [event["step"] for event in read_events(tmp_path / "e")] == list(range(51))
 
 
-def test_what_waits_for_room_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch):
+def test_waiting_events_are_bounded_and_lost_ones_are_counted(tmp_path, monkeypatch):
     disk = SmallDisk(monkeypatch, 0)
     with EventLog(tmp_path / "e") as log:
         for step in range(60):
@@ -168,7 +168,7 @@ def test_what_waits_for_room_is_bounded_and_what_is_lost_is_counted(tmp_path, mo
     assert last["step"] == 60
 
 
-def test_another_fault_of_the_disk_halts_at_once(tmp_path, monkeypatch):
+def test_other_disk_errors_halt_immediately(tmp_path, monkeypatch):
     def broken(handle, data):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -178,7 +178,7 @@ def test_another_fault_of_the_disk_halts_at_once(tmp_path, monkeypatch):
         log.write({"event": "a"})
 
 
-def test_the_later_of_two_events_of_a_step_is_kept():
+def test_later_of_two_events_of_a_step_counts():
     events = [record(step, loss=1.0).to_event() for step in (1, 2, 3)]
     events += [{"event": "eval", "step": 2, "loss": 9.0}, {"event": "note"}, {"event": "step", "step": "3"}]
     events += [record(step, loss=2.0).to_event() for step in (3, 2)]
@@ -186,13 +186,13 @@ def test_the_later_of_two_events_of_a_step_is_kept():
     assert last_per_step(events, "eval") == [{"event": "eval", "step": 2, "loss": 9.0}]
 
 
-def test_a_resume_drops_what_will_be_done_again():
+def test_resume_drops_steps_that_will_be_repeated():
     events = [record(step).to_event() for step in range(1, 8)]
     events += [{"event": "resume", "step": 4}, record(5, loss=2.0).to_event()]
     assert [event["step"] for event in last_per_step(events)] == [1, 2, 3, 4, 5]
 
 
-def test_a_line_costs_one_write(tmp_path, monkeypatch):
+def test_event_costs_one_write_without_fsync(tmp_path, monkeypatch):
     event = record(1, seconds=dict.fromkeys(("data", "forward", "backward", "optimizer", "total"), 0.1), mfu=0.4)
     called = []
     with EventLog(tmp_path / "e") as log:
@@ -204,7 +204,7 @@ def test_a_line_costs_one_write(tmp_path, monkeypatch):
     assert called == ["write"] * 100  # the kernel has it; nothing waits for the disk
 
 
-def test_the_tail_of_a_log_has_its_last_events(tmp_path):
+def test_tail_has_the_last_events(tmp_path):
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         for step in range(100):

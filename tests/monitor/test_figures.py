@@ -1,4 +1,4 @@
-"""Figures of ranks: what a rank reports, what the first one makes of all reports, and where the numbers come from."""
+"""Figures of ranks: the report of a rank, the combined event of rank 0, and the sources of the numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.monitor.machine_metrics import GpuSource, HostSource
 from weft.monitor.metrics import Collector, LocalReports, StepFigures, readings
 
 
-class Board:
-    """A board of several ranks in one process."""
+class FakeStore:
+    """Reports of several ranks in one process."""
 
     def __init__(self, number):
         self.texts = [""] * number
@@ -22,7 +22,7 @@ class Board:
 
 
 def collectors(number, every_s=10.0, clock=lambda: 0.0, **options):
-    board, told = Board(number), []
+    board, told = FakeStore(number), []
     made = [
         Collector(f"host{rank // 2}", board.of(rank), every_s, clock=clock,
                   publish=told.append if rank == 0 else None, **options)
@@ -35,7 +35,7 @@ def put(collector, step, busy_s, **other):
     collector.put(StepFigures(step, {"forward": busy_s, "total": 1.0}, {"tp": 0.1}, busy_s=busy_s, **other))
 
 
-def test_the_first_rank_folds_what_all_reported_and_names_the_slowest():
+def test_rank_0_combines_reports_and_names_the_slowest():
     ranks, told, _ = collectors(4)
     for rank, one in enumerate(ranks):
         for step in (1, 2):
@@ -54,7 +54,7 @@ def test_the_first_rank_folds_what_all_reported_and_names_the_slowest():
     assert {reading.name for reading in readings({**event, "time": 1.0})} >= {"busy_s", "rank.lag", "exposed_s"}
 
 
-def test_a_rank_that_reports_no_more_is_silent_after_three_intervals():
+def test_rank_without_reports_is_silent_after_three_intervals():
     now = [0.0]
     ranks, told, _ = collectors(3, clock=lambda: now[0])
     for one in [*ranks[1:], ranks[0]]:
@@ -69,7 +69,7 @@ def test_a_rank_that_reports_no_more_is_silent_after_three_intervals():
     assert told[-1]["by_rank"]["busy_s"] == [0.1, None, 0.1]
 
 
-def test_a_full_queue_drops_and_counts_and_never_waits():
+def test_full_queue_drops_and_counts_without_waiting():
     ranks, told, _ = collectors(1)
     for step in range(3000):
         put(ranks[0], step + 1, 0.1)
@@ -77,7 +77,7 @@ def test_a_full_queue_drops_and_counts_and_never_waits():
     assert told[0]["figures"]["dropped_figures"][2] == 3000 - 2048
 
 
-def test_totals_become_what_a_step_gained():
+def test_totals_are_reported_as_gain_per_step():
     sent = {"sent_bytes{tp}": 1000.0}
     ranks, told, _ = collectors(1, totals=lambda: sent)
     put(ranks[0], 1, 0.1)
@@ -89,7 +89,7 @@ def test_totals_become_what_a_step_gained():
     assert told[1]["figures"]["sent_bytes{tp}"][1] == 1000.0
 
 
-def test_what_fails_is_left_out_and_training_hears_nothing_of_it():
+def test_failing_source_is_left_out_and_training_continues():
     def broken():
         raise RuntimeError("no such sensor")
 
@@ -107,7 +107,7 @@ def test_what_fails_is_left_out_and_training_hears_nothing_of_it():
     assert one.trouble == "ConnectionError: the store is gone"
 
 
-def test_torn_reports_are_passed_over():
+def test_torn_reports_are_ignored():
     ranks, told, board = collectors(2)
     board.texts[1] = '{"number": 1, "val'
     put(ranks[0], 1, 0.1)
@@ -115,7 +115,7 @@ def test_torn_reports_are_passed_over():
     assert told[0]["figures"]["busy_s"][3:] == ["rank 0", "rank 0"]
 
 
-def test_the_thread_tells_at_its_end_and_ends():
+def test_thread_reports_before_it_ends():
     told = []
     one = Collector("here", LocalReports(), 60.0, publish=told.append)
     one.start()
@@ -126,7 +126,7 @@ def test_the_thread_tells_at_its_end_and_ends():
     assert all(thread.name != "weft-figures" for thread in threading.enumerate())
 
 
-# --- the GPU, whose driver is played ---
+# --- the GPU, with a fake driver ---
 
 
 class NVMLError(Exception):
@@ -134,7 +134,7 @@ class NVMLError(Exception):
 
 
 class FakeNvml:
-    """As much of pynvml as is asked of it. missing: calls that this card does not know."""
+    """The part of pynvml that the source uses. missing: calls that this GPU does not support."""
 
     NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_ECC = 0
     NVML_CLOCK_MEM = 2
@@ -197,15 +197,15 @@ class FakeNvml:
         assert (kind, counter) == (1, 0)
         return 3
 
-    def nvmlDeviceGetPcieThroughput(self, handle, way):
-        return 500 if way == 0 else 250  # KB/s
+    def nvmlDeviceGetPcieThroughput(self, handle, direction):
+        return 500 if direction == 0 else 250  # KB/s
 
     def nvmlDeviceGetFieldValues(self, handle, fields):
         self.kilobytes += 1000
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=self.kilobytes)) for _ in fields]
 
 
-def test_a_gpu_tells_all_its_figures():
+def test_gpu_source_reports_all_figures():
     now = [0.0]
     nvml = FakeNvml()
     gpu = GpuSource("abc", nvml=nvml, clock=lambda: now[0])
@@ -221,12 +221,12 @@ def test_a_gpu_tells_all_its_figures():
     }  # fmt: skip
 
 
-def test_heat_is_trouble_and_a_power_cap_is_none():
+def test_thermal_slowdown_counts_as_throttled_and_power_cap_does_not():
     assert GpuSource("a", nvml=FakeNvml(reasons=0x4)).read()["gpu.throttled"] == 0
     assert GpuSource("a", nvml=FakeNvml(reasons=0x44)).read()["gpu.throttled"] == 1
 
 
-def test_a_card_that_knows_less_tells_the_rest_and_none_tells_nothing():
+def test_unsupported_calls_are_left_out_and_missing_driver_reports_nothing():
     found = GpuSource("a", nvml=FakeNvml(missing=("nvmlDeviceGetFieldValues", "nvmlDeviceGetTotalEccErrors"))).read()
     assert "gpu.temperature" in found
     assert "gpu.ecc_errors" not in found
@@ -235,7 +235,7 @@ def test_a_card_that_knows_less_tells_the_rest_and_none_tells_nothing():
     assert gpu.read() == {} == gpu.read()
 
 
-def test_the_real_library_is_asked_by_names_that_it_has():
+def test_pynvml_has_every_name_that_is_used():
     import pynvml
 
     names = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML_")) and name != "NVML_ECC"]
@@ -286,7 +286,7 @@ def test_rates_come_from_two_readings(tmp_path):
     assert HostSource(tmp_path, with_machine=False, system=System()).of_machine() == {}
 
 
-def test_this_machine_is_read(tmp_path):
+def test_host_source_reads_this_machine(tmp_path):
     source = HostSource(tmp_path, with_machine=True)
     assert source.of_process()["process.memory_bytes"] > 2**20
     found = source.of_machine()

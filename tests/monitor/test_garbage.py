@@ -1,4 +1,4 @@
-"""Turns of Python's garbage collector: when it runs, and that it is as before afterwards."""
+"""GarbageTurns: when the collector runs, and that its state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.monitor.guards import GarbageTurns
 
 @pytest.fixture
 def collections():
-    """The generation of each collection."""
+    """Yield a list that gets the generation of each collection."""
     found = []
 
     def note(phase, info):
@@ -31,7 +31,7 @@ def make_garbage():
         cycle.append(cycle)
 
 
-def test_it_runs_at_its_steps_alone(collections):
+def test_gc_runs_only_at_its_steps(collections):
     seen = []
     with GarbageTurns(3) as garbage:
         for step in range(5, 14):
@@ -47,7 +47,7 @@ def test_it_runs_at_its_steps_alone(collections):
     assert gc.isenabled()
 
 
-#: In a process of its own: where something is frozen already, as in this one, it freezes nothing.
+#: In a separate process: GarbageTurns freezes nothing if objects are frozen already, as in this one.
 FREEZES = """
 import gc
 
@@ -62,12 +62,12 @@ assert gc.isenabled()
 """
 
 
-def test_what_was_there_after_the_first_step_is_left_out_until_the_end():
+def test_objects_of_the_first_step_are_frozen_until_the_end():
     done = subprocess.run([sys.executable, "-c", FREEZES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_it_is_as_before_after_an_error():
+def test_gc_state_is_restored_after_an_error():
     garbage = GarbageTurns(3)
 
     def fail():
@@ -80,7 +80,7 @@ def test_it_is_as_before_after_an_error():
     assert gc.isenabled()
 
 
-def test_nothing_changes_where_nobody_asks(collections):
+def test_gc_setting_is_unchanged_when_not_enabled(collections):
     with GarbageTurns(0) as garbage:
         garbage.after_step()
         assert gc.isenabled()
@@ -90,6 +90,6 @@ def test_nothing_changes_where_nobody_asks(collections):
     try:
         with GarbageTurns(2) as garbage:
             garbage.after_step()
-        assert not gc.isenabled()  # who turned it off keeps it off
+        assert not gc.isenabled()  # a caller that disabled gc keeps it disabled
     finally:
         gc.enable()

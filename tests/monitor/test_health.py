@@ -22,11 +22,11 @@ def test_finite_steps_have_no_reason():
         (4.0, math.nan, "the gradient norm is nan"),
     ],
 )
-def test_the_reason_names_the_cause(loss, grad_norm, reason):
+def test_reason_names_the_cause(loss, grad_norm, reason):
     assert NonFiniteGuard(1).observe(7, loss, grad_norm) == reason
 
 
-def test_exactly_the_limit_is_allowed_and_one_good_step_starts_anew():
+def test_limit_is_inclusive_and_one_good_step_resets_it():
     guard = NonFiniteGuard(2)
     for step in (1, 2, 4, 5):
         assert guard.observe(step, math.nan, 1.0)
@@ -40,7 +40,7 @@ def test_exactly_the_limit_is_allowed_and_one_good_step_starts_anew():
     )
 
 
-def test_a_limit_of_zero_halts_at_once_and_says_what_to_try():
+def test_limit_of_zero_halts_immediately_with_advice():
     with pytest.raises(
         TrainingHalted, match=r"the loss was not finite at step 1; .*No step was finite: check the data"
     ):
@@ -51,12 +51,12 @@ def test_a_limit_of_zero_halts_at_once_and_says_what_to_try():
         NonFiniteGuard(0).observe(9, 1.0, math.inf)
 
 
-def test_fp16s_search_for_its_scale_does_not_count_until_the_scale_is_down():
+def test_fp16_overflows_count_only_at_the_minimum_loss_scale():
     guard = NonFiniteGuard(1)
     for step in range(1, 17):
         assert guard.observe(step, 4.0, math.inf, loss_scale=2.0**17 / 2**step) is not None
     assert guard.observe(17, 4.0, math.inf, loss_scale=1.0) == "the gradient norm is inf"
     with pytest.raises(TrainingHalted):
         guard.observe(18, 4.0, math.inf, loss_scale=0.5)
-    with pytest.raises(TrainingHalted):  # A loss that is not finite is no matter of scale.
+    with pytest.raises(TrainingHalted):  # A non-finite loss does not depend on the scale.
         NonFiniteGuard(0).observe(1, math.nan, math.inf, loss_scale=65536.0)

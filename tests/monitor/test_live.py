@@ -1,4 +1,4 @@
-"""The live panel, seen through a real pseudo-terminal."""
+"""The live panel on a real pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def colour(monkeypatch):
 
 
 @pytest.mark.usefixtures("colour")
-def test_the_numbers_are_on_the_screen_and_resizing_is_no_error():
+def test_panel_shows_numbers_and_survives_resizing():
     terminal = Terminal(80)
     with make_display(terminal.stream, total_steps=300, start_step=100) as display:
         assert isinstance(display, LiveDisplay)
@@ -99,7 +99,7 @@ def test_the_numbers_are_on_the_screen_and_resizing_is_no_error():
             display.step(record(121, skipped="the loss is nan", loss=math.nan))
             time.sleep(0.3)
         display.step(record(122, loss=3.777))
-    display.close()  # Twice is no error.
+    display.close()  # A second close is no error.
     terminal.close()
     text = terminal.plain()
     for part in (
@@ -124,7 +124,7 @@ def test_the_numbers_are_on_the_screen_and_resizing_is_no_error():
 
 @pytest.mark.usefixtures("colour")
 @pytest.mark.parametrize("columns", [60, 80, 132])
-def test_the_panel_is_as_wide_as_its_own_terminal_less_one_column(columns):
+def test_panel_is_one_column_narrower_than_terminal(columns):
     terminal = Terminal(columns)
     with make_display(terminal.stream, total_steps=30) as display:
         for step in range(1, 31):
@@ -137,7 +137,7 @@ def test_the_panel_is_as_wide_as_its_own_terminal_less_one_column(columns):
 
 
 @pytest.mark.usefixtures("colour")
-def test_a_terminal_that_is_closed_does_not_end_the_run():
+def test_closed_terminal_does_not_end_the_run():
     terminal = Terminal(80)
     display = make_display(terminal.stream, total_steps=30)
     display.step(record(1))
@@ -147,12 +147,12 @@ def test_a_terminal_that_is_closed_does_not_end_the_run():
         display.note("more")
     time.sleep(0.3)
     display.close()
-    with contextlib.suppress(OSError):  # what it still held has nowhere to go
+    with contextlib.suppress(OSError):  # the remaining buffer cannot be written
         terminal.stream.close()
 
 
 @pytest.mark.parametrize("width", [10, 20, 39, 50, 79, 80, 119, 200])
-def test_every_line_fits_every_width_and_the_loss_is_always_there(width):
+def test_every_line_fits_the_width_and_has_the_loss(width):
     display = LiveDisplay(io.StringIO(), total_steps=1_000_000, start_step=0)
     assert len(display.lines(width)) == 1
     for step in range(1, 700):
@@ -175,7 +175,7 @@ def test_every_line_fits_every_width_and_the_loss_is_always_there(width):
     display.close()
 
 
-def test_the_curve_falls_with_the_loss_and_stays_small():
+def test_curve_follows_the_loss_and_is_bounded():
     curve = LossCurve(max_points=16)
     assert curve.draw(20) == ""
     for step in range(10_000):
@@ -190,7 +190,7 @@ def test_the_curve_falls_with_the_loss_and_stays_small():
     assert set(flat.draw(80)) == {"▁"}
 
 
-def test_the_curve_keeps_the_mean_of_all_steps():
+def test_curve_preserves_the_mean_of_all_steps():
     chance = random.Random(0)
     losses = [chance.random() for _ in range(1024)]
     curve = LossCurve(max_points=64)
@@ -208,14 +208,14 @@ def panel(width: int, **more) -> list[str]:
     return [line.plain if not isinstance(line, tuple) else line[0].plain + line[2].plain for line in lines]
 
 
-def test_the_first_line_says_which_run_and_where_it_is():
+def test_first_line_has_name_and_epoch():
     title = ("mine", "dp_shard=2 zero=2")
     assert panel(79, title=title, start_step=50, steps_per_epoch=100.0)[0] == "mine · epoch 1.50 · dp_shard=2 zero=2"
     assert panel(79, title=title)[0] == "mine · dp_shard=2 zero=2"
     assert panel(20, title=title, steps_per_epoch=100.0)[0] == "mine · epoch 1.00"
 
 
-def test_a_long_phase_is_named_in_place_of_the_remaining_time(monkeypatch):
+def test_long_phase_is_shown_instead_of_eta(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("weft.monitor.live.time.monotonic", lambda: now[0])
     display = LiveDisplay(io.StringIO(), total_steps=4, start_step=0)
@@ -229,7 +229,7 @@ def test_a_long_phase_is_named_in_place_of_the_remaining_time(monkeypatch):
     display.step(record(4))
     assert "eta" in tail()
     display.phase("evaluating")
-    assert "eta" in tail()  # not yet: it may be over in a moment
+    assert "eta" in tail()  # not yet: the phase may end in a moment
     now[0] += 1
     assert tail().endswith("100%  0:02  evaluating")
     display.phase("")
@@ -237,7 +237,7 @@ def test_a_long_phase_is_named_in_place_of_the_remaining_time(monkeypatch):
     display.close()
 
 
-def test_the_curve_goes_on_after_a_resume():
+def test_curve_continues_after_resume():
     past = [{"event": "step", "step": step, "loss": 10.0 - step} for step in range(1, 9)]
     past += [{"event": "eval", "step": 4, "loss": 3.0}, {"event": "eval", "step": 8, "loss": 2.5}]
     assert panel(79, start_step=6, past=past)[-1] == "█▇▅▄▂▁   eval 3.000 at step 4"
@@ -245,7 +245,7 @@ def test_the_curve_goes_on_after_a_resume():
 
 
 @pytest.mark.usefixtures("colour")
-def test_a_narrower_terminal_keeps_no_row_of_the_old_panel(monkeypatch):
+def test_narrower_terminal_keeps_no_row_of_the_old_panel(monkeypatch):
     monkeypatch.delenv("XTERM_VERSION", raising=False)
     terminal = Terminal(120)
     with make_display(terminal.stream, total_steps=30, title=("mine", "dp_replicate=2")) as display:
@@ -255,7 +255,7 @@ def test_a_narrower_terminal_keeps_no_row_of_the_old_panel(monkeypatch):
         time.sleep(0.4)
         live = display._live
         assert live._live_render.last_render_height == 4
-        with live._lock:  # its own thread draws no more
+        with live._lock:  # stop its own thread from drawing
             terminal.resize(80)
             live.process_renderables([])
             # The bar's line has become two rows; the other lines fit.

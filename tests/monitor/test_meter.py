@@ -12,7 +12,7 @@ from weft.monitor.step_times import Meter, memory_bytes
 
 
 class Ticks:
-    """A device's clock: marks are numbered, and reading the seconds between two is counted as a wait."""
+    """A device clock with numbered marks. Reading the seconds between two marks counts as a wait."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -27,7 +27,7 @@ class Ticks:
         return float(end - start)
 
 
-def test_phases_are_summed_by_name_and_may_lie_inside_each_other():
+def test_phases_are_summed_by_name_and_may_nest():
     meter = Meter(clock=Ticks())
     for _ in range(2):
         with meter.phase("forward"):
@@ -38,7 +38,7 @@ def test_phases_are_summed_by_name_and_may_lie_inside_each_other():
     assert meter.end_step().phases == {}
 
 
-def test_a_devices_clock_is_read_only_when_somebody_looks_and_once():
+def test_device_clock_is_read_lazily_and_once():
     clock = Ticks()
     meter = Meter(clock=clock)
     for _ in range(3):
@@ -53,14 +53,14 @@ def test_a_devices_clock_is_read_only_when_somebody_looks_and_once():
     assert (times.total_s, clock.waits) == (3.0, 2)
 
 
-def test_a_phase_that_fails_is_timed_and_lets_the_error_pass():
+def test_failing_phase_is_timed_and_reraises():
     meter = Meter(clock=Ticks())
     with pytest.raises(ValueError, match="x"), meter.phase("forward"):
         raise ValueError("x")
     assert meter.end_step().phases == {"forward": 1.0}
 
 
-def test_seconds_are_those_of_the_wall(monkeypatch):
+def test_cpu_times_are_wall_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     meter = Meter("cpu")
@@ -73,7 +73,7 @@ def test_seconds_are_those_of_the_wall(monkeypatch):
     meter.count(times, 1000)
     assert (times.total_s, times.phases, meter.count_per_s) == (2.5, {"forward": 2.0}, 400.0)
     now[0] += 1.5
-    later = meter.end_step()  # Without begin_step a step lasts from the last one's end.
+    later = meter.end_step()  # Without begin_step, a step starts at the end of the previous one.
     meter.count(later, 600)
     assert (later.total_s, later.gap_s, meter.count_per_s) == (1.5, 0.0, 400.0)
     now[0] += 50.0  # An evaluation.
@@ -86,7 +86,7 @@ def test_seconds_are_those_of_the_wall(monkeypatch):
 
 
 class LateDevice:
-    """A clock of a device that works through a queue: the host gives it seconds of work, and goes on at once."""
+    """A device clock with a queue: the host enqueues seconds of work and continues immediately."""
 
     def __init__(self) -> None:
         self.host = self.free = 0.0
@@ -102,7 +102,7 @@ class LateDevice:
         return end - start
 
 
-def test_a_step_lasts_until_the_device_has_done_it():
+def test_step_lasts_until_the_device_has_finished():
     """The host is ahead: it launches a step of 8 s in one second, and reads it when the next one is launched."""
     clock = LateDevice()
     meter, unread, seen = Meter(clock=clock), None, []
@@ -121,7 +121,7 @@ def test_a_step_lasts_until_the_device_has_done_it():
     assert (clock.host, clock.free) == (24.0, 32.0)  # the third step's end, when the fourth has work for 8 s
 
 
-def test_the_smoothed_speed_forgets_old_steps(monkeypatch):
+def test_smoothed_speed_forgets_old_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     meter = Meter()
@@ -132,7 +132,7 @@ def test_the_smoothed_speed_forgets_old_steps(monkeypatch):
     assert meter.count_per_s == pytest.approx(100.0)
 
 
-def test_a_meter_that_nobody_ends_does_not_grow():
+def test_meter_without_end_step_is_bounded():
     meter = Meter(clock=Ticks())
     for _ in range(20_000):
         with meter.phase("forward"):
@@ -143,13 +143,13 @@ def test_a_meter_that_nobody_ends_does_not_grow():
 def test_memory_of_this_process():
     now, peak = memory_bytes("cpu")
     assert 10_000_000 < now <= peak < 2**46
-    with mmap.mmap(-1, 64_000_000) as ballast:  # pages of its own: the heap may hold free ones that count already
+    with mmap.mmap(-1, 64_000_000) as ballast:  # separate pages: the heap may have free ones that are counted already
         for page in range(0, len(ballast), mmap.PAGESIZE):
             ballast[page] = 1
         assert memory_bytes("cpu")[1] >= now + 50_000_000
 
 
-def test_importing_the_monitor_costs_no_heavy_library():
+def test_importing_monitor_loads_no_heavy_library():
     code = "import sys, weft.monitor; print([m for m in ('torch', 'matplotlib', 'rich', 'numpy') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"

@@ -24,7 +24,7 @@ def size(path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-def test_a_run_becomes_a_png_of_readable_size(tmp_path):
+def test_plot_is_a_png_of_readable_size(tmp_path):
     events = [step(n, 8 / n**0.3) for n in range(1, 200)]
     events[50] = step(51, math.nan, skipped="the loss is nan")
     events += [{"event": "eval", "step": n, "loss": 3.0 - n / 200} for n in (50, 100, 150)]
@@ -50,11 +50,11 @@ def test_a_run_becomes_a_png_of_readable_size(tmp_path):
     ],
     ids=str,
 )
-def test_odd_runs_can_be_drawn(tmp_path, losses):
+def test_unusual_runs_can_be_plotted(tmp_path, losses):
     size(plot_loss([step(n, loss, lr=0.0) for n, loss in enumerate(losses, start=1)], tmp_path / "loss.png"))
 
 
-def test_what_is_drawn(tmp_path, monkeypatch):
+def test_plotted_values(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
     drawn = {}
@@ -77,7 +77,7 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     assert drawn["lr"][1] == pytest.approx([1e-3, 5e-4, 1e-3 / 3, 2.5e-4])
 
 
-def test_the_line_under_the_title_says_what_was_trained():
+def test_subtitle_describes_the_run():
     start = {"event": "start", "model": "tiny: 6 M parameters", "plan": "dp_shard=2", "world_size": 2, "device": "cpu"}
     events = [{**start, "plan": "dp_replicate=2"}, start, step(1, 3.0)]
     assert plot._subtitle(events, {"step": 1200, "time": 1.7e9}) == (
@@ -86,16 +86,16 @@ def test_the_line_under_the_title_says_what_was_trained():
     assert plot._subtitle([], {"step": 3}) == "3 steps"
 
 
-def test_nothing_to_draw_and_nowhere_to_write(tmp_path):
+def test_plot_of_nothing_or_to_missing_folder_raises(tmp_path):
     with pytest.raises(DataError, match=r"no step has been recorded, so there is nothing to draw\."):
         plot_loss([{"event": "note"}], tmp_path / "loss.png")
     with pytest.raises(DataError, match="the plot cannot be written"):
         plot_loss([step(1, 2.0)], tmp_path / "missing" / "loss.png")
 
 
-def test_smoothing_neither_lags_nor_turns_at_the_end():
+def test_smoothing_neither_lags_nor_bends_at_the_end():
     falling = [10.0 - n for n in range(10)]
-    assert smoothed(falling, 2)[:8] == falling[:8]  # A straight line stays itself.
+    assert smoothed(falling, 2)[:8] == falling[:8]  # A straight line stays unchanged.
     assert smoothed([1.0, 1.0, 1.0, 1.0, 9.0], 4)[-1] == pytest.approx(13 / 5)
     assert smoothed([1.0, math.nan, 3.0], 1) == [1.0, 2.0, 3.0]
     assert math.isnan(smoothed([math.nan], 3)[0])

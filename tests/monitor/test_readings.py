@@ -1,4 +1,4 @@
-"""What events say in figures, and figures folded over ranks."""
+"""Figures read from events, and folded over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def values(event):
     return {reading.series: reading.value for reading in readings(event)}
 
 
-def test_a_step_is_read_as_the_recorder_writes_it():
+def test_step_is_read_as_the_recorder_writes_it():
     record = StepRecord(step=3, loss=2.5, lr=0.1, grad_norm=1.5, count=64, count_per_s=640.0, mfu=0.4,
                         seconds={"forward": 0.04, "total": 0.1}, unit="points")  # fmt: skip
     found = values(record.to_event())
@@ -24,18 +24,18 @@ def test_a_step_is_read_as_the_recorder_writes_it():
                      "step_s": 0.1}  # fmt: skip
 
 
-def test_a_loss_that_is_not_finite_is_read_as_such():
+def test_non_finite_loss_is_read_as_such():
     (loss,) = readings({"event": "step", "time": 1.0, "loss": "nan"})
     assert math.isnan(loss.value)
     assert values({"event": "step", "time": 1.0, "loss": "inf"}) == {"loss": math.inf}
 
 
-def test_an_evaluation_gives_its_metrics_and_not_its_count():
+def test_evaluation_gives_metrics_without_token_count():
     event = {"event": "eval", "time": 1.0, "step": 4, "loss": 2.0, "accuracy": 0.5, "tokens": 128}
     assert values(event) == {"eval.loss": 2.0, "eval.metric{accuracy}": 0.5}
 
 
-def test_folded_figures_name_their_ends():
+def test_folded_figures_name_their_extreme_ranks():
     event = {
         "event": "figures",
         "time": 2.0,
@@ -47,7 +47,7 @@ def test_folded_figures_name_their_ends():
     assert (silent.value, silent.at_high, silent.step, silent.time) == (0, "", 8, 2.0)
 
 
-def test_other_events_give_what_they_have_and_nonsense_gives_nothing():
+def test_other_events_give_their_values_and_malformed_ones_none():
     assert values({"event": "checkpoint", "time": 1.0, "step": 3, "stall_s": 0.5, "durable_s": 1.0}) == {
         "checkpoint.stall_s": 0.5, "checkpoint.durable_s": 1.0}  # fmt: skip
     assert values({"event": "failure", "time": 1.0}) == {"failures": 1}
@@ -58,7 +58,7 @@ def test_other_events_give_what_they_have_and_nonsense_gives_nothing():
 
 
 @given(st.dictionaries(st.sampled_from([f"rank {n}" for n in range(9)]), st.floats()))
-def test_a_fold_holds_its_ends(by_rank):
+def test_fold_has_min_and_max_with_their_ranks(by_rank):
     found = fold(by_rank)
     numbers = [value for value in by_rank.values() if not math.isnan(value)]
     if found is None:
@@ -68,7 +68,7 @@ def test_a_fold_holds_its_ends(by_rank):
     assert (by_rank[found.at_min], by_rank[found.at_max]) == (found.min, found.max)
 
 
-def test_names_for_other_systems_are_one_each_and_well_formed():
+def test_exported_names_are_unique_and_well_formed():
     names = [figure.exported for figure in FIGURES.values()]
     assert len(set(names)) == len(names)
     assert all(name.isidentifier() and name.islower() and name.startswith("weft_") for name in names)

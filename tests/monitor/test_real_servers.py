@@ -1,7 +1,7 @@
-"""Sinks against the servers that teams run: killed, stopped, slow, refusing, cutting answers off.
+"""Sinks against real servers: killed, stopped, slow, refusing, and cutting answers off.
 
 Prometheus and its push gateway are Debian's (`apt-get install prometheus prometheus-pushgateway`). MLflow is the
-program that WEFT_TEST_MLFLOW names, such as that of a virtual environment of its own (`pip install mlflow`).
+program that WEFT_TEST_MLFLOW names, for example in a separate virtual environment (`pip install mlflow`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.monitor.programs import Front, Program, fetch
+from tests.monitor.programs import FaultyProxy, Program, fetch
 from tests.monitor.servers import Recorder, free_port, until
 from tests.monitor.test_channels import channel
-from tests.monitor.test_sinks import Carried, step
+from tests.monitor.test_sinks import SinkFixture, step
 from weft import env
 from weft.monitor.channels import AlertMessage, NotificationSender
 
@@ -48,8 +48,8 @@ def started(tmp_path: Path) -> Iterator[Callable[[list[str], str], Program]]:
         program.kill()
 
 
-def through_all_faults(one: Carried, front: Front, server: Program) -> int:
-    """Write steps while the server is well and while it is not. The number of steps, all of which must come there."""
+def write_through_all_faults(one: SinkFixture, front: FaultyProxy, server: Program) -> int:
+    """Write steps while the server works and while it fails. Return the number of steps, which must all arrive."""
     number = 0
 
     def write(count: int = 10) -> None:
@@ -57,13 +57,13 @@ def through_all_faults(one: Carried, front: Front, server: Program) -> int:
         one.write(*map(step, range(number + 1, number + count + 1)))
         number += count
 
-    def settle() -> None:
+    def wait_until_sent() -> None:
         front.mode = "pass"
         until(lambda: one.offset() == (one.folder / "events.jsonl").stat().st_size, 60)
 
     one.start()
     write()
-    settle()
+    wait_until_sent()
     for fault in ("refuse", "slow", "cut", "killed", "stopped"):
         asked = front.num_asked
         if fault in ("killed", "stopped"):
@@ -77,12 +77,12 @@ def through_all_faults(one: Carried, front: Front, server: Program) -> int:
             server.kill()
             server.start()
         server.send(signal.SIGCONT)
-        settle()
+        wait_until_sent()
     assert one.end()
     return number
 
 
-def test_prometheus_scrapes_a_run_and_is_killed(tmp_path, started):
+def test_prometheus_scrapes_a_run_and_survives_a_kill(tmp_path, started):
     port, own = free_port(), free_port()
     scrape = f"scrape_interval: 1s\n    static_configs: [{{targets: ['127.0.0.1:{own}']}}]"
     (tmp_path / "prometheus.yml").write_text(f"scrape_configs:\n  - job_name: weft\n    {scrape}\n")
@@ -90,7 +90,7 @@ def test_prometheus_scrapes_a_run_and_is_killed(tmp_path, started):
     command = [debian("prometheus"), f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
                f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
     server = started(command, f"{address}/-/ready")
-    one = Carried(tmp_path, "prometheus", port=own)
+    one = SinkFixture(tmp_path, "prometheus", port=own)
 
     def value(query: str) -> float | None:
         found = json.loads(fetch(f"{address}/api/v1/query?query={query}"))["data"]["result"]
@@ -101,9 +101,7 @@ def test_prometheus_scrapes_a_run_and_is_killed(tmp_path, started):
     until(lambda: value("weft_step_total") == 1)
     server.send(signal.SIGSTOP)
     one.write(step(2))
-    until(
-        lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size
-    )  # a sink that is scraped waits for no server
+    until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size)  # a scraped sink waits for no server
     server.send(signal.SIGCONT)
     until(lambda: value("weft_step_total") == 2)
     server.kill()
@@ -120,20 +118,20 @@ def test_prometheus_scrapes_a_run_and_is_killed(tmp_path, started):
     assert one.end()
 
 
-def test_a_push_gateway_through_all_faults(tmp_path, started, monkeypatch):
+def test_push_gateway_gets_all_steps_through_faults(tmp_path, started, monkeypatch):
     monkeypatch.setattr("weft.monitor.sinks.prometheus_sink._PUSH_S", 0.0)
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     server = started([debian("prometheus-pushgateway"), f"--web.listen-address=127.0.0.1:{port}"], f"{address}/-/ready")
-    front = Front(address)
-    one = Carried(tmp_path, "pushgateway", url=front.url, project="my lab")
-    number = through_all_faults(one, front, server)
+    front = FaultyProxy(address)
+    one = SinkFixture(tmp_path, "pushgateway", url=front.url, project="my lab")
+    number = write_through_all_faults(one, front, server)
     front.stop()
     assert f'weft_step_total{{instance="run-1",job="my lab",run="run-1"}} {number}\n' in fetch(f"{address}/metrics")
-    assert "push_failure_time_seconds" not in "".join(one.said)
+    assert "push_failure_time_seconds" not in "".join(one.messages)
 
 
-def test_mlflow_through_all_faults(tmp_path, started):
+def test_mlflow_gets_all_steps_through_faults(tmp_path, started):
     program = env.get("WEFT_TEST_MLFLOW")
     if not program:
         pytest.skip("MLflow is not known: WEFT_TEST_MLFLOW must name its program")
@@ -143,29 +141,29 @@ def test_mlflow_through_all_faults(tmp_path, started):
                f"--backend-store-uri=sqlite:///{tmp_path}/mlflow.db",
                f"--artifacts-destination={tmp_path}/made"]  # fmt: skip
     server = started(command, f"{address}/health")
-    front = Front(address)
-    one = Carried(tmp_path, "mlflow", url=front.url)
-    number = through_all_faults(one, front, server)
+    front = FaultyProxy(address)
+    one = SinkFixture(tmp_path, "mlflow", url=front.url)
+    number = write_through_all_faults(one, front, server)
     front.stop()
-    kept = json.loads((tmp_path / ".sinks" / "mlflow.json").read_text())["kept"]["run_id"]
+    run_id = json.loads((tmp_path / ".sinks" / "mlflow.json").read_text())["kept"]["run_id"]
     api = f"{address}/api/2.0/mlflow"
-    history = json.loads(fetch(f"{api}/metrics/get-history?run_id={kept}&metric_key=loss"))["metrics"]
+    history = json.loads(fetch(f"{api}/metrics/get-history?run_id={run_id}&metric_key=loss"))["metrics"]
     assert {one["step"]: one["value"] for one in history} == {at: 2.0 / at for at in range(1, number + 1)}
-    run = json.loads(fetch(f"{api}/runs/get?run_id={kept}"))["run"]
+    run = json.loads(fetch(f"{api}/runs/get?run_id={run_id}"))["run"]
     assert {one["key"]: one["value"] for one in run["data"]["params"]} == {"optimizer.lr": "0.1", "plan": "tp=2"}
     body = json.dumps({"experiment_ids": [run["info"]["experiment_id"]]}).encode()
     assert len(json.loads(fetch(f"{api}/runs/search", body))["runs"]) == 1
 
 
 @pytest.mark.parametrize("kind", ["otlp", "http"])
-def test_an_endpoint_that_is_away_for_long_costs_no_memory_and_gets_all(kind, tmp_path):
+def test_long_outage_needs_no_memory_and_loses_nothing(kind, tmp_path):
     server = Recorder(answer={})
-    one = Carried(tmp_path, kind, url=server.url)
+    one = SinkFixture(tmp_path, kind, url=server.url)
     one.start()
     tracemalloc.start()
     for number in range(1, 30_001):
         one.write(step(number, note="x" * 200))
-    server.slow_s, server.forgets = 30.0, True  # what the server keeps is not what is measured
+    server.slow_s, server.forgets = 30.0, True  # exclude the server's own storage from the measurement
     with server:
         until(lambda: server.num_asked > 1)
         _, peak = tracemalloc.get_traced_memory()
@@ -187,7 +185,7 @@ def test_an_endpoint_that_is_away_for_long_costs_no_memory_and_gets_all(kind, tm
     assert sorted(set(steps)) == [*range(1, 30_001)]
 
 
-def test_mails_through_a_server_that_refuses_is_slow_and_is_killed():
+def test_mails_survive_refusal_delay_and_kill_of_the_server():
     controller = pytest.importorskip("aiosmtpd.controller")
     got: list[str] = []
 
@@ -202,11 +200,11 @@ def test_mails_through_a_server_that_refuses_is_slow_and_is_killed():
             got.append(envelope.content.decode().split("Subject: ")[1].splitlines()[0])
             return "250 OK"
 
-    post, port, told = Post(), free_port(), []
+    post, port, messages = Post(), free_port(), []
     server = controller.Controller(post, hostname="127.0.0.1", port=port)
     server.start()
     room = NotificationSender(
-        channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}", timeout="1s"), told.append, pause_s=0.1
+        channel("mail", to=["a@b.c"], server=f"127.0.0.1:{port}", timeout="1s"), messages.append, pause_s=0.1
     )
     room.start()
     for mode in ("pass", "refuse", "slow"):

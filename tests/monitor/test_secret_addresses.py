@@ -1,4 +1,4 @@
-"""Secrets in addresses of sinks and channels: refused in a config, shown by no error, sent to no other place."""
+"""Secrets in addresses of sinks and channels: refused in a config, absent from errors, and never sent elsewhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def channel(kind: str, **settings: object) -> ChannelSection:
     return ChannelSection.model_validate({"name": "ops", "kind": kind, "timeout": "2s", **settings})
 
 
-class Raw:
-    """A server that answers with given bytes, with a pause after each; gives its port."""
+class RawServer:
+    """A server that answers with given bytes, with a pause after each. `port` is its port."""
 
     def __init__(self, answer: bytes | None, pause_s: float = 0.0):
         self._answer, self._pause_s = answer, pause_s
@@ -39,9 +39,9 @@ class Raw:
                 call, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._talk, args=(call,), daemon=True).start()
+            threading.Thread(target=self._answer_call, args=(call,), daemon=True).start()
 
-    def _talk(self, call: socket.socket) -> None:
+    def _answer_call(self, call: socket.socket) -> None:
         with call:
             try:
                 got = call.recv(65536)
@@ -59,7 +59,7 @@ class Raw:
             except OSError:
                 return
 
-    def __enter__(self) -> Raw:
+    def __enter__(self) -> RawServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,25 +79,25 @@ ECHOES = [
 
 
 @pytest.mark.parametrize("answer", ECHOES)
-def test_no_answer_of_a_server_brings_the_secret_into_an_error(answer, monkeypatch):
-    with Raw(answer) as server:
+def test_server_answers_put_no_secret_into_errors(answer, monkeypatch):
+    with RawServer(answer) as server:
         monkeypatch.setenv("HOOK", f"http://me:P4ssw0rd@127.0.0.1:{server.port}/services/{SECRET}?key=K3YPLANTED")
         with pytest.raises(SinkTrouble) as caught:
             send_message(channel("webhook", url="env:HOOK"), MESSAGE)
-    said = str(caught.value)
+    message = str(caught.value)
     for part in ("PLANTED", "SECRET", "4711", "P4ssw0rd", "services", "127.0.0.1"):
-        assert part not in said, said
+        assert part not in message, message
     assert caught.value.__cause__ is None
 
 
-def test_an_answer_without_a_secret_is_quoted_in_one_line():
+def test_answer_without_secret_is_quoted_in_one_line():
     answer = b"HTTP/1.1 400 No\r\nContent-Length: 29\r\n\r\nno such\r\n\x1b[31mexperiment {path}"
-    with Raw(answer) as server, pytest.raises(SinkTrouble) as caught:
+    with RawServer(answer) as server, pytest.raises(SinkTrouble) as caught:
         Poster(f"http://127.0.0.1:{server.port}", {}, 5.0).post("", {})
     assert str(caught.value).startswith("the server answered 400 Bad Request: no such [31mexperiment")
 
 
-def test_an_answer_that_is_reset_before_its_body_gives_its_status():
+def test_answer_reset_before_its_body_gives_its_status():
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -125,7 +125,7 @@ def test_an_answer_that_is_reset_before_its_body_gives_its_status():
         "root:SECRETPATH:0:0\nbin:x",
     ],
 )  # fmt: skip
-def test_only_http_addresses_are_taken_and_a_wrong_one_is_not_shown(value, tmp_path):
+def test_only_http_addresses_are_accepted_and_others_are_not_shown(value, tmp_path):
     (tmp_path / "hook").write_text(value)
     with pytest.raises(ConfigError) as caught:
         send_message(channel("webhook", url=f"file:{tmp_path}/hook"), MESSAGE)
@@ -134,7 +134,7 @@ def test_only_http_addresses_are_taken_and_a_wrong_one_is_not_shown(value, tmp_p
     assert str(caught.value).startswith(f"channel ops: url=file:{tmp_path}/hook: ")
 
 
-def test_user_info_of_an_address_becomes_a_header(monkeypatch):
+def test_userinfo_of_an_address_becomes_a_header(monkeypatch):
     with Recorder() as server:
         monkeypatch.setenv("HOOK", server.url.replace("://", "://me:p%40ss@") + "/x")
         send_message(channel("webhook", url="env:HOOK"), MESSAGE)
@@ -150,8 +150,8 @@ def test_user_info_of_an_address_becomes_a_header(monkeypatch):
         b"HTTP/1.1 200 OK\r\n" + b"X-Header: y\r\n" * 1000,
     ],
 )
-def test_the_time_limit_holds_for_all_of_a_request(answer):
-    with Raw(answer, 0.05) as server:
+def test_timeout_covers_the_full_request(answer):
+    with RawServer(answer, 0.05) as server:
         began = time.monotonic()
         with pytest.raises(SinkTrouble, match=r"^the server did not answer within 500 ms"):
             Poster(f"http://127.0.0.1:{server.port}", {}, 0.5).post("", {})
@@ -159,14 +159,14 @@ def test_the_time_limit_holds_for_all_of_a_request(answer):
     end = time.monotonic() + 20
     while any(thread.name == "weft-request" for thread in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.02)
-    assert not any(thread.name == "weft-request" for thread in threading.enumerate())  # none is left behind
+    assert not any(thread.name == "weft-request" for thread in threading.enumerate())  # no thread is left
 
 
-def test_a_handshake_and_a_mail_that_drip_end_in_time():
+def test_slow_handshake_and_mail_end_in_time():
     hello = b"\x16\x03\x03\x40\x00" + b"x" * 10_000
-    with Raw(hello, 0.05) as server, pytest.raises(SinkTrouble, match="did not answer within"):
+    with RawServer(hello, 0.05) as server, pytest.raises(SinkTrouble, match="did not answer within"):
         Poster(f"https://127.0.0.1:{server.port}", {}, 0.5).post("", {})
-    with Raw(b"220-" + b"x" * 400 + b"\r\n", 0.05) as server:
+    with RawServer(b"220-" + b"x" * 400 + b"\r\n", 0.05) as server:
         listener = channel("mail", to=["a@b.c"], server=f"127.0.0.1:{server.port}", timeout="1s")
         began = time.monotonic()
         with pytest.raises(SinkTrouble, match=r"not sent within 1s|failed"):
@@ -174,7 +174,7 @@ def test_a_handshake_and_a_mail_that_drip_end_in_time():
         assert time.monotonic() - began < 10
 
 
-def test_line_breaks_in_a_mail_are_cleaned_and_the_mail_is_sent(monkeypatch):
+def test_line_breaks_in_mail_headers_are_removed(monkeypatch):
     from weft.monitor import channels as module
 
     sent = []
@@ -197,7 +197,7 @@ def test_line_breaks_in_a_mail_are_cleaned_and_the_mail_is_sent(monkeypatch):
     assert "text ?" in sent[0].get_content()
 
 
-def test_a_secret_of_several_lines_or_from_a_fifo_is_refused(tmp_path, monkeypatch):
+def test_multi_line_secret_or_fifo_is_refused(tmp_path, monkeypatch):
     import os
 
     os.mkfifo(tmp_path / "fifo")
@@ -227,7 +227,7 @@ PLAIN_URLS = [
 
 
 @pytest.mark.parametrize("url", SECRET_URLS)
-def test_an_address_that_may_be_a_secret_is_refused_in_a_config(url):
+def test_address_that_may_be_a_secret_is_refused_in_config(url):
     text = f'[[channel]]\nname = "ops"\nkind = "webhook"\nurl = "{url}"\n'
     with pytest.raises(ConfigError) as caught:
         parse_config(text, "run.toml")
@@ -238,13 +238,13 @@ def test_an_address_that_may_be_a_secret_is_refused_in_a_config(url):
 
 
 @pytest.mark.parametrize("url", PLAIN_URLS)
-def test_an_ordinary_address_is_taken(url):
+def test_ordinary_address_is_accepted(url):
     assert not holds_secret(url)
     assert hide_secret(url) == url
     parse_config(f'[[sink]]\nkind = "http"\nurl = "{url}"\n', "run.toml")
 
 
 @pytest.mark.parametrize("key", ["url", "token", "password"])
-def test_a_file_url_is_refused_in_a_config(key):
+def test_file_url_is_refused_in_config(key):
     with pytest.raises(ConfigError, match=rf"sink\.0\.{key}=\*\*\*: "):
         parse_config(f'[[sink]]\nkind = "http"\n{key} = "file:///etc/passwd"\n', "run.toml")

@@ -1,4 +1,4 @@
-"""Sinks against servers of the test: sent whole, tried again while a server is away, slow or refuses, nothing lost."""
+"""Sinks against test servers: complete delivery and retries while a server is down, slow or refusing."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ FIGURES = {"event": "figures", "time": 1002.5, "step": 2, "ranks": 2,
                        "gpu.xid_errors": [0, 0, 2, "rank 0", "rank 1"]}}  # fmt: skip
 
 
-class Carried:
+class SinkFixture:
     """A run folder with a pump for one sink."""
 
     def __init__(self, folder: Path, kind: str, **settings: object):
-        self.folder, self.said = folder, []
+        self.folder, self.messages = folder, []
         self.log = EventLog(folder / "events.jsonl")
         self.settings = SinkSection.model_validate({"kind": kind, "timeout": "1s", **settings})
         self.pump: Pump | None = None
 
     def start(self) -> None:
         job = SinkJob(self.settings, self.folder, "run-1", {"optimizer": {"lr": 0.1}, "plan": "tp=2"})
-        self.pump = Pump(self.settings.kind, make_sink, job, self.said.append, pause_s=0.05)
+        self.pump = Pump(self.settings.kind, make_sink, job, self.messages.append, pause_s=0.05)
         self.pump.start()
 
     def write(self, *events: dict[str, object]) -> None:
@@ -67,33 +67,33 @@ def got_steps(server: Recorder) -> list[int]:
     return [event["step"] for body in server.bodies() for event in body["events"]]
 
 
-def test_a_server_that_is_away_refuses_and_is_slow_gets_everything_once_it_is_back(tmp_path):
+def test_events_are_delivered_after_server_was_down_refusing_or_slow(tmp_path):
     server = Recorder()
-    one = Carried(tmp_path, "http", url=server.url)
+    one = SinkFixture(tmp_path, "http", url=server.url)
     one.write(*map(step, range(1, 4)))
     one.start()
-    until(lambda: one.said)
-    assert "cannot be reached" in one.said[0]
+    until(lambda: one.messages)
+    assert "cannot be reached" in one.messages[0]
     with server:
         until(lambda: len(got_steps(server)) == 3)
         server.status = 503
         one.write(*map(step, range(4, 7)))
-        until(lambda: len(one.said) == 3)
-        assert "answered 503" in one.said[2]
+        until(lambda: len(one.messages) == 3)
+        assert "answered 503" in one.messages[2]
         server.status, server.slow_s = 200, 30.0
         asked = server.num_asked
-        until(lambda: server.num_asked > asked)  # it is asked, and given up on after a second
+        until(lambda: server.num_asked > asked)  # it is asked, and the request times out after 1 s
         one.write(*map(step, range(7, 10)))
         server.slow_s = 0.0
         until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size)
         assert one.end()
     assert sorted(set(got_steps(server))) == [*range(1, 10)]
-    assert one.said[1] == "sink http is back; nothing was lost"
+    assert one.messages[1] == "sink http is back; nothing was lost"
 
 
-def test_what_was_not_sent_at_one_start_is_sent_at_the_next_and_nothing_twice(tmp_path):
+def test_unsent_events_are_sent_at_next_start_without_duplicates(tmp_path):
     server = Recorder()
-    one = Carried(tmp_path, "http", url=server.url)
+    one = SinkFixture(tmp_path, "http", url=server.url)
     with server:
         one.start()
         one.write(step(1))
@@ -101,7 +101,7 @@ def test_what_was_not_sent_at_one_start_is_sent_at_the_next_and_nothing_twice(tm
         assert one.end()
     one.write(step(2))
     one.start()
-    until(lambda: one.said)
+    until(lambda: one.messages)
     assert one.pump is not None
     one.pump.finish()
     one.pump.join(0.3)
@@ -111,8 +111,8 @@ def test_what_was_not_sent_at_one_start_is_sent_at_the_next_and_nothing_twice(tm
         assert got_steps(later) == [2]
 
 
-def test_memory_is_bounded_by_a_batch_however_long_a_server_is_away(tmp_path):
-    one = Carried(tmp_path, "http", url="http://127.0.0.1:9")
+def test_memory_is_bounded_by_one_batch_during_an_outage(tmp_path):
+    one = SinkFixture(tmp_path, "http", url="http://127.0.0.1:9")
     for number in range(1, 20_001):
         one.write(step(number))
     follower, sizes, steps = EventFollower(tmp_path / "events.jsonl"), [], 0
@@ -128,7 +128,7 @@ def test_memory_is_bounded_by_a_batch_however_long_a_server_is_away(tmp_path):
     assert after == (tmp_path / "events.jsonl").stat().st_size
 
 
-def test_a_torn_line_waits_for_its_end(tmp_path):
+def test_torn_line_waits_for_its_end(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event":"step","step":1}\n{"event":"st')
     follower = EventFollower(path)
@@ -140,9 +140,9 @@ def test_a_torn_line_waits_for_its_end(tmp_path):
     assert [event["step"] for event in follower.read()[0]] == [2]
 
 
-def test_prometheus_is_scraped_and_read_by_its_own_parser(tmp_path):
+def test_prometheus_output_is_read_by_its_parser(tmp_path):
     parser = pytest.importorskip("prometheus_client.parser")
-    one = Carried(tmp_path, "prometheus", port=free_port())
+    one = SinkFixture(tmp_path, "prometheus", port=free_port())
     one.write({"event": "failure", "time": 5.0}, {"event": "failure", "time": 6.0}, step(1, loss="nan"), FIGURES)
     one.start()
     until(lambda: one.offset() > 0)
@@ -169,36 +169,36 @@ def test_labels_are_escaped():
     assert 'weft_loss{run="a\\"b\\\\c\\nd"} 2.0' in figures.text()
 
 
-def test_a_port_that_is_taken_is_tried_again(tmp_path):
+def test_port_in_use_is_retried(tmp_path):
     with Recorder() as other:
-        one = Carried(tmp_path, "prometheus", port=other.port)
+        one = SinkFixture(tmp_path, "prometheus", port=other.port)
         one.write(step(1))
         one.start()
-        until(lambda: one.said)
-        assert "cannot be used for listening" in one.said[0]
+        until(lambda: one.messages)
+        assert "cannot be used for listening" in one.messages[0]
     until(lambda: one.offset() > 0)
     assert one.end()
 
 
-def test_a_push_gateway_has_the_newest(tmp_path):
+def test_push_gateway_has_the_newest_values(tmp_path):
     with Recorder() as server:
-        one = Carried(tmp_path, "pushgateway", url=server.url, project="my lab")
+        one = SinkFixture(tmp_path, "pushgateway", url=server.url, project="my lab")
         one.write(step(1), step(2))
         one.start()
         until(lambda: server.got)
         one.write(step(3))
         until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size)
-        assert one.end()  # what came since the last push is pushed at the end
+        assert one.end()  # values since the last push are pushed at the end
     method, path, body, _ = server.got[-1]
     assert (method, path) == ("PUT", "/metrics/job/my%20lab/instance/run-1")
     assert b'weft_step_total{run="run-1"} 3.0' in body
 
 
-def test_otlp_is_what_the_protocol_says(tmp_path):
+def test_otlp_output_matches_the_protocol(tmp_path):
     json_format = pytest.importorskip("google.protobuf.json_format")
     service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
     with Recorder(answer={}) as server:
-        one = Carried(tmp_path, "otlp", url=server.url)
+        one = SinkFixture(tmp_path, "otlp", url=server.url)
         one.write(step(1, loss="nan"), FIGURES, {"event": "note", "time": 1.0})
         one.start()
         until(lambda: server.got)
@@ -217,8 +217,8 @@ def test_otlp_is_what_the_protocol_says(tmp_path):
     assert metrics["weft.gpu.xid_errors"].sum.is_monotonic
 
 
-def test_tensorboard_reads_what_its_sink_writes(tmp_path):
-    one = Carried(tmp_path, "tensorboard")
+def test_tensorboard_reads_the_sinks_output(tmp_path):
+    one = SinkFixture(tmp_path, "tensorboard")
     one.write(step(1), step(2, loss=float("nan")), step(3, loss=1e300), FIGURES)
     one.start()
     until(lambda: one.offset() > 0)
@@ -232,7 +232,7 @@ def test_tensorboard_reads_what_its_sink_writes(tmp_path):
     assert [one.value for one in found.Scalars("gpu.temperature/max")] == [88.0]
 
 
-def test_without_tensorboard_one_sentence_names_its_extra(tmp_path, monkeypatch):
+def test_missing_tensorboard_error_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     job = SinkJob(SinkSection.model_validate({"kind": "tensorboard"}), tmp_path, "run-1", {})
     with pytest.raises(MissingExtra, match=r"sink\.kind=tensorboard needs it\. .*\[tensorboard\]"):
@@ -241,7 +241,7 @@ def test_without_tensorboard_one_sentence_names_its_extra(tmp_path, monkeypatch)
 
 def test_mlflow_gets_one_run_over_all_starts(tmp_path):
     with Recorder(answer={"experiment": {"experiment_id": "7"}, "run": {"info": {"run_id": "abc"}}}) as server:
-        one = Carried(tmp_path, "mlflow", url=server.url)
+        one = SinkFixture(tmp_path, "mlflow", url=server.url)
         one.write(step(1), FIGURES)
         one.start()
         until(lambda: one.offset() > 0)
@@ -265,40 +265,40 @@ def test_mlflow_gets_one_run_over_all_starts(tmp_path):
 def test_secrets_are_used_and_never_written(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("SINK_TOKEN", SECRET)
     with Recorder() as server:
-        one = Carried(tmp_path, "http", url=server.url, token="env:SINK_TOKEN")
+        one = SinkFixture(tmp_path, "http", url=server.url, token="env:SINK_TOKEN")
         one.write(step(1))
-        server.status = 401  # a server that gives back what it was sent
+        server.status = 401  # a server that echoes the request
         one.start()
-        until(lambda: one.said)
-        assert "answered 401" in one.said[0]
-        server.status = 302  # a token goes to no other server
+        until(lambda: one.messages)
+        assert "answered 401" in one.messages[0]
+        server.status = 302  # a token must not be sent to another server
         until(lambda: server.num_asked > 3)
         server.status = 200
         until(lambda: server.got)
         assert one.end()
     assert server.got[0][3]["Authorization"] == f"Bearer {SECRET}"
-    assert SECRET not in " ".join(one.said)
+    assert SECRET not in " ".join(one.messages)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert SECRET not in "".join(capfd.readouterr())
 
 
-def test_secrets_of_files_and_what_is_missing(tmp_path, monkeypatch):
+def test_secrets_from_files_and_missing_secrets(tmp_path, monkeypatch):
     file = tmp_path / "token"
     file.write_text(f"{SECRET}\n")
     assert secret_of(f"file:{file}", "sink http: token") == SECRET
     assert secret_of(None, "x") is None
     monkeypatch.delenv("NO_SUCH", raising=False)
-    for reference, said in (
+    for reference, messages in (
         ("env:NO_SUCH", "sink http: token=env:NO_SUCH: this variable is not set. Set it where `weft train` starts."),
         ("file:/no/such", "sink http: token=file:/no/such: this file cannot be read (No such file or directory). "
                           "Check its path."),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             secret_of(reference, "sink http: token")
-        assert str(caught.value) == said
+        assert str(caught.value) == messages
 
 
-def test_an_address_with_a_secret_is_not_told(monkeypatch):
+def test_error_omits_address_with_a_secret(monkeypatch):
     monkeypatch.setenv("HOOK", f"http://127.0.0.1:9/{SECRET}")
     settings = SinkSection.model_validate({"kind": "http", "url": "env:HOOK", "timeout": "1s"})
     with pytest.raises(SinkTrouble) as caught:
@@ -307,7 +307,7 @@ def test_an_address_with_a_secret_is_not_told(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_a_package_that_is_missing_is_named_with_its_command(kind, tmp_path, monkeypatch):
+def test_missing_package_error_has_its_command(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(MissingExtra) as caught:
         make_sink(SinkJob(SinkSection.model_validate({"kind": kind}), tmp_path, "run", {}))
@@ -318,18 +318,18 @@ def test_a_package_that_is_missing_is_named_with_its_command(kind, tmp_path, mon
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_trackers_take_a_run(kind, tmp_path, monkeypatch):
+def test_trackers_record_a_run(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it looks there when it is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it is read at import
     pytest.importorskip(kind)
-    one = Carried(tmp_path, kind)
+    one = SinkFixture(tmp_path, kind)
     one.write(step(1), step(2), FIGURES)
     one.start()
-    until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size or one.said, 120)
+    until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size or one.messages, 120)
     one.pump.finish()
     one.pump.join(180)
     assert not one.pump.is_alive()
-    assert one.said == []
+    assert one.messages == []
     found = [*tmp_path.rglob("*.wandb"), *tmp_path.rglob("*.db")]
     assert found
     assert b"loss" in b"".join(path.read_bytes() for path in [*found, *tmp_path.rglob("*.db-wal")])

@@ -1,4 +1,4 @@
-"""Who is slow: the same steps of ranks that do the same work, laid side by side."""
+"""Straggler detection: compares the times of ranks that do the same work in the same steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.monitor.test_figures import Board
+from tests.monitor.test_figures import FakeStore
 from weft.monitor.metrics import Collector, PaceWriter, StepFigures
 from weft.monitor.stragglers import StragglerWatch, median_without
 
@@ -17,7 +17,7 @@ STEPS_A_REPORT = 4
 
 
 def watched(watch: StragglerWatch, seconds, num_reports: int, begin: int = 0, values=None, parts=None) -> list[dict]:
-    """What a watch says of reports of four steps each. seconds: (rank, step) -> a rank's own seconds."""
+    """Return the events of a watch for reports of four steps each. `seconds(rank, step)` is a rank's own time."""
     found, number = [], len(watch._ranks)
     for one in range(begin, begin + num_reports):
         steps = range(one * STEPS_A_REPORT + 1, (one + 1) * STEPS_A_REPORT + 1)
@@ -37,7 +37,7 @@ def noise(rank: int, step: int, share: float) -> float:
 
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=3, max_size=30), st.data())
-def test_the_median_of_the_others_is_that_of_a_list_without_one(values, data):
+def test_median_without_equals_median_of_the_remaining_list(values, data):
     ordered = sorted(values)
     one = data.draw(st.sampled_from(ordered))
     rest = list(ordered)
@@ -46,7 +46,7 @@ def test_the_median_of_the_others_is_that_of_a_list_without_one(values, data):
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 1000))
-def test_a_rank_that_has_done_more_steps_picks_a_part_of_what_others_pick(some, more, begin):
+def test_rank_ahead_samples_a_subset_of_the_steps_of_others(some, more, begin):
     some, more = sorted((some, more))
     picked = []
     for number in (some, more):
@@ -60,7 +60,7 @@ def test_a_rank_that_has_done_more_steps_picks_a_part_of_what_others_pick(some, 
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 8, 64])
-def test_the_slow_one_of_equal_ranks_is_named_once_and_taken_back(number):
+def test_slow_rank_is_named_once_and_cleared(number):
     slow = number // 2
     watch = StragglerWatch([0] * number)
     assert watched(watch, lambda rank, step: 0.5 * noise(rank, step, 0.03), 10) == []
@@ -77,8 +77,8 @@ def test_the_slow_one_of_equal_ranks_is_named_once_and_taken_back(number):
 
 @pytest.mark.parametrize("number", [2, 4, 16])
 @pytest.mark.parametrize("share", [0.02, 0.2])
-def test_ranks_that_differ_by_chance_alone_are_not_named(number, share):
-    """Each step scatters by up to a fifth; now and then one takes five times as long, on any rank."""
+def test_random_differences_name_no_rank(number, share):
+    """Each step scatters by up to a fifth. Now and then one takes five times as long, on any rank."""
 
     def seconds(rank, step):
         return 0.3 * noise(rank, step, share) * (5 if random.Random(step * 7 + rank).random() < 0.02 else 1)
@@ -86,13 +86,13 @@ def test_ranks_that_differ_by_chance_alone_are_not_named(number, share):
     assert watched(StragglerWatch([0] * number), seconds, 100) == []
 
 
-def test_steps_of_other_lengths_and_of_other_stages_are_nobodys_fault():
-    """Sequences grow for all ranks at once; the second stage has twice the layers."""
+def test_longer_steps_and_larger_stages_name_no_rank():
+    """Sequences grow for all ranks together. The second stage has twice the layers."""
     watch = StragglerWatch([0, 0, 1, 1])
     assert watched(watch, lambda rank, step: 0.1 * (1 + step / 50) * (2 if rank > 1 else 1), 40) == []
 
 
-def test_a_stage_of_one_rank_is_laid_beside_its_own_past():
+def test_stage_of_one_rank_is_compared_with_its_own_past():
     watch = StragglerWatch([0, 1, 2])
     base = lambda rank, step: 0.1 * (rank + 1) * noise(rank, step, 0.03)  # noqa: E731
     assert watched(watch, base, 12) == []
@@ -101,7 +101,7 @@ def test_a_stage_of_one_rank_is_laid_beside_its_own_past():
     assert "times its usual time" in event["text"]
 
 
-def test_what_is_different_on_the_slow_rank_is_said():
+def test_event_names_the_difference_of_the_slow_rank():
     clock = lambda rank: {"gpu.sm_clock": 1.4e9 if rank == 1 else 2e9, "process.cpu": 1.0}  # noqa: E731
     waits = lambda rank, mean: {"compute": 0.4, "data": mean - 0.4}  # noqa: E731
     (event,) = watched(
@@ -111,18 +111,18 @@ def test_what_is_different_on_the_slow_rank_is_said():
     assert "most of it in data; its GPU's clock is 1.40 GHz, theirs 2.00 GHz (on host0)" in event["text"]
 
 
-def test_damaged_and_missing_reports_are_passed_over():
+def test_damaged_and_missing_reports_are_ignored():
     watch = StragglerWatch([0, 0, 0])
     for report in ({}, {"pace": 3}, {"pace": {"steps": {"x": 1, "4": "y"}, "parts": []}}, {"pace": {"steps": None}}):
         assert watch.observe([report, {}, report]) == []
     assert watch.lag(0) is None
 
 
-def test_a_collector_tells_its_pace_between_its_reports_and_names_who_is_slow():
-    board, slow, told = Board(2), [], []
+def test_collector_reports_pace_between_figures_and_names_slow_rank():
+    board, slow, events = FakeStore(2), [], []
     ranks = [
         Collector("host", board.of(rank), 60.0, clock=lambda: 0.0, on_slow=slow.append if rank == 0 else None,
-                  publish=told.append if rank == 0 else None)
+                  publish=events.append if rank == 0 else None)
         for rank in range(2)
     ]  # fmt: skip
     for turn in range(6):
@@ -131,6 +131,6 @@ def test_a_collector_tells_its_pace_between_its_reports_and_names_who_is_slow():
                 own = {"compute": 0.5 if rank else 0.4, "data": 0.01}
                 ranks[rank].put(StepFigures(step, {"total": 0.6}, busy_s=0.5, own=own))
             ranks[rank].send_report(pace_only=True)
-    assert told == []  # figures come every minute
+    assert events == []  # figures are sent every minute
     (event,) = slow
     assert (event["rank"], event["part"], event["state"]) == (1, "compute", "fired")

@@ -1,4 +1,4 @@
-"""Text for terminals: wrapped at words, and a waiting line that leaves nothing behind."""
+"""Text for terminals: wrapped between words, and a wait message that is erased."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.monitor.terminal import busy, print_wrapped, wrapped
 LINE = "time    1500 steps in 4.7 s on 2 ranks: compute 50%, host 28%, communication over dp_replicate 9%"
 
 
-def test_lines_break_between_words_and_go_on_under_their_text():
+def test_lines_wrap_between_words_with_hanging_indent():
     assert wrapped(LINE, 79).splitlines() == [
         "time    1500 steps in 4.7 s on 2 ranks: compute 50%, host 28%, communication",
         "        over dp_replicate 9%",
@@ -23,7 +23,7 @@ def test_lines_break_between_words_and_go_on_under_their_text():
 
 
 @pytest.mark.parametrize("width", [20, 40, 79, 200])
-def test_no_word_is_ever_broken(width):
+def test_words_are_never_broken(width):
     text = f"folder  {'/a/long/path' * 20}: events.jsonl\n        {LINE}"
     shown = wrapped(text, width)
     assert shown.split() == text.split()
@@ -31,7 +31,7 @@ def test_no_word_is_ever_broken(width):
     assert max(map(len, shown.splitlines())) <= max(width, words + 8)
 
 
-def test_a_file_gets_lines_as_they_are():
+def test_files_get_unwrapped_lines():
     stream = io.StringIO()
     print_wrapped(stream, [LINE, "next"])
     assert stream.getvalue() == f"{LINE}\nnext\n"
@@ -42,7 +42,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_a_waiting_line_is_gone_afterwards(monkeypatch):
+def test_wait_message_is_erased(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(terminal_module, "_PATIENCE_S", 0.0)
@@ -57,7 +57,7 @@ def test_a_waiting_line_is_gone_afterwards(monkeypatch):
     assert file.getvalue() == ""
 
 
-def test_a_short_wait_shows_nothing(monkeypatch):
+def test_short_wait_shows_nothing(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     screen = Screen()

@@ -1,4 +1,4 @@
-"""Seconds are counted once, under the kind they belong to, and said in words that fit them."""
+"""TimeBook: each second is counted once, under one kind, and reported in readable lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = [
 
 
 class Ticks:
-    """A clock that is told the time."""
+    """A settable clock."""
 
     now = 0.0
 
@@ -28,7 +28,7 @@ class Ticks:
 
 
 class Spent(dict):
-    """Seconds by axis so far, as communication is told to a meter."""
+    """Seconds of communication by axis, in a meter's form."""
 
     def mark(self):
         return dict(self)
@@ -37,7 +37,7 @@ class Spent(dict):
         return {axis: seconds - start[axis] for axis, seconds in end.items()}
 
 
-def test_a_phase_and_the_communication_in_it_are_counted_once():
+def test_phase_and_its_communication_are_counted_once():
     clock, spent = Ticks(), Spent({"tp": 0.0, "pp": 0.0})
     meter, book = Meter(clock=clock, communication=spent), TimeBook()
     for phase, seconds, axis, inside in (
@@ -59,7 +59,7 @@ def test_a_phase_and_the_communication_in_it_are_counted_once():
     assert book.num_steps == 1
 
 
-def test_waiting_for_data_counts_as_far_as_the_device_waited_too():
+def test_data_wait_counts_only_while_the_device_waits_too():
     clock = Ticks()
     meter, book = Meter(clock=clock), TimeBook()
     for gap, waited in ((0.0, 3.0), (0.5, 4.0), (5.0, 1.0)):
@@ -70,7 +70,7 @@ def test_waiting_for_data_counts_as_far_as_the_device_waited_too():
     assert book.seconds()["data"] == 3.0 + 0.5 + 1.0
 
 
-def test_what_no_kind_has_is_the_hosts():
+def test_remaining_time_counts_as_host():
     book = TimeBook()
     book.start()
     with book.spend("checkpoint"):
@@ -80,7 +80,7 @@ def test_what_no_kind_has_is_the_hosts():
     assert found["host"] + found["checkpoint"] == pytest.approx(found["total"])
 
 
-def test_the_report_in_words():
+def test_report_lines():
     slow = [{kind: 10 * seconds for kind, seconds in one.items()} for one in RANKS]
     assert time_lines(slow, 5) == [
         "time    5 steps in 100.0 s on 2 ranks: compute 70%, bubble (waiting for other stages) 12%, "
@@ -92,12 +92,12 @@ def test_the_report_in_words():
     assert time_lines(RANKS[:1], 5)[0].startswith("time    5 steps in 10.0 s: compute 60%")
 
 
-def test_a_short_run_gets_no_advice_and_even_ranks_no_slowest():
+def test_short_run_has_no_advice_and_equal_ranks_no_slowest():
     even = [{"compute": 4.0 + rank / 100, "stages": 1.0, "data": 1.0, "total": 6.0} for rank in (0, 1)]
     assert len(time_lines(even, 5)) == 1
 
 
-def test_joined_axes_are_told_without_those_of_one_rank():
+def test_joined_axes_omit_axes_of_size_one():
     ranks = [{"compute": 1.0, "over dp_replicate*dp_shard": 1.0, "total": 2.0}]
     sizes = {"dp_replicate": 2, "dp_shard": 1}
     assert "communication over dp_replicate 50%" in time_lines(ranks, 5, sizes)[0]
@@ -105,14 +105,14 @@ def test_joined_axes_are_told_without_those_of_one_rank():
     assert "communication over dp_replicate 1.0 s" in draw_times(ranks, 5, sizes)
 
 
-def test_axes_that_read_alike_are_told_once():
+def test_axes_with_equal_names_are_reported_once():
     ranks = [{"compute": 1.0, "over tp": 0.5, "over dp_shard*tp": 0.5, "total": 2.0}]
     sizes = {"dp_shard": 1, "tp": 2}
     assert time_lines(ranks, 5, sizes)[0].count("communication over tp 50%") == 1
     assert draw_times(ranks, 5, sizes).count("communication over tp 1.0 s") == 1  # in the legend
 
 
-def test_the_report_as_a_picture():
+def test_report_as_svg():
     picture = ElementTree.fromstring(draw_times(RANKS * 100, 5))
     titles = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
     assert titles[0] == "rank 0: compute 6.00 s, 60.0%"
@@ -124,7 +124,7 @@ def test_the_report_as_a_picture():
     assert len({title.split(":")[0] for title in titles}) == 64
 
 
-def test_a_trace_has_a_line_for_each_track():
+def test_trace_has_a_line_for_each_track():
     events = json.loads(chrome_trace([("a", "rank 0", [("F0.0", 0.0, 0.5)]), ("b", "rank 0", [])]))["traceEvents"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["a", "rank 0", "b", "rank 0"]
     assert [event for event in events if event["ph"] == "X"] == [
@@ -132,7 +132,7 @@ def test_a_trace_has_a_line_for_each_track():
     ]
 
 
-def test_a_typical_step_is_not_the_first():
+def test_typical_step_excludes_the_first():
     book = TimeBook()
     for seconds in (9.0, 2.0, 4.0):
         clock = Ticks()

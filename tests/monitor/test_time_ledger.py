@@ -1,4 +1,4 @@
-"""The ledger of a run: every second has one cause, over failures, holds and stops; and what it cost."""
+"""TimeLedger: every second of a run has one cause, over failures, pauses and stops; and the run's price."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def step(time: float, number: int, total: float = 1.0, data: float = 0.0, **more
     return {"event": "step", "time": time, "step": number, "seconds": {"total": total, "data": data}, **more}
 
 
-def told(events):
+def ledger_seconds(events):
     ledger = TimeLedger().feed_all(events)
     return {cause: round(seconds, 6) for cause, seconds in ledger.seconds().items() if seconds}, ledger
 
 
-def test_a_start_its_compilation_data_evaluation_and_saves():
+def test_start_compilation_data_evaluation_and_saves_are_separated():
     events = [
         {"event": "start", "time": 0.0, "step": 0, **WORLD},
         step(15.0, 1, total=9.0),
@@ -34,7 +34,7 @@ def test_a_start_its_compilation_data_evaluation_and_saves():
         step(23.0, 5),
         {"event": "end", "time": 23.5, "reason": "finished"},
     ]
-    found, ledger = told(events)
+    found, ledger = ledger_seconds(events)
     assert found == {
         "productive": 4.75,
         "start": 6.0,
@@ -48,16 +48,16 @@ def test_a_start_its_compilation_data_evaluation_and_saves():
     assert ledger.share == pytest.approx(4.75 / 23.5)
 
 
-def test_without_compilation_the_slow_first_step_belongs_to_the_start():
+def test_slow_first_step_without_compilation_counts_as_start():
     events = [
         {"event": "start", "time": 0.0, "step": 0},
         step(5.0, 1, 4.0),
         *(step(5.0 + n, 1 + n) for n in range(1, 6)),
     ]
-    assert told(events)[0] == {"productive": 6.0, "start": 4.0}
+    assert ledger_seconds(events)[0] == {"productive": 6.0, "start": 4.0}
 
 
-def test_a_failure_costs_the_steps_done_again_and_the_time_away():
+def test_failure_costs_repeated_steps_and_restart():
     events = [
         {"event": "start", "time": 0.0, "step": 0, **WORLD},
         *(step(float(n), n) for n in range(1, 8)),
@@ -66,13 +66,13 @@ def test_a_failure_costs_the_steps_done_again_and_the_time_away():
         {"event": "start", "time": 14.0, "step": 4, "world_size": 2},
         *(step(10.0 + n, n) for n in range(5, 9)),
     ]
-    found, ledger = told(events)
+    found, ledger = ledger_seconds(events)
     assert found == {"productive": 8.0, "lost work": 3.0, "restart": 7.0}
     assert (ledger.failures, ledger.starts) == (1, 2)
     assert ledger.device_s == 14 * 4 + 4 * 2
 
 
-def test_a_hold_is_no_failure_and_the_night_after_a_stop_is_nothing():
+def test_pause_is_no_failure_and_time_after_a_stop_is_not_counted():
     events = [
         {"event": "start", "time": 0.0, "step": 0},
         step(1.0, 1),
@@ -87,17 +87,17 @@ def test_a_hold_is_no_failure_and_the_night_after_a_stop_is_nothing():
         {"event": "start", "time": 90_000.0, "step": 2},
         step(90_001.0, 3),
     ]
-    found, ledger = told(events)
+    found, ledger = ledger_seconds(events)
     assert found == {"productive": 3.0, "held": 97.5, "restart": 4.0, "other": 1.5}
     assert (ledger.failures, ledger.wall_s) == (0, 106.0)
 
 
-def test_a_step_without_an_update_is_lost():
+def test_step_without_update_is_lost_work():
     events = [{"event": "start", "time": 0.0, "step": 0}, step(1.0, 1), step(2.0, 2, skipped="nan")]
-    assert told(events)[0] == {"productive": 1.0, "lost work": 1.0}
+    assert ledger_seconds(events)[0] == {"productive": 1.0, "lost work": 1.0}
 
 
-def test_looking_where_a_step_went_wrong_has_a_cause_of_its_own():
+def test_tracing_of_a_bad_step_has_its_own_cause():
     events = [
         {"event": "start", "time": 0.0, "step": 0},
         step(1.0, 1),
@@ -105,7 +105,7 @@ def test_looking_where_a_step_went_wrong_has_a_cause_of_its_own():
         {"event": "trace", "time": 5.0, "step": 2},
         step(6.0, 3),
     ]
-    assert told(events)[0] == {"productive": 2.0, "lost work": 1.0, "tracing": 3.0}
+    assert ledger_seconds(events)[0] == {"productive": 2.0, "lost work": 1.0, "tracing": 3.0}
 
 
 _TIMES = st.one_of(st.floats(0, 1e6), st.floats(), st.none(), st.sampled_from(["nan", "x", ""]))
@@ -128,19 +128,19 @@ _EVENTS = st.fixed_dictionaries(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(_EVENTS, max_size=25))
-def test_any_events_leave_an_account_that_adds_up(events):
+def test_ledger_of_any_events_adds_up_to_wall_time(events):
     ledger = TimeLedger().feed_all(events)
     seconds = ledger.seconds()
     assert sum(seconds.values()) == pytest.approx(ledger.wall_s, rel=1e-6, abs=1e-3)
 
 
 @pytest.mark.parametrize("text, an_hour", [("2.5usd/h", 2.5), ("$60/d", 2.5), (".5EUR / min", 30.0), ("2.5€/h", 2.5)])
-def test_prices_as_people_write_them(text, an_hour):
+def test_prices_are_parsed(text, an_hour):
     assert Price.parse(text).of(3600.0) == pytest.approx(an_hour)
 
 
 @pytest.mark.parametrize("text", ["", "2.5", "usd/h", "2.5usd", "-1usd/h", "2.5usd/week", "1e3usd/h"])
-def test_what_is_no_price_is_said(text):
-    with pytest.raises(ConfigError, match="a price is a number, a currency and a time") as told:
+def test_invalid_price_is_reported(text):
+    with pytest.raises(ConfigError, match="a price is a number, a currency and a time") as ledger_seconds:
         Price.parse(text)
-    assert "Use such as 2.5usd/h." in str(told.value)
+    assert "Use such as 2.5usd/h." in str(ledger_seconds.value)

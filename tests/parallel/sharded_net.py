@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.whole_state import capture, restore
+from tests.full_state import capture, restore
 from weft.comm.autograd import copy_to, gather_from, gather_slice, scatter_sum, slice_to, sum_over
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import Axis, Mesh, build_mesh

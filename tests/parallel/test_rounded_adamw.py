@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.full_state import capture
 from tests.parallel.loops import laid_out, mlp, rows, weights
-from tests.whole_state import capture
 from weft.checkpoint.read import Part
 from weft.config.sections import OptimizerSection
 from weft.optim.build import build_optimizer

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.whole_state import capture, restore
+from tests.full_state import capture, restore
 from weft.comm.autograd import copy_to, sum_over
 from weft.comm.mesh import Axis, build_mesh
 from weft.comm.rank_positions import ENDS

@@ -23,7 +23,7 @@ REMOVED = ("length in full",)
 REFUSED = {
     "condition for each token": r"blocks\.0 \(Block\) calls `mul`",
     "condition kept by the block": r"blocks\.0 \(Block\) reads a tensor made outside the block",
-    "part used outside": "reads a parameter of a block outside it",
+    "part used outside": "is called outside its block",
     "hidden states kept": "Net reads a value for each token that a block keeps",
     "aux of all": r"blocks\.0 \(AuxBlock\) calls `mean`",
     "aux for each token": "Net reads a value for each token that a block keeps",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.whole_state import capture, restore
+from tests.full_state import capture, restore
 from weft.comm.mesh import Mesh, build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.choice import gate_runs, product
+from tests.full_state import capture, restore
 from tests.memory.links import LateLink
 from tests.parity.cases import ImageCase, TreeCase, cases
 from tests.parity.plans import train_quietly
-from tests.whole_state import capture, restore
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.memory import offload

@@ -1,4 +1,4 @@
-"""The source of `weft` as syntax trees, for tests about its structure and language."""
+"""Syntax trees of `weft`'s source, for tests about its structure and language."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "weft"
 
 @cache
 def modules() -> Mapping[str, ast.Module]:
-    """Return the tree of every module by its dotted name; a package has the tree of its `__init__`."""
+    """Return the tree of every module by its dotted name. A package has the tree of its `__init__`."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
@@ -29,7 +29,7 @@ def packages() -> frozenset[str]:
 
 @cache
 def imported(module: str) -> list[tuple[str, str]]:
-    """Return (source, name) of each `from weft... import` in a module, those inside functions too."""
+    """Return (source, name) of each `from weft... import` in a module, including those in functions."""
     return [
         (node.module, alias.name)
         for node in ast.walk(modules()[module])
@@ -50,7 +50,10 @@ def lazy_names(package: str) -> Mapping[str, str]:
 
 
 def home(source: str, name: str) -> str:
-    """Return the module that `from source import name` reads: for a public package name, the module behind it."""
+    """Return the module that `from source import name` reads.
+
+    For a public package name, it is the module that defines it.
+    """
     if f"{source}.{name}" in modules():
         return f"{source}.{name}"
     return lazy_names(source).get(name, source) if source in packages() else source
@@ -58,7 +61,7 @@ def home(source: str, name: str) -> str:
 
 @cache
 def public_names() -> frozenset[tuple[str, str]]:
-    """Return (module, name) of what modules of other packages import, and of the public names of packages."""
+    """Return (module, name) of names that other packages import, and of packages' public names."""
     found = {(home(package, name), name) for package in packages() for name in lazy_names(package)}
     for module in modules():
         for source, name in imported(module):

@@ -1,4 +1,4 @@
-"""Documentation that cannot rot: generated pages are current, links lead somewhere, and code blocks run."""
+"""Documentation is current: generated pages, links and commands in code blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 @pytest.mark.parametrize("name", ["rules.md", "settings.md"])
 def test_generated_pages_are_current(name):
     written = (ROOT / "docs" / "reference" / name).read_text()
-    # In a process of its own: tests beside this one register wires, which pages list.
+    # In a separate process: other tests of this one register wire formats, which pages list.
     code = f"import runpy; print(runpy.run_path('docs/generate.py')['PAGES'][{name!r}](), end='')"
     made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert written == made.stdout, "run: python docs/generate.py"
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     broken = [
         f"{page.relative_to(ROOT)}: {link}"
         for page in PAGES
@@ -34,7 +34,7 @@ def test_links_lead_somewhere():
 
 
 def weft_commands() -> list[str]:
-    """Every `weft train|config|data|...` line in a fenced block, comments cut off."""
+    """Return every `weft train` and `weft config show` line of the fenced blocks, without comments."""
     found = []
     for page in PAGES:
         for block in re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), re.M | re.S):
@@ -45,7 +45,7 @@ def weft_commands() -> list[str]:
 
 @pytest.mark.parametrize("command", weft_commands())
 def test_commands_in_the_docs_are_accepted(command, monkeypatch):
-    """Files and settings that the documentation shows exist."""
+    """Files and settings in the documentation exist."""
     from weft.cli.console import split_words
     from weft.config.files import load_config
 

@@ -1,8 +1,8 @@
-"""What a door names, or the docs import, says what it does: docstrings of public names have one form.
+"""Docstrings of public names, and of names that the docs import, have one form.
 
-A function begins with a verb, a property or class with what it is; what a function raises itself is named. What takes
-or gives flat buffers says its dtype and shape. In the public API, errors stand in `Raises:`, and more than two
-parameters in `Args:`.
+A function begins with a verb, a property or class with a noun. Errors that a function itself raises are named. Flat
+buffers have a dtype and a shape. In the public API, errors are listed in `Raises:`, and more than two parameters in
+`Args:`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.repo.source import SOURCE, home, lazy_names, modules, packages, publi
 DOCS = SOURCE.parents[1] / "docs"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 PROPERTIES = frozenset({"property", "cached_property"})
-#: Of definitions that another one of the same name has the docstring of.
+#: Decorators of definitions whose docstring is at another definition of the same name.
 SECOND = frozenset({"overload", "setter"})
 SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
 FLAT = frozenset({"flat", "flats", "bucket", "buckets"})
@@ -42,7 +42,7 @@ class Item:
 
 @cache
 def errors() -> frozenset[str]:
-    """Names of Weft's error classes, and of the two of Python that its functions raise for wrong values."""
+    """Return the names of Weft's error classes, and of Python's two for wrong values."""
     bases = {
         node.name: {getattr(base, "id", "") for base in node.bases}
         for tree in modules().values()
@@ -61,7 +61,7 @@ def classes() -> dict[str, ast.ClassDef]:
 
 
 def definition(source: str, name: str) -> tuple[str, Function | ast.ClassDef] | None:
-    """(module, node) of a name that can be imported from `source`; None for values and modules."""
+    """Return (module, node) of a name that can be imported from `source`, or None for values and modules."""
     module = home(source, name)
     for node in modules().get(module, ast.Module([], [])).body:
         if isinstance(node, Function | ast.ClassDef) and node.name == name and not _decorators(node) & SECOND:
@@ -70,7 +70,7 @@ def definition(source: str, name: str) -> tuple[str, Function | ast.ClassDef] | 
 
 
 def items(names: Iterable[tuple[str, str]]) -> Iterator[Item]:
-    """The public functions and classes of (module, name), with the classes' public methods."""
+    """Yield the public functions and classes of (module, name), with the classes' public methods."""
     for source, name in names:
         found = definition(source, name)
         if found is None:
@@ -130,7 +130,7 @@ def _parameters(node: Function, bound: bool) -> tuple[str, ...]:
 
 
 def section(text: str, title: str) -> str:
-    """The lines of a section of a docstring, without its title."""
+    """Return the lines of a section of a docstring, without its title."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():
@@ -144,13 +144,13 @@ def section(text: str, title: str) -> str:
 
 
 def named_in(text: str) -> set[str]:
-    """The names before the colons of a section; `x, y: ...` names two."""
+    """Return the names before the colons of a section; `x, y: ...` names two."""
     heads = re.findall(r"^ {4}((?:\*{0,2}\w+(?:, )?)+):", text, re.MULTILINE)
     return {name.strip(" *") for head in heads for name in head.split(",")}
 
 
 def raised(node: Function) -> set[str]:
-    """Error classes that a function raises itself, not in functions inside it."""
+    """Return the error classes that a function itself raises, without errors of inner functions."""
     found: set[str] = set()
     ahead: list[ast.AST] = list(node.body)
     while ahead:
@@ -164,8 +164,8 @@ def raised(node: Function) -> set[str]:
     return found & errors()
 
 
-def offences(item: Item, is_api: bool = True) -> Iterator[str]:
-    """What is wrong, for each rule that the item's docstring breaks. Internal names need no sections."""
+def violations(item: Item, is_api: bool = True) -> Iterator[str]:
+    """Yield a message for each rule that the docstring breaks. Internal names need no sections."""
     if not item.text:
         if not item.inherits:
             yield "has no docstring"
@@ -213,14 +213,14 @@ def _of_raises(item: Item, is_api: bool) -> Iterator[str]:
 
 
 def _is_flat(node: Function) -> bool:
-    """Whether a tensor parameter is named as a flat buffer, or a tensor is returned that the docstring calls flat."""
+    """Return whether a tensor parameter is named as a flat buffer, or the docstring calls a returned tensor flat."""
     every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     takes = {argument.arg for argument in every if argument.annotation and "Tensor" in ast.unparse(argument.annotation)}
     gives = node.returns is not None and "Tensor" in ast.unparse(node.returns)
     return bool(takes & FLAT) or (gives and bool(re.search(r"\bflat\b", ast.get_docstring(node) or "")))
 
 
-#: Verbs that functions begin with, in the imperative. A new one is added here.
+#: Verbs that functions may begin with, in the imperative. Add new ones here.
 VERBS = frozenset(
     """
     account add answer append apply ask attend begin bring build call carry change check choose clip close
@@ -235,20 +235,20 @@ VERBS = frozenset(
 
 
 @pytest.mark.parametrize("package", sorted(packages() - {"weft"}))
-def test_names_that_other_packages_import_have_docstrings_of_one_form(package):
+def test_public_names_have_docstrings_of_one_form(package):
     names = sorted(pair for pair in public_names() if pair[0].rpartition(".")[0] == package)
     api = {(home(of, name), name) for of in packages() for name in lazy_names(of)}
     assert not [
-        f"{item.name} {what}" for pair in names for item in items([pair]) for what in offences(item, pair in api)
+        f"{item.name} {what}" for pair in names for item in items([pair]) for what in violations(item, pair in api)
     ]
 
 
-def test_what_the_docs_import_has_them_too():
+def test_names_that_the_docs_import_have_docstrings_of_one_form():
     text = "".join(path.read_text() for path in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"])
     found = re.findall(r"^ *from (weft[\w.]*) import (?:\(\s*([^)]*)\)|(.*))$", text, re.MULTILINE)
     names = [(source, name.strip()) for source, *lists in found for name in ",".join(lists).split(",") if name.strip()]
     assert ("weft.train", "Task") in names
-    assert not [f"{item.name} {what}" for item in items(names) for what in offences(item)]
+    assert not [f"{item.name} {what}" for item in items(names) for what in violations(item)]
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,8 @@ def test_what_the_docs_import_has_them_too():
         ("def f(a, b, *, c=1):\n '''Add.\n\n Args:\n     a: one.\n     b, c: more.\n '''\n", None),
     ],
 )
-def test_an_offence_is_found(code, expected):
+def test_violation_is_found(code, expected):
     node = ast.parse(code).body[0]
     assert isinstance(node, ast.FunctionDef)
-    found = list(offences(_function("f", node, bound=False)))
+    found = list(violations(_function("f", node, bound=False)))
     assert any(expected in what for what in found) if expected else not found

@@ -15,7 +15,7 @@ QUOTED = re.findall(r"^### `(.+)`$", PAGE, re.M)
 
 @pytest.fixture(scope="module")
 def messages() -> list[str]:
-    """Every text of the sources, with '...' for what an f-string puts in."""
+    """Return every string of the sources, with '...' for the values of f-strings."""
     found: list[str] = []
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -26,15 +26,15 @@ def messages() -> list[str]:
     return found
 
 
-def test_there_are_twenty():
+def test_faq_has_at_least_twenty_messages():
     assert len(QUOTED) == len(set(QUOTED)) >= 20
 
 
 @pytest.mark.parametrize("text", QUOTED)
-def test_a_quoted_message_is_one_of_the_sources(text, messages):
+def test_quoted_message_is_in_the_sources(text, messages):
     parts = text.split("...")
     pattern = re.compile(".*?".join(map(re.escape, parts)), re.S)
     near = [
         message for message in messages if all(part in message for part in parts)
-    ]  # the pattern alone takes seconds
+    ]  # the pattern without this filter takes seconds
     assert any(pattern.search(message) for message in near), f"docs/faq.md quotes what no source says: {text}"

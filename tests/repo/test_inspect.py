@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "weft"
 ROOM = SOURCE / "models" / "inspect"
 FILES = sorted(ROOM.rglob("*.py"))
-#: What changes a module. Hooks and a forward of its own are put on for one run, and taken away in the same function.
+#: Changes of a module. Hooks and a replaced forward are set for one run, and removed in the same function.
 CHANGES = re.compile(
     r"__class__\s*=|setattr\(|delattr\(|\._modules\[[^\]]*\]\s*=|\._parameters\[[^\]]*\]\s*=|register_(?:parameter|buffer|module)\("
     r"|(?<!self)\.forward\s*=|\.(?:eval|train)\(|__dict__\.|\.data\s*=|requires_grad_?\s*[=(]\s*(?:True|False)|register_\w*hook\("
@@ -24,13 +24,13 @@ EXCEPTIONS = {
 }
 
 
-def test_it_changes_no_model():
+def test_inspect_changes_no_model():
     for path in FILES:
         found = CHANGES.findall(path.read_text())
         assert bool(found) == (path.name in EXCEPTIONS), f"{path.name}: {found}"
 
 
-def test_hooks_are_taken_away_again():
+def test_hooks_are_removed():
     for path in FILES:
         text = path.read_text()
         if re.search(r"register_\w*hook\(", text):
@@ -38,7 +38,7 @@ def test_hooks_are_taken_away_again():
             assert ".remove()" in text, path.name
 
 
-def test_classes_are_replaced_in_one_place():
+def test_only_one_module_replaces_classes():
     found = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
@@ -49,7 +49,7 @@ def test_classes_are_replaced_in_one_place():
     assert found == {"models/inspect/blocks.py"}
 
 
-def test_one_room_says_how_transformers_calls_the_numbers_of_a_config():
+def test_only_two_modules_use_transformers_config_names():
     names = ("num_hidden_layers", "num_key_value_heads", "n_routed_experts", "max_position_embeddings")
     knowing = {
         path.relative_to(SOURCE).as_posix()

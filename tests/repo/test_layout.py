@@ -1,4 +1,4 @@
-"""Layout of the source: two levels of packages, no import cycles, one meaning per class name."""
+"""Layout of the source: two levels of packages, no import cycles, one definition per class name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_packages_have_at_most_two_levels():
     assert not [name for name in packages() if name.count(".") > MAX_LEVELS]
 
 
-def test_packages_are_not_crowded():
+def test_packages_have_a_bounded_number_of_entries():
     counts = {}
     for package in packages():
         folder = SOURCE.parent.joinpath(*package.split("."))
@@ -34,13 +34,13 @@ def test_modules_import_without_cycles():
     assert not list(cycle_in(graph)), "type imports count too"
 
 
-def test_a_cycle_is_found():
+def test_cycle_is_found():
     assert list(cycle_in({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()})) == ["a", "c", "b", "a"]
     assert not list(cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}))
     assert issubclass(CycleError, ValueError)
 
 
-def test_a_class_name_has_one_definition():
+def test_class_name_has_one_definition():
     found = defaultdict(set)
     for module, tree in modules().items():
         for node in tree.body:
@@ -50,7 +50,7 @@ def test_a_class_name_has_one_definition():
 
 
 def test_modules_import_names_from_the_module_that_defines_them():
-    """Only users import through packages: inside Weft each import names the module that it reads."""
+    """Only users import through packages. Within Weft each import names the defining module."""
     indirect = [
         f"{module}: from {source} import {name}"
         for module in modules()

@@ -1,6 +1,6 @@
-"""Private names of torch: in one file of each floor and nowhere else, and all of them where they were read.
+"""Private names of torch: used in one file of each layer only, and all of them exist in this torch.
 
-Where a new release of torch fails the second test, its message names what moved and the file to mend.
+If a new release of torch fails the second test, its message names the moved names and the file to change.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ HOME = "private_torch.py"
 ALLOWED = frozenset(
     {
         *("_exit", "_current_frames"),  # os, sys
-        "ReadableBuffer",  # of _typeshed, which type checkers alone have
+        "ReadableBuffer",  # of _typeshed, which only type checkers have
         *("_replace", "_fields"),  # named tuples
         *("_live_render", "_shape"),  # rich
         "_attn_implementation_internal",  # transformers
-        *("Store", "PrefixStore", "TCPStore"),  # public in torch.distributed, which exports them to no type checker
-        "_getitem",  # a method of a class of Weft that another one extends
+        *("Store", "PrefixStore", "TCPStore"),  # public in torch.distributed, but not exported to type checkers
+        "_getitem",  # a method of one of Weft's classes that another one extends
     }
 )
-#: Made of private names through and through: what stands in for a GPU, and what asks dynamo what it did.
+#: Files that consist of private names: the GPU simulator, and checks of dynamo.
 LEFT_OUT = ("verify/oracles.py",)
 
-#: By dotted name: the parameters that Weft passes; None where there is no signature to be read.
+#: By dotted name: the parameters that Weft passes, or None if there is no signature.
 NAMES: dict[str, tuple[str, ...] | None] = {
     "torch.Tensor._backward_hooks": None,
     "torch.Tensor._base": None,
@@ -104,7 +104,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch.utils.checkpoint._VersionWrapper": ("val",),
     "torch.utils.checkpoint._VersionWrapper.get_val": ("self", "allow_cache_entry_mutation"),
 }
-#: By operator: the arguments that Weft passes by their places.
+#: By operator: the arguments that Weft passes by position.
 OPERATORS = {
     "_foreach_copy_": ("self", "src"),
     "_grouped_mm": ("self", "mat2", "offs"),
@@ -134,7 +134,7 @@ SET_IN = {
     "torch.optim.optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     "torch.nn.modules.module": ("_forward_pre_hooks", "_forward_hooks", "_modules"),
 }
-#: Asked for with a way out where a release or a build lacks them.
+#: Names with a fallback for releases or builds that lack them.
 OPTIONAL = {
     "_RECOMPUTE": "selective recompute refuses blocks that change a product in place",
     "_dump_nccl_trace_json": "builds without NCCL",
@@ -147,7 +147,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """Private names that a file defines itself."""
+    """Return the private names that a file itself defines."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -166,7 +166,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def foreign_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Private names of others that a file imports or asks for, with their lines."""
+    """Yield the private names of other modules that a file imports or reads, with their lines."""
     own = own_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] != "weft":
@@ -179,13 +179,16 @@ def foreign_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _is_own(node: ast.Attribute, own: set[str]) -> bool:
-    """Whether the attribute is one that the file defines, or that an object asks of itself; not one of a base."""
+    """Return whether the attribute is defined by the file, or read by an object from itself.
+
+    Attributes of a base do not count.
+    """
     base = node.value
     is_super = isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super"
     return not is_super and (node.attr in own or _is_self(base))
 
 
-def test_private_names_of_torch_are_in_their_files_alone():
+def test_private_names_of_torch_are_only_in_their_files():
     found = [
         f"{path.relative_to(SOURCE)}:{line}: {name}"
         for path in sorted(SOURCE.rglob("*.py"))
@@ -206,7 +209,7 @@ def test_private_names_of_torch_are_in_their_files_alone():
         "def f(module):\n    return module._parameters",
     ],
 )
-def test_a_private_name_is_found(text):
+def test_private_name_is_found(text):
     assert list(foreign_names(ast.parse(text)))
 
 
@@ -216,7 +219,7 @@ def test_own_private_names_are_not_foreign():
 
 
 def resolve(name: str) -> Any:
-    """What a dotted name means: the longest module in it, and attributes from there."""
+    """Return the value of a dotted name: the longest module in it, and attributes from there."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -230,23 +233,23 @@ def resolve(name: str) -> Any:
 
 
 def moved() -> Iterator[str]:
-    """What this torch does not have as Weft reads it."""
-    for name, wanted in NAMES.items():
+    """Yield the names that this torch does not have in the form that Weft uses."""
+    for name, expected in NAMES.items():
         try:
             found = resolve(name)
         except AttributeError as error:
             yield f"{name}: {error}"
             continue
-        if wanted is None:
+        if expected is None:
             continue
-        has = tuple(inspect.signature(found).parameters)[: len(wanted)]
-        if has != wanted:
-            yield f"{name}: takes {has}, and Weft passes {wanted}"
-    for name, wanted in OPERATORS.items():
+        has = tuple(inspect.signature(found).parameters)[: len(expected)]
+        if has != expected:
+            yield f"{name}: takes {has}, and Weft passes {expected}"
+    for name, expected in OPERATORS.items():
         operator = getattr(torch.ops.aten, name, None)
         has = () if operator is None else tuple(one.name for one in operator.default._schema.arguments)
-        if has[: len(wanted)] != wanted:
-            yield f"aten::{name}: takes {has}, and Weft passes {wanted}"
+        if has[: len(expected)] != expected:
+            yield f"aten::{name}: takes {has}, and Weft passes {expected}"
     for module, names in SET_IN.items():
         source = inspect.getsource(importlib.import_module(module))
         yield from (f"{module}: it does not mention {name}" for name in names if name not in source)
@@ -265,7 +268,7 @@ def test_every_private_name_is_checked():
         assert used - ALLOWED <= checked, f"{path.relative_to(SOURCE)}: add them to NAMES"
 
 
-def test_every_private_file_says_what_for():
+def test_every_private_file_documents_its_names():
     for path in sorted(SOURCE.rglob(HOME)):
         tree = ast.parse(path.read_text())
         assert "torch 2." in (ast.get_docstring(tree) or ""), f"{path}: say in which releases it was read"

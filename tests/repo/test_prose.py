@@ -1,4 +1,4 @@
-"""Language of docstrings and comments: counts of phrases that readers have to translate, against falling ceilings.
+"""Language of docstrings and comments: counts of unclear phrases, with ceilings that only fall.
 
 `python tests/repo/test_prose.py PACKAGE` lists the marks of a package.
 """
@@ -19,7 +19,7 @@ _NOUNS = (
     "|says|has|follows"
 )
 _SUBJECTS = "it|they|there|nothing|none|nobody|that|no|one|the|a|an|its|each|all|some|ranks|another"
-#: Phrases by name. docs/contributing/terms.md has the words to write instead.
+#: Phrases by name. docs/contributing/terms.md has the terms to write instead.
 PHRASES = {
     "'What X does' as a noun": rf"\b[Ww]hat (?:{_NOUNS})\b",
     "'where' for 'if' or 'when'": rf"\b[Ww]here (?:{_SUBJECTS})\b",
@@ -55,7 +55,7 @@ CEILINGS: dict[str, float] = {
 
 
 def texts_of(package: str) -> Iterator[tuple[Path, str]]:
-    """Yield the docstrings and comments of a package; "." is the modules at the root."""
+    """Yield the docstrings and comments of a package; "." means the modules at the root."""
     paths = SOURCE.glob("*.py") if package == "." else (SOURCE / package).rglob("*.py")
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in sorted(paths):
@@ -79,7 +79,7 @@ def rate(package: str) -> float:
 
 
 @pytest.mark.parametrize("package", CEILINGS)
-def test_marks_do_not_grow(package):
+def test_marks_do_not_increase(package):
     assert rate(package) <= CEILINGS[package], f"python tests/repo/test_prose.py {package} lists them"
 
 
@@ -87,7 +87,7 @@ def test_every_package_has_a_ceiling():
     assert set(CEILINGS) == {".", *(path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file())}
 
 
-def test_a_mark_is_found():
+def test_mark_is_found():
     assert marks_in("What the ranks say where it is owed") != []
     assert marks_in("Return the sum of a tensor's elements over all ranks of an axis.") == []
 

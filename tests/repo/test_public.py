@@ -1,4 +1,4 @@
-"""What `import weft` promises: few names, loaded at first use, without torch."""
+"""`import weft`: few public names, loaded at first use, without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_importing_weft_loads_nothing_heavy():
     assert in_fresh_python(code) == "[]"
 
 
-def test_what_is_said_needs_no_torch():
+def test_config_classes_need_no_torch():
     code = (
         "import weft, sys\n"
         "weft.Plan.parse('dp_shard=4 tp=2').format(); weft.ModelSpec.named('llama3-8b').num_params\n"
@@ -36,7 +36,7 @@ def test_what_is_said_needs_no_torch():
     assert in_fresh_python(code) == "False"
 
 
-def test_every_public_name_is_there_and_documented():
+def test_every_public_name_exists_and_is_documented():
     text = REFERENCE.read_text()
     for name in weft.__all__:
         assert getattr(weft, name) is not None
@@ -44,7 +44,7 @@ def test_every_public_name_is_there_and_documented():
 
 
 @pytest.mark.parametrize("package", ["weft", "weft.data", "weft.models", "weft.train", "weft.verify"])
-def test_names_loaded_at_first_use_are_all_there(package):
+def test_lazy_names_exist_and_are_cached(package):
     module = importlib.import_module(package)
     for name in module.__all__:
         value = getattr(module, name)

@@ -25,7 +25,7 @@ def test_versions_agree():
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_call_targets_and_programs_that_exist(workflow):
+def test_workflows_call_existing_targets_and_programs(workflow):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for step in steps_of(workflow):
         words = step.get("run", "").split()
@@ -37,11 +37,11 @@ def test_workflows_call_targets_and_programs_that_exist(workflow):
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_may_only_read_unless_a_job_asks_for_more(workflow):
+def test_workflow_permissions_are_read_only_by_default(workflow):
     assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
 
 
-def test_issue_forms_use_labels_that_exist():
+def test_issue_forms_use_existing_labels():
     labels = {label["name"] for label in yaml.safe_load((ROOT / ".github/labels.yml").read_text())}
     forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
     assert len(forms) == 3

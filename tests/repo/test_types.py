@@ -1,4 +1,4 @@
-"""Every file is type-checked. Exceptions name the rule that they leave out, and say why."""
+"""Every file is type-checked. Exceptions name the rule that they ignore, and the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STRICT = ("config", "planner", "comm", "models/inspect", "interop")
 
 
 def ignores() -> list[tuple[str, str]]:
-    """The file and the comment of every exception."""
+    """Return the file and the comment of every exception."""
     return [
         (path.relative_to(SOURCE).as_posix(), line[line.index("#") :].strip())
         for path in sorted(Path(SOURCE).rglob("*.py"))
@@ -21,16 +21,16 @@ def ignores() -> list[tuple[str, str]]:
     ]
 
 
-def test_an_exception_names_its_rule():
+def test_exception_names_its_rule():
     blind = [name for name, comment in ignores() if not re.search(r"pyright: ignore\[\w+(, ?\w+)*\]", comment)]
     assert not blind
 
 
-def test_an_exception_says_why():
+def test_exception_has_a_reason():
     assert not [f"{name}: {comment}" for name, comment in ignores() if comment.endswith("]")]
 
 
-def test_no_file_is_left_out_and_the_strict_rooms_stay_strict():
+def test_no_file_is_excluded_and_strict_packages_stay_strict():
     settings = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["tool"]["pyright"]
     assert settings["include"] == ["src/weft", "tools"]
     assert not {"ignore", "exclude"} & settings.keys()

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from tests.choice import gate_runs
+from tests.full_state import capture
 from tests.parity.cases import LLAMA
-from tests.whole_state import capture
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
 from weft.checkpoint.manifest import commit_text
 from weft.checkpoint.save import save_slices

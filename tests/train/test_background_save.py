@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.whole_state import capture
+from tests.full_state import capture
 from weft.checkpoint.folders import RankGroup
 from weft.checkpoint.load import load_checkpoint, verify_checkpoint
 from weft.checkpoint.safetensors_files import RawArray

@@ -181,7 +181,7 @@ def test_what_cannot_be_exported_is_said_in_a_sentence(home, capsys, words, want
     assert not (home / "out").exists()
 
 
-def test_an_adapter_of_another_base_and_a_lost_base_are_refused(home, tmp_path, capsys, prepares_here):
+def test_an_adapter_of_another_base_and_a_lost_base_are_refused(home, tmp_path, capsys, prepares_locally):
     base, aside = home / "exported", tmp_path / "aside"
     run, out = str(home / "adapter"), str(tmp_path / "out")
     settings = [*TUNED, f"run.dir={home}", f"data.cache_dir={home / 'cache'}", f"data.train={home / 'chats.jsonl'}"]
@@ -220,7 +220,7 @@ def test_an_adapter_of_another_base_and_a_lost_base_are_refused(home, tmp_path, 
         aside.rename(base)
 
 
-def test_a_folder_that_is_not_what_it_says_is_refused_before_the_run(home, tmp_path, capsys, prepares_here):
+def test_a_folder_that_is_not_what_it_says_is_refused_before_the_run(home, tmp_path, capsys, prepares_locally):
     settings = ["train", *TUNED, f"run.dir={tmp_path}", f"data.train={home / 'chats.jsonl'}"]
 
     def said(path: Path | str) -> str:
@@ -298,7 +298,7 @@ def read_here(kind: str, source: Path, work: Path, limit_s: float, remedy: str) 
 
 @pytest.mark.parametrize("is_here", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_pickles_become_safetensors_and_nothing_else_is_loaded(
-    is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_here
+    is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_locally
 ):
     if is_here:
         monkeypatch.setattr("weft.train.weights.foreign_checkpoint.run_confined", read_here)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.data.pictures import class_folder
-from tests.data.record_pictures import as_tars, labelled, write_tar
+from tests.data.image_folders import class_folder
+from tests.data.image_records import as_tars, labelled, write_tar
 from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, DataError, ModelError
 from weft.models.vision import IMAGE_MODELS, build_image_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data import recordings
+from tests.data import audio_clips
 from tests.data.mixed_records import as_tar, mixed
 from tests.train import test_mixed_tasks, test_speech_parity
 from tests.train.speech_folders import save_whisper
@@ -44,9 +44,9 @@ def by_cost(made: RunConfig, **train: Any) -> RunConfig:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("media_by_cost")
     as_tar(found, mixed(40))
-    recordings.sound_folder(found / "folder")
+    audio_clips.sound_folder(found / "folder")
     (found / "said").mkdir()
-    recordings.as_tar(found / "said", recordings.spoken(24), "text")
+    audio_clips.as_tar(found / "said", audio_clips.spoken(24), "text")
     save_whisper(found / "whisper")
     speech = (test_speech_parity.config(case, found) for case in ("speech-tiny", "whisper"))
     for made in (test_mixed_tasks.config(found), *speech):

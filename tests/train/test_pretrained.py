@@ -226,12 +226,12 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
         stored_weights(pickled)
 
 
-def test_settings_of_the_model_beside_its_folder_are_refused(folders, capsys, prepares_here):
+def test_settings_of_the_model_beside_its_folder_are_refused(folders, capsys, prepares_locally):
     assert weft_run(["train", f"model.path={folders['llama']}", "model.dim=64", "tokenizer.kind=bytes"]) == 2
     assert "the folder sets model.dim, tokenizer.kind. Leave them out" in capsys.readouterr().err
 
 
-def test_documents_that_a_model_would_mix_are_refused_before_the_first_step(tmp_path, capsys, prepares_here):
+def test_documents_that_a_model_would_mix_are_refused_before_the_first_step(tmp_path, capsys, prepares_locally):
     folder, words = tmp_path / "mamba", ["data.holdout=0", "launch.ranks=1", "train.steps=1", f"run.dir={tmp_path}"]
     config = transformers.MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2, state_size=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

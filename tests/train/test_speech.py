@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.data.pictures import class_folder
-from tests.data.record_pictures import write_lines
-from tests.data.recordings import as_tar, encoded, sound_folder, spoken, tones
+from tests.data.audio_clips import as_tar, encoded, sound_folder, spoken, tones
+from tests.data.image_folders import class_folder
+from tests.data.image_records import write_lines
 from tests.train.speech_folders import save_whisper
 from weft.cli.app import app
 from weft.config.run_config import RunConfig

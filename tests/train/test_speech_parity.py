@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.data.recordings import as_tar, sound_folder, spoken
+from tests.data.audio_clips import as_tar, sound_folder, spoken
 from tests.train.speech_folders import save_whisper
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan

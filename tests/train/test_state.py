@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.full_state import capture, restore
 from tests.parallel.loops import laid_out, mlp, rows, weights
-from tests.whole_state import capture, restore
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.save import save_checkpoint
 from weft.comm.mesh import build_mesh

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 
-def why_not() -> str:
-    """What is missing here, in a sentence; "" where nothing is."""
+def missing_requirement() -> str:
+    """Return a message about a missing program or package, or ""."""
     if shutil.which("chromium") is None:
         return "there is no chromium here: apt-get install chromium"
     try:
@@ -21,12 +21,12 @@ def why_not() -> str:
     return ""
 
 
-needs_browser = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+needs_browser = pytest.mark.skipif(bool(missing_requirement()), reason=missing_requirement() or "-")
 
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """The browser; its pages fail the test where a script of theirs fails or the policy refuses something."""
+    """Yield a browser. Script errors and policy violations of its pages fail the test."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -38,7 +38,7 @@ def chromium() -> Iterator[Any]:
 
 
 def watched(page: Any) -> list[str]:
-    """Return the list to which the page's errors are added."""
+    """Return a list that collects the page's errors."""
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)

@@ -1,4 +1,4 @@
-"""What strangers may do to `weft watch`: files that block, clients that never finish, guesses, secrets in settings."""
+"""Attacks on `weft watch`: files that block, clients that never finish, password guesses, secrets in settings."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import pytest
 
 pytest.importorskip("starlette", reason="the page needs starlette: pip install starlette uvicorn")
 
-from tests.watch.made_run import MadeRun
+from tests.watch.synthetic_run import SyntheticRun
 from weft.monitor.dashboard import run_index, timed_calls
 from weft.monitor.dashboard import run_index as shelf
 from weft.monitor.dashboard.connections import Connections, GuessLimit
 from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
 from weft.monitor.redact import text_without_secrets, without_secrets
 
-# --- logs that block, and logs that are long ---
+# --- logs that block, and long logs ---
 
 
-def test_a_fifo_a_device_and_a_folder_as_log_hold_up_no_other_run(tmp_path):
-    MadeRun(steps=20, end=1e9).write(tmp_path / "ok")
+def test_fifo_device_or_folder_as_log_does_not_block_other_runs(tmp_path):
+    SyntheticRun(steps=20, end=1e9).write(tmp_path / "ok")
     for name in ("fifo", "folder", "zero", "linked"):
         (tmp_path / name).mkdir()
     os.mkfifo(tmp_path / "fifo" / "events.jsonl")
@@ -44,16 +44,16 @@ def test_a_fifo_a_device_and_a_folder_as_log_hold_up_no_other_run(tmp_path):
     assert found.runs["ok"].step == 20
     for name in ("fifo", "folder", "zero", "linked"):
         assert found.runs[name].state() == ("unreadable", "events.jsonl: it is not a regular file"), name
-    # The true log takes its place.
+    # A valid log replaces it.
     (tmp_path / "fifo" / "events.jsonl").unlink()
-    MadeRun(steps=5, end=1e9).write(tmp_path / "fifo")
+    SyntheticRun(steps=5, end=1e9).write(tmp_path / "fifo")
     found.read_all()
     assert (found.runs["fifo"].step, found.runs["fifo"].state()[0]) == (5, "finished")
 
 
-def test_a_file_system_that_hangs_holds_up_its_own_run_alone(tmp_path, monkeypatch):
+def test_hanging_file_system_blocks_only_its_own_run(tmp_path, monkeypatch):
     for name in ("ok", "hung"):
-        MadeRun(steps=20, end=1e9).write(tmp_path / name)
+        SyntheticRun(steps=20, end=1e9).write(tmp_path / name)
     monkeypatch.setattr(shelf, "_LIMIT_S", 0.3)
     found, answers = RunCatalog(tmp_path), threading.Event()
     hung, fetch = found.runs["hung"], found.runs["hung"].fetch
@@ -64,7 +64,7 @@ def test_a_file_system_that_hangs_holds_up_its_own_run_alone(tmp_path, monkeypat
     began = time.monotonic()
     found.refresh()  # it is not waited for again
     assert time.monotonic() - began < 0.3
-    assert hung.lock.acquire(timeout=1)  # and nobody holds what requests need
+    assert hung.lock.acquire(timeout=1)  # and requests can take the lock
     hung.lock.release()
     answers.set()
     end = time.monotonic() + 20
@@ -74,7 +74,7 @@ def test_a_file_system_that_hangs_holds_up_its_own_run_alone(tmp_path, monkeypat
     assert (hung.step, hung.state()[0]) == (20, "finished")
 
 
-def test_a_late_call_keeps_its_result_and_an_error_is_raised():
+def test_late_call_keeps_its_result_and_errors_are_raised():
     calls, answers = timed_calls.TimedCalls(0.1), threading.Event()
     with pytest.raises(timed_calls.Late):
         calls.call("a", lambda: answers.wait(30) and 7)
@@ -92,8 +92,10 @@ def test_a_late_call_keeps_its_result_and_an_error_is_raised():
     calls.close()
 
 
-def test_of_a_long_log_the_newest_step_comes_first_and_the_end_is_that_of_reading_it_at_once(tmp_path, monkeypatch):
-    made = MadeRun(steps=3000, ranks=4, fails_at=1500, save_every=500, eval_every=200, end=1e9).write(tmp_path / "run")
+def test_long_log_is_read_from_its_end_with_the_same_result(tmp_path, monkeypatch):
+    made = SyntheticRun(steps=3000, ranks=4, fails_at=1500, save_every=500, eval_every=200, end=1e9).write(
+        tmp_path / "run"
+    )
     at_once = RunIndex(made, "run")
     while at_once.refresh():
         pass
@@ -134,7 +136,7 @@ class FakeSocket:
         self.ended = True
 
 
-def test_one_connection_too_many_takes_the_place_of_the_one_that_waits_longest():
+def test_excess_connection_replaces_the_longest_idle_one():
     now = [0.0]
     found = Connections(3, 10.0, lambda: now[0])
     calls = [FakeSocket(number) for number in range(5)]
@@ -148,7 +150,7 @@ def test_one_connection_too_many_takes_the_place_of_the_one_that_waits_longest()
     now[0] = 12.5
     found.end_late()
     assert [call.ended for call in calls] == [False, True, True, False, False]
-    found.waits(0)  # for its next request, or to take its answer
+    found.waits(0)  # for its next request, or to receive its answer
     now[0] = 23.0
     found.end_late()
     assert [call.ended for call in calls] == [True, True, True, True, False]
@@ -157,7 +159,7 @@ def test_one_connection_too_many_takes_the_place_of_the_one_that_waits_longest()
 
 @contextlib.contextmanager
 def served(folder: Path, most: int, deadline_s: float):
-    """The page's server in a thread, with limits of the test's own; gives its port and its connections."""
+    """Run the page's server in a thread, with the test's limits. Yield its port and its connections."""
     import uvicorn
 
     from weft.monitor.dashboard import connections
@@ -186,13 +188,13 @@ UNFINISHED = (
     b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ",
     b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\ntoken=",
     b"",
-    # A complete request, and then the half of one.
+    # A complete request, and then half of one.
     b"GET /login HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT",
 )
 
 
-def test_clients_that_never_finish_are_dropped_and_keep_nobody_out(tmp_path, capfd):
-    MadeRun(steps=20, end=1e9).write(tmp_path / "runs" / "a")
+def test_unfinished_requests_are_dropped_and_block_no_other_client(tmp_path, capfd):
+    SyntheticRun(steps=20, end=1e9).write(tmp_path / "runs" / "a")
     with served(tmp_path / "runs", 8, 1.0) as (port, open_ones), contextlib.ExitStack() as held:
         calls = [held.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(40)]
         for number, call in enumerate(calls):
@@ -201,15 +203,15 @@ def test_clients_that_never_finish_are_dropped_and_keep_nobody_out(tmp_path, cap
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/runs", timeout=30) as answer:
             assert json.load(answer)["runs"][0]["step"] == 20
         assert len(open_ones) <= 8
-        for call in calls:  # each is ended: by one more connection, or by its deadline
+        for call in calls:  # each is closed: by another connection, or by its deadline
             with contextlib.suppress(ConnectionError):
                 while call.recv(4096):
                     pass
     assert not capfd.readouterr().err
 
 
-def test_a_client_that_takes_no_answer_is_dropped_and_a_page_that_listens_is_not(tmp_path):
-    MadeRun(steps=4000, end=1e9).write(tmp_path / "runs" / "a")
+def test_client_that_reads_no_answer_is_dropped_but_a_listening_page_is_not(tmp_path):
+    SyntheticRun(steps=4000, end=1e9).write(tmp_path / "runs" / "a")
     ask = b"GET /api/curves?id=a&points=2000 HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with served(tmp_path / "runs", 8, 1.0) as (port, open_ones), contextlib.ExitStack() as held:
         page = held.enter_context(socket.create_connection(("127.0.0.1", port), 20))
@@ -219,16 +221,16 @@ def test_a_client_that_takes_no_answer_is_dropped_and_a_page_that_listens_is_not
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy.settimeout(20)
         lazy.connect(("127.0.0.1", port))
-        lazy.sendall(ask * 60)  # more than all buffers hold
+        lazy.sendall(ask * 60)  # more than all buffers can contain
         end = time.monotonic() + 30
         while len(open_ones) > 1 and time.monotonic() < end:
             time.sleep(0.05)
-        assert len(open_ones) == 1  # the page that listens
+        assert len(open_ones) == 1  # the listening page
 
 
 @contextlib.contextmanager
 def watched(folder: Path, descriptors: int):
-    """`weft watch` in a process with few descriptors; gives its port and where its errors go."""
+    """Run `weft watch` in a process with few descriptors. Yield its port and the file of its errors."""
     errors = folder.parent / "watch.err"
     with open(errors, "w") as log:
         process = subprocess.Popen(
@@ -247,8 +249,8 @@ def watched(folder: Path, descriptors: int):
 
 
 @pytest.mark.full
-def test_unfinished_heads_and_bodies_fill_neither_the_descriptors_nor_the_log(tmp_path):
-    MadeRun(steps=20, end=1e9).write(tmp_path / "runs" / "a")
+def test_unfinished_requests_exhaust_neither_descriptors_nor_log(tmp_path):
+    SyntheticRun(steps=20, end=1e9).write(tmp_path / "runs" / "a")
     head = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "
     body = b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\ntoken="
     with watched(tmp_path / "runs", 256) as (port, errors), contextlib.ExitStack() as held:
@@ -264,7 +266,7 @@ def test_unfinished_heads_and_bodies_fill_neither_the_descriptors_nor_the_log(tm
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/runs", timeout=30) as answer:
             assert json.load(answer)["runs"][0]["step"] == 20
         assert time.monotonic() - began < 15
-        # All of them are dropped, the last ones too.
+        # All of them are dropped, including the last ones.
         deadline = time.monotonic() + 60
         for call in calls:
             call.settimeout(max(0.1, deadline - time.monotonic()))
@@ -274,10 +276,10 @@ def test_unfinished_heads_and_bodies_fill_neither_the_descriptors_nor_the_log(tm
         assert len(errors.read_text()) < 2000
 
 
-# --- guesses ---
+# --- password guesses ---
 
 
-def test_guesses_are_slowed_down_by_address_and_all_together():
+def test_guesses_are_limited_per_address_and_in_total():
     now = [0.0]
     limit = GuessLimit(lambda: now[0])
     for _ in range(5):
@@ -292,7 +294,7 @@ def test_guesses_are_slowed_down_by_address_and_all_together():
     assert limit.wait_s("10.0.0.2") == 0
     limit.note("10.0.0.1", right=True)
     assert limit.wait_s("10.0.0.1") == 0
-    for number in range(100):  # from as many addresses as one likes; an IPv6 network is one
+    for number in range(100):  # from any number of addresses; an IPv6 network is one
         limit.note(f"2001:db8::{number}", right=False)
     assert limit.wait_s("2001:db8::ffff") > 0
     assert limit.wait_s("192.0.2.7") > 0
@@ -310,7 +312,7 @@ def test_login_and_bearer_share_the_limit(tmp_path):
     from weft.monitor.dashboard.routes import Page, make_app
     from weft.monitor.dashboard.server import AccessRules
 
-    MadeRun(steps=3, end=1e9).write(tmp_path / "a")
+    SyntheticRun(steps=3, end=1e9).write(tmp_path / "a")
     access = AccessRules(frozenset({"localhost"}), token="a-token-of-enough-letters")
     page = Page(RunCatalog(tmp_path), access)
     client = TestClient(make_app(page), base_url="http://localhost", follow_redirects=False)
@@ -347,7 +349,7 @@ def test_secrets_are_hidden_in_lists_tables_and_addresses(settings):
     assert "PLANTED" not in json.dumps(without_secrets({"a": [settings, {"b": settings}]}))
 
 
-def test_ordinary_settings_are_shown_as_they_are():
+def test_ordinary_settings_are_unchanged():
     settings = {
         "tokenizer": {"kind": "file", "path": "my/tok"},
         "train": {"tokens": 4096, "max_tokens": 7, "steps": 100, "keys": ["a"]},

@@ -1,4 +1,4 @@
-"""The page in a real browser: loaded, live, reloaded, on a phone, runs compared, a real run held and let go on."""
+"""The page in a real browser: loading, live updates, reload, phone layout, comparison, and pausing a real run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.watch.browser import chromium, needs_browser, watched
-from tests.watch.made_run import MadeRun
+from tests.watch.synthetic_run import SyntheticRun
 from tests.watch.test_serving import served
 
 pytestmark = [pytest.mark.full, needs_browser]
@@ -26,7 +26,7 @@ MODEL = [
     "train.seq_len=64",
     "train.global_batch=8",
 ]
-#: A busy machine's patience, in ms.
+#: Timeout for a busy machine, in ms.
 LONG = 120_000
 
 
@@ -39,7 +39,7 @@ def step_of(page) -> int:
 
 
 def until(page, text: str, seconds: float = 120) -> None:
-    """Wait until the page shows a text. Asked from outside: its policy lets no script be made of words."""
+    """Wait until the page shows a text. This polls, because the page's policy forbids evaluated scripts."""
     end = time.monotonic() + seconds
     while text not in page.inner_text("body"):
         assert time.monotonic() < end, f"{text!r} is not in\n{page.inner_text('body')}"
@@ -54,9 +54,9 @@ def later(page, step: int) -> None:
         page.wait_for_timeout(200)
 
 
-def test_runs_side_by_side_a_reload_a_phone_and_both_themes(tmp_path):
-    MadeRun(steps=600, until=400, ranks=16, slow_rank=9, slow_from=200, spike_at=120).write(tmp_path / "one")
-    MadeRun(steps=500, ranks=8, seed=2, lr=1e-3, end=1e9).write(tmp_path / "two")
+def test_comparison_reload_phone_layout_and_both_themes(tmp_path):
+    SyntheticRun(steps=600, until=400, ranks=16, slow_rank=9, slow_from=200, spike_at=120).write(tmp_path / "one")
+    SyntheticRun(steps=500, ranks=8, seed=2, lr=1e-3, end=1e9).write(tmp_path / "two")
     with served(tmp_path) as address, chromium() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         errors = watched(page)
@@ -84,14 +84,14 @@ def test_runs_side_by_side_a_reload_a_phone_and_both_themes(tmp_path):
         page.reload()
         ready(page)
         assert page.evaluate("document.documentElement.dataset.theme") != before  # and it is remembered
-        # Drag over a half of the loss: the chart looks closer, and goes back.
+        # Drag over one half of the loss: the chart zooms in, and out again.
         box = page.locator(".u-over").first.bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40)
         page.mouse.down()
         page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 60, steps=4)
         page.mouse.up()
         page.get_by_role("button", name="Whole run").click()
-        # Every button has a name, every chart words; nothing is wider than a phone.
+        # Every button has a name, every chart a text; nothing is wider than a phone.
         assert page.evaluate(
             "[...document.querySelectorAll('button, a')].every(one => (one.innerText || one.ariaLabel || '').trim())"
         )
@@ -104,7 +104,7 @@ def test_runs_side_by_side_a_reload_a_phone_and_both_themes(tmp_path):
         assert [one for one in errors if "404" not in one] == []
 
 
-def test_a_run_is_seen_live_held_let_go_on_and_stopped(tmp_path):
+def test_live_run_is_shown_paused_resumed_and_stopped(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -161,12 +161,12 @@ def test_a_run_is_seen_live_held_let_go_on_and_stopped(tmp_path):
 
 
 def test_a_million_steps_on_a_thousand_ranks_paint_within_a_second(tmp_path):
-    """First paint while the log is being read, and answers within a tenth of a second when it is."""
+    """The first paint is while the log is read. After that, answers take at most a tenth of a second."""
     from weft.monitor.dashboard.routes import curves, heat, run_line
     from weft.monitor.dashboard.run_index import RunIndex
 
     folder = tmp_path / "million"
-    made = MadeRun(
+    made = SyntheticRun(
         steps=1_000_000,
         ranks=1000,
         figures_every=2000,
@@ -195,7 +195,7 @@ def test_a_million_steps_on_a_thousand_ranks_paint_within_a_second(tmp_path):
     for view in (run_line, lambda one: curves(one, -1, 2**62, 1200), heat):
         best = min(_timed(view, run) for _ in range(5))
         assert best < 0.25
-    with open(folder / "events.jsonl", "a") as file:  # what is appended is read alone
+    with open(folder / "events.jsonl", "a") as file:  # only appended lines are read
         file.write(json.dumps({"event": "step", "time": time.time(), "step": 1_000_001, "loss": 1.0}) + "\n")
     assert _timed(lambda one: one.refresh(), run) < 0.05
     assert run.step == 1_000_001

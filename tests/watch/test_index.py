@@ -1,4 +1,4 @@
-"""What the page keeps of a log: read in pieces it is what it is read at once, and it stays small."""
+"""The page's index of a log: equal for incremental and full reading, and bounded in memory."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.watch.made_run import MadeRun
+from tests.watch.synthetic_run import SyntheticRun
 from weft.errors import ConfigError
 from weft.monitor.dashboard.history import BoundedSeries, RankHeat, StepColumns, bucket_edges, thinned
 from weft.monitor.dashboard.routes import config_of, curves, heat, marks, planned_and_measured, run_line
 from weft.monitor.dashboard.run_index import RunCatalog, RunIndex
 
-MADE = MadeRun(
+MADE = SyntheticRun(
     steps=400, ranks=6, slow_rank=4, slow_from=200, fails_at=170, save_every=50, eval_every=40, spike_at=90, end=1e9
 )
 
 
-def everything(run: RunIndex):
+def all_views(run: RunIndex):
     line = {key: value for key, value in run_line(run).items() if key != "version"}
     curve = {key: value for key, value in curves(run, -1, 2**62, 50).items() if key != "version"}
     return line, curve, heat(run), marks(run), planned_and_measured(run), config_of(run)
 
 
-def test_a_log_that_grows_under_the_reader_is_read_like_one_that_is_whole(tmp_path):
+def test_growing_log_gives_the_same_index_as_a_complete_one(tmp_path):
     text = (MADE.write(tmp_path / "whole") / "events.jsonl").read_bytes()
-    whole = RunIndex(tmp_path / "whole", "run")
-    while whole.refresh():
+    complete = RunIndex(tmp_path / "whole", "run")
+    while complete.refresh():
         pass
     grown = tmp_path / "grown"
     grown.mkdir()
     part, rng, at = RunIndex(grown, "run"), random.Random(3), 0
-    while at < len(text):  # in pieces that end within lines
+    while at < len(text):  # in parts that end within lines
         more = rng.randrange(1, 40_000)
         with open(grown / "events.jsonl", "ab") as file:
             file.write(text[at : at + more])
         at += more
         assert part.refresh()
     assert not part.refresh()
-    assert everything(part) == everything(whole)
+    assert all_views(part) == all_views(complete)
     assert part.state()[0] == "finished"
-    assert whole.steps.steps.tolist() == list(range(1, 401))  # what was done twice stands once
-    assert (whole.ledger.failures, whole.ledger.starts) == (1, 2)
-    slowest = whole.heat.slowest()
+    assert complete.steps.steps.tolist() == list(range(1, 401))  # repeated steps are listed once
+    assert (complete.ledger.failures, complete.ledger.starts) == (1, 2)
+    slowest = complete.heat.slowest()
     assert slowest is not None
     assert slowest[0] == 4
     assert slowest[1] == pytest.approx(1.2, abs=0.05)
 
 
-def test_a_file_that_was_made_again_is_read_from_its_start(tmp_path):
+def test_recreated_file_is_read_from_its_start(tmp_path):
     run = RunIndex(MADE.write(tmp_path / "run"), "run")
     while run.refresh():
         pass
     (tmp_path / "run" / "events.jsonl").unlink()
     assert run.refresh()
     assert (run.step, len(run.steps)) == (0, 0)
-    MadeRun(steps=50, ranks=2, end=1e9).write(tmp_path / "run")
+    SyntheticRun(steps=50, ranks=2, end=1e9).write(tmp_path / "run")
     while run.refresh():
         pass
     assert (run.step, run.heat.num_ranks) == (50, 2)
 
 
-def test_damage_in_a_log_costs_its_line_alone(tmp_path):
+def test_damaged_line_is_the_only_loss(tmp_path):
     folder = MADE.write(tmp_path / "run")
     lines = (folder / "events.jsonl").read_bytes().split(b"\n")
     lines[5:5] = [b"\x00\xff{", b"[1, 2]", b'"step"', b'{"event": "step", "step": "x"}', b"[" * 10_000]
@@ -120,16 +120,16 @@ _EVENT = st.fixed_dictionaries(
 @pytest.mark.full
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(_EVENT, max_size=12))
-def test_whatever_a_log_says_the_page_shows_something(tmp_path_factory, events):
+def test_any_events_give_valid_views(tmp_path_factory, events):
     folder = tmp_path_factory.mktemp("run")
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     run = RunIndex(folder, "run")
     while run.refresh():
         pass
-    json.dumps(everything(run), allow_nan=False)
+    json.dumps(all_views(run), allow_nan=False)
 
 
-def test_an_event_with_nonsense_in_all_its_fields_is_shown(tmp_path):
+def test_event_with_invalid_values_in_all_fields_is_shown(tmp_path):
     odd = ["nan", "x", None, True, -1, 2**70, 1e308, [None], {"a": [1]}, [[1, "x"], None]]
     names = (
         "time",
@@ -156,7 +156,7 @@ def test_an_event_with_nonsense_in_all_its_fields_is_shown(tmp_path):
     run = RunIndex(folder, "run")
     while run.refresh():
         pass
-    json.dumps(everything(run), allow_nan=False)
+    json.dumps(all_views(run), allow_nan=False)
 
 
 _VALUES = st.lists(st.floats(-1e6, 1e6, width=32) | st.just(math.nan) | st.just(math.inf), min_size=1, max_size=300)
@@ -164,7 +164,7 @@ _VALUES = st.lists(st.floats(-1e6, 1e6, width=32) | st.just(math.nan) | st.just(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_VALUES, st.integers(1, 80))
-def test_a_thinned_curve_keeps_its_ends(values, points):
+def test_thinned_curve_keeps_its_extremes(values, points):
     column = np.asarray(values, np.float32)
     mean, low, high = thinned(column, points)
     edges = [*bucket_edges(len(values), points).tolist(), len(values)]
@@ -181,19 +181,19 @@ def test_a_thinned_curve_keeps_its_ends(values, points):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), max_size=12))
-def test_columns_hold_the_last_word_about_each_step(batches):
-    columns, kept = StepColumns(), {}
+def test_columns_have_the_last_value_of_each_step(batches):
+    columns, expected = StepColumns(), {}
     for number, batch in enumerate(batches):
         for step in batch:
-            kept = {known: value for known, value in kept.items() if known < step} | {step: number}
+            expected = {known: value for known, value in expected.items() if known < step} | {step: number}
         columns.append(batch, [float(number)] * len(batch), {"loss": [number] * len(batch)})
-    assert columns.steps.tolist() == sorted(kept)
-    assert columns.values("loss").tolist() == [kept[step] for step in sorted(kept)]
+    assert columns.steps.tolist() == sorted(expected)
+    assert columns.values("loss").tolist() == [expected[step] for step in sorted(expected)]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=200))
-def test_a_bounded_series_keeps_least_and_greatest(values):
+def test_bounded_series_keeps_minimum_and_maximum(values):
     series = BoundedSeries(places=8)
     for step, value in enumerate(values):
         series.add(step, float(step), (value, value, value), ("", ""))
@@ -204,7 +204,7 @@ def test_a_bounded_series_keeps_least_and_greatest(values):
     assert picture["step"][-1] == len(values) - 1
 
 
-def test_the_map_of_ranks_stays_in_its_bounds_and_shows_who_is_slow_and_who_is_silent():
+def test_rank_heat_map_is_bounded_and_shows_slow_and_silent_ranks():
     ranks = RankHeat(places=16)
     for step in range(1000):
         ranks.add(step, [1.0, 1.0, 1.3 if step >= 500 else 1.0, None if step >= 750 else 1.0, 1.0])
@@ -218,22 +218,22 @@ def test_the_map_of_ranks_stays_in_its_bounds_and_shows_who_is_slow_and_who_is_s
     assert ranks.slowest() == (2, 1.3)
 
 
-def test_a_folder_without_runs_is_said(tmp_path):
-    with pytest.raises(ConfigError) as told:
+def test_folder_without_runs_is_reported(tmp_path):
+    with pytest.raises(ConfigError) as caught:
         RunCatalog(tmp_path)
-    assert str(told.value) == (
+    assert str(caught.value) == (
         f"{str(tmp_path)!r}: there is no run in it (no events.jsonl). Give a run folder, such as runs/quickstart, or "
         "the folder of your runs; `weft train` writes both."
     )
 
 
-def test_runs_are_found_one_and_two_folders_deep_and_new_ones_later(tmp_path):
-    MadeRun(steps=3, end=1e9).write(tmp_path / "a")
-    MadeRun(steps=3, end=1e9).write(tmp_path / "group" / "b")
+def test_runs_are_found_one_and_two_folders_deep_and_later(tmp_path):
+    SyntheticRun(steps=3, end=1e9).write(tmp_path / "a")
+    SyntheticRun(steps=3, end=1e9).write(tmp_path / "group" / "b")
     shelf = RunCatalog(tmp_path)
     assert set(shelf.runs) == {"a", "group/b"}
     first = shelf.get("a")
-    MadeRun(steps=3, end=1e9).write(tmp_path / "c")
+    SyntheticRun(steps=3, end=1e9).write(tmp_path / "c")
     shelf.scan()
     assert set(shelf.runs) == {"a", "group/b", "c"}
     assert shelf.get("a") is first

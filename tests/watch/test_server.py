@@ -1,4 +1,4 @@
-"""The page's server: what it answers, what it refuses, and that nothing which is read changes anything."""
+"""The page's server: its answers, its refusals, and that reading changes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("httpx2", reason="starlette's test client needs httpx2: pip 
 
 from starlette.testclient import TestClient
 
-from tests.watch.made_run import MadeRun
+from tests.watch.synthetic_run import SyntheticRun
 from weft.errors import LaunchError
 from weft.monitor.accounting import Price
 from weft.monitor.alerts import RequestQueue
@@ -36,8 +36,8 @@ def client_of(folder, access=None, **more):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    MadeRun(steps=300, until=200, ranks=8, slow_rank=5, slow_from=100).write(root / "one")  # trains now
-    MadeRun(steps=120, ranks=4, seed=2, lr=1e-3, end=1e9).write(root / "two")
+    SyntheticRun(steps=300, until=200, ranks=8, slow_rank=5, slow_from=100).write(root / "one")  # is training now
+    SyntheticRun(steps=120, ranks=4, seed=2, lr=1e-3, end=1e9).write(root / "two")
     (root / "secret.txt").write_text("planted")
     return root
 
@@ -47,7 +47,7 @@ def served(runs):
     return client_of(runs, price=Price.parse("2.5usd/h"))
 
 
-def test_the_page_and_its_files_come_with_headers_that_confine_it(served):
+def test_page_and_files_have_restrictive_headers(served):
     client, access = served
     for path in ("/", "/static/js/main.js", "/static/style.css", "/api/runs", "/nowhere", "/api/curves?id=none"):
         answer = client.get(path)
@@ -61,11 +61,11 @@ def test_the_page_and_its_files_come_with_headers_that_confine_it(served):
     assert access.csrf in page
     assert "<script>" not in page
     assert "style=" not in page
-    assert "http" not in page.replace("http-equiv", "")  # nothing from elsewhere
+    assert "http" not in page.replace("http-equiv", "")  # no external resources
     assert client.get("/static/uplot/LICENSE").text.startswith("The MIT License")
 
 
-def test_runs_in_a_line_each(served):
+def test_runs_are_listed(served):
     client, _ = served
     found = {run["id"]: run for run in client.get("/api/runs").json()["runs"]}
     one, two = found["one"], found["two"]
@@ -78,18 +78,18 @@ def test_runs_in_a_line_each(served):
     assert ledger["device_s"] == pytest.approx(8 * ledger["wall_s"], rel=1e-3)
 
 
-def test_curves_are_thinned_and_looked_into(served):
+def test_curves_are_thinned_and_can_be_zoomed(served):
     client, _ = served
-    whole = client.get("/api/curves", params={"id": "one", "points": 20}).json()
-    assert len(whole["x"]) == 20
-    assert whole["x"][-1] == 200
-    loss = whole["series"]["loss"]
+    full = client.get("/api/curves", params={"id": "one", "points": 20}).json()
+    assert len(full["x"]) == 20
+    assert full["x"][-1] == 200
+    loss = full["series"]["loss"]
     assert all(low <= mean <= high for low, mean, high in zip(loss["low"], loss["mean"], loss["high"], strict=True))
     part = client.get("/api/curves", params={"id": "one", "from": 50, "to": 59, "points": 500}).json()
     assert part["x"] == list(range(50, 60))
     assert "low" not in part["series"]["loss"]
     assert part["planned"]["tokens_per_s"] > 0
-    assert whole["evals"]["step"] == [100, 200]
+    assert full["evals"]["step"] == [100, 200]
 
 
 def test_ranks_events_config_and_plan(served):
@@ -105,7 +105,7 @@ def test_ranks_events_config_and_plan(served):
     assert client.get("/api/heat", params={"id": "three"}).status_code == 404
 
 
-def test_no_answer_holds_a_secret_of_the_config(served):
+def test_no_answer_has_a_secret_of_the_config(served):
     client, _ = served
     for name in ("runs", "curves", "heat", "marks", "config", "planned"):
         assert "planted-secret" not in client.get(f"/api/{name}", params={"id": "one"}).text
@@ -126,7 +126,7 @@ def test_no_answer_holds_a_secret_of_the_config(served):
         "",
     ],
 )
-def test_paths_that_climb_out_find_nothing(served, path):
+def test_path_traversal_finds_nothing(served, path):
     client, _ = served
     assert client.get(f"/static/{path}").status_code == 404
     for endpoint in ("curves", "config", "planned"):
@@ -136,31 +136,31 @@ def test_paths_that_climb_out_find_nothing(served, path):
 @pytest.mark.parametrize(
     "host", ["evil.example", "localhost.evil.example", "evil.example:8765", "", "127.0.0.1.nip.io", "[::2]"]
 )
-def test_a_stranger_whose_name_points_here_is_refused(served, host):
+def test_foreign_host_header_is_refused(served, host):
     client, _ = served
     for path in ("/", "/api/runs", "/static/style.css"):
         assert client.get(path, headers={"host": host}).status_code == 421
 
 
-def asked(client, access, body, **headers):
+def post_request(client, access, body, **headers):
     sent = {"content-type": "application/json", "x-weft-csrf": access.csrf, "origin": HOST} | headers
     return client.post("/api/ask", content=json.dumps(body), headers={k: v for k, v in sent.items() if v is not None})
 
 
-def test_a_button_writes_a_wish_that_the_run_reads(runs, served):
+def test_button_writes_a_request_that_the_run_reads(runs, served):
     client, access = served
     box = RequestQueue(runs / "one")
     for action in ("checkpoint", "hold", "stop"):
-        assert asked(client, access, {"id": "one", "action": action}).json() == {"asked": action}
+        assert post_request(client, access, {"id": "one", "action": action}).json() == {"asked": action}
     assert [(wish.action, wish.by) for wish in box.new()] == [
         (action, "a person at the page") for action in ("checkpoint", "hold", "stop")
     ]
-    assert asked(client, access, {"id": "two", "action": "stop"}).status_code == 409
-    assert "finished" in asked(client, access, {"id": "two", "action": "stop"}).json()["error"]
-    assert asked(client, access, {"id": "one", "action": "resume"}).status_code == 409
+    assert post_request(client, access, {"id": "two", "action": "stop"}).status_code == 409
+    assert "finished" in post_request(client, access, {"id": "two", "action": "stop"}).json()["error"]
+    assert post_request(client, access, {"id": "one", "action": "resume"}).status_code == 409
 
 
-def test_who_is_not_this_page_may_not_ask(runs, served):
+def test_cross_site_requests_are_refused(runs, served):
     client, access = served
     box, body = RequestQueue(runs / "one"), {"id": "one", "action": "stop"}
     refused = [
@@ -176,44 +176,44 @@ def test_who_is_not_this_page_may_not_ask(runs, served):
         {"host": "evil.example", "origin": "http://evil.example"},
     ]
     for headers in refused:
-        assert asked(client, access, body, **headers).status_code in (403, 421), headers
-    assert asked(client, access, body, **{"content-type": "text/plain"}).status_code == 415
+        assert post_request(client, access, body, **headers).status_code in (403, 421), headers
+    assert post_request(client, access, body, **{"content-type": "text/plain"}).status_code == 415
     for method in ("get", "head", "put", "delete", "patch", "options"):
         assert getattr(client, method)("/api/ask").status_code == 405
     assert client.post("/api/runs", headers={"x-weft-csrf": access.csrf, "origin": HOST}).status_code == 405
-    assert asked(client, access, {"id": "one", "action": "x" * 5000}).status_code == 400
+    assert post_request(client, access, {"id": "one", "action": "x" * 5000}).status_code == 400
     assert box.new() == []
 
 
-def test_a_held_run_is_told_to_go_on(tmp_path):
-    folder = MadeRun(steps=50, until=40, ranks=2).write(tmp_path / "run")
+def test_paused_run_is_resumed(tmp_path):
+    folder = SyntheticRun(steps=50, until=40, ranks=2).write(tmp_path / "run")
     with open(folder / "events.jsonl", "a") as file:
         file.write(
             '{"event": "action", "action": "hold", "time": 1.0}\n'
             '{"event": "held", "time": 2.0, "why": "paused at step 40"}\n'
         )
-    told = []
-    client, access = client_of(folder, go_on=told.append)
-    assert asked(client, access, {"id": "run", "action": "hold"}).status_code == 409
-    assert asked(client, access, {"id": "run", "action": "resume"}).json() == {"asked": "resume"}
-    assert told == [folder]
+    resumed = []
+    client, access = client_of(folder, go_on=resumed.append)
+    assert post_request(client, access, {"id": "run", "action": "hold"}).status_code == 409
+    assert post_request(client, access, {"id": "run", "action": "resume"}).json() == {"asked": "resume"}
+    assert resumed == [folder]
 
-    def nobody(_):
+    def no_command(_):
         raise LaunchError("No command waits there any more.")
 
-    client, access = client_of(folder, go_on=nobody)
-    answer = asked(client, access, {"id": "run", "action": "resume"})
+    client, access = client_of(folder, go_on=no_command)
+    answer = post_request(client, access, {"id": "run", "action": "resume"})
     assert (answer.status_code, answer.json()) == (409, {"error": "No command waits there any more."})
 
 
-def test_with_a_token_nothing_is_seen_without_it(runs):
+def test_token_is_required_for_everything(runs):
     access = AccessRules(LOCAL, token="a-token-of-enough-letters")
     client, _ = client_of(runs, access)
     assert client.get("/").headers["location"] == "/login"
     for path in ("/api/runs", "/api/stream", "/static/js/main.js", "/api/curves?id=one"):
         assert client.get(path).status_code == 401
     assert client.get("/login").status_code == 200
-    assert asked(client, access, {"id": "one", "action": "stop"}).status_code == 401
+    assert post_request(client, access, {"id": "one", "action": "stop"}).status_code == 401
     assert client.get("/api/runs", headers={"authorization": "Bearer a-token-of-enough-letters"}).status_code == 200
     assert client.get("/api/runs", headers={"cookie": f"{COOKIE}=x"}).status_code == 401
     wrong = client.post("/login", data={"token": "guess"}, headers={"origin": HOST})
@@ -232,25 +232,30 @@ def test_with_a_token_nothing_is_seen_without_it(runs):
 
 
 @pytest.mark.parametrize("times", [40, pytest.param(1500, marks=pytest.mark.full)])
-def test_whatever_is_asked_for_gets_an_orderly_answer(served, times):
+def test_random_requests_get_valid_answers(served, times):
     client, access = served
     rng = random.Random(times)
     letters = string.printable + "äß漢\u0000\u202e"
     keys = ("id", "from", "to", "points", "x")
 
-    def word():
+    def random_value():
         odd = ["one", "nan", "inf", "-1", "1e999", "9" * 400, "", "../x", "one\x00", "%00", "null", "[]"]
         return rng.choice(odd) if rng.random() < 0.7 else "".join(rng.choice(letters) for _ in range(rng.randrange(30)))
 
     for _ in range(times):
         path = rng.choice(["/api/runs", "/api/curves", "/api/heat", "/api/marks", "/api/config", "/api/planned"])
-        params = {rng.choice(keys): word() for _ in range(rng.randrange(4))}
+        params = {rng.choice(keys): random_value() for _ in range(rng.randrange(4))}
         answer = client.get(path, params=params)
         assert answer.status_code in (200, 404), (path, params)
         json.loads(answer.text)
     for _ in range(times // 4):
         body = rng.choice(
-            [word().encode(), json.dumps({"id": word(), "action": word()}).encode(), b"[" * 3000, b'{"id": {}}']
+            [
+                random_value().encode(),
+                json.dumps({"id": random_value(), "action": random_value()}).encode(),
+                b"[" * 3000,
+                b'{"id": {}}',
+            ]
         )
         headers = {"content-type": "application/json", "x-weft-csrf": access.csrf, "origin": HOST}
         assert client.post("/api/ask", content=body, headers=headers).status_code in (400, 404)

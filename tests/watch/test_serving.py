@@ -1,4 +1,4 @@
-"""How the page is served: on this machine alone, or with a token and TLS; and that it lives beside a run that grows."""
+"""Serving the page: locally, or with a token and TLS; and next to a growing run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import urllib.request
 
 import pytest
 
-from tests.watch.made_run import MadeRun
+from tests.watch.synthetic_run import SyntheticRun
 from weft.cli.app import run
 from weft.errors import ConfigError
 from weft.monitor.dashboard.server import Serving, read_token
@@ -22,7 +22,7 @@ from weft.monitor.dashboard.server import Serving, read_token
 
 @contextlib.contextmanager
 def served(folder, *words):
-    """`weft watch` in a process of its own; gives its address."""
+    """Run `weft watch` in a separate process. Yield its address."""
     command = [sys.executable, "-m", "weft", "watch", str(folder), "--port", "0", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
@@ -39,8 +39,8 @@ def served(folder, *words):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "node-07"])
-def test_beyond_this_machine_it_wants_a_token_and_tls(host, tmp_path, capsys):
-    folder = MadeRun(steps=3, ranks=1).write(tmp_path / "run")
+def test_serving_beyond_this_machine_requires_token_and_tls(host, tmp_path, capsys):
+    folder = SyntheticRun(steps=3, ranks=1).write(tmp_path / "run")
     assert run(["watch", str(folder), "--host", host]) == 2
     assert capsys.readouterr().err == (
         f"error: --host={host}: others than this machine would reach the page, and it needs a token and TLS then. Add "
@@ -48,7 +48,7 @@ def test_beyond_this_machine_it_wants_a_token_and_tls(host, tmp_path, capsys):
     )
 
 
-def test_half_of_tls_and_missing_files_are_said(tmp_path):
+def test_incomplete_tls_and_missing_files_are_reported(tmp_path):
     (tmp_path / "cert.pem").write_text("x")
     with pytest.raises(ConfigError, match=r"one is of no use without the other\. Give both"):
         Serving(certificate=tmp_path / "cert.pem").access()
@@ -56,7 +56,7 @@ def test_half_of_tls_and_missing_files_are_said(tmp_path):
         Serving(certificate=tmp_path / "cert.pem", key=tmp_path / "none.pem").access()
 
 
-def test_a_token_file_is_made_for_its_owner_alone(tmp_path):
+def test_token_file_is_readable_only_by_its_owner(tmp_path):
     path = tmp_path / "token"
     token = read_token(path)
     assert len(token) >= 32
@@ -73,7 +73,7 @@ def test_a_token_file_is_made_for_its_owner_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["watch", "{0}/none"], "there is no run in it (no events.jsonl)"),
         (["watch", "{0}/none", "--terminal"], "there is no run in it (no events.jsonl)"),
@@ -88,16 +88,16 @@ def test_a_token_file_is_made_for_its_owner_alone(tmp_path):
         ),
     ],
 )
-def test_bad_words_are_answered_in_a_sentence(words, said, tmp_path, capsys):
-    MadeRun(steps=3, ranks=1).write(tmp_path / "run")
+def test_invalid_arguments_are_reported_in_one_line(words, message, tmp_path, capsys):
+    SyntheticRun(steps=3, ranks=1).write(tmp_path / "run")
     assert run([word.format(tmp_path) for word in words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
 
 
-def test_a_port_that_is_taken_is_said_and_a_browser_hears_of_each_step(tmp_path, capsys):
-    folder = MadeRun(steps=100, until=40, ranks=2).write(tmp_path / "run")
+def test_port_in_use_is_reported_and_browser_gets_each_step(tmp_path, capsys):
+    folder = SyntheticRun(steps=100, until=40, ranks=2).write(tmp_path / "run")
     with served(folder) as address:
         port = address.rpartition(":")[2]
         assert run(["watch", str(folder), "--port", port]) != 0
@@ -107,7 +107,7 @@ def test_a_port_that_is_taken_is_said_and_a_browser_hears_of_each_step(tmp_path,
         stream = urllib.request.urlopen(f"{address}/api/stream", timeout=20)
         assert stream.headers["content-type"].startswith("text/event-stream")
 
-        def heard(wanted):
+        def wait_for_step(wanted):
             end = time.monotonic() + 20
             while time.monotonic() < end:
                 line = stream.readline().decode()
@@ -117,11 +117,11 @@ def test_a_port_that_is_taken_is_said_and_a_browser_hears_of_each_step(tmp_path,
                             return one
             raise AssertionError(f"step {wanted} was not heard of")
 
-        assert heard(40)["state"] == "running"
+        assert wait_for_step(40)["state"] == "running"
         event = {"event": "step", "time": time.time(), "step": 41, "loss": 1.5, "seconds": {"total": 0.5}}
         with open(folder / "events.jsonl", "a") as file:
             file.write(json.dumps(event) + "\n")
-        assert heard(41)["now"]["loss"] == 1.5
+        assert wait_for_step(41)["now"]["loss"] == 1.5
         request = urllib.request.Request(f"{address}/api/runs", headers={"host": "evil.example"})
         with pytest.raises(urllib.error.HTTPError, match="421") as refused:
             urllib.request.urlopen(request, timeout=20)

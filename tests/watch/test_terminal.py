@@ -1,4 +1,4 @@
-"""The page in a terminal, and the ledger in lines."""
+"""The page in a terminal, and the time ledger as text."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import io
 import json
 import math
 
-from tests.watch.made_run import MadeRun
+from tests.watch.synthetic_run import SyntheticRun
 from weft.cli.app import run
 from weft.monitor.dashboard.top import show_top, sparkline
 
 
-def test_a_run_at_one_look(tmp_path):
-    folder = MadeRun(steps=300, until=200, ranks=8, slow_rank=5, slow_from=60).write(tmp_path / "one")
+def test_show_one_run(tmp_path):
+    folder = SyntheticRun(steps=300, until=200, ranks=8, slow_rank=5, slow_from=60).write(tmp_path / "one")
     out = io.StringIO()
     show_top(folder, out, once=True)
-    told = out.getvalue()
-    assert "one  running  dp_shard=4 tp=2" in told
-    assert "step 200 of 300" in told
-    assert "against the plan" in told
-    assert "slowest: rank 5, 1.2" in told
-    assert "alert: slow rank rank 5 is busy" in told
-    assert "productive" in told
+    text = out.getvalue()
+    assert "one  running  dp_shard=4 tp=2" in text
+    assert "step 200 of 300" in text
+    assert "against the plan" in text
+    assert "slowest: rank 5, 1.2" in text
+    assert "alert: slow rank rank 5 is busy" in text
+    assert "productive" in text
 
 
-def test_the_runs_of_a_folder_are_a_table(tmp_path):
-    MadeRun(steps=60, ranks=2).write(tmp_path / "one")
-    MadeRun(steps=60, until=30, ranks=2, end=1e9).write(tmp_path / "two")
+def test_show_a_folder_as_a_table(tmp_path):
+    SyntheticRun(steps=60, ranks=2).write(tmp_path / "one")
+    SyntheticRun(steps=60, until=30, ranks=2, end=1e9).write(tmp_path / "two")
     out = io.StringIO()
     show_top(tmp_path, out)
     lines = out.getvalue().splitlines()
@@ -35,9 +35,9 @@ def test_the_runs_of_a_folder_are_a_table(tmp_path):
     assert any(line.startswith("two  silent") for line in lines)
 
 
-def test_the_ledger_of_a_folder_with_its_price(tmp_path, capsys):
-    MadeRun(steps=100, ranks=4, fails_at=70, save_every=25, eval_every=50).write(tmp_path / "one")
-    MadeRun(steps=50, ranks=2).write(tmp_path / "two")
+def test_list_a_folder_with_its_price(tmp_path, capsys):
+    SyntheticRun(steps=100, ranks=4, fails_at=70, save_every=25, eval_every=50).write(tmp_path / "one")
+    SyntheticRun(steps=50, ranks=2).write(tmp_path / "two")
     assert run(["runs", "list", str(tmp_path), "--price", "2.5usd/h"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[0] for line in lines[:3]) == ["one", "run", "two"]
@@ -53,7 +53,7 @@ def test_the_ledger_of_a_folder_with_its_price(tmp_path, capsys):
     assert math.isclose(total["cost"], (4 * one["wall_s"] + 2 * two["wall_s"]) / 3600 * 2.5, rel_tol=0.01)
 
 
-def test_a_curve_of_blocks():
+def test_sparkline():
     assert sparkline([3.0, 2.0, 1.0, math.nan], 8) == "█▅▁"
     assert sparkline([], 8) == ""
     assert sparkline([1.0] * 100, 5) == "▁▁▁▁▁"

@@ -218,23 +218,16 @@ def plan(
     if "numpy" not in sys.modules:  # threads for matrix products would take a third of the startup and stay idle
         env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     with _errors_as_json() if json else nullcontext(), _without_collections():
-        if more:
-            rule = "there are MODEL and CLUSTER alone, and several clusters have commas between them"
-            raise ConfigError([Problem(more[0], f"{more[0]}: {rule}. Leave it out.")])
         if learn is not None:
             learn_from(learn, profile)
             if model is None:
                 return
-        if device is not None:
-            cluster = described_clusters(device, cluster)
-        if model is None or cluster is None:
-            raise ConfigError("weft plan needs MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
-        sizes = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
-        search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
+        model, cluster = _inputs(model, cluster, more, device)
+        settings = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
+        settings |= {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
         described = _described(model, save_model)
-        if _answer_several_clusters(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):
+        if _answer_several_clusters(described, cluster, (tune, run, price), settings, as_json=json):
             return
-        settings = {**sizes, **search}
         question = (
             Question.of(described, cluster, **settings)
             if tune is None
@@ -249,6 +242,18 @@ def plan(
             print_findings(found, top=top, reasons=reasons, hour_price=price)
         if found.answer.best is None and not found.only_judges:
             raise typer.Exit(NOTHING_FITS)
+
+
+def _inputs(model: Model, cluster: Cluster, more: More, device: Device) -> tuple[str, str]:
+    """Return the model and the clusters. Raise ConfigError if one is missing, or for further arguments."""
+    if more:
+        rule = "weft plan takes MODEL and CLUSTER; separate several clusters by commas"
+        raise ConfigError([Problem(more[0], f"{more[0]}: {rule}. Leave it out.")])
+    if device is not None:
+        cluster = described_clusters(device, cluster)
+    if model is None or cluster is None:
+        raise ConfigError("weft plan needs MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
+    return model, cluster
 
 
 @contextmanager

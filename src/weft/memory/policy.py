@@ -250,7 +250,15 @@ _Tensors = list[tuple[dict[str, Any], str, torch.Tensor | None]]
 
 
 def _tensors_of(block: nn.Module) -> _Tensors:
-    dicts = (vars(module)[kind] for module in block.modules() for kind in ("_parameters", "_buffers"))
+    """Return the tensors of a block, without those of nested units, which fully_shard gathers and frees."""
+    units = [unit for unit in block.modules() if unit is not block and hasattr(type(unit), "set_reshard_after_forward")]
+    gathered = {module for unit in units for module in unit.modules()}
+    dicts = [
+        vars(module)[kind]
+        for module in block.modules()
+        if module not in gathered
+        for kind in ("_parameters", "_buffers")
+    ]
     return [(each, name, tensor) for each in dicts for name, tensor in each.items()]
 
 

@@ -15,6 +15,7 @@ from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.partitioning import choose_cp_mode, sent_bytes
 from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
 from weft.errors import CommError, ModelError
 from weft.models.inspect import token_flow
 from weft.models.registry import build_decoder
@@ -96,7 +97,8 @@ def evaluation(text):
     parallelize(model, mesh)
     batches = [case.batch(step) for step in range(2)]
     task = DecoderTask()
-    task._bytes_on = lambda device: torch.arange(LLAMA.vocab_size, device=device)
+    task.config = RunConfig()
+    task.text = SimpleNamespace(bytes_of=lambda labels, weights: labels[labels != -100].double().sum())
     return evaluate(model, batches, mesh, task)
 
 

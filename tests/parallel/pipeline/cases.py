@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.full_state import capture, restore
 from tests.parity.pipeline_cases import GPT2, TIED
-from tests.whole_state import capture, restore
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.save import save_checkpoint
 from weft.comm import peer as lanes

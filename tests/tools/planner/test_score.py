@@ -216,8 +216,9 @@ def test_published_runs_are_met(tmp_path):
     assert not found.skipped
     sources = found.summary()["tables"]["sources"]
     assert sources["sc21"]["mean"] < 0.065
-    assert sources["seqpar_full"]["mean"] < 0.08
-    assert sources["seqpar_selective"]["mean"] < 0.08
+    # No constant describes the software of one publisher any more: before, these two were below 8 %.
+    assert sources["seqpar_full"]["mean"] < 0.16
+    assert sources["seqpar_selective"]["mean"] < 0.09
     assert all(math.isfinite(each.memory_gib) for each in found.predictions)
 
 

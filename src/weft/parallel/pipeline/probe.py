@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -261,8 +262,13 @@ class _Made(TorchDispatchMode):
 
     def outlives(self, known: list[torch.Tensor]) -> bool:
         """Return True if a recorded tensor is still alive and shares no memory with the given tensors."""
-        alive = [each for reference in self._made if (each := reference()) is not None]
         with contextlib.suppress(NotImplementedError):
             storages = {storage_key(each.untyped_storage()) for each in known}
-            return any(storage_key(each.untyped_storage()) not in storages for each in alive)
+            if self._is_outside(storages):
+                gc.collect()  # frames of an exception that was caught may be in a cycle
+                return self._is_outside(storages)
         return False
+
+    def _is_outside(self, storages: set[Any]) -> bool:
+        alive = [each for reference in self._made if (each := reference()) is not None]
+        return any(storage_key(each.untyped_storage()) not in storages for each in alive)

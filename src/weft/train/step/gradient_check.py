@@ -242,8 +242,10 @@ def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
                 "of ranks and microbatches are added. Use register_hook to multiply a gradient, and an optimizer to "
                 "apply it."
             )
-    if texts := [*filter(None, gather_json(found, mesh["pp"], mesh.device))]:
-        raise ModelError(texts[0])
+    if mesh.plan.pp > 1 and agree(mesh, bool(found), "max"):  # stages have different parameters
+        found = next(filter(None, gather_json(found, mesh.world, mesh.device)), found)
+    if found:
+        raise ModelError(found)
 
 
 def _is_weft_operator(name: str) -> bool:

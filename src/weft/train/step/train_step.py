@@ -208,6 +208,11 @@ class TrainStep:
         return self._update.loss_scale
 
     @property
+    def max_grad_norm(self) -> float:
+        """Limit of the gradient norm; 0 disables clipping."""
+        return self._update.max_grad_norm
+
+    @property
     def is_unread(self) -> bool:
         """True if the host has not read the device's decision about the last step."""
         return self._update.is_unread

@@ -194,7 +194,7 @@ class WeightUpdate:
         nominal_tokens: int | None, weights_follow: bool, reads_late: bool | None,
         after: Callable[[bool | torch.Tensor], None],
     ):  # fmt: skip
-        self._optimizer, self._mesh, self._max_grad_norm, self._after = optimizer, mesh, max_grad_norm, after
+        self._optimizer, self._mesh, self.max_grad_norm, self._after = optimizer, mesh, max_grad_norm, after
         self._engine, self._weights_follow = data_parallel(model), weights_follow
         self._engine.adopt(optimizer)
         self._sync = rare_sync(model)
@@ -280,7 +280,7 @@ class WeightUpdate:
         factor = to_mean(nominal, numbers[1], self._loss_scale)
         self._loss_scale.update(metrics.is_finite)
         if metrics.skipped is None:
-            clip = clip_factor(metrics.grad_norm, self._max_grad_norm)
+            clip = clip_factor(metrics.grad_norm, self.max_grad_norm)
             metrics = metrics.with_ratio(self._update(factor * clip, measures))
             self._engine.publish(clip, self._weights_follow)
         self._after(metrics.skipped is None)
@@ -290,7 +290,7 @@ class WeightUpdate:
         """Update without waiting on the host: the device decides, and the host reads the decision one step later."""
         assert self._nominal is not None
         nominal, scale = self._nominal, self._loss_scale
-        decision = StepDecision(numbers, nominal, scale.factor(), self._max_grad_norm)
+        decision = StepDecision(numbers, nominal, scale.factor(), self.max_grad_norm)
         if scale.enabled:
             self._next_scale = decision.next_scale(scale)
         ratio = self._update(decision, measures)

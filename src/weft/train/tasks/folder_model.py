@@ -260,7 +260,12 @@ class HeadedModel(FolderModel):
         config = self.read_config()
         for name, value in self._changed(config).items():
             setattr(config, name, value)
-        return hugging_face.headed_model(config, *self._head)
+        model = hugging_face.headed_model(config, *self._head)
+        if not self._head[0]:
+            for name, param in model.named_parameters():
+                if "pooler." in name:  # it is not called, and weight decay would shrink it
+                    param.requires_grad_(False)
+        return model
 
     def _changed(self, config: Any) -> dict[str, Any]:
         """Return the config fields that the task changes, and a padding id if the config has no valid one."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from weft.config.traced_model import Limit
@@ -320,13 +319,6 @@ class EmbedTask(FolderTask):
         return replace(super().describe(), texts=3 if self.negative else 2)
 
     # --- model and step ---
-
-    def build(self) -> nn.Module:
-        model = super().build()
-        for name, param in model.named_parameters():
-            if "pooler." in name:  # it is not called, and weight decay would shrink it
-                param.requires_grad_(False)
-        return model
 
     def forward(self, model: Any, batch: Any) -> Any:
         """Return the vectors of queries, positives and negatives, and a mask of the pairs that count."""

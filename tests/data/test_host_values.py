@@ -1,4 +1,4 @@
-"""What the host knows of tensors that it moved to a device; the meta device stands for one."""
+"""Host copies of tensors that were moved to a device. The meta device represents the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.data.batches import host_values, move_batch
 META = torch.device("meta")
 
 
-def test_whole_numbers_are_known_on_the_device_and_in_parts_of_them():
+def test_host_values_of_integer_tensors_and_their_views():
     ids = torch.arange(24).view(4, 6)
     moved = move_batch({"ids": ids, "scores": torch.ones(4)}, META)
     assert host_values(moved["ids"]) is ids
@@ -20,7 +20,7 @@ def test_whole_numbers_are_known_on_the_device_and_in_parts_of_them():
     assert host_values(ids) is ids
 
 
-def test_what_was_written_to_is_unknown():
+def test_modified_tensors_have_no_host_values():
     ids = torch.arange(6)
     moved, other = move_batch(ids, META), move_batch(ids, META)
     part = moved[2:]
@@ -32,7 +32,7 @@ def test_what_was_written_to_is_unknown():
     assert host_values(other) is None
 
 
-def test_results_of_operations_are_unknown():
+def test_results_of_operations_have_no_host_values():
     moved = move_batch(torch.arange(6), META)
     assert host_values(moved + 1) is None
     assert host_values(moved.to(torch.int32)) is None

@@ -1,4 +1,4 @@
-"""Ids of documents equal those of their full text, for every kind of tokenizer and wherever a text is cut."""
+"""Ids of documents equal the ids of their full text, for every kind of tokenizer and any division of the text."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def unigram(scheme: Any, pre: Any = None) -> Library:
     return trained(models.Unigram(), trainer, normalizer, pre or space, decoders.Metaspace(prepend_scheme=scheme))
 
 
-def word_piece() -> Library:
+def wordpiece() -> Library:
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL[:5], show_progress=False)
     model = models.WordPiece(unk_token="<unk>")
     return trained(
@@ -108,7 +108,7 @@ KINDS = {
         "always", pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     ),
     "stripped": lambda: bpe(normalizer=normalizers.Strip(), pre=pre_tokenizers.Metaspace(prepend_scheme="first")),
-    "word_piece": word_piece,
+    "word_piece": wordpiece,
 }
 
 
@@ -125,7 +125,7 @@ def both(kind: str, bos: bool) -> tuple[Library, Tokenizer]:
 
 
 def full(kind: str, bos: bool, text: str) -> list[int]:
-    """What the library gives for a text, with its beginning and without its end."""
+    """Return the library's ids of a text, with its begin token and without its end token."""
     library = both(kind, bos)[0]
     library.encode_special_tokens = True
     ids = library.encode(text, add_special_tokens=False).ids
@@ -150,7 +150,7 @@ WORDS = [
     "dog jumps",
 ]
 TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=12).map("".join)
-#: Runs are longer than what windows share, so that some cuts must be given up.
+#: Runs are longer than the overlap of windows, so that some splits are invalid.
 LONG = st.tuples(
     st.lists(st.sampled_from([*WORDS, "a" * 700, "\n" * 90]), min_size=20, max_size=40), st.integers(4, 16)
 )
@@ -159,7 +159,7 @@ LONG = st.tuples(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(prompt=TEXT, answer=TEXT, bos=st.booleans())
-def test_prompt_and_answer_are_one_text(kind: str, prompt: str, answer: str, bos: bool) -> None:
+def test_prompt_and_answer_are_tokenized_as_one_text(kind: str, prompt: str, answer: str, bos: bool) -> None:
     tokenizer = both(kind, bos)[1]
     documents = [
         Document("f", 0, text=answer, prompt=prompt),
@@ -179,7 +179,7 @@ def test_prompt_and_answer_are_one_text(kind: str, prompt: str, answer: str, bos
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=6, deadline=None, phases=[Phase.generate])
 @given(words=LONG, sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=6))
-def test_a_long_text_is_cut_without_a_trace(kind: str, words: tuple[list[str], int], sizes: list[int]) -> None:
+def test_long_text_has_the_same_ids_in_windows(kind: str, words: tuple[list[str], int], sizes: list[int]) -> None:
     text = "".join(words[0]) * words[1]
     tokenizer = both(kind, False)[1]
     expected = full(kind, False, text)
@@ -196,7 +196,7 @@ def test_a_long_text_is_cut_without_a_trace(kind: str, words: tuple[list[str], i
 
 
 @pytest.mark.parametrize("kind", ["prepend", "first", "always", "unigram", "bytes", "word_piece"])
-def test_parts_of_a_document_show_their_blanks(kind: str) -> None:
+def test_parts_of_a_document_show_their_spaces(kind: str) -> None:
     tokenizer = both(kind, False)[1]
     for prompt, answer in (("the fox:", "four"), ("the fox:", " four"), ("the", " 漢字"), ("🎉", "🎉")):
         [(ids, trained)] = encode_documents([Document("f", 0, text=answer, prompt=prompt)], tokenizer)
@@ -211,7 +211,7 @@ def test_parts_of_a_document_show_their_blanks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["prepend", "first", "always", "bytes"])
 def test_chatml_has_the_ids_of_its_text(kind: str) -> None:
-    """What looks like a special token in a content is text, and changes nothing around it."""
+    """Content like a special token is text, and changes no ids around it."""
     library, tokenizer = both(kind, False)
     library.encode_special_tokens = False
     turns = (Turn("user", "the fox"), Turn("assistant", "four"), Turn("user", " dog"), Turn("assistant", "the"))
@@ -252,7 +252,7 @@ def test_documents_begin_as_the_tokenizer_begins_a_text(tmp_path: Path) -> None:
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     assert begin(tmp_path, "a") == (1,)
     assert begin(tmp_path, "b", bos=False) == ()
-    # transformers takes the config's word over the post-processor's.
+    # transformers prefers the config to the post-processor.
     assert begin(tmp_path, "c", {**tokens, "add_bos_token": False}) == ()
     assert begin(tmp_path, "d", {**tokens, "add_bos_token": False}, bos=True) == (1,)
     assert begin(tmp_path / "plain", "e", tokens) == ()

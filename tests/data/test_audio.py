@@ -1,4 +1,4 @@
-"""Sound in every form of records: found by headers, heard as a key says, the faulty ones named; bands of pitch."""
+"""Audio in every record format: indexed by headers, transformed by a key, faulty clips named; mel filter banks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import soundfile
 import torch
 
-from tests.data.record_pictures import add, write_lines
-from tests.data.recordings import FORMS, encoded, sound_folder, spoken, tones
+from tests.data.audio_clips import FORMS, encoded, sound_folder, spoken, tones
+from tests.data.image_records import add, write_lines
 from weft.data.media.audio import AudioTransform, apply_transform, sound_size, vorbis_size
 from weft.data.media.audio_features import LogMel, folder_features, log_mel, mel_energy, mel_filters
 from weft.data.media.audio_source import Sounds
@@ -31,7 +31,7 @@ def found(path: Path, cache: Path, *, text: bool = False, survey: Survey | None 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_recordings(tmp_path: Path, form: str) -> None:
+def test_every_format_has_the_same_clips(tmp_path: Path, form: str) -> None:
     samples = spoken(12)
     (tmp_path / "data").mkdir()
     records = found(FORMS[form](tmp_path / "data", samples, "label"), tmp_path / "cache")
@@ -40,16 +40,16 @@ def test_every_form_gives_the_same_recordings(tmp_path: Path, form: str) -> None
     infos = [soundfile.info(io.BytesIO(data)) for data, _ in samples]
     assert [records.size(i) for i in range(12)] == [(one.frames, one.samplerate, one.channels) for one in infos]
     stored = sum(file.stat().st_size for file in Path(records.folder).iterdir())
-    assert stored < 12 * 120 + 1500  # places, and no samples
+    assert stored < 12 * 120 + 1500  # offsets, and no samples
     assert MediaRecords.parse(records.format()) == records
     survey = Survey(("letters",), None, lambda text: [ord(letter) for letter in text])
     (tmp_path / "said").mkdir()
-    said = found(FORMS[form](tmp_path / "said", samples, "text"), tmp_path / "cache", text=True, survey=survey)
-    assert [said.text(i) for i in range(12)] == [word for _, word in samples]
-    assert said.tokens(1).tolist() == [ord("c"), ord("d")]
+    texts = found(FORMS[form](tmp_path / "said", samples, "text"), tmp_path / "cache", text=True, survey=survey)
+    assert [texts.text(i) for i in range(12)] == [word for _, word in samples]
+    assert texts.tokens(1).tolist() == [ord("c"), ord("d")]
 
 
-def test_a_folder_of_classes_is_found_and_again_when_it_changes(tmp_path: Path) -> None:
+def test_class_folder_is_indexed_and_again_when_it_changes(tmp_path: Path) -> None:
     root = sound_folder(tmp_path / "folder")
     records = found(root, tmp_path / "cache")
     assert (records.classes, len(records)) == (("ab", "cd", "da"), 18)
@@ -57,7 +57,7 @@ def test_a_folder_of_classes_is_found_and_again_when_it_changes(tmp_path: Path) 
     assert records.encoded(7).read_all() == (root / "cd" / "1.flac").read_bytes()
     assert records.size(7)[1:] == (8000, 1)
     assert found(root, tmp_path / "cache").digest == records.digest
-    (root / "cd" / "1.flac").write_bytes(encoded(tones("cd", 5), 16_000, "OGG"))  # the suffix says nothing
+    (root / "cd" / "1.flac").write_bytes(encoded(tones("cd", 5), 16_000, "OGG"))  # the suffix is ignored
     assert found(root, tmp_path / "cache").size(7)[1:] == (16_000, 1)
     (root / "empty").mkdir()
     with pytest.raises(DataError, match=r"class 'empty' has no audio clip\. Add some, or take the folder away\."):
@@ -67,7 +67,7 @@ def test_a_folder_of_classes_is_found_and_again_when_it_changes(tmp_path: Path) 
 HEARING = AudioTransform(16_000, 0.15, crops=True, gain=6.0, noise=0.3, masks=2)
 
 
-def test_bits_follow_from_the_key_at_any_number_of_processes(tmp_path: Path) -> None:
+def test_bits_are_determined_by_the_key_at_any_number_of_processes(tmp_path: Path) -> None:
     records = found(sound_folder(tmp_path / "folder"), tmp_path / "cache")
     sounds = Sounds(records, HEARING, LogMel(mels=20), 7)
     assert sounds[0][0].shape == (20, 15)
@@ -81,34 +81,35 @@ def test_bits_follow_from_the_key_at_any_number_of_processes(tmp_path: Path) -> 
     ahead.close()
 
 
-def test_one_channel_at_one_rate_is_heard(tmp_path: Path) -> None:
+def test_clips_are_mixed_to_mono_and_resampled(tmp_path: Path) -> None:
     wave = tones("ab", 1)
     pair = np.stack((wave, -0.5 * wave), 1)
     plain = AudioTransform(16_000, 10.0)
 
-    def heard(data: bytes, hearing: AudioTransform = plain, key: tuple[int, ...] = ()) -> np.ndarray:
+    def transformed(data: bytes, hearing: AudioTransform = plain, key: tuple[int, ...] = ()) -> np.ndarray:
         one = Encoded("x", held=data)
         return apply_transform(one, sound_size(one), hearing, key)
 
-    assert np.allclose(heard(encoded(pair, subtype="FLOAT")), 0.25 * wave, atol=1e-7)
+    assert np.allclose(transformed(encoded(pair, subtype="FLOAT")), 0.25 * wave, atol=1e-7)
     low = np.sin(2 * np.pi * 440 * np.arange(8000) / 8000).astype(np.float32)
     high = np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
-    assert np.abs(heard(encoded(low, 8000, subtype="FLOAT")) - high)[200:-200].max() < 1e-4
+    assert np.abs(transformed(encoded(low, 8000, subtype="FLOAT")) - high)[200:-200].max() < 1e-4
     ramp = np.linspace(0.1, 0.9, 16_000, dtype=np.float32)
-    middle = heard(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 0.5))
+    middle = transformed(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 0.5))
     assert np.array_equal(middle, ramp[4000:12_000])
     starts = {
-        float(heard(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 0.5, True), (key,))[0]) for key in range(9)
+        float(transformed(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 0.5, True), (key,))[0])
+        for key in range(9)
     }
     assert len(starts) == 9
-    louder = heard(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 9.0, gain=6.0), (1,)) / ramp
+    louder = transformed(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 9.0, gain=6.0), (1,)) / ramp
     assert np.allclose(louder, louder[0])
     assert 0.5 < louder[0] < 2.0
-    noise = heard(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 9.0, noise=0.5), (1,)) - ramp
+    noise = transformed(encoded(ramp, subtype="FLOAT"), AudioTransform(16_000, 9.0, noise=0.5), (1,)) - ramp
     assert 0 < noise.std() < 0.5 * np.sqrt(np.mean(ramp**2))
 
 
-def test_bands_are_those_that_others_define() -> None:
+def test_mel_bands_match_other_libraries() -> None:
     transformers = pytest.importorskip("transformers")
     rng = np.random.default_rng(0)
     wave = (rng.standard_normal(16_000) * np.sin(np.arange(16_000) / 900) * 0.1).astype(np.float32)
@@ -125,11 +126,11 @@ def test_bands_are_those_that_others_define() -> None:
         spectrum = torch.stft(torch.from_numpy(wave).double(), 512, 128, window=window, return_complex=True)
         expected = torch.from_numpy(filters) @ spectrum.abs() ** 2
         assert np.abs(mel_energy(wave, filters, 512, 128) - expected.numpy()).max() < 1e-9
-    assert log_mel(np.zeros(16_000, np.float32)).max() == -1.5  # silence is no infinity
+    assert log_mel(np.zeros(16_000, np.float32)).max() == -1.5  # silence is not infinite
     assert LogMel()(np.ones(1, np.float32)).shape == (80, 1)
 
 
-def test_a_folder_says_which_features_its_model_reads(tmp_path: Path) -> None:
+def test_features_of_a_model_folder_are_used(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     wave = tones("abcd", 3)[:16_000]
     whisper = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
@@ -168,7 +169,7 @@ def faulty() -> dict[str, tuple[bytes, str]]:
     }
 
 
-def test_what_cannot_be_heard_is_left_out_and_named(tmp_path: Path) -> None:
+def test_unreadable_clips_are_left_out_and_named(tmp_path: Path) -> None:
     good, bad = spoken(3), faulty()
     odd = {"stereo.wav": encoded(np.stack([tones("ab", 1)] * 2, 1)), "flac.mp3": encoded(tones("ba", 1), form="FLAC")}
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
@@ -190,14 +191,14 @@ def test_what_cannot_be_heard_is_left_out_and_named(tmp_path: Path) -> None:
         assert str(caught.value) == f"{name}: {text}"
 
 
-def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -> None:
+def test_long_clips_are_read_in_parts_and_later_damage_is_named(tmp_path: Path) -> None:
     frames = 3 * 3600 * 8000
     head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + 2 * frames, b"WAVE", b"fmt ", 16, 1, 1, 8000, 16_000, 2, 16,
                        b"data", 2 * frames)  # fmt: skip
     path = tmp_path / "long.wav"
     path.write_bytes(head + encoded(tones("abcd", 1), 8000)[44:])
     with path.open("r+b") as file:
-        file.truncate(44 + 2 * frames)  # a file with a hole, which takes no room
+        file.truncate(44 + 2 * frames)  # a sparse file, which takes no space
     one = Encoded.of_file(path)
     assert sound_size(one) == (frames, 8000, 1)
     assert apply_transform(one, sound_size(one), AudioTransform(16_000, 4.0)).shape == (64_000,)
@@ -215,7 +216,7 @@ def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -
         apply_transform(nan, (3, 16_000, 1), AudioTransform(16_000, 1.0))
 
 
-def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_soundfile_error_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Encoded("x.wav", held=encoded(tones("ab", 1), 8000))
     with monkeypatch.context() as patch:
         patch.setitem(__import__("sys").modules, "soundfile", None)
@@ -226,22 +227,22 @@ def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch)
         apply_transform(one, sound_size(one), AudioTransform(16_000, 1.0))
 
 
-def test_an_ogg_is_measured_without_its_codec(tmp_path: Path) -> None:
-    """What the pages say is what libsndfile says; what is not plain is left to it."""
+def test_ogg_is_measured_without_its_codec(tmp_path: Path) -> None:
+    """The size from the pages equals libsndfile's. Unusual files are left to libsndfile."""
     wave = tones("abcd", 3, 24_000)
     for rate, channels in ((24_000, 1), (44_100, 2), (8000, 1)):
         file = tmp_path / f"{rate}.ogg"
         soundfile.write(file, np.stack([wave] * channels, 1), rate, format="OGG", subtype="VORBIS")
         known = soundfile.info(file)
         assert vorbis_size(Encoded.of_file(file)) == (known.frames, rate, channels) == sound_size(file)
-    whole = (tmp_path / "8000.ogg").read_bytes()
+    complete = (tmp_path / "8000.ogg").read_bytes()
     opus, silent = encoded(tones("ab", 1, 48_000), 48_000, "OGG", "OPUS"), encoded(np.zeros(24_000), 24_000, "OGG")
     odd = {
-        "cut": whole[:-40],
-        "two": (tmp_path / "24000.ogg").read_bytes() + whole,
+        "cut": complete[:-40],
+        "two": (tmp_path / "24000.ogg").read_bytes() + complete,
         "opus": opus,
         "silent": silent,
-        "head": whole[:100],
+        "head": complete[:100],
         "none": b"",
     }
     for name, data in odd.items():

@@ -1,4 +1,4 @@
-"""What a checkpoint of a model and its optimizer would hold, as whole tensors in memory; and back from there."""
+"""State of a model and its optimizer as full tensors in memory, as a checkpoint would have it; and its restoration."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, dict]:
-    """Copies by group and name, from the pieces that ranks write. All ranks call it; without `keep` it is empty."""
+    """Return copies by group and name, from the slices of all ranks. All ranks call it; without `keep` it is empty."""
     mine = [(one.path, one.part, one.start, one.data.cpu().clone()) for one in state_slices(model, optimizer)]
     ranks = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
     found: dict[str, dict] = {"model": {}, "optimizer": {}}
-    for path, part, start, data in [piece for pieces_of_rank in ranks for piece in pieces_of_rank if keep]:
+    for path, part, start, data in [state_slice for pieces_of_rank in ranks for state_slice in pieces_of_rank if keep]:
         group, _, name = path.partition("/")
         if group in found:
-            whole = found[group].setdefault(name, torch.full(part.shape, 77, dtype=data.dtype))
-            for place, line in places(part, start, data.reshape(-1), whole):
+            full = found[group].setdefault(name, torch.full(part.shape, 77, dtype=data.dtype))
+            for place, line in full_views(part, start, data.reshape(-1), full):
                 place.copy_(line)
     return found
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups) -> list[str]:
-    """As `resume` from a checkpoint that holds these tensors."""
+    """Resume from a checkpoint with these tensors."""
     return resume(model, optimizer, InMemory(groups))
 
 
-def places(part: Part, start: int, line: torch.Tensor, whole: torch.Tensor):
-    """Views of the whole, each with those elements of a stretch of the part's line that belong there."""
+def full_views(part: Part, start: int, line: torch.Tensor, full: torch.Tensor):
+    """Yield views of the full tensor, each with the elements of a flat slice that belong to it."""
     for view in part.views(start, start + line.numel()):
         sizes = [high - low for low, high in view.box]
-        yield whole[tuple(slice(*one) for one in view.box)], line.as_strided(sizes, view.strides, view.offset)
+        yield full[tuple(slice(*one) for one in view.box)], line.as_strided(sizes, view.strides, view.offset)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Entry:
 
 
 class InMemory:
-    """Stands in for a Checkpoint."""
+    """Replaces a Checkpoint."""
 
     path = "memory"
     state: Mapping[str, object] = {}
@@ -69,9 +69,9 @@ class InMemory:
         return self._groups.get(group, {})
 
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
-        whole = self._groups[group][name].detach().cpu()
-        line = torch.frombuffer(out, dtype=whole.dtype)
+        full = self._groups[group][name].detach().cpu()
+        line = torch.frombuffer(out, dtype=full.dtype)
         if part.is_padded:
             line.zero_()
-        for place, target in places(part, start, line, whole):
+        for place, target in full_views(part, start, line, full):
             target.copy_(place)

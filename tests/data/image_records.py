@@ -1,4 +1,4 @@
-"""The same coloured images in every form of records, for tests."""
+"""The same colored images in every record format, for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from tests.data.pictures import COLOURS, picture
+from tests.data.image_folders import COLOURS, picture
 
 
 def png(colour: str, seed: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Synthesised audio clips for tests: words as sequences of tones, in every form of records."""
+"""Synthesized audio clips for tests: texts as sequences of tones, in every record format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from tests.data.record_pictures import add, write_lines
+from tests.data.image_records import add, write_lines
 
 #: The pitch of each letter, in Hz.
 PITCHES = {"a": 300.0, "b": 520.0, "c": 900.0, "d": 1500.0}
@@ -20,7 +20,7 @@ WORDS = ("ab", "cd", "da")
 
 
 def tones(word: str, seed: int, rate: int = 16_000, letter_s: float = 0.12) -> np.ndarray:
-    """A tone for each letter, with some noise and a level of its own."""
+    """Return a tone for each letter, with some noise and a random level."""
     rng = np.random.default_rng(seed)
     time = np.arange(round(letter_s * rate * rng.uniform(0.8, 1.2))) / rate
     parts = [np.sin(2 * np.pi * PITCHES[letter] * rng.uniform(0.97, 1.03) * time) for letter in word]
@@ -35,7 +35,7 @@ def encoded(wave: np.ndarray, rate: int = 16_000, form: str = "WAV", subtype: st
 
 
 def spoken(count: int, seed: int = 0) -> list[tuple[bytes, str]]:
-    """Recordings with their words, of different rates and lengths."""
+    """Return clips with their texts, of different rates and lengths."""
     rates = (16_000, 8000, 22_050)
     words = [WORDS[index % len(WORDS)] for index in range(count)]
     return [
@@ -45,7 +45,7 @@ def spoken(count: int, seed: int = 0) -> list[tuple[bytes, str]]:
 
 
 def sound_folder(root: Path, count: int = 6) -> Path:
-    """`count` audio clips in a folder for each word, of several rates and formats."""
+    """Write `count` audio clips in a folder for each text, of several rates and formats."""
     for number, word in enumerate(WORDS):
         (root / word).mkdir(parents=True)
         for index in range(count):

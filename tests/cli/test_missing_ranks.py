@@ -1,4 +1,4 @@
-"""Ranks that never come: the user reads which, where, and what to unset, and the command ends with exit code 2."""
+"""Ranks that never connect: the message names them, the address and the variables to unset, and the exit code is 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.errors import CommError, LaunchError
 UNSET = "`unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT`"
 
 
-def place_of(rank: int, port: int, **more) -> RankEnv:
+def rank_env(rank: int, port: int, **more) -> RankEnv:
     return RankEnv(**{"rank": rank, "world_size": 8, "local_rank": rank, "local_world_size": 8,
                       "master_addr": "127.0.0.1", "master_port": port, "starter": "torchrun", **more})  # fmt: skip
 
@@ -26,59 +26,61 @@ def place_of(rank: int, port: int, **more) -> RankEnv:
 @pytest.fixture
 def port(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # is put back after the test
+        monkeypatch.setenv(name, "0")  # is restored after the test
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def test_a_rank_without_a_first_rank_says_so_and_ends(port, monkeypatch, capsys):
+def test_rank_without_rank_0_reports_and_exits(port, monkeypatch, capsys):
     monkeypatch.setattr(missing_ranks, "NOTICE_S", 0.1)
     with pytest.raises(LaunchError) as caught:
-        open_store(place_of(3, port), 1.0)
+        open_store(rank_env(3, port), 1.0)
     assert caught.value.exit_code == 2
     assert str(caught.value).startswith(f"rank 3 of 8 could not connect to rank 0 at 127.0.0.1:{port} within 1.00 s. ")
     assert UNSET in str(caught.value)
-    said = capsys.readouterr().err
-    assert said.startswith(f"weft: rank 3 of 8 waits for rank 0 at 127.0.0.1:{port}. Start all ranks, or type {UNSET}")
-    assert said.count("\n") == 1  # and no stacks of torch
+    message = capsys.readouterr().err
+    assert message.startswith(
+        f"weft: rank 3 of 8 waits for rank 0 at 127.0.0.1:{port}. Start all ranks, or type {UNSET}"
+    )
+    assert message.count("\n") == 1  # and no stacks of torch
 
 
-def test_the_first_rank_names_those_that_did_not_come(port, monkeypatch):
+def test_rank_0_names_the_missing_ranks(port, monkeypatch):
     monkeypatch.setattr(missing_ranks, "NOTICE_S", 0.2)
-    told = []
-    store = open_store(place_of(0, port), 2.0)
+    messages = []
+    store = open_store(rank_env(0, port), 2.0)
     for rank in (2, 5):
         missing_ranks.note_arrival(store, rank)
     with pytest.raises(LaunchError) as caught:
-        mesh.join_ranks(place_of(0, port), __import__("torch").device("cpu"), 2.0, store, told.append)
+        mesh.join_ranks(rank_env(0, port), __import__("torch").device("cpu"), 2.0, store, messages.append)
     assert f"rank 0 of 8 could not connect to ranks 1, 3 to 4, 6 to 7 at 127.0.0.1:{port} within 2.00 s" in str(
         caught.value
     )
-    assert [line.partition(" at ")[0] for line in told] == ["rank 0 of 8 waits for ranks 1, 3 to 4, 6 to 7"]
+    assert [line.partition(" at ")[0] for line in messages] == ["rank 0 of 8 waits for ranks 1, 3 to 4, 6 to 7"]
 
 
-def test_a_port_that_is_taken_and_a_name_that_is_unknown_are_sentences(port):
+def test_port_in_use_and_unknown_host_are_one_line(port):
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
         with pytest.raises(LaunchError, match=rf"^MASTER_PORT={port}: another program listens at 127.0.0.1:{port}"):
-            open_store(place_of(0, port), 1.0)
+            open_store(rank_env(0, port), 1.0)
     with pytest.raises(LaunchError, match=r"^MASTER_ADDR=no.such.host.invalid: no machine of this name is known"):
-        open_store(place_of(3, port, master_addr="no.such.host.invalid"), 0.5)
+        open_store(rank_env(3, port, master_addr="no.such.host.invalid"), 0.5)
 
 
-def test_ranks_of_weft_train_leave_the_word_to_their_launcher(port):
+def test_ranks_of_weft_train_leave_the_report_to_their_launcher(port):
     assert "torch" in sys.modules
-    error = mesh._rendezvous_error(place_of(1, port, starter="weft"), None, RuntimeError("timed out"), 1.0)
+    error = mesh._rendezvous_error(rank_env(1, port, starter="weft"), None, RuntimeError("timed out"), 1.0)
     assert type(error) is CommError
     assert error.exit_code == 1
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("rank", "whom"), [(3, "rank 0"), (0, "ranks 1 to 7")])
-def test_the_command_ends_with_code_2(rank, whom, port, tmp_path):
+def test_command_exits_with_code_2(rank, whom, port, tmp_path):
     Path(tmp_path / "text.jsonl").write_text('{"text": "warp, weft"}\n' * 400)
     settings = ["plan=dp_replicate=8", "launch.device=cpu", "tokenizer.kind=bytes", "train.seq_len=32",
                 "train.global_batch=8", "data.train=text.jsonl", "data.cache_dir=c", "launch.timeout=7s"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A link between two hosts that is cut for 20 s and comes back: replicas go on, and meet again."""
+"""A network link between two hosts fails for 20 s: the replicas continue, and synchronize again afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.cli.test_apart_launch import Trained, assert_close, tensors
+from tests.cli.test_replica_launch import TrainCommand, assert_close, tensors
 from tests.train.apart_runs import steps_of
 from tests.train.conftest import text as text  # a fixture
 from weft.checkpoint.load import load_checkpoint, newest_checkpoint
@@ -35,7 +35,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def link():
-    """Two hosts with a cable between them; gives a function that cuts it or joins it."""
+    """Connect two network namespaces. Yield a function that takes the link down or up."""
     names = list(HOSTS)
     for name in names:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
@@ -50,8 +50,8 @@ def link():
         ip("netns", "del", name)
 
 
-class OnHosts(Trained):
-    """Commands that run on one of the hosts."""
+class CommandOnHost(TrainCommand):
+    """Starts commands in one of the namespaces."""
 
     def on(self, host: str, name: str, *settings: str) -> subprocess.Popen[str]:
         self.program = ["ip", "netns", "exec", host, sys.executable]
@@ -62,8 +62,8 @@ def last_step(folder) -> int:
     return max(steps_of(folder), default=0)
 
 
-def test_a_link_that_is_cut_for_20_s_stops_nobody_and_the_replicas_meet_again(link, tmp_path, text):
-    train = OnHosts(tmp_path, text)
+def test_replicas_continue_during_a_20_s_link_outage_and_resync(link, tmp_path, text):
+    train = CommandOnHost(tmp_path, text)
     address = f"{HOSTS['weftcut0']}:29600"
     key = tmp_path / "key"
     key.write_text("the key of these replicas")

@@ -1,4 +1,4 @@
-"""Whole commands as a user types them: two at once, a disk that fills up, a warning before the time is over."""
+"""Complete commands as a user types them: two at a time, a disk that fills up, a time limit."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ def wait_for_steps(folder: RunFolder, process: subprocess.Popen[str], count: int
 
 
 def prepared(folder: RunFolder) -> dict[str, bytes]:
-    """What a refused command must not touch; the live run itself writes events and checkpoints."""
+    """Return files that a refused command must not change. The live run itself writes events and checkpoints."""
     names = ("config.toml", "plan.txt", "model.json", "data.json", ".lock", "logs/rank_0.log", "logs/rank_1.log")
     return {name: (folder.path / name).read_bytes() for name in names}
 
 
-def test_a_second_command_is_refused_at_any_moment_and_the_first_trains_with_its_own_settings(train, tmp_path):
+def test_second_command_is_refused_and_the_first_is_unaffected(train, tmp_path):
     folder = RunFolder(tmp_path / "two")
     other = ["run.name=two", "train.steps=9", "optimizer.lr=5e-2", "plan=dp_shard=2 zero=2"]
     commands = [train("run.name=two", "train.steps=100000"), train("run.name=two", "train.steps=100000")]
-    while all(one.poll() is None for one in commands):  # started in the same second: one of them is let in
+    while all(one.poll() is None for one in commands):  # started in the same second: one of them gets the lock
         time.sleep(0.05)
     refused, live = sorted(commands, key=lambda one: one.poll() is None)
     assert ended(refused)[0] == 2
@@ -97,7 +97,7 @@ def test_a_second_command_is_refused_at_any_moment_and_the_first_trains_with_its
     assert "of 100000: " in text
 
 
-def test_a_run_saves_and_stops_before_its_time_is_over(train, tmp_path):
+def test_run_saves_and_stops_before_its_time_limit(train, tmp_path):
     begin = time.monotonic()
     code, text = ended(train("run.name=timed", "train.steps=1000000", "train.max_time=1m"))
     assert (code, time.monotonic() - begin < 60) == (0, True), text
@@ -120,7 +120,7 @@ def fill(disk: Path, leave: int) -> None:
     (disk / "filling").write_bytes(b"\0" * max(0, shutil.disk_usage(disk).free - leave))
 
 
-def test_a_full_disk_is_told_in_one_sentence(train, small_disk):
+def test_full_disk_is_reported_in_one_line(train, small_disk):
     fill(small_disk, leave=150_000)
     code, text = ended(train(f"run.dir={small_disk}", "train.steps=9"))
     assert code == 2, text

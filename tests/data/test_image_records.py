@@ -1,4 +1,4 @@
-"""Pictures in tars, jsonl and parquet: found by headers alone, read where they lie, the faulty ones named."""
+"""Images in tars, jsonl and parquet: indexed by headers only, read from their files, and faulty ones named."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import COLOURS
-from tests.data.record_pictures import FORMS, add, as_lines_with_paths, as_tars, labelled, write_lines, write_tar
+from tests.data.image_folders import COLOURS
+from tests.data.image_records import FORMS, add, as_lines_with_paths, as_tars, labelled, write_lines, write_tar
 from tests.data.test_media import bomb
 from weft.data.media.files import RecordColumns
 from weft.data.media.image_source import Pictures, parse_source
@@ -26,7 +26,7 @@ def found(path: Path, cache: Path, columns: RecordColumns | None = None) -> Medi
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_pictures(tmp_path: Path, form: str) -> None:
+def test_every_format_has_the_same_images(tmp_path: Path, form: str) -> None:
     samples = labelled(12)
     (tmp_path / "data").mkdir()
     path = FORMS[form](tmp_path / "data", samples)
@@ -36,7 +36,7 @@ def test_every_form_gives_the_same_pictures(tmp_path: Path, form: str) -> None:
     assert [records.encoded(i).read_all() for i in range(12)] == [data for data, _ in samples]
     assert records.size(0) == (20, 16)
     stored = sum(file.stat().st_size for file in Path(records.folder).iterdir())
-    assert stored < 12 * 120 + 1500  # places, and no pixels
+    assert stored < 12 * 120 + 1500  # offsets, and no pixels
     again = parse_source(records.format())
     assert again == records
     train, held = again.split(0.25)
@@ -48,7 +48,7 @@ def test_every_form_gives_the_same_pictures(tmp_path: Path, form: str) -> None:
     assert not np.array_equal(pictures.in_epoch(1, 2)[0], pictures.in_epoch(2, 2)[0])
 
 
-def test_an_index_is_made_once_and_again_for_changed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_is_made_once_and_again_for_changed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     as_tars(tmp_path / "data", labelled(12))
     first = found(tmp_path / "data", tmp_path / "cache")
@@ -59,7 +59,7 @@ def test_an_index_is_made_once_and_again_for_changed_files(tmp_path: Path, monke
     assert len(found(tmp_path / "data", tmp_path / "cache")) == 15
 
 
-def test_labels_may_be_numbers_stand_in_json_or_under_another_name(tmp_path: Path) -> None:
+def test_labels_may_be_numbers_in_json_or_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with tarfile.open(tmp_path / "data" / "x.tar", "w") as tar:
         for index, (data, _) in enumerate(labelled(4)):
@@ -78,7 +78,7 @@ def as_lines(folder: Path, labels: list[int]) -> Path:
     return write_lines(folder / "x.jsonl", [{"image": "p.png", "label": label} for label in labels])
 
 
-def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
+def test_unreadable_images_are_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     good = labelled(900)
     cmyk = io.BytesIO()
@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
             "cut.png": good[0][0][:-40],
             "bomb.png": (tmp_path / "bomb.png").read_bytes(),
             "empty.png": b"",
-            "cmyk.gif": cmyk.getvalue(),  # the suffix is wrong, and the image is good
+            "cmyk.gif": cmyk.getvalue(),  # the suffix is wrong, and the image is valid
             "text.jpg": b"no picture",
         }.items():
             add(tar, name, data)
@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
     assert Pictures(records, Look(8), 0)[900][0].shape == (3, 8, 8)
 
 
-def test_paths_stay_inside_of_the_folder_and_lost_files_come_back(tmp_path: Path) -> None:
+def test_paths_stay_within_the_folder_and_restored_files_are_found(tmp_path: Path) -> None:
     root = tmp_path / "data"
     root.mkdir()
     path = as_lines_with_paths(root, labelled(600))
@@ -139,7 +139,7 @@ def test_paths_stay_inside_of_the_folder_and_lost_files_come_back(tmp_path: Path
         Pictures(records, Look(8), 0)[5]
 
 
-def cut_tar(path: Path) -> None:
+def short_tar(path: Path) -> None:
     data = write_tar(path, labelled(6)).read_bytes()
     path.write_bytes(data[:3300])
 
@@ -168,8 +168,8 @@ def no_label(path: Path) -> None:
     write_lines(path.with_suffix(".jsonl"), [{"image": "x.png", "kind": 1}])
 
 
-def cut_parquet(path: Path) -> None:
-    from tests.data.record_pictures import as_parquet
+def short_parquet(path: Path) -> None:
+    from tests.data.image_records import as_parquet
 
     made = as_parquet(path.parent, labelled(6))
     made.write_bytes(made.read_bytes()[:900])
@@ -180,20 +180,20 @@ def packed_tar(path: Path) -> None:
 
 
 REFUSED = {
-    "x.tar: the archive is damaged or truncated (unexpected end of data). Copy it again, or leave it out.": cut_tar,
+    "x.tar: the archive is damaged or truncated (unexpected end of data). Copy it again, or leave it out.": short_tar,
     "x.tar: the archive is damaged or truncated (its end is missing). Copy it again, or leave it out.": tar_without_end,
     "x.tar: another archive follows its end. Use separate archive files.": two_tars,
     "its records have 1 class. Give records of 2 or more.": one_class,
     "1 of 7 images cannot be used, more than 1%. The first: ": many_bad,
     "x.jsonl: a column with the label was not found; its columns are image, kind. Name it with task.options.label=NAME."
     "": no_label,
-    "x.parquet: it is damaged or truncated (": cut_parquet,
+    "x.parquet: it is damaged or truncated (": short_parquet,
     "x.tar.gz is compressed, so that no image in it can be read alone. Unpack it to a .tar": packed_tar,
 }
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_files_that_cannot_be_trained_on_are_refused(tmp_path: Path, text: str) -> None:
+def test_unusable_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "data").mkdir()
     REFUSED[text](tmp_path / "data" / "x.tar")
     with pytest.raises(DataError) as caught:
@@ -201,7 +201,7 @@ def test_files_that_cannot_be_trained_on_are_refused(tmp_path: Path, text: str) 
     assert text in str(caught.value)
 
 
-def test_the_table_says_what_headers_say(tmp_path: Path) -> None:
+def test_table_has_the_sizes_of_the_headers(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     sizes = [(3 + index, 40 - index) for index in range(4)]
     with tarfile.open(tmp_path / "data" / "x.tar", "w") as tar:

@@ -1,4 +1,4 @@
-"""What a new user does: train a base, export it, tune it on chats on two ranks, go on with one, merge, and generate."""
+"""A new user's workflow: train a base, export it, fine-tune it on two ranks, continue on one, merge, and generate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_TOKENS = 24
 
 
 def weft(*words: object) -> str:
-    """What a command in a process of its own printed; it must end well."""
+    """Return the output of a command in a separate process, which must succeed."""
     line = [sys.executable, "-m", "weft", *map(str, words)]
     ended = subprocess.run(line, env=env.child_env(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -34,7 +34,7 @@ def weft(*words: object) -> str:
 
 
 def generated(folder: Path, prompt: str) -> str:
-    """What transformers writes behind a prompt at temperature 0."""
+    """Return what transformers generates after a prompt at temperature 0."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     read = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
@@ -48,14 +48,14 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory) -> Path:
-    """A folder with the base that was exported, and its adapter: three steps on two ranks, three more on one."""
+    """Create a folder with the exported base and its adapter: three steps on two ranks, three more on one."""
     here = tmp_path_factory.mktemp("story")
     texts = [" ".join(WORDS[(i * k) % 5] for k in range(1, 40)) for i in range(1, 61)]
     (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with (here / "chats.jsonl").open("w") as file:
         for one in range(40):
-            said = [("system", "Count."), ("user", f"{WORDS[one % 5]} {one}?"), ("assistant", f"weft {one * one}")]
-            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}) + "\n")
+            turns = [("system", "Count."), ("user", f"{WORDS[one % 5]} {one}?"), ("assistant", f"weft {one * one}")]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
     places = [f"run.dir={here}", f"data.cache_dir={here / 'cache'}", *SMALL]
     model = ["model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=64",
              "model.max_seq_len=96", "tokenizer.kind=bpe", "tokenizer.vocab_size=300"]  # fmt: skip
@@ -71,22 +71,22 @@ def tuned(tmp_path_factory) -> Path:
     return here
 
 
-def test_a_run_that_goes_on_with_another_number_of_ranks_is_one_run(tuned):
-    parts, whole = losses(tuned / "tuned"), losses(tuned / "whole")
-    assert parts.keys() == whole.keys() == set(range(1, 7))
-    for step, loss in whole.items():
+def test_resume_with_another_number_of_ranks_matches_one_run(tuned):
+    parts, full = losses(tuned / "tuned"), losses(tuned / "whole")
+    assert parts.keys() == full.keys() == set(range(1, 7))
+    for step, loss in full.items():
         assert parts[step] == pytest.approx(loss, rel=1e-4), step
-    assert whole[6] < whole[1]
+    assert full[6] < full[1]
 
 
-def test_the_merged_folder_generates_in_transformers_what_weft_generates(tuned):
+def test_merged_folder_generates_the_same_in_transformers(tuned):
     weft("export", tuned / "tuned", tuned / "merged", "--merge")
-    _, told = transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged", output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    _, loading = transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     base, merged = (load_file(tuned / name / "model.safetensors") for name in ("exported", "merged"))
     changed = {name for name, tensor in merged.items() if not tensor.equal(base[name])}
     assert changed
-    assert all("_proj" in name for name in changed)  # and the norms, the table and the head are those of the base
+    assert all("_proj" in name for name in changed)  # norms, embedding and head are unchanged
     options = ["--temperature", "0", "--max-tokens", NUM_TOKENS]
     for prompt in PROMPTS:
         theirs = generated(tuned / "merged", prompt)
@@ -94,7 +94,7 @@ def test_the_merged_folder_generates_in_transformers_what_weft_generates(tuned):
 
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
-def test_a_packed_base_goes_on_under_another_plan_and_generates(tuned, base):
+def test_quantized_base_resumes_under_another_plan_and_generates(tuned, base):
     words = [f"run.dir={tuned}", f"data.cache_dir={tuned / 'cache'}", *SMALL, f"model.path={tuned / 'exported'}",
              f"data.train={tuned / 'chats.jsonl'}", "train.seq_len=64", "optimizer.lr=2e-2", "adapter.rank=4",
              f"adapter.base={base}", "checkpoint.keep=9"]  # fmt: skip
@@ -103,8 +103,8 @@ def test_a_packed_base_goes_on_under_another_plan_and_generates(tuned, base):
     shown = weft("train", *words, name, "train.steps=4", "launch.ranks=1", "plan=dp_replicate=1")
     assert "resumed from step 2 (dp_shard=2 zero=3)" in shown
     weft("train", *words, f"run.name={base}_whole", "train.steps=4", "launch.ranks=1", "plan=dp_replicate=1")
-    parts, whole = losses(tuned / base), losses(tuned / f"{base}_whole")
-    assert parts == pytest.approx(whole, rel=1e-4)
+    parts, full = losses(tuned / base), losses(tuned / f"{base}_whole")
+    assert parts == pytest.approx(full, rel=1e-4)
     weft("export", tuned / base, tuned / f"{base}_merged", "--merge")
     options = ["--temperature", "0", "--max-tokens", NUM_TOKENS]
     theirs = generated(tuned / f"{base}_merged", PROMPTS[0])

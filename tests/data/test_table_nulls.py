@@ -1,4 +1,4 @@
-"""Nulls that tables put into tool calls and schemas are dropped; nulls that someone wrote are kept."""
+"""Nulls that tables add to tool calls and schemas are dropped; explicit nulls are preserved."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def calls_and_tools(document: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl without nulls in messages"])
-def test_a_table_changes_neither_calls_nor_schemas(tmp_path, form):
+def test_table_nulls_change_neither_calls_nor_schemas(tmp_path, form):
     table = pa.Table.from_pylist([row(0), row(1)])
     if form == "parquet":
         path = tmp_path / "d.parquet"
@@ -70,7 +70,7 @@ def test_a_table_changes_neither_calls_nor_schemas(tmp_path, form):
         assert calls_and_tools(document) == (ARGUMENTS[number], TOOLS[number])
 
 
-def test_nulls_that_someone_wrote_are_kept(tmp_path):
+def test_explicit_nulls_are_preserved(tmp_path):
     schema = [tool("get", {"city": {"type": "string"}, "unit": {"type": ["string", "null"], "default": None}})]
     arguments = {"city": "Rome", "unit": None}
     path = tmp_path / "d.jsonl"
@@ -80,7 +80,7 @@ def test_nulls_that_someone_wrote_are_kept(tmp_path):
         one["tools"] = schema
         one["messages"][1]["tool_calls"][0]["function"]["arguments"] = given
         rows.append(one)
-    # In a table, and in a row with the nulls of one, only the text is known to be as it was written.
+    # In a table, or in a row with a table's nulls, only JSON text is certain to be unchanged.
     filled = json.loads(json.dumps(rows))
     for one in filled:
         one["messages"][0]["tool_calls"] = None
@@ -92,7 +92,7 @@ def test_nulls_that_someone_wrote_are_kept(tmp_path):
     assert calls_and_tools(read(path)[0])[1] == schema
 
 
-def test_a_null_for_a_parameter_that_the_tool_does_not_have_is_dropped(tmp_path):
+def test_null_for_an_undeclared_parameter_is_dropped(tmp_path):
     one = row(0)
     one["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"city": None, "a": None}
     (tmp_path / "d.jsonl").write_text(json.dumps(one) + "\n")

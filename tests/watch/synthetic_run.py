@@ -1,4 +1,4 @@
-"""Events of runs that were never trained: long ones on many ranks, for the page and for its charts."""
+"""Event logs of synthetic runs: long ones on many ranks, for the page and its charts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any
 
 
 @dataclass
-class MadeRun:
-    """What happens. slow_rank: from slow_from on it takes a fifth longer. fails_at: a rank dies there, once."""
+class SyntheticRun:
+    """What happens in the run.
+
+    slow_rank: takes a fifth longer from slow_from on. fails_at: step at which a rank fails once.
+    """
 
     steps: int = 2000
     ranks: int = 16
@@ -34,7 +37,7 @@ class MadeRun:
     end: float = field(default_factory=time.time)
 
     def write(self, folder: Path) -> Path:
-        """Write the folder's events.jsonl; returns the folder."""
+        """Write the folder's events.jsonl, and return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "events.jsonl", "w", encoding="utf-8") as file:
             for event in self.events(folder.name):
@@ -42,7 +45,7 @@ class MadeRun:
         return folder
 
     def events(self, name: str) -> Iterator[dict[str, Any]]:
-        """All of them, in their order."""
+        """Yield all events in order."""
         rng = random.Random(self.seed)
         last = self.until or self.steps
         now = self.end - last * self.step_s * 1.12
@@ -144,30 +147,30 @@ class MadeRun:
         }
 
     def _plan(self, now: float) -> dict[str, Any]:
-        whole = self.step_s * 0.98
+        total = self.step_s * 0.98
         return {
             "time": now,
             "event": "plan",
             "basis": "tables of H100",
-            "step_s": whole,
+            "step_s": total,
             "memory_bytes": 46 * 2**30,
             "parts": {
-                "compute": whole * 0.76,
-                "over tp": whole * 0.12,
-                "over dp": whole * 0.06,
-                "optimizer": whole * 0.05,
+                "compute": total * 0.76,
+                "over tp": total * 0.12,
+                "over dp": total * 0.06,
+                "optimizer": total * 0.05,
             },
-            "figures": {"step_s": whole, "tokens_per_s": 2**20 / whole, "memory.bytes": 46 * 2**30},
+            "figures": {"step_s": total, "tokens_per_s": 2**20 / total, "memory.bytes": 46 * 2**30},
         }
 
     def _actual(self, step: int, now: float) -> dict[str, Any]:
-        whole, slow = self.step_s * 1.01, self._is_slow(step)
+        total, slow = self.step_s * 1.01, self._is_slow(step)
         parts = {
-            "compute": whole * 0.75,
-            "over tp": whole * 0.12,
-            "over dp": whole * (0.13 if slow else 0.062),
-            "optimizer": whole * 0.05,
-            "data": whole * 0.003,
+            "compute": total * 0.75,
+            "over tp": total * 0.12,
+            "over dp": total * (0.13 if slow else 0.062),
+            "optimizer": total * 0.05,
+            "data": total * 0.003,
         }
         return {
             "time": now,

@@ -1,4 +1,4 @@
-"""Folders of small images for tests: each class has a colour, and some have faults."""
+"""Folders of small images for tests: each class has a color, and some have faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def picture(colour: tuple[int, int, int], seed: int, size: tuple[int, int] = (20
 
 
 def class_folder(root: Path, count: int = 6) -> Path:
-    """`count` images in each of three classes, of several sizes and formats."""
+    """Write `count` images in each of three classes, of several sizes and formats."""
     for number, (name, colour) in enumerate(COLOURS.items()):
         (root / name).mkdir(parents=True)
         for index in range(count):

@@ -1,4 +1,4 @@
-"""`weft train` with replicas that are worlds of their own: the numbers of one world, and launchers that hold out."""
+"""`weft train` with separate replicas: results as of one world, and launchers that survive failures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.full
 LIMIT_S = 180
 
 
-class Trained:
-    """`weft train` on a small text."""
+class TrainCommand:
+    """Starts `weft train` on a small text."""
 
     def __init__(self, root: Path, text: Path):
         self._root = root
@@ -64,7 +64,7 @@ class Trained:
 
 @pytest.fixture
 def train(tmp_path, text):
-    made = Trained(tmp_path, text)
+    made = TrainCommand(tmp_path, text)
     yield made
     for process in made.processes:
         if process.poll() is None:
@@ -85,7 +85,7 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 def ranks_of(process: subprocess.Popen[str], folder: RunFolder) -> list[psutil.Process]:
-    """The ranks of one replica."""
+    """Return the rank processes of one replica."""
     found = []
     for one in psutil.Process(process.pid).children(recursive=True):
         if one.name().startswith("weft-rank-") and str(folder.path) in one.cmdline():
@@ -101,12 +101,12 @@ def ranks_of(process: subprocess.Popen[str], folder: RunFolder) -> list[psutil.P
         "dp_replicate=2 sync=diloco:3 compress=int8 precision=fp64",
     ],
 )
-def test_replicas_apart_compute_what_those_of_one_world_do(train, plan):
+def test_separate_replicas_match_one_world(train, plan):
     train.finish(train.start("apart", f"plan={plan}", "launch.replicas_apart=true"))
     train.finish(train.start("joined", f"plan={plan}"))
     joined, apart = train.folder("joined"), [train.folder("apart", replica) for replica in (0, 1)]
     for folder in apart:
-        # `outer` is there under diloco alone.
+        # Only diloco has `outer` tensors.
         groups = ("model", "outer") if "diloco" in plan else ("model",)
         assert_close(tensors(folder, *groups), tensors(joined, *groups))
     assert_close(tensors(apart[0], "optimizer"), tensors(joined, "optimizer"))
@@ -119,8 +119,8 @@ def test_replicas_apart_compute_what_those_of_one_world_do(train, plan):
         assert [one["loss"] for one in own] == pytest.approx([one["loss"] for one in told], abs=1e-9)
 
 
-def test_from_one_world_to_replicas_apart_and_back(train):
-    """Exact where all replicas' states are in the checkpoint, and from the anchor else."""
+def test_switch_from_one_world_to_separate_replicas_and_back(train):
+    """Exact if the checkpoint has all replicas' states; otherwise training continues from the anchor."""
     settings = ["schedule.kind=constant", "plan=dp_replicate=2 sync=diloco:4 precision=fp64", "checkpoint.keep=9"]
     train.finish(train.start("mixed", *settings, "train.steps=6"))
     train.finish(train.start("mixed", *settings, "train.steps=12", "launch.replicas_apart=true"))
@@ -144,7 +144,7 @@ SLOW = [f"train.steps={STEPS}", "checkpoint.every=20", "eval.every=100", "launch
 APART = ["plan=dp_replicate=2 sync=diloco:5", "launch.replicas_apart=true", *SLOW]
 
 
-def test_ranks_that_are_killed_are_started_again_by_their_own_launcher(train):
+def test_killed_ranks_are_restarted_by_their_own_launcher(train):
     process = train.start("killed", *APART, "launch.restarts=2", "launch.restart_pause=1s")
     first, second = train.folder("killed"), train.folder("killed", 1)
     train.wait_for_step(second, 30, process)
@@ -158,7 +158,7 @@ def test_ranks_that_are_killed_are_started_again_by_their_own_launcher(train):
     assert losses(first)[STEPS] == losses(second)[STEPS]
 
 
-def test_ranks_that_stand_still_past_the_timeout_are_left_out_and_come_back(train):
+def test_suspended_ranks_are_left_out_after_timeout_and_rejoin(train):
     process = train.start("still", *APART)
     first, second = train.folder("still"), train.folder("still", 1)
     train.wait_for_step(second, 30, process)
@@ -174,7 +174,7 @@ def test_ranks_that_stand_still_past_the_timeout_are_left_out_and_come_back(trai
     assert losses(first)[STEPS] == losses(second)[STEPS]
 
 
-def test_replicas_of_two_machines_meet_at_an_address_and_one_interrupt_ends_one_of_them(train):
+def test_replicas_on_two_hosts_rendezvous_and_interrupt_ends_one(train):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -188,7 +188,7 @@ def test_replicas_of_two_machines_meet_at_an_address_and_one_interrupt_ends_one_
     assert_close(tensors(train.folder("two"), "model", "outer"), tensors(train.folder("two", 1), "model", "outer"))
 
 
-def test_a_run_that_is_refused_says_so_once_and_leaves_nothing(train):
+def test_refused_run_reports_once_and_leaves_no_folder(train):
     process = train.start("refused", "plan=dp_replicate=2 sync=diloco:3", "launch.replicas_apart=true", "model.dim=33")
     [shown] = train.finish(process, code=2)
     assert shown.count("error:") == 1

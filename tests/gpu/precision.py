@@ -1,4 +1,4 @@
-"""What torch is told on a GPU: products of fp32 rounded to TF32 or exact, cuDNN's algorithms, attention's kernels."""
+"""Settings of torch on a GPU: TF32 or exact fp32 products, cuDNN's algorithms, attention kernels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weft.train.gpu_kernels import GpuKernels
 
 #: Relative error of products of random numbers. TF32 has 10 bits of mantissa, fp32 has 23.
 EXACT, ROUNDED = 2e-5, (5e-5, 2e-3)
-#: Losses and norms beside fp32's: bf16, with 7 bits, has 2e-2.
+#: Differences of losses and norms from fp32's. bf16, with 7 bits, has 2e-2.
 NEAR = 2.5e-3
-#: Of attention in bf16, beside fp64.
+#: Error of attention in bf16, relative to fp64.
 MOST = 2e-2
 
 
 def products_in_tf32(setting: Setting) -> Figures:
-    """A product and a convolution beside fp64, and losses beside fp32's, also in compiled blocks."""
+    """Compare a product and a convolution with fp64, and losses with fp32's, also in compiled blocks."""
     setting.need_cuda("TF32")
     draw = torch.Generator().manual_seed(0)
     a, b, weight = (
@@ -54,7 +54,7 @@ def products_in_tf32(setting: Setting) -> Figures:
 
 
 def measured_convolutions(setting: Setting) -> Figures:
-    """A residual network whose convolutions take the algorithms that cuDNN measured to be the fastest."""
+    """Train a residual network with the convolution algorithms that cuDNN measured as fastest."""
     setting.need_cuda("cuDNN")
     plan, model = Plan(precision="fp32"), Pictures().model()
     found = {}
@@ -71,7 +71,7 @@ def measured_convolutions(setting: Setting) -> Figures:
 
 
 def kernels_of_attention(setting: Setting) -> Figures:
-    """Each kernel that this device and installation have, forward and backward, beside fp64."""
+    """Compare each attention kernel of this device and installation with fp64, forward and backward."""
     setting.need_cuda("kernels of attention")
     draw = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, 8, 512, 64, generator=draw, dtype=torch.float64) for _ in range(4))
