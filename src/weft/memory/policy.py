@@ -250,7 +250,7 @@ _Tensors = list[tuple[dict[str, Any], str, torch.Tensor | None]]
 
 
 def _tensors_of(block: nn.Module) -> _Tensors:
-    """Return the tensors of a block, without those of nested units, which fully_shard gathers and frees."""
+    """Return the tensors of a block, without the tensors of nested units, which fully_shard gathers and frees."""
     units = [unit for unit in block.modules() if unit is not block and hasattr(type(unit), "set_reshard_after_forward")]
     gathered = {module for unit in units for module in unit.modules()}
     dicts = [

@@ -192,7 +192,7 @@ class _Recording:
     def leave_core(self, seconds: float, num_seen: int) -> None:
         """End attention's core, which took `seconds` and began after `num_seen` operations.
 
-        Time in which the dispatch mode sees no operation counts as one light operation.
+        Time in which no operation reaches the dispatch mode counts as one light operation.
         """
         self.in_core = False
         hidden = seconds - sum(operation.seconds for operation in self.operations[num_seen:])
