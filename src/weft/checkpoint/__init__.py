@@ -1,1 +1,1 @@
-"""Committed and digested checkpoints that can be loaded under any plan."""
+"""Checkpoints that are committed atomically, have digests, and can be loaded under any plan."""

@@ -33,7 +33,7 @@ class RankGroup:
     """A rank, the number of ranks, and functions for communication between them.
 
     Attributes:
-        rank: this rank.
+        rank: index of this rank.
         number: number of ranks.
         on_first: runs a function on the first rank and returns its JSON value on all ranks. An exception is raised on
             all ranks.
@@ -59,10 +59,10 @@ _TRASH_NAME = ".trash"
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepFolder:
-    """A folder with the name of a checkpoint. Sorts by step. The second save of a step comes after the first.
+    """A folder with the name of a checkpoint. Sorts by step; a second save of a step sorts after the first.
 
     Attributes:
-        step: optimizer steps done.
+        step: number of optimizer steps before the save.
         again: number of earlier saves of this step.
         path: a Path, or its equivalent for an object store.
     """
@@ -107,7 +107,7 @@ def step_folders(root: Path) -> list[StepFolder]:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to the disk: created, renamed and removed names."""
+    """Flush a folder's entries (created, renamed and removed names) to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -123,7 +123,6 @@ def new_temp_folder(root: Path, step: int) -> Path:
 
 
 def move_to_trash(path: Path) -> Path:
-    """Move a folder to the trash with one rename, and return its new path."""
     trash = path.parent / _TRASH_NAME
     if trash.is_symlink():  # deletions must not leave this folder
         trash.unlink()
@@ -169,14 +168,14 @@ def is_being_read(path: Path) -> bool:
 
 
 def empty_trash(root: Path) -> None:
-    """Delete the folders in the trash. The next call tries those again that could not be deleted."""
+    """Delete the folders in the trash. Folders that cannot be deleted stay until the next call."""
     trash = root / _TRASH_NAME
     if trash.is_dir():
         shutil.rmtree(trash, ignore_errors=True)
 
 
 def remove_debris(root: Path) -> None:
-    """Delete the leftovers of killed writers. Call it only with the writer lock."""
+    """Delete the leftovers of killed writers. Call it only while holding the writer lock."""
     for name in os.listdir(root):
         if name.startswith(_TEMP_PREFIX):
             shutil.rmtree(root / name, ignore_errors=True)
@@ -185,8 +184,9 @@ def remove_debris(root: Path) -> None:
 
 @contextlib.contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
-    """Lock `root` for one writer. The kernel releases the lock when its process dies. File systems without locks are
-    used without one.
+    """Lock `root` for one writer. The kernel releases the lock when its process dies.
+
+    On a file system without locks, nothing is locked.
 
     Raises:
         CheckpointError: immediately, if another process has the lock.

@@ -71,7 +71,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint. `state` is the saved state, and `written_by` has the versions of weft and torch."""
+    """An open checkpoint. `state` is the saved state, and `written_by`: versions of weft and torch."""
 
     path: Location
     step: int
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of its groups, such as "model" and "optimizer"."""
+        """Names of the checkpoint's groups of tensors, such as "model" and "optimizer"."""
         return tuple(self._manifest.tensors)
 
     @property
@@ -91,7 +91,7 @@ class Checkpoint:
         return {name: entry.num_bytes for name, entry in self._manifest.files.items()}
 
     def files_of(self, group: str, name: str) -> list[str]:
-        """Return the names of the files with a tensor of a group, or with parts of it."""
+        """Return the names of the files that contain a tensor of a group or parts of it."""
         entry = self.entries(group)[name]
         if entry.file:
             return [entry.file]
@@ -99,7 +99,7 @@ class Checkpoint:
         return sorted({shard_name(group, rank) for ranks in runs for rank, _, _ in ranks})
 
     def tensors_in(self, file: str) -> list[str]:
-        """Return "group/name" of each tensor with data in a file."""
+        """Return "group/name" of each tensor that has data in a file."""
         whole_ones = [
             f"{group}/{name}"
             for group, entries in self._manifest.tensors.items()
@@ -128,8 +128,8 @@ class Checkpoint:
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with elements of a part of a tensor, in the saved dtype.
 
-        Only the requested bytes are read, for any plan that wrote them.
-        Raises CheckpointError if bytes are missing or cannot be read.
+        Only the requested bytes are read, whichever plan wrote them. Raises CheckpointError if bytes are missing or
+        cannot be read.
 
         Args:
             group: name of the group, such as "model".
@@ -162,7 +162,7 @@ class Checkpoint:
     def write_atomic(
         self, file: Location, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
     ) -> None:
-        """Write full tensors of a group into a new safetensors file. All of them are in memory together.
+        """Write full tensors of a group into a new safetensors file. All of them are in memory at the same time.
 
         group: name of the group, such as "model". convert: returns the array to write for a stored array.
         """
@@ -172,7 +172,7 @@ class Checkpoint:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of tensors that `read` has read from files."""
+        """Bytes of tensors that were read from files."""
         return self._reader.num_bytes
 
 
@@ -205,11 +205,11 @@ def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = Fals
 def verify_checkpoint(
     path: Location, *, digests: bool = True, together: RankGroup = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
-    """Return a sentence for each problem of a checkpoint. An empty list means that every byte is as written.
+    """Return a sentence for each problem of a checkpoint; an empty list if it is intact.
 
     digests: if False, skip the digests of tensor files and find only missing, resized and mislabelled files. together:
-    ranks that share the work. The result on all ranks has the problems of all files. report: called by several threads
-    with the number of bytes digested since the last call.
+    ranks that share the work. All ranks return the problems of all files. report: called by several threads with the
+    number of bytes digested since the last call.
     """
     found = json.dumps(_problems(located(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
@@ -232,10 +232,10 @@ def _problems(path: Location, digests: bool, together: RankGroup, report: Callab
 
 
 def list_checkpoints(root: Location) -> list[Location]:
-    """Return the committed checkpoints, oldest step first, one for each step. Their digests are not verified."""
+    """Return the committed checkpoints, oldest step first, one per step. Digests are not verified."""
     by_step: dict[int, Location] = {}
     for folder in target_at(located(root)).step_folders():
-        # A second save of a step exists next to the first only after a crash. It counts if it is complete.
+        # After a crash, a second save of a step may exist next to the first. It counts if it is complete.
         if folder.committed and not (folder.step in by_step and verify_checkpoint(folder.path)):
             by_step[folder.step] = folder.path
     return list(by_step.values())
@@ -245,9 +245,9 @@ def newest_checkpoint(root: Location, *, verify: bool = True, together: RankGrou
     """Return the newest complete checkpoint of a run, or None if none was finished.
 
     The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed. verify:
-    check the digests of all bytes. If False, check everything else. together: ranks that share the work. The result is
-    equal on all of them.
-    Raises CheckpointError if all finished checkpoints are damaged, since a silent restart would lose the run.
+    check the digests of all bytes. If False, check everything else. together: ranks that share the work; all return the
+    same result. Raises CheckpointError if all finished checkpoints are damaged, since a silent restart would lose the
+    run.
     """
     passed_over: list[PassedOver] = []
     damaged, target = False, target_at(located(root))
@@ -350,8 +350,7 @@ def _file_problems(
         except OSError as error:
             return [f"{name} cannot be read ({error.strerror or error})"]
 
-    # Files are assigned by the rank in their name, so a rank that continues under an unchanged plan reads its files
-    # once.
+    # A rank verifies the files with its rank in their name, so that under an unchanged plan it reads its files once.
     share = list(manifest.files)
     if together.number > 1:
         share = [name for name in share if rank_of(name) % together.number == together.rank]

@@ -19,7 +19,7 @@ _MOST = 2**48
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a tensor, and the ranks that have its elements. All slices together are the tensor."""
+    """A part of a tensor, and the ranks that have its elements. All slices of a tensor together cover it."""
 
     part: Part
     deal: OwnershipMap
@@ -39,13 +39,13 @@ _USUAL = {"length": -1, "start": 0, "times": 1, "each": 0, "turn": 0}
 
 @dataclass(slots=True)
 class RankLists:
-    """Lists of ranks that slices refer to by number."""
+    """Lists of ranks, which slices refer to by index."""
 
     rows: list[tuple[int, ...]] = field(default_factory=list)
     _known: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def index(self, ranks: tuple[int, ...]) -> int:
-        """Return the number of a list. A new list is added."""
+        """Return the index of a list of ranks, which is added if it is new."""
         if ranks not in self._known:
             self._known[ranks] = len(self.rows)
             self.rows.append(ranks)
@@ -106,12 +106,12 @@ def _integer(value: Any) -> int:
 
 
 def shard_name(group: str, rank: int) -> str:
-    """Return the name of a rank's file: ("model", 3) -> "model-00003.safetensors"."""
+    """Return the name of a rank's file of a group: ("model", 3) -> "model-00003.safetensors"."""
     return f"{group}-{rank:05d}.safetensors"
 
 
 def rank_of(file: str) -> int:
-    """Return the rank in the name of its file, or 0 for a name without one."""
+    """Return the rank in the name of a rank's file, or 0 for a name without a rank."""
     number = file.removesuffix(".safetensors").rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -149,8 +149,9 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Location of one tensor: a file, or slices in the files of several ranks, for which `file` is "". `same_as` is the
-    name of a tensor in the group that shares its memory.
+    """Location of one tensor: a file, or, if `file` is "", slices in the files of several ranks.
+
+    `same_as`: name of another tensor of the group that shares its memory.
     """
 
     file: str
@@ -323,7 +324,7 @@ def _check_shared(group: str, entries: Mapping[str, TensorEntry]) -> None:
 
 
 def runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
-    """Return dtype and number of elements by name, for each tensor with elements in a rank's file."""
+    """Return (dtype, number of elements) by name, for each tensor that has elements in a rank's file."""
     group, rank = file.rpartition("-")[0], rank_of(file)
     entries = manifest.tensors.get(group)
     if entries is None or file != shard_name(group, rank):

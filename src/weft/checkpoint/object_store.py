@@ -21,14 +21,14 @@ from weft.checkpoint.manifest import COMMIT_NAME
 from weft.errors import CheckpointError, MissingExtra
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
-#: Package and Weft extra of protocols that need a package in addition to fsspec, which torch depends on.
+#: Protocols that need a package in addition to fsspec: that package, and the Weft extra that installs it.
 _EXTRAS = {
     "s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"),
     "az": ("adlfs", "azure"), "abfs": ("adlfs", "azure"), "abfss": ("adlfs", "azure"),
 }  # fmt: skip
-#: Seconds before the first retry of a failed request, and number of retries.
+#: Seconds before the first retry of a failed request, and maximum number of retries.
 _PAUSE_S, _RETRIES = 0.25, 3
-#: Names of exception classes that are not retried. They are names because the stores' packages are imported on use.
+#: Names of exception classes that are not retried. Names, because the stores' packages are imported only on use.
 _FINAL = {
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError",
     "ClientAuthenticationError", "ParamValidationError", "InvalidBucketName",
@@ -37,8 +37,8 @@ _NO_ACCESS = "the store refused access: check the credentials of this machine, a
 
 
 class StoreError(CheckpointError, OSError):
-    """A store refuses a request, or does not answer. Also an OSError, like errors of a disk. `strerror` is the reason,
-    and `filename` the URL.
+    """A store rejects a request, or does not respond. Also an OSError, like disk errors. `strerror` is the reason, and
+    `filename` the URL.
     """
 
     def __init__(self, code: int, reason: str, url: str):
@@ -58,11 +58,11 @@ class StoreStatus(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class StorePath:
-    """One address in a store.
+    """A URL in an object store.
 
     Attributes:
         url: URL without a slash at its end.
-        system: file system, or None to resolve the URL with fsspec.
+        system: fsspec file system, or None to find it from the URL.
     """
 
     url: str
@@ -70,18 +70,18 @@ class StorePath:
 
     @property
     def name(self) -> str:
-        """The part after the last slash."""
+        """Part of the URL after the last slash."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> StorePath:
-        """The address one level up. For a bucket, it is the bucket."""
+        """Path one level up; for a bucket, the bucket itself."""
         above = self.url.rpartition("/")[0]
         return self if above.endswith(":/") else replace(self, url=above)
 
     @property
     def bucket(self) -> StorePath:
-        """The address of its bucket or container."""
+        """Path of the bucket or container."""
         scheme, _, rest = self.url.partition("://")
         return StorePath(f"{scheme}://{rest.partition('/')[0]}")
 
@@ -89,26 +89,26 @@ class StorePath:
         return replace(self, url=f"{self.url}/{name}")
 
     def with_name(self, name: str) -> StorePath:
-        """Return the sibling address with another name."""
+        """Return the path with its last component replaced."""
         return self.parent / name
 
     def __str__(self) -> str:
         return self.url
 
     def is_dir(self) -> bool:
-        """Return True if there are objects below it."""
+        """Return True if there are objects below this path."""
         return bool(ask(self, "isdir", self._key))
 
     def is_file(self) -> bool:
-        """Return True if it is an object."""
+        """Return True if this path is an object."""
         return bool(ask(self, "isfile", self._key))
 
     def exists(self) -> bool:
-        """Return True if it is an object or there are objects below it."""
+        """Return True if this path is an object, or if there are objects below it."""
         return bool(ask(self, "exists", self._key))
 
     def iterdir(self) -> Iterator[StorePath]:
-        """Yield the addresses directly below it."""
+        """Yield the paths directly below this path."""
         try:
             found = ask(self, "ls", self._key, detail=False)
         except FileNotFoundError:
@@ -157,7 +157,7 @@ def located(words: str | Path | StorePath) -> Location:
 
 
 def key_of(path: StorePath) -> str:
-    """Return the path's key in its file system."""
+    """Return the name of the path in its fsspec file system."""
     return _opened(path)[1]
 
 
@@ -185,15 +185,15 @@ def _opened(path: StorePath) -> tuple[Any, str]:
 
 
 def ask(path: StorePath, request: str, *args: Any, **options: Any) -> Any:
-    """Call a method of the path's file system by name, with retries."""
     act: Callable[..., Any] = getattr(file_system(path), request)
     return insisted(path, lambda: act(*args, **options))
 
 
 def insisted(path: StorePath, act: Callable[[], Any], retries: int = _RETRIES) -> Any:
-    """Return the result of `act`, with retries and exponential backoff for transient errors of a store. Raises
-    FileNotFoundError if the object does not exist. This is not retried. Raises StoreError if access is denied, which is
-    not retried, or after the last retry.
+    """Return the result of `act`. Transient errors of a store are retried with exponential backoff.
+
+    Raises FileNotFoundError if the object does not exist, and StoreError if access is denied; these are not retried.
+    Raises StoreError also after the last retry.
     """
     for number in range(retries + 1):
         try:
@@ -222,7 +222,7 @@ def _first_line(error: BaseException) -> str:
 
 _ASIDE = ".aside"
 _PROBE = ".weft-can-write"
-#: Bytes of a part of an upload, and of a request of a large read. Several of them are in flight.
+#: Bytes per part of an upload, and per request of a large read. Several parts are in flight.
 _UPLOAD_PART, _READ_PART = 32 * 2**20, 8 * 2**20
 #: Maximum bytes of one read, to limit the memory of the second copy.
 _AT_ONCE = 4 * _READ_PART
@@ -334,7 +334,7 @@ class StoreTarget:
 
 
 class _Upload:
-    """An object that appears when it is finished. The store's file system retries failed parts."""
+    """A new object. It becomes visible when the upload is finished. fsspec retries failed parts."""
 
     def __init__(self, path: StorePath):
         self._path, self._is_finished = path, False
@@ -356,7 +356,7 @@ class _Upload:
 
 
 def _with_store_errors(path: StorePath, act: Callable[[], object]) -> object:
-    """Call `act` without retries, since a part must not be sent twice, and convert its errors into OSError."""
+    """Call `act` without retries, because a part must not be sent twice, and convert its errors to OSError."""
     return insisted(path, act, retries=0)
 
 

@@ -1,10 +1,10 @@
-"""In-memory checkpoint files in one process per host, for the ranks of all hosts. They survive a failure of ranks.
+"""Server of in-memory checkpoint files: one process per host, for the ranks of all hosts.
 
-The files are memory of the process, so the system frees them whenever it ends. Each connection carries one request.
-Server and client each send a nonce. The client then sends a line of JSON with an HMAC of both nonces and the line. The
-server answers with an HMAC of both nonces. The token, which is the key of both, is never sent. Written data follows in
-chunks, each after its length, with length 0 at the end. A file exists after that end has been received. Nothing is
-encrypted, and chunks are not signed.
+The files survive a failure of ranks. They are memory of the server process, so the system frees them when it ends. Each
+connection carries one request. Server and client each send a nonce. The client then sends a line of JSON with an HMAC
+of both nonces and the line. The server answers with an HMAC of both nonces. The token, which is the key of both, is
+never sent. Written data follows in chunks, each after its length, with length 0 at the end. A file exists only after
+that end is received. Nothing is encrypted, and chunks are not signed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _TOKEN_BYTES = 32
 _ONCE_BYTES = 16
 _PROOF_BYTES = 32
 _LONGEST_LINE = 2**20
-#: Seconds of silence after which a connection counts as lost. A machine that is gone does not close connections.
+#: A connection without data for this many seconds counts as lost. A machine that fails does not close its connections.
 SILENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyHome:
-    """Address of a server, and the token that authenticates requests: hex digits, a secret of the run's ranks."""
+    """Address of a server, and the run's secret token (hex digits) that authenticates requests."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class CopyHome:
 
 
 class CopyServer:
-    """Stores files and answers requests, in threads of this process, until `close`.
+    """Server that stores files and handles requests in threads of this process, until `close`.
 
     Raises OSError if no port of `host` is available.
     """
@@ -68,7 +68,7 @@ class CopyServer:
     def newest_step(self) -> int | None:
         """Return the step of the newest committed checkpoint on this host, or None.
 
-        Files on other hosts are not checked.
+        Only this server is checked, not the servers of other hosts.
         """
         paths = [name.split("/") for name in [*self._files] if name.endswith(f"/{COMMIT_NAME}")]
         found = (step_in_name(path[-2]) for path in paths if len(path) > 1)
@@ -121,8 +121,9 @@ class CopyServer:
 
 
 def ask(call: socket.socket, token: str, line: bytes) -> None:
-    """Send a request on a new connection, and verify that the server has the token. Raises OSError if the server
-    disconnects, or does not prove that it has the token.
+    """Send a request on a new connection, and verify that the server has the token.
+
+    Raises OSError if the server disconnects, or does not prove that it has the token.
     """
     own = secrets.token_bytes(_ONCE_BYTES)
     both = bytes(received(call, _ONCE_BYTES)) + own
@@ -157,7 +158,7 @@ def _is_below(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(f"{prefix}/")
 
 
-# The copy servers of a run as one file system, with the methods of fsspec that `StoreTarget` uses.
+# The servers of all hosts as one file system, with the methods of fsspec that `StoreTarget` uses.
 
 _CONNECT_S = 10.0
 _WRITTEN_AT_ONCE = 8 * 2**20
@@ -166,7 +167,7 @@ _WRITTEN_AT_ONCE = 8 * 2**20
 def copies_at(homes: Sequence[CopyHome], own: int) -> StorePath:
     """Return the root of the checkpoints in memory.
 
-    homes: the server of each host, in an order that is equal on all ranks.
+    homes: the server of each host, in the same order on all ranks. own: index of this host's server.
     """
     return StorePath("copies://run", CopyFiles(homes, own))
 
@@ -179,7 +180,7 @@ class CopyFiles:
 
     def __init__(self, homes: Sequence[CopyHome], own: int):
         self._near = [*homes[own:], *homes[:own]]
-        # This host and the next one store the files that are written here.
+        # Files that are written here are stored on this host and on the next one.
         self._kept_by = self._near[:2]
 
     def open(self, key: str, mode: str = "rb", block_size: int = 0) -> _NewCopy:
@@ -264,8 +265,6 @@ class CopyFiles:
 
 
 class _NewCopy:
-    """A file that is being written to several servers."""
-
     def __init__(self, homes: Sequence[CopyHome], key: str):
         self.closed = False
         self._calls: list[socket.socket] = []
@@ -301,7 +300,7 @@ class _NewCopy:
 
 
 def _asked(home: CopyHome, act: str, name: str, start: int = 0, end: int = 0) -> socket.socket:
-    """Return a connection to a server, on which the request has been sent."""
+    """Connect to a server, send a request, and return the connection."""
     call = socket.create_connection((home.host, home.port), _CONNECT_S)
     try:
         call.settimeout(SILENCE_S)

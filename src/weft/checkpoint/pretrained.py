@@ -39,7 +39,7 @@ class StoredWeights:
 
 
 def no_folder(folder: Path) -> str:
-    """Return the error text for a model.path that is not a folder, such as the name of a model to download."""
+    """Return the error text for a model.path that is not a folder, such as the name of a model on a hub."""
     is_name = len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.is_dir()
     fetch = f" Weft downloads nothing: type hf download {folder} --local-dir {folder} first." if is_name else ""
     remedy = fetch or " Give a Hugging Face model's: config.json, safetensors weights, tokenizer."
@@ -49,8 +49,8 @@ def no_folder(folder: Path) -> str:
 def stored_weights(folder: Path) -> StoredWeights:
     """Read the headers of a folder's weights: one safetensors file, or several with an index.
 
-    Raises CheckpointError if a file or tensor is missing, cut off, damaged or differs from the index, or the weights
-    are pickles. The message names it and the remedy.
+    Raises CheckpointError if a file or tensor is missing, truncated, damaged or differs from the index, or if the
+    weights are pickles. The message names the file or tensor and the fix.
     """
     if not folder.is_dir():
         raise CheckpointError(no_folder(folder))
@@ -106,7 +106,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _size(file: Path) -> int:
-    """Return the size of a regular file. Raise CheckpointError for a pipe, a device and the like."""
+    """Return the size of a regular file. Raise CheckpointError for pipes, devices and other special files."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file.name} is not a regular file")
@@ -125,13 +125,13 @@ def _no_weights(folder: Path) -> str:
     return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."
 
 
-# Tensors composed of stored ones, such as stacked weights of experts from one matrix each, read without a copy.
+# Tensors composed of stored ones without a copy, such as stacked expert weights that are stored one per expert.
 
-#: Exponent bits of each float format. All of them are set in values that are not finite.
+#: Exponent bits of each float format. They are all set in inf and NaN.
 _EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
-#: Elements that are checked together, so that they stay in the processor's cache.
+#: Elements that are checked at a time, so that they stay in the processor's cache.
 _CHECKED_ELEMENTS = 2**16
-#: Bytes of tensors that are compared together.
+#: Bytes of tensors that are compared at a time.
 _COMPARED_BYTES = 2**22
 #: Unsigned integer dtypes by element size in bytes.
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -210,7 +210,7 @@ class Joined:
         return cls((*shape[:dim], place, *shape[dim + 1 :]), parts[0].dtype, tuple(pieces))
 
     def row_range(self, dim: int, low: int, high: int) -> Joined:
-        """Return a range of rows of a dim. high: the row after the last."""
+        """Return rows `low` to `high` (exclusive) of a dim."""
         dim %= len(self.shape)
         wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))
         pieces = list[_TensorSlice]()
@@ -230,7 +230,7 @@ class Joined:
         return Joined((*self.shape[:dim], high - low, *self.shape[dim + 1 :]), self.dtype, tuple(pieces))
 
     def turned(self, dim0: int, dim1: int) -> Joined:
-        """Return the tensor with two dims exchanged."""
+        """Return the tensor with two dims swapped."""
         order = list(range(len(self.shape)))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         pieces = [
@@ -262,9 +262,9 @@ class Computed:
 
 
 class JoinedTensors:
-    """Tensors by a model's names. Any part of them is read from the files of a folder.
+    """Tensors by a model's names, of which any part can be read from the files of a folder.
 
-    finite: names of tensors whose values must be finite, which is checked on reading.
+    finite: names of tensors whose values must be finite. Reading checks it.
     """
 
     def __init__(
@@ -273,12 +273,12 @@ class JoinedTensors:
         self.entries, self._finite = entries, finite
         self._stored = stored
         self._reader = SliceReader(stored.folder, stored.files)
-        #: Cached results of the last computation, since tensors computed from the same ones are read in succession.
+        #: Result of the last computation, cached because tensors that are computed together are read one after another.
         self._made: tuple[object, Mapping[str, Tensor]] = (None, {})
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of tensors that were read."""
+        """Bytes of tensors that have been read."""
         return self._reader.num_bytes
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
@@ -293,12 +293,12 @@ class JoinedTensors:
             raise CheckpointError(self._not_finite(name))
 
     def without(self, names: Collection[str]) -> JoinedTensors:
-        """Return the tensors except those with the given names."""
+        """Return all tensors except the named ones."""
         kept = {name: entry for name, entry in self.entries.items() if name not in names}
         return JoinedTensors(self._stored, kept, self._finite)
 
     def is_equal(self, first: str, second: str) -> bool:
-        """Return True if two tensors have equal shape, dtype and bytes. Both are read, some megabytes at a time."""
+        """Return True if two tensors have equal shape, dtype and bytes. Reads both, some megabytes at a time."""
         one, other = self.entries[first], self.entries[second]
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
@@ -355,7 +355,7 @@ class JoinedTensors:
         self._reader.read_box(piece.name, self._stored.entries[piece.name], target, want)
 
     def _computed(self, one: Computed) -> np.ndarray:
-        """Return the bits of a computed tensor, in its shape."""
+        """Return the values of a computed tensor as unsigned integers (its bits), in its shape."""
         if self._made[0] is not one.make:
             self._made = (one.make, one.make(self._stored_tensor))
         flat = self._made[1][one.name].detach().contiguous().view(-1).view(torch.uint8).numpy()
@@ -388,7 +388,7 @@ def _expect_equal(kinds: Sequence[object]) -> None:
 
 # Conversions of stored tensors by transformers, as compositions: renamed, joined, split, transposed.
 
-#: Tensors by the source pattern of a conversion, between its operations.
+#: Tensors by the source pattern of a conversion, as they are between its operations.
 _Parts = dict[str, list[Joined]]
 
 
@@ -397,7 +397,7 @@ class _NotDescribed(Exception):
 
 
 def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joined | Computed], list[str]]:
-    """Return the composition of each tensor of a model, and the stored names that the model does not use.
+    """Return how each tensor of a model is composed of stored ones, and the stored names that it does not use.
 
     Raises CheckpointError if tensors cannot be composed as the model's class requires.
     """
@@ -435,7 +435,7 @@ def _converted(
     target: str, converter: Any, names: Mapping[str, Sequence[str]], plain: Mapping[str, Joined], model: Any
 ) -> dict[str, Joined | Computed]:
     """Return the results of one conversion, by the model's names."""
-    # In the table's order, which determines the order of concatenation.
+    # The order of transformers' table determines the order of concatenation.
     parts = {
         pattern: [plain[name] for name in names[pattern]] for pattern in converter.source_patterns if pattern in names
     }
@@ -480,7 +480,7 @@ def _split(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence[str]
 
 
 def _named(target: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Replace patterns by full names. The text before and after the pattern in the first name is common to all."""
+    """Yield the results of a conversion by full names, made from the prefix and suffix of the first full name."""
     first = next((pattern for pattern in whole if pattern in target), None)
     before, _, after = target.partition(first) if first is not None else ("", "", "")
     return ((f"{before}{pattern}{after}" if first is not None else pattern, one) for pattern, one in whole.items())

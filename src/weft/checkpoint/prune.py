@@ -23,17 +23,17 @@ def prune_checkpoints(
 ) -> list[Location]:
     """Delete old checkpoints and return their paths.
 
-    The newest `keep` good checkpoints stay. A damaged one does not count, and stays until `keep` good ones are newer. A
-    checkpoint that is being read stays until the next call. Folders without COMMIT that are older than the newest
-    checkpoint are from killed writers, and are deleted too. Each folder is renamed before it is deleted, so that a
-    crash leaves no partly deleted checkpoint.
-    Raises CheckpointError if `keep` is below 1, another process is saving there, or a folder cannot be deleted.
+    The newest `keep` intact checkpoints stay. A damaged one does not count, and stays until `keep` intact ones are
+    newer. A checkpoint that is being read stays until the next call. Folders without COMMIT that are older than the
+    newest checkpoint are from killed writers, and are deleted too. Each folder is renamed before it is deleted, so that
+    a crash leaves no partly deleted checkpoint. Raises CheckpointError if `keep` is below 1, another process is saving
+    there, or a folder cannot be deleted.
 
     Args:
-        keep: number of good checkpoints to keep, at least 1.
+        keep: number of intact checkpoints to keep, at least 1.
         best_step: a step to keep, or None.
-        whole: a step that was just written and digested, which is not verified again. Of older steps only sizes and
-            headers are then verified. If None, all bytes are verified.
+        whole: a step that was just written and need not be verified. For older steps only sizes and headers are then
+            verified. If None, all bytes are verified.
         delete: if False, return the paths without deleting them.
     """
     target = target_at(located(root))
@@ -62,13 +62,13 @@ def _doomed(
     def is_good(folder: StepFolder) -> bool:
         if folder.step == proven:
             return True
-        # A step after the one just saved exists only if resuming skipped it, so it is read in full.
+        # Steps after the one just saved exist only if resuming skipped them, so they are read in full.
         return not verify_checkpoint(folder.path, digests=proven is None or folder.step > proven)
 
     doomed: list[StepFolder] = []
     num_good = 0
     for step in sorted({folder.step for folder in committed}, reverse=True):
-        # An `.again` folder is a replacement that the next save finishes. It counts for its step.
+        # An `.again` folder is a replacement of its step that the next save will finish.
         of_step = [folder for folder in committed if folder.step == step]
         if num_good >= keep:
             doomed += [one for one in of_step if step not in spared and not target.is_being_read(one.path)]
@@ -80,7 +80,7 @@ def _doomed(
 
 
 def set_aside(root: Location, chosen: Callable[[StepFolder], bool]) -> list[Location]:
-    """Move checkpoints to names that Weft neither reads nor deletes, and return the new paths.
+    """Rename checkpoints so that Weft neither reads nor deletes them, and return the new paths.
 
     Raises CheckpointError if another process is saving there, or a checkpoint cannot be moved.
     """
@@ -89,11 +89,11 @@ def set_aside(root: Location, chosen: Callable[[StepFolder], bool]) -> list[Loca
 
 
 def set_unfinished_aside(root: Location) -> list[Location]:
-    """Move folders without COMMIT to names that Weft ignores, and delete leftovers of killed writers.
+    """Rename folders without COMMIT so that Weft ignores them, and delete leftovers of killed writers.
 
-    A folder without COMMIT is from a killed writer or an incomplete copy. The second save of a step is not moved. In an
-    object store such folders stay, and the next pruning deletes them.
-    Raises CheckpointError if another process is saving there, or a folder cannot be moved.
+    A folder without COMMIT is from a killed writer or an incomplete copy. A second save of a step is not renamed. In an
+    object store such folders stay, and the next pruning deletes them. Raises CheckpointError if another process is
+    saving there, or a folder cannot be moved.
     """
     target = target_at(located(root))
     target.clear_debris()

@@ -21,14 +21,14 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """Memory layout of a box of the full array. `offset` is the position of its first corner, in elements."""
+    """Memory layout of a box of the full array. `offset` is the memory position of its first element."""
 
     box: Box
     offset: int
     strides: tuple[int, ...]
 
     def at(self, box: Box) -> int:
-        """Return the position in memory of the first corner of a box inside this one."""
+        """Return the memory position of the first element of `box`, which must be inside this box."""
         steps = zip(box, self.box, self.strides, strict=True)
         return self.offset + sum((inner[0] - outer[0]) * stride for inner, outer, stride in steps)
 
@@ -39,7 +39,7 @@ class Part:
 
     Attributes:
         shape: shape of the full array.
-        dim: the dim of the rows.
+        dim: the dim whose rows the rank has.
         rows: ranges of rows of `dim`, joined in this order, or None for all. Ranges beyond the full array are padding.
         order: dims from the slowest to the fastest in memory, or () for row-major.
     """
@@ -90,7 +90,7 @@ class Part:
             yield from self._in_full(BoxView(box, offset, strides))
 
     def span(self, box: Box) -> tuple[int, int] | None:
-        """Return the smallest range (start, end) of the flattened part that covers its elements of a box, or None."""
+        """Return the smallest range (start, end) of the flattened part that contains its elements in `box`, or None."""
         strides, found = self.strides(), []
         for place, low, high in self._segments():
             lower, upper = max(low, box[self.dim][0]), min(high, box[self.dim][1])
@@ -125,19 +125,18 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipMap:
-    """Ranks that own the elements of a flattened part.
+    """Owner rank of each element of a flattened part.
 
-    The part is a range, from `start` on, of a longer flat buffer that is split into equal lengths. Each length is
-    replicated on `times` ranks. For saving, it is split among them into shares of `each` elements, the last ones
-    smaller or empty.
+    The part starts at element `start` of a flat buffer that is split into equal chunks. Each chunk is replicated on
+    several ranks. For saving, it is split among these ranks into slices; the last slices may be shorter or empty.
 
     Attributes:
-        ranks: the ranks of the first length, then those of the second, ...
-        length: elements of each length.
+        ranks: the ranks of chunk 0, then the ranks of chunk 1, ...
+        length: elements of a chunk.
         start: position of the part in the flat buffer.
-        times: number of ranks that replicate a length.
-        each: elements per share, or 0 for the full length.
-        turn: rotation of the ranks of a length, so that small tensors are owned by different ranks.
+        times: number of ranks that replicate a chunk.
+        each: elements of a slice, or 0 if one rank owns the full chunk.
+        turn: index of the replica that owns the first slice. It varies by tensor, to spread small tensors over ranks.
     """
 
     ranks: tuple[int, ...]
@@ -158,7 +157,7 @@ class OwnershipMap:
         return self.each or self.length
 
     def holder(self, position: int) -> int:
-        """Return the rank that owns the element at this position. For an empty part, it is the rank at its start."""
+        """Return the rank that owns the element at this position. For an empty part, return the rank at its start."""
         number, rest = divmod(self.start + position, self.length)
         if number * self.times >= len(self.ranks):  # an empty part at the end of the flat buffer
             number, rest = len(self.ranks) // self.times - 1, 0
@@ -167,7 +166,7 @@ class OwnershipMap:
     def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Return (rank, from, to) for each rank that owns elements of a range of the part.
 
-        start: first element of the range, as an index into the part. end: the element after the last.
+        start, end: the range of the part, with `end` excluded.
         """
         position = start
         while position < end:
@@ -178,9 +177,9 @@ class OwnershipMap:
             position = stop
 
     def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
-        """Return the elements of a range of the part that a rank owns, as (from, to), or None.
+        """Return the elements (from, to) that a rank owns in a range of the part, or None.
 
-        start: first element of the range, as an index into the part. end: the element after the last.
+        start, end: the range of the part, with `end` excluded.
         """
         if not numel:
             return (0, 0) if self.holder(0) == rank else None
@@ -193,15 +192,15 @@ class OwnershipMap:
         return (low, high) if low < high else None
 
 
-#: Minimum elements of a share. Smaller lengths are not divided among their replicas.
+#: Minimum elements of a slice. Smaller chunks are owned by one rank.
 LEAST_SHARE = 65536
 
 
 def assign_evenly(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> OwnershipMap:
-    """Divide a flat buffer into equal lengths, and each length evenly among its replicas unless it is small.
+    """Divide a flat buffer into equal chunks, and each chunk evenly among its replicas unless it is small.
 
-    ranks: ranks in the order of their lengths, `times` for each. start: position of the part's first element in the
-    flat buffer.
+    ranks: ranks in the order of their chunks, `times` for each. length: elements of a chunk. start: position of the
+    part's first element in the flat buffer.
     """
     each = min(length, max(-(-length // times), LEAST_SHARE))
     return OwnershipMap(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)

@@ -1,4 +1,4 @@
-"""Read any flat slice of any tensor of a checkpoint: only the requested bytes, for any plan that wrote them.
+"""Read any flat slice of any tensor of a checkpoint: only the requested bytes, whichever plan wrote them.
 
 Files are read and not mapped, so a truncated or unreadable file is an error and does not kill the process.
 """
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-#: Open files at a time.
+#: Maximum number of open files.
 _MOST_OPEN = 32
-#: Minimum bytes of a run that is read separately: a page, which a disk reads completely. Shorter runs are read
-#: together with the bytes between them.
+#: Shorter runs of bytes are read together with the bytes between them. This is a page, the least that a disk reads.
 _LONG_RUN = 4 * 2**10
-#: Bytes of one read if runs are short.
+#: Bytes per read if runs are short.
 _WINDOW = 4 * 2**20
 
 
@@ -45,9 +44,9 @@ class SliceReader:
         self.num_bytes = 0
 
     def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with the elements of the flattened part from `start` on. Padding becomes zero. start: first
-        element to read, as an index into the flattened part. Raises CheckpointError if bytes are missing. The message
-        names the file.
+        """Fill `out` with the elements of the flattened part from index `start` on. Padding becomes zero.
+
+        Raises CheckpointError if bytes are missing. The message names the file.
         """
         if tuple(part.shape) != entry.shape:
             raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")
@@ -68,7 +67,7 @@ class SliceReader:
             raise CheckpointError(f"{self._folder.name}: {error.filename or name}: {error.strerror}") from error
 
     def read_box(self, name: str, entry: TensorEntry, target: np.ndarray, want: BoxView) -> None:
-        """Copy a box of a tensor that is in one file to the position `want`, in elements of `target`."""
+        """Copy a box of a tensor that is in one file into `target`, at the position and strides of `want`."""
         whole_line = Slice(Part(entry.shape), OwnershipMap.to_one(0, math.prod(entry.shape)))
         _Source(self, "", name, entry, whole_line).copy_view(target, want)
 
@@ -98,7 +97,7 @@ class _Source:
         self._width = DTYPE_BYTES[entry.dtype]
 
     def copy_line(self, target: np.ndarray, start: int, end: int) -> None:
-        """Copy a range of the part, if the requested part is the stored one."""
+        """Copy a range of the part, if the requested part equals the stored part."""
         for rank, low, high in self._ownership.runs(start, end, self._numel):
             first, last = max(low, start), min(high, end)
             file, offset = self._locate(rank, high - low)
@@ -139,9 +138,7 @@ class _Source:
         from_: tuple[int, ...],
         box: Box,
     ) -> None:
-        """Copy a box from a file into memory. `strides` and `from_` are the strides in memory and in the file, in
-        elements.
-        """
+        """Copy a box from a file into memory. `strides` (memory) and `from_` (file) are in elements."""
         width = self._width
         order = sorted(range(len(box)), key=lambda dim: -from_[dim])
         sizes = [box[dim][1] - box[dim][0] for dim in order]
@@ -185,9 +182,9 @@ def read_bytes(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> 
 
 
 class TensorGroup(Mapping[str, "Tensor"]):
-    """The tensors of one group. Each is read on access. In a folder, files are memory-mapped. Tensors are on the CPU
-    and private to this process. Writing to one never changes the file, but a second access of the name returns the
-    changed values. Names that shared memory when saved share it again.
+    """Tensors of one group, read on access. In a folder, files are memory-mapped. Tensors are on the CPU and private to
+    this process. Writing to one never changes the file, but a second access of the name returns the changed values.
+    Names that shared memory when saved share it again.
     """
 
     def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: SliceReader):

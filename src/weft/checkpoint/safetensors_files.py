@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: numpy's dtypes by the format's names. Other dtypes are handled as bytes of their width.
+#: numpy's dtypes by safetensors dtype name. Other dtypes are handled as unsigned integers of the same width.
 _NUMPY = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "C64": np.complex64, "I64": np.int64, "I32": np.int32,
     "I16": np.int16, "I8": np.int8, "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32,
@@ -52,7 +52,7 @@ class RawArray:
 
     @classmethod
     def of(cls, array: np.ndarray) -> RawArray:
-        """Return a RawArray of a numpy array, in its memory if it is contiguous."""
+        """Return a RawArray of a numpy array, without a copy if it is contiguous."""
         whole = np.ascontiguousarray(array)
         return cls(_NAMES[array.dtype], tuple(array.shape), whole.reshape(-1).view(np.uint8).data)
 
@@ -70,7 +70,7 @@ class RawArray:
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32) if self.dtype == "BF16" else values
 
     def largest(self) -> float:
-        """Return the largest magnitude, or nan if a value is nan. It is 0 for arrays without floats."""
+        """Return the largest magnitude, or nan if a value is nan; 0 for arrays without floats."""
         if self.dtype not in ("F64", "F32", "F16", "BF16") or not math.prod(self.shape):
             return 0.0
         values = self.values()
@@ -79,9 +79,9 @@ class RawArray:
         return math.nan if math.isnan(low) else max(-low, high)
 
 
-# Byte range reads of a safetensors file in any target. Nothing is mapped, so a truncated file is an error.
+# Reads of byte ranges of a safetensors file in any target. Nothing is mapped, so a truncated file is an error.
 
-#: Limit of the safetensors package.
+#: Maximum header size, as in the safetensors package.
 _MAX_HEADER_BYTES = 100_000_000
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -96,17 +96,19 @@ class StoredTensor:
     num_bytes: int
 
     def get_dtype(self) -> str:
-        """Return the dtype, with the API of the safetensors package."""
+        """Return the dtype. Same method as in the safetensors package."""
         return self.dtype
 
     def get_shape(self) -> tuple[int, ...]:
-        """Return the shape, with the API of the safetensors package."""
+        """Return the shape. Same method as in the safetensors package."""
         return self.shape
 
 
 class RangedTensors:
-    """An open safetensors file, and the locations of its tensors. It is closed with `close` or with its last reference.
-    Raises CheckpointError if the file is not in the format or its size differs from the expected one.
+    """An open safetensors file, and the locations of its tensors.
+
+    It is closed by `close` or when it is garbage-collected. Raises CheckpointError if the file is not in the format or
+    has an unexpected size.
     """
 
     def __init__(self, path: Location, expected_bytes: int | None = None):
@@ -155,7 +157,7 @@ class RangedTensors:
         return bytes(data)
 
     def into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with bytes from `offset` on. Raises CheckpointError if the file ends before."""
+        """Fill `target` with bytes from `offset` on. Raises CheckpointError if the file is too short."""
         while len(target):
             number = self._file.into(target, offset)
             if not number:
@@ -196,9 +198,9 @@ def _is_text_table(values: Any) -> bool:
     return True
 
 
-# Tensors in safetensors files. Writing streams tensor by tensor and digests the bytes during the write.
+# Tensors in safetensors files. Writing streams one tensor at a time and computes the digest meanwhile.
 
-#: Large enough to be worth a thread, and small enough to stay in the cache between digest and write.
+#: Bytes per chunk: large enough to be worth a thread, small enough to stay in the cache between digest and write.
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -216,13 +218,14 @@ def _dtype_names() -> dict[torch.dtype, str]:
 
 @functools.cache
 def torch_formats() -> dict[str, torch.dtype]:
-    """Return torch's dtypes by the format's names."""
+    """Return torch's dtypes by safetensors dtype name."""
     return {name: dtype for dtype, name in _dtype_names().items()}
 
 
 def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
-    """Return the format's name of a tensor's dtype. Raises CheckpointError if the tensor cannot be stored. The message
-    has `name`.
+    """Return the safetensors dtype name of a tensor.
+
+    Raises CheckpointError if the tensor cannot be stored. `name` is for the message.
     """
     if isinstance(tensor, RawArray):
         return tensor.dtype
@@ -240,12 +243,12 @@ def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
 
 
 def block_of(tensor: Tensor) -> RawArray:
-    """Return the bytes of a tensor, in its memory if it is contiguous on the CPU."""
+    """Return the bytes of a tensor, without a copy if it is contiguous on the CPU."""
     return RawArray(dtype_name("tensor", tensor), tuple(tensor.shape), _bytes_of(tensor))
 
 
 def tensor_of(block: RawArray) -> Tensor:
-    """Return a tensor in the block's memory, which must be writable."""
+    """Return a tensor that shares the block's memory, which must be writable."""
     import torch
 
     dtype = torch_formats()[block.dtype]
@@ -255,7 +258,7 @@ def tensor_of(block: RawArray) -> Tensor:
 
 
 class _RangedTensors(RangedTensors):
-    """Equivalent of the safetensors package's handle. A tensor is read on access."""
+    """Replacement of the safetensors package's file handle. Tensors are read on access."""
 
     def keys(self) -> list[str]:
         return [*self.tensors]
@@ -271,7 +274,7 @@ class _RangedTensors(RangedTensors):
 
 
 class DigestingFile:
-    """A new file with a SHA-256 that is computed during writing. `close` makes it durable and returns its entry."""
+    """A new file with a SHA-256 that is computed during writing. `close` flushes it to disk and returns its entry."""
 
     def __init__(self, path: Location):
         self._file = target_at(path.parent).create(path)
@@ -281,9 +284,7 @@ class DigestingFile:
         self._num_bytes = 0
 
     def write(self, data: bytes | memoryview, look: Callable[[bytes | memoryview], None] | None = None) -> None:
-        """Write and digest bytes. data: the bytes. look: called with each chunk while it is in the processor's cache.
-        An exception ends the write.
-        """
+        """Write and digest bytes. look: called with each chunk while it is in the CPU cache; it may raise an error."""
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
             if len(chunk) < _CHUNK_BYTES // 4:
@@ -321,7 +322,7 @@ def write_file(path: Location, data: bytes) -> FileEntry:
 
 
 def file_order(names_and_entries: Iterable[tuple[str, TensorEntry]]) -> list[str]:
-    """Return names in the order of a file: wide elements first, so that each tensor is aligned to its element."""
+    """Return names in file order: wide dtypes first, so that each tensor is aligned to its element size."""
     return [name for name, _ in sorted(names_and_entries, key=lambda item: (-DTYPE_BYTES[item[1].dtype], item[0]))]
 
 
@@ -331,9 +332,10 @@ def write_tensors(
     entries: Mapping[str, TensorEntry],
     look: Callable[[RawArray], None] | None = None,
 ) -> FileEntry:
-    """Write one safetensors file, which is durable on return. One tensor at a time is copied to the CPU. entries: dtype
-    and shape of each, by name. look: called with all values, some MiB at a time, as they are written. An exception ends
-    the write.
+    """Write one safetensors file and flush it to disk. One tensor at a time is copied to the CPU.
+
+    entries: dtype and shape by name. look: called with all values, some MiB at a time, as they are written; its
+    exception aborts the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -371,8 +373,9 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 
 
 def open_tensors(path: Location, framework: str = "pt") -> Any:
-    """Return the safetensors package's handle on a memory-mapped file. Raises CheckpointError if the file is not in the
-    format.
+    """Return the safetensors package's handle of a memory-mapped file.
+
+    Raises CheckpointError if the file is not in the format.
     """
     if not isinstance(path, Path):
         return _RangedTensors(path)

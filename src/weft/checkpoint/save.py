@@ -46,10 +46,9 @@ from weft.units import format_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Size limit of a file. A group with more bytes has several files.
+#: Maximum size of a file. A larger group is split into several files.
 MAX_FILE_BYTES = 4 * 2**30
-#: Called with all values of a save, (group, some MiB of a tensor), during writing. It raises UnfitError to end the
-#: save.
+#: Called during a save with all values, as (group, some MiB of a tensor). It raises UnfitError to abort the save.
 Look = Callable[[str, RawArray], None]
 
 
@@ -70,11 +69,11 @@ def save_checkpoint(
 
     Args:
         root: the folder of the steps' folders, which is created if it is missing.
-        tensors: groups by name, such as {"model": {...}, "optimizer": {...}}, of tensors or arrays. Tensors may have
-            any device, strides and sharing. A tensor under two names is written once and loaded as one.
+        tensors: tensors or arrays by group and name, {"model": {...}, "optimizer": {...}}. Tensors may be on any
+            device, have any strides, and share memory. A tensor under two names is written once and loaded as one.
         state: JSON values. Floats, including inf and nan, are restored exactly. Tuples are restored as lists.
         max_file_bytes: size limit of a file. A larger tensor has a separate file.
-        look: called with all values as they are written. It may end the save.
+        look: called with all values as they are written. It may abort the save.
     """
     root = located(root)
     # Keep a reference to every tensor: a mapping that creates tensors on access could reuse the address of another.
@@ -105,7 +104,6 @@ def disk_errors_as_checkpoint_errors(root: Location, step: int) -> Generator[Non
 
 
 def not_written(root: Location, step: int, reason: str) -> CheckpointError:
-    """Make the error for a checkpoint that could not be written."""
     target = target_at(root)
     return CheckpointError(
         f"{target.setting}: the checkpoint of step {step} could not be written ({reason})."
@@ -151,7 +149,7 @@ def _assign_files(group: str, members: Mapping[str, Tensor | RawArray], max_file
 
 
 def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
-    """Return a key that is equal for two names of one tensor. Empty tensors have no memory and are never shared."""
+    """Return a key that is equal for names of the same tensor. Empty tensors have no memory and are never shared."""
     if isinstance(tensor, RawArray):
         return (id(tensor),)
     if tensor.numel() == 0:
@@ -199,7 +197,7 @@ def _write(
 
 
 def publish(root: Location, step: int, place: Location, manifest: bytes) -> Location:
-    """Make a folder of durable files the checkpoint of its step, and return its final path."""
+    """Turn a folder of fully written files into the checkpoint of its step, and return its final path."""
     target = target_at(root)
     settled = target.finalize(step, place)
     try:
@@ -235,7 +233,7 @@ def _write_files(
 def write_manifest(
     place: Location, step: int, files: Mapping[str, FileEntry], entries: Mapping[str, Mapping[str, TensorEntry]]
 ) -> bytes:
-    """Write the manifest of a folder, make the names in it durable, and return the manifest's bytes."""
+    """Write the manifest of a folder, flush the folder's entries to disk, and return the manifest's bytes."""
     written_by = {"weft": env.weft_version()}
     if "torch" in sys.modules:  # it is not loaded with another engine
         written_by["torch"] = str(sys.modules["torch"].__version__)
@@ -251,7 +249,7 @@ def _commit(target: Target, place: Location, manifest: bytes) -> None:
 
 
 def _finish_replacements(target: Target, root: Location) -> None:
-    """Complete or undo the replacements that a killed writer had begun."""
+    """Complete or undo replacements of checkpoints that a killed writer had begun."""
     for folder in target.step_folders():
         if not folder.again:
             continue
@@ -265,7 +263,7 @@ def _finish_replacements(target: Target, root: Location) -> None:
 
 # Sharded saves: each rank writes its files in parallel, and the first rank writes the manifest.
 
-#: Groups of per-rank tensors that are valid only under one plan. They are in the rank's file and not in the manifest.
+#: Groups of per-rank tensors that only the same plan can use. They are in a rank's file and not in the manifest.
 PRIVATE = ("wire",)
 _TOLD, _TOLD_NAME = "told-{rank:05d}.json", re.compile(r"told-\d+\.json")
 _SAID = 200
@@ -280,7 +278,7 @@ class SavedSlice:
     Attributes:
         path: "group/name".
         part: the part of the full tensor.
-        deal: the owners of its elements.
+        deal: the ranks that own its elements.
         start: first element, as an index into the flattened part.
         data: the elements from `start` on: a tensor or an array of any shape.
     """
@@ -317,10 +315,10 @@ def save_slices(
     groups: Sequence[str] = ("model", "optimizer"),
     look: Look | None = None,
 ) -> Location:
-    """Save one step from all ranks, each with its slices, and return the folder on all ranks. All ranks call it.
+    """Save one step from all ranks, each of which passes its own slices, and return the folder. All ranks call it.
 
     root: the folder of the steps' folders, shared by all ranks. groups: groups that the checkpoint has even if they are
-    empty. look: called with all values as they are written. It may end the save.
+    empty. look: called with all values as they are written. It may abort the save.
 
     Raises:
         CheckpointError: on all ranks if one cannot write. Earlier checkpoints are then unchanged.
@@ -363,7 +361,7 @@ class _Saving:
             except (OSError, CheckpointError) as error:
                 said = {"error": f"{getattr(error, 'strerror', None) or error}"[:_SAID]}
             except BaseException as error:
-                # The other ranks wait for this rank. On an interrupt it sends an error before it ends.
+                # The other ranks wait for this rank: on an interrupt, send them an error before this rank ends.
                 with contextlib.suppress(CheckpointError):
                     self._agree(place, {"error": type(error).__name__}, state)
                 raise
@@ -384,7 +382,7 @@ class _Saving:
             return self._target.begin(self._step)
 
     def _write(self, place: Location) -> dict[str, list[object]]:
-        """Write this rank's files, and return name -> [bytes, digest]."""
+        """Write this rank's files, and return [bytes, digest] by file name."""
         rank, tables = self._ranks.rank, RankLists()
         told: dict[str, dict[str, object]] = {}
         written: dict[str, list[object]] = {}
@@ -412,8 +410,9 @@ class _Saving:
         return written
 
     def _bind(self, place: Location, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
-        """Commit or discard the files of all ranks, on the first rank. Return the folder's name, or why the values are
-        unfit.
+        """Commit or discard the files of all ranks. Runs on the first rank.
+
+        Returns the folder's name, or the reason why the values are unfit.
         """
         try:
             with disk_errors_as_checkpoint_errors(self._root, self._step):
@@ -441,7 +440,7 @@ class _Saving:
             raise
 
     def _join(self, place: Location, names: Set[str]) -> dict[str, dict[str, TensorEntry]]:
-        """Merge the tensor descriptions of all ranks into entries of the manifest, and delete their files."""
+        """Merge the tensor descriptions of all ranks into manifest entries, and delete the description files."""
         parts: dict[str, dict[str, tuple[str, tuple[int, ...], list[Slice]]]] = {
             group: {} for group in self._members if group not in PRIVATE
         }
@@ -487,7 +486,7 @@ def _dtype(piece: SavedSlice) -> str:
 
 
 def _shape(piece: SavedSlice) -> tuple[int, ...]:
-    """Return the part's shape if the slice is all of it, else the flat shape."""
+    """Return the part's shape if the slice covers the part, else its flat shape."""
     numel, local = math.prod(piece.data.shape), piece.part.local_shape
     is_all = piece.start == 0 and numel == piece.part.numel and not piece.part.order
     return local if is_all else (numel,)

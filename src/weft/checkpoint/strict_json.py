@@ -1,7 +1,7 @@
-"""JSON with exact round trips: no lost digits, no NaN that other readers refuse, no repeated keys.
+"""JSON with exact round trips: no lost digits, no NaN that other readers reject, no repeated keys.
 
-A float without a JSON number is written as {"$float": "nan"} (or "inf", "-inf") and read back as that float. Tuples are
-read back as lists.
+A float that JSON cannot represent is written as {"$float": "nan"} (or "inf", "-inf") and read back as that float.
+Tuples are read back as lists.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from weft.errors import CheckpointError
 
-#: Key of a float that is not finite.
+#: Key of the object that replaces inf or NaN.
 _TAG = "$float"
 _NUMBER_LIST = re.compile(r"\[\n\s*((?:-?[0-9.e+-]+,?\s+)+)\]")
-#: Deeper than any valid state, and well inside Python's recursion limit.
+#: Maximum nesting: more than any valid state has, and well below Python's recursion limit.
 _MAX_DEPTH = 64
 
 
@@ -43,7 +43,7 @@ def _plain(value: object, name: str, depth: int) -> object:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{name}: nested deeper than {_MAX_DEPTH} levels. Store a flatter value.")
     if value is None or isinstance(value, bool | int | str):
-        # A subclass (an enum, a numpy float) would be read back as its base.
+        # A subclass (an enum, a numpy float) would be read back as its base class.
         if type(value) not in (type(None), bool, int, str):
             raise CheckpointError(f"{name}: a {type(value).__name__} cannot be written as JSON. Store a plain value.")
         return value

@@ -1,7 +1,7 @@
 """Checkpoint targets, for saving, loading and pruning: their interface, the target of a folder, and their selection.
 
-A checkpoint is a folder in the target, and exists as soon as it has COMMIT. Files are named by their location. Failures
-are raised as OSError with the reason in strerror.
+A checkpoint is a folder in the target, and exists as soon as it has a COMMIT file. Failures raise OSError with the
+reason in strerror.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sink(Protocol):
     def finish(self) -> None: ...
 
     def close(self) -> None:
-        """Close the file. If it was not finished, it does not count as a file of a checkpoint."""
+        """Close the file. An unfinished file does not become part of a checkpoint."""
         ...
 
 
@@ -42,7 +42,7 @@ class RangeReader(Protocol):
     chunk_bytes: int
 
     def into(self, out: memoryview, offset: int) -> int:
-        """Fill `out` with bytes from `offset` on. Return their number, which is 0 at the end of the file."""
+        """Fill `out` with bytes from `offset` on. Return the number of bytes read, 0 at the end of the file."""
         ...
 
     def close(self) -> None: ...
@@ -80,11 +80,11 @@ class Target(Protocol):
         ...
 
     def begin(self, step: int) -> Location:
-        """Make an empty folder for the files of a save. Readers do not take it for a checkpoint."""
+        """Make an empty folder for the files of a save. Readers do not consider it a checkpoint."""
         ...
 
     def finalize(self, step: int, place: Location) -> Location:
-        """Move the durable folder of a save, which lacks only COMMIT, to its visible name, and return its path."""
+        """Move the folder of a save, complete except for COMMIT, to its visible name, and return its path."""
         ...
 
     def commit(self, place: Location, text: bytes) -> None:
@@ -116,7 +116,7 @@ class Target(Protocol):
         ...
 
     def reading(self, place: Location) -> Callable[[], None] | None:
-        """Keep a checkpoint from being pruned until the returned function is called; None if the target cannot."""
+        """Protect a checkpoint from pruning until the returned function is called; None if the target cannot."""
         ...
 
     def is_being_read(self, place: Location) -> bool:
@@ -126,8 +126,9 @@ class Target(Protocol):
     def create(self, file: Location) -> Sink: ...
 
     def size(self, file: Location) -> int:
-        """Return the size of a file in bytes. Raises FileNotFoundError if it is missing. Raises CheckpointError if it
-        is not a regular file.
+        """Return the size of a file in bytes.
+
+        Raises FileNotFoundError if it is missing, and CheckpointError if it is not a regular file.
         """
         ...
 
@@ -140,14 +141,14 @@ class Target(Protocol):
         ...
 
     def take(self, files: Collection[Location]) -> Mapping[Location, bytes]:
-        """Read small files completely, and delete them."""
+        """Read small files completely, delete them, and return their contents."""
         ...
 
 
 # Checkpoints in a folder. They are hidden until complete, then renamed. Deletion also starts with a rename.
 
 _SYNC_FILE_RANGE_WRITE = 2
-#: Bytes after which the kernel is asked to start writeback.
+#: Number of written bytes after which the kernel is asked to start writeback.
 _STRETCH_BYTES = 16 * 2**20
 
 
@@ -209,7 +210,7 @@ class FolderTarget:
         self.sync(place)
 
     def replace(self, again: Location, final: Location) -> Location:
-        # Readers accept both names, so a complete checkpoint of this step exists at any time.
+        # Readers accept both names, so a complete checkpoint of this step always exists.
         if final.exists():
             folders.move_to_trash(cast(Path, final))
         cast(Path, again).rename(cast(Path, final))
@@ -283,7 +284,7 @@ def _start_writing() -> Callable[[int, int, int], object]:
 
 
 class _NewFile:
-    """A new file that `finish` makes durable."""
+    """A new file. `finish` flushes it to disk."""
 
     def __init__(self, path: Path):
         self._file = path.open("xb")

@@ -31,7 +31,7 @@ from weft.memory.policy import without_graph
 from weft.memory.private_torch import compiled_call, set_compiled_call
 from weft.private_torch import graph_task, tree_leaves, version_of
 
-#: Smaller tensors cost more in copies than they free.
+#: Smaller tensors stay on the device: copying them costs more than the memory is worth.
 LEAST_BYTES = 1 << 20
 _FIELD = "offload=activations"
 
@@ -43,7 +43,7 @@ class Activations:
 
     Args:
         least_bytes: smaller tensors stay on the device.
-        room: number of blocks whose activations may be on the device in backward, as many as stay there in forward.
+        room: maximum number of blocks whose activations are on the device in backward.
     """
 
     def __init__(self, host: Host, least_bytes: int = LEAST_BYTES, room: int = 2):
@@ -69,8 +69,8 @@ class Activations:
     def prefetch(self, block: nn.Module, staying: int) -> None:
         """Fetch offloaded blocks when the backward of a block that stays on the device begins.
 
-        They take the memory of the later blocks, whose backward is complete. `staying` is the number of blocks up to
-        this one that stay.
+        They use the memory of later blocks, whose backward is complete. `staying` is the number of blocks, up to and
+        including this one, whose activations stay on the device.
         """
         count = self.room - staying
         if (call := compiled_call(block)) is not None:
@@ -79,10 +79,10 @@ class Activations:
         block.register_forward_hook(_Stays(self, count))
 
     def bring_before(self, output: Any, count: int) -> None:
-        """Fetch `count` of the passes before the one with this output, when its backward begins.
+        """When the backward of `output` begins, fetch the tensors of the `count` block forwards before it.
 
-        Only passes of the same microbatch: others may run forward in between. Does nothing in a recomputed forward,
-        which runs inside backward.
+        Only forwards of the same microbatch are fetched: other microbatches may run in between. Does nothing in a
+        recomputed forward, which runs inside backward.
         """
         last = self.last() if self.last is not None else None
         if last is None or not torch.is_grad_enabled() or graph_task() != -1:
@@ -99,7 +99,7 @@ class Activations:
             self.leave()
 
     def enter(self, name: str, compiled: nn.Module | None = None) -> None:
-        """Begin a block's forward. `compiled` is the block if its parts are not called one by one."""
+        """Begin a block's forward. `compiled` is the block if it is compiled (no separate calls of submodules)."""
         # A recomputed forward runs inside backward: its saved tensors are used immediately.
         wanted = torch.is_grad_enabled() and graph_task() == -1
         one = _Pass(self, name, compiled) if wanted else None
@@ -109,7 +109,7 @@ class Activations:
             one.open()
 
     def call(self, part: nn.Module) -> None:
-        """Record the call of a part of a block."""
+        """Record the call of a submodule of the current block."""
         if self._open and (one := self._open[-1]) is not None:
             one.keep(part)
 
@@ -121,7 +121,7 @@ class Activations:
 
 
 class _Pass:
-    """One forward of one block, and its backward."""
+    """One forward of one block, and its backward: the tensors that autograd saves in between."""
 
     def __init__(self, owner: Activations, name: str, compiled: nn.Module | None):
         self.owner = owner
@@ -150,7 +150,7 @@ class _Pass:
         self.hooks.__enter__()
 
     def close(self) -> None:
-        """End the block's forward: release the device tensors that the host has."""
+        """End the block's forward: release the device tensors that have been copied to the host."""
         assert self.hooks is not None
         self.hooks.__exit__(None, None, None)
         known, self._known, self.hooks, self._compiled = self._known, {}, None, None
@@ -164,7 +164,7 @@ class _Pass:
             )
 
     def bring_ahead(self, count: int) -> None:
-        """Start to fetch this pass and earlier ones, `count` in total."""
+        """Start to fetch the tensors of this forward and of earlier ones, `count` forwards in total."""
         one: _Pass | None = self
         for _ in range(count):
             if one is None:
@@ -173,7 +173,7 @@ class _Pass:
             one = one._before
 
     def bring(self) -> None:
-        """Start to fetch all tensors that are still needed, last saved first, which is the order of backward."""
+        """Start to fetch all tensors that backward still needs, in the order of backward (last saved first)."""
         for reference in reversed(self._saved):
             if (saved := reference()) is not None:
                 saved.bring()
@@ -184,7 +184,7 @@ class _Pass:
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version_of(tensor))
         saved = self._known.get(key)
         if saved is None:
-            # The tensor is kept alive until the block ends, so its address cannot be reused before.
+            # Keep the tensor alive until the block ends, so that no other tensor gets its address before.
             saved = self._known[key] = _Saved(self, tensor.detach())
             self._saved.append(weakref.ref(saved))
         return saved
@@ -227,7 +227,7 @@ class _Saved:
         self._pass = one  # keeps the pass, and so its list, alive until backward ends
         self._host = one.owner.host
         self._buffer, last = self._host.pool.take_unawaited(tensor.nbytes, _FIELD)
-        # Same dim order in memory as the tensor, without gaps.
+        # Same memory order of dims as the tensor, without gaps.
         self._like = torch.empty_like(tensor, device="meta")
         self._device = tensor.device
         self._version = version_of(tensor)
@@ -249,7 +249,6 @@ class _Saved:
         self._tensor = None
 
     def bring(self) -> None:
-        """Start to fetch the tensor."""
         if self._tensor is None:
             self._tensor = torch.empty_like(self._like, device=self._device)
             # Its copy to the host may still be running: the new copy waits for it, and the device continues.
@@ -257,7 +256,6 @@ class _Saved:
             self._is_down = False
 
     def value(self) -> torch.Tensor:
-        """Return the tensor, on the device."""
         assert self._tensor is not None
         if not self._is_down:
             self._copy.wait()
@@ -302,7 +300,7 @@ class _Part:
 
 
 class _Stays:
-    """Forward hook of a block that stays on the device. In a copy of the block it does nothing."""
+    """Forward hook of a block whose activations stay on the device. In a copy of the block it does nothing."""
 
     def __init__(self, owner: Activations | None = None, count: int = 0):
         self._owner, self._count = owner, count
@@ -342,7 +340,7 @@ class _Leave:
 def offload_activations(
     blocks: Sequence[tuple[str, nn.Module]], share: float, host: Host, least_bytes: int | None = None
 ) -> Activations:
-    """Move the activations of the first blocks to the host: about `share` of the blocks, but at least one.
+    """Move the activations of the first blocks to the host: about `share` of the blocks, at least one.
 
     Args:
         blocks: names and modules in forward order. The first ones wait longest for their backward.

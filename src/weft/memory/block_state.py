@@ -1,4 +1,4 @@
-"""State that a block changes in its forward: counters, caches, lists. A replay must not advance it again."""
+"""State that a block changes in its forward: counters, caches, lists. Recomputation must not advance it again."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 from weft.errors import ModelError
 from weft.private_torch import version_of
 
-#: Number of calls of a block after which the check for changed attributes ends.
+#: Number of calls of a block after which attributes are no longer checked for changes.
 _WATCHED_CALLS = 3
 
 
 class BlockState:
-    """Attributes of a block and its modules before a forward: counters, caches, lists. Tensors by identity.
+    """Attributes of a block and its modules before a forward: counters, caches, lists. Tensors are kept by reference.
 
-    A replay starts from them, and afterwards the attributes from before the replay are restored. So state that forward
-    changes advances only once.
+    Recomputation starts from them. Afterwards the attributes from before the recomputation are restored, so state that
+    forward changes advances only once.
     """
 
     def __init__(self, block: nn.Module):
@@ -29,12 +29,12 @@ class BlockState:
 
     @classmethod
     def of(cls, block: nn.Module) -> BlockState | None:
-        """Return the state of a block whose forward changes it, or may do so, else None."""
+        """Return the state of a block whose forward may change its attributes, else None."""
         calls = getattr(block, "_weft_watched_calls", 0)
         return cls(block) if calls < _WATCHED_CALLS or getattr(block, "_weft_keeps_state", False) else None
 
     def compare(self, buffers: Sequence[str]) -> None:
-        """Check for changes by a forward.
+        """Check which attributes a forward changed.
 
         Args:
             buffers: names of buffers that may change.
@@ -84,7 +84,7 @@ def _attributes(block: nn.Module) -> _Attributes:
     return found
 
 
-#: Dicts of every module: parameters, buffers and hooks are handled elsewhere.
+#: Attributes of every module that are handled elsewhere: parameters, buffers and hooks.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -118,7 +118,7 @@ def _set_attributes(attributes: _Attributes) -> None:
 
 @contextlib.contextmanager
 def spare_attributes(block: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a block and its modules, with the contents of lists and dicts, after this context."""
+    """On exit, restore the attributes of a block and its modules, with the contents of lists and dicts."""
     before = _attributes(block)
     try:
         yield

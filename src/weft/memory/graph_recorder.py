@@ -25,7 +25,7 @@ class Recording(Generic[T]):
     """Result of a recording.
 
     `result` is the return value of the recorded function; its tensors hold the values of the last replay. `replay`
-    repeats the work in the same memory. `draws` is True if the work draws from torch's generator.
+    repeats the work in the same memory. `draws` is True if the work uses torch's random generator.
     """
 
     result: T
@@ -40,9 +40,9 @@ class Recorder(Protocol):
         """Record the device work of a function, and run it once.
 
         Args:
-            act: launches the work.
-            what: description for errors.
-            apart: the results must survive replays of other recordings, so they get separate memory.
+            act: function that launches the work.
+            what: name of the work, for error messages.
+            apart: give the results separate memory, so that replays of other recordings do not overwrite them.
 
         Raises:
             ModelError: if the function does something that cannot be recorded, such as waiting for the device.
@@ -65,9 +65,9 @@ class CudaRecorder:
         """Record a CUDA graph. The host waits for the device once.
 
         Args:
-            act: launches the work.
-            what: description for errors.
-            apart: the results get separate memory.
+            act: function that launches the work.
+            what: name of the work, for error messages.
+            apart: give the results separate memory.
 
         Raises:
             ModelError: if the function does something that cannot be recorded.
@@ -103,7 +103,7 @@ def cannot_record(what: str, error: Exception) -> ModelError:
 def without_garbage() -> Iterator[None]:
     """Turn off Python's garbage collection inside this context.
 
-    Freeing device memory or events would end a recording.
+    Freeing device memory or events would abort a CUDA graph capture.
     """
     was_on = gc.isenabled()
     gc.collect()
@@ -115,14 +115,14 @@ def without_garbage() -> Iterator[None]:
             gc.enable()
 
 
-# Host values that are copied into memory that recordings read.
+# Copies of host values into memory that recordings read.
 
 
 def send_numbers(numbers: Sequence[object] | Tensor, into: Tensor) -> None:
     """Copy host numbers into a tensor in stream order, without blocking the host.
 
     Args:
-        numbers: nested as the tensor's shape, or a host tensor.
+        numbers: nested sequences of the tensor's shape, or a host tensor.
     """
     given = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=into.dtype)
     if into.device.type == "cuda":

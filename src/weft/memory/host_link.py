@@ -27,7 +27,7 @@ class Copy(Protocol):
         ...
 
     def wait_start(self) -> object:
-        """Make the device's later work wait for everything that the copy waits for, but not for the copy."""
+        """Make the device's later work wait for the dependencies of the copy, but not for the copy itself."""
         ...
 
     def wait_host(self) -> None:

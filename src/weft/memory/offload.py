@@ -23,9 +23,10 @@ from weft.errors import CheckpointError, LaunchError
 from weft.memory.host_link import Copy, CudaLink, HostLink, PlainLink, Waitable
 from weft.units import format_bytes, parse_bytes
 
-#: Share of the machine's memory that all its ranks may pin together. The rest is for states, data and the system.
+#: Share of the machine's memory that all its ranks may pin together. The rest is for other processes, data and the
+#: system.
 MOST_OF_HOST = "60%"
-#: A free buffer serves requests of at least this share of its size.
+#: A free buffer is reused for requests of at least this fraction of its size.
 LEAST_USED = 0.75
 _GRAIN = 4096
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -65,7 +66,7 @@ class HostPool:
     def take_unawaited(self, num_bytes: int, field: str) -> tuple[torch.Tensor, Copy | None]:
         """Take a buffer like `take`, without waiting for its last copy, which is also returned.
 
-        Use it if a device copy writes the buffer after that copy: then the host need not wait.
+        Use it if only a device copy will write the buffer: the device then waits, not the host.
         """
         size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
         fitting = [index for index, (one, _) in enumerate(self._free) if size <= one.nbytes <= size / LEAST_USED]
@@ -89,7 +90,7 @@ class HostPool:
             self._drop(*self._free.pop())
 
     def _make(self, size: int, field: str) -> torch.Tensor:
-        # No free buffer fits: drop the largest ones first, as few as needed.
+        # No free buffer fits: drop as few as needed, the largest first.
         while self._free and self.held_bytes + size > self.limit_bytes:
             largest = max(range(len(self._free)), key=lambda index: self._free[index][0].nbytes)
             self._drop(*self._free.pop(largest))
@@ -309,7 +310,7 @@ class HostPart:
 
     @property
     def is_early(self) -> bool:
-        """True if sending gradients while the device works saves time."""
+        """True if sending gradients before the end of backward saves time."""
         return self._host.link.overlaps
 
     @property
@@ -367,7 +368,7 @@ class HostPart:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """Waits for the dependencies of a copy, not for the copy."""
+    """Waitable that waits for the dependencies of a copy, not for the copy itself."""
 
     copy: Copy
 
@@ -398,7 +399,7 @@ def shard_offload(plan: Plan, device: torch.device, is_chosen: bool = True) -> d
     Args:
         plan: provides `offload`.
         device: this rank's device.
-        is_chosen: the unit's parameters are on the host.
+        is_chosen: True if the unit's parameters are on the host.
 
     Raises:
         LaunchError: if torch lacks CPUOffloadPolicy.

@@ -1,11 +1,11 @@
-"""Code that a compiled graph contains as one operator and runs unchanged.
+"""Python code that a compiled graph calls as one custom operator, without tracing it.
 
-torch.compile breaks a graph if the host must read values, for example the expert of each row, or the part of a sequence
-that a rank attends to. A recomputed block with a graph break is not compiled at all. As an operator, the code is one
-node of the graph. Its forward records a separate autograd graph, which the operator's backward traverses.
+torch.compile breaks a graph if the host must read values, for example which expert each row uses, or which part of a
+sequence a rank attends to. A recomputed block with a graph break is not compiled at all. As an operator, the code is
+one node of the graph. Its forward records a separate autograd graph, which the operator's backward traverses.
 
 The recorded graph lives as long as the memory of the operator's second result. A compiled graph that recomputes the
-operator in backward drops the first result immediately, so recompute frees the intended memory.
+operator in backward drops the first result immediately, so recompute still saves that memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GONE = "the model is gone, and so is what was compiled for it"
 
 
 class _Record(np.ndarray[Any, Any]):
-    """Memory of a one-element tensor, with the record of one forward."""
+    """Autograd graph of one operator forward, stored as an attribute of a one-element tensor's memory."""
 
     inputs: list[Tensor]
     output: Tensor
@@ -44,9 +44,10 @@ class _Record(np.ndarray[Any, Any]):
 class Opaque:
     """The operators of one model, in a torch namespace that is removed with this object.
 
-    `is_attention` marks the operator for recompute policies that keep or drop attention. `recomputes` means that blocks
-    are checkpoints. A checkpoint would count the tensors that a forward records and find fewer in a replay that kept
-    the result, so saved-tensor hooks are hidden from it. Otherwise, hooks for activation offload receive the tensors.
+    `is_attention` marks the operator for recompute policies that keep or drop attention. `recomputes` is True if blocks
+    are checkpointed. torch's checkpoint counts saved tensors and would find fewer in a recomputation that kept the
+    result, so the operator then hides its tensors from saved-tensor hooks. Otherwise, the hooks for activation offload
+    receive them.
     """
 
     #: Torch keeps parts of a removed namespace, so names are never reused. Names are counted and not random, because
@@ -96,10 +97,10 @@ class Opaque:
         return Handle(self, torch.tensor(len(self._codes) - 1))
 
     def run(self, number: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-        """Run the code with this number.
+        """Run the code that is registered under a number.
 
         Args:
-            number: 0-d, from the `Handle`.
+            number: 0-d tensor, the number of the `Handle`.
             inputs: tensors for the code.
             numbers: Python numbers for the code.
         """
@@ -109,7 +110,7 @@ class Opaque:
         return code(owner, inputs, numbers)
 
     def keep(self, inputs: list[Tensor], output: Tensor) -> Tensor:
-        """Keep the record of a forward as long as the returned tensor's memory lives."""
+        """Keep the autograd graph of a forward as long as the returned tensor's memory lives."""
         self._num_records += 1
         record = np.array([self._num_records]).view(_Record)
         record.inputs, record.output = inputs, output
@@ -118,7 +119,7 @@ class Opaque:
         return library.from_numpy(record)
 
     def record_of(self, number: Tensor) -> _Record:
-        """Return the record of a forward from the tensor that `keep` returned."""
+        """Return the autograd graph of a forward from the tensor that `keep` returned."""
         return self._records[int(number)]
 
     @property
@@ -128,9 +129,10 @@ class Opaque:
 
 
 class Handle:
-    """Code of one module. A graph gets its number as a tensor, so that all blocks of one class share a graph.
+    """Callable that runs one module's code as an operator.
 
-    The handle in a copied module is closed, because the original's code would run.
+    A compiled graph gets the code's number as a tensor, so that all blocks of one class share a graph. The handle in a
+    copied module is closed, because it would run the code of the original.
     """
 
     def __init__(self, opaque: Opaque | None = None, number: Tensor | None = None):
@@ -144,13 +146,13 @@ class Handle:
 
     @property
     def is_open(self) -> bool:
-        """True if it can be called."""
+        """True if the handle can be called."""
         return self._opaque is not None
 
     def __call__(
         self, shape: Sequence[int], dtype: torch.dtype, inputs: Sequence[Tensor], numbers: Sequence[float] = ()
     ) -> Tensor:
-        """Run the code as one operation. The output has this shape and dtype, and the device of the first input."""
+        """Run the code as one operator. The output has the given shape and dtype, and the device of the first input."""
         assert self._opaque is not None
         assert self._number is not None
         records = torch.is_grad_enabled()

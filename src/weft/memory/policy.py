@@ -2,7 +2,8 @@
 
 Selective recompute uses torch's selective checkpoint, which stores the outputs that a policy names and recomputes the
 rest. Two things are added. Stored outputs become saved tensors of autograd, so that offload hooks receive them. A
-product that forward later changed in place is recomputed; torch's version check does not always detect such changes.
+matmul output that forward later changed in place is recomputed; torch's version check does not always detect such
+changes.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from weft.models.inspect import hugging_face
 from weft.models.inspect.kernel_recorder import is_worth_saving
 from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
 
-#: Since 2.15 torch can pass stored outputs to saved-tensor hooks itself. `keep_as_autograd_does` does that instead.
+#: Since 2.15 torch can pass stored outputs to saved-tensor hooks. Disabled, because `keep_as_autograd_does` does it.
 OWN_HOOKS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
 )
 
-#: Batched products: (batch, n, k) times (batch, k, m), the last two arguments.
+#: Batched matmuls. The last two arguments are (batch, n, k) and (batch, k, m).
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def is_heavy(op: Any, args: Sequence[Any]) -> bool:
-    """Return True if an operation's output is worth keeping: it is a product or attention.
+    """Return True if an operation's output is worth keeping: if it is a matmul or attention.
 
-    Batched products only count if the result is not larger than the inputs. Decided before the operation runs, because
+    Batched matmuls only count if the result is not larger than the inputs. The decision uses the inputs only, because
     torch 2.11 does not pass outputs to a policy.
     """
     if is_product(op):
@@ -61,16 +62,16 @@ def is_heavy(op: Any, args: Sequence[Any]) -> bool:
 
 
 def selective_contexts(saved: frozenset[int]) -> tuple[Any, Any]:
-    """Return torch's pair of contexts, for forward and replay, for code that torch.compile traces."""
+    """Return torch's pair of contexts (forward, recomputation) for code that torch.compile traces."""
     return SelectiveChoice(saved).contexts()
 
 
 class SelectiveChoice:
     """Kept and recomputed operations of one run of a block under "selective".
 
-    `saved` holds the kept operations by their order among heavy operations. `written` maps each storage that forward
-    changed in place to the number of products stored before. `kept` holds, per operation, (order, number of stored
-    products).
+    `saved` holds the indices of the kept operations among the heavy operations. `written` maps each storage that
+    forward changed in place to the number of outputs that were stored before. `kept` holds, per operation, pairs
+    (index, number of outputs that were stored before).
     """
 
     def __init__(self, saved: frozenset[int]) -> None:
@@ -78,7 +79,7 @@ class SelectiveChoice:
         self.written: dict[int, int] = {}
         self.kept: dict[Any, list[tuple[int, int]]] = {}
         self._num_stored = 0
-        # Torch 2.11 calls the policy again at replay, later versions do not.
+        # Torch 2.11 calls the policy again in recomputation, later versions do not.
         self._forward, self._replay = itertools.count(), itertools.count()
 
     def contexts(self) -> tuple[Any, Any]:
@@ -86,8 +87,8 @@ class SelectiveChoice:
 
     def _decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not context.is_recompute and not torch.compiler.is_compiling():
-            # By storage and not by version: "unsafe" splits in torch have separate versions, for example the gates of
-            # recurrent layers and, since 2.15, the output of a linear layer with three dims.
+            # Identify tensors by storage and not by version: "unsafe" splits in torch have separate versions, for
+            # example the gates of recurrent layers and, since 2.15, the output of a linear layer with three dims.
             self.written.update((_storage(one), self._num_stored) for one in written_arguments(op, args, kwargs))
         if not is_heavy(op, args):
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -115,7 +116,7 @@ class SelectiveChoice:
                 entries[key] = recompute_marker() if changed else tree_map_only(StoredValue, _as_saved, entry)
 
     def _stored_in_order(self, op: Any, entries: list[Any]) -> Iterator[Any]:
-        """Yield entries for torch 2.11, which consumes them in order whenever the policy names one at replay."""
+        """Yield stored entries for torch 2.11, which consumes them in order when the policy keeps an operation."""
         for entry, (order, num_stored) in zip(entries, self.kept[op], strict=True):
             if any(self._was_changed(one, num_stored) for one in _stored(entry)):
                 self.saved.remove(order)
@@ -123,7 +124,7 @@ class SelectiveChoice:
                 yield tree_map_only(StoredValue, _as_saved, entry)
 
     def _was_changed(self, entry: StoredValue, num_stored: int) -> bool:
-        """Return True if the stored value was changed. Writes before `num_stored` were to another tensor."""
+        """Return True if the stored value was changed after `num_stored` outputs. Earlier writes do not count."""
         tensor = entry.val
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -143,7 +144,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves one tensor. Its backward never runs: the tensor is read directly from the node."""
+    """Autograd function that saves one tensor. Its backward never runs: the tensor is read directly from the node."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,7 @@ def _as_saved(entry: StoredValue) -> Any:
     return _StoredEntry(entry) if isinstance(entry.val, torch.Tensor) else entry
 
 
-# Execution of one block under a policy: some tensors of forward are kept for backward, others computed again.
+# Execution of one block under a policy: some tensors of forward are kept for backward, others recomputed.
 
 Forward = Callable[..., Any]
 
@@ -186,8 +187,8 @@ def is_attention(func: Any) -> bool:
 class Policy:
     """Recompute policy of a block.
 
-    `name` is "none", "full", "attention" or "selective". `saved` holds the heavy operations that keep their output
-    under "selective", by their order in forward. `buffers` holds the names of buffers that forward changes.
+    `name` is "none", "full", "attention" or "selective". `saved` holds the indices, in forward order, of the heavy
+    operations whose outputs are kept under "selective". `buffers` holds the names of buffers that forward changes.
     """
 
     name: str
@@ -197,7 +198,7 @@ class Policy:
 
 def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call `forward(block, *args, **kwargs)` under a policy."""
-    # Under every policy: a cache that one block fills is not empty for the next.
+    # Applies to every policy: if blocks share a cache, it is no longer empty for the next block.
     args, kwargs = [without_cache(value) for value in args], {k: without_cache(v) for k, v in kwargs.items()}
     if "use_cache" in kwargs:
         kwargs["use_cache"] = False
@@ -216,13 +217,14 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
         keeping, replaying = choice.contexts()
     around: list[Callable[[], AbstractContextManager[Any]]] = []
     if policy.buffers:
-        # Batch statistics and similar buffers count a batch once: the replay reads and writes copies from now.
+        # Buffers such as batch statistics must be updated once per batch: the recomputation uses copies of the current
+        # values.
         copies = [block.get_buffer(name).detach().clone() for name in policy.buffers]
         around.append(partial(spare_buffers, block, policy.buffers, copies))
     state = BlockState.of(block)
     if state is not None:
         around.append(state.restored)
-    # Forward also reads state, which another microbatch may change before the replay.
+    # Forward also reads state that another microbatch may change before the recomputation.
     draws = state_of(block)
     around.append(lambda: draws)
     around.append(partial(_with_tensors, _tensors_of(block)))
@@ -243,12 +245,12 @@ def state_of(block: nn.Module) -> AbstractContextManager[Any]:
     return nullcontext() if state is None else state.travelling()
 
 
-#: Parameters and buffers of a block: the dict of their module, their name, and the tensor.
+#: Parameters and buffers of a block: (dict of their module, name, tensor).
 _Tensors = list[tuple[dict[str, Any], str, torch.Tensor | None]]
 
 
 def _tensors_of(block: nn.Module) -> _Tensors:
-    """Return the tensors of a block, without those of nested units, which fully_shard gathers and frees."""
+    """Return the tensors of a block, without the tensors of nested units, which fully_shard gathers and frees."""
     units = [unit for unit in block.modules() if unit is not block and hasattr(type(unit), "set_reshard_after_forward")]
     gathered = {module for unit in units for module in unit.modules()}
     dicts = [
@@ -262,7 +264,7 @@ def _tensors_of(block: nn.Module) -> _Tensors:
 
 @contextlib.contextmanager
 def _with_tensors(tensors: _Tensors) -> Iterator[None]:
-    """Set parameters and buffers inside this context: torch.func.functional_call replaced them for one forward only."""
+    """Set parameters and buffers inside this context: torch.func.functional_call sets them for one forward only."""
     replaced = [(each, name, each.get(name)) for each, name, tensor in tensors if each.get(name) is not tensor]
     for each, name, tensor in tensors:
         each[name] = tensor
@@ -274,9 +276,9 @@ def _with_tensors(tensors: _Tensors) -> Iterator[None]:
 
 
 def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run the block inside torch.compile, which can only trace torch's own contexts.
+    """Run a block with torch's own activation checkpointing, which torch.compile can trace.
 
-    Compiled code writes buffers once, even if it computes something twice.
+    A compiled block updates its buffers once, even if its forward is recomputed.
     """
     if policy.name == "selective":
         return checkpoint(
@@ -286,7 +288,7 @@ def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequen
 
 
 def without_cache(value: Any) -> Any:
-    """Replace an empty key-value cache by None: replaying a block would add to it twice.
+    """Replace an empty key-value cache by None: recomputing a block would add to it twice.
 
     Hugging Face models create one in every training forward unless use_cache=False is set.
 
@@ -304,11 +306,11 @@ def without_cache(value: Any) -> Any:
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor from a saved-tensor hook that keeps a tensor.
+    """Return a detached tensor, for saved-tensor hooks that keep a tensor.
 
     Returning the tensor itself would create a reference cycle between an operation and its saved output. Backward
-    breaks the cycle. Without a backward, block and mesh would never be freed, because the garbage collector cannot
-    detect it.
+    breaks the cycle. Without a backward, block and mesh would never be freed, because the garbage collector does not
+    detect this cycle.
     """
     with unobserved():
         return tensor.detach()
@@ -320,7 +322,7 @@ def spare_buffers(
 ) -> Iterator[None]:
     """Replace the named buffers by copies inside this context, so that writes to them are lost.
 
-    `values` are the copies. None means copies of the current values.
+    `values` are the replacements; None means copies of the current values.
     """
     owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in names]
     originals = [getattr(owner, name) for owner, name in owners]
@@ -335,15 +337,15 @@ def spare_buffers(
 
 
 def _rng_settings() -> dict[str, bool]:
-    """Return checkpoint settings: the state of torch's generator cannot be read while a CUDA graph is recorded.
+    """Return keyword arguments of torch's checkpoint that skip the generator's state while a CUDA graph is recorded.
 
-    The recorder refuses models that draw from it.
+    The state cannot be read then. The recorder rejects models that use the generator.
     """
     return {"preserve_rng_state": not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())}
 
 
 class _Replay:
-    """Contexts of a replay, the last outermost. `around` is created per replay, because backward may run twice."""
+    """Contexts of one recomputation, the last outermost. `around` is new per recomputation: backward may run twice."""
 
     def __init__(self, around: Sequence[Callable[[], AbstractContextManager[Any]]], inner: AbstractContextManager[Any]):
         self._around, self._inner = around, inner
@@ -361,7 +363,7 @@ class _Replay:
 
 
 class _RecomputedAttention(TorchFunctionMode):
-    """Mode in which calls of fused attention save only their inputs."""
+    """Mode in which fused attention saves only its inputs and is recomputed in backward."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -372,15 +374,15 @@ class _RecomputedAttention(TorchFunctionMode):
 
 # Choice of each block's policy, so that kept bytes fit a budget and recompute takes the least time.
 
-#: Steps of a budget. Each block's bytes are rounded up to a step, so this bounds the unused part of the budget.
+#: Resolution of a budget. Each block's bytes are rounded up to a step, so this bounds the unused part of the budget.
 _NUM_STEPS = 16_384
 
 
 def cheapest_choice(menus: Sequence[Sequence[tuple[int, float]]], budget_bytes: int) -> list[int] | None:
-    """Choose one option per menu, with the least total seconds and at most `budget_bytes` in total.
+    """Choose one option per block, with the least total time and at most `budget_bytes` in total.
 
-    `menus` holds the options of each block as (bytes, seconds). Returns the index of each block's option, or None if
-    even the smallest options do not fit. Exact up to the rounding of bytes.
+    `menus` holds each block's options as (bytes, seconds). Returns the index of each block's option, or None if even
+    the smallest options do not fit. The result is optimal up to the rounding of bytes.
     """
     fastest = [min(range(len(menu)), key=lambda i, m=menu: (m[i][1], m[i][0])) for menu in menus]
     if _total(menus, fastest) <= budget_bytes:

@@ -24,11 +24,11 @@ __all__ = [
     "written_arguments",
 ]
 
-#: Grouped product of all experts, for which torch counts no FLOPs. `F.grouped_mm` calls it.
+#: Grouped matmul of all experts, for which torch counts no FLOPs. `F.grouped_mm` calls it.
 GROUPED_MM = torch.ops.aten._grouped_mm
 
-#: Entry of an operation's output in a selective checkpoint: `val`, and `version` when it was stored. No hook lets a
-#: policy choose how a value is kept, and kept values must be saved tensors that offload hooks receive.
+#: Entry of an operation's output in a selective checkpoint: `val`, and `version` when it was stored. Needed because
+#: kept values must be saved tensors that offload hooks receive, and torch has no hook for that.
 StoredValue = _VersionWrapper
 
 
@@ -49,18 +49,18 @@ def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the call that `module.compile()` stored to replace the module's hooks and forward, or None."""
+    """Return the function that `module.compile()` set to replace the module's hooks and forward, or None."""
     return module._compiled_call_impl
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Set a wrapper around the compiled module. Hooks cannot wrap it, because they are compiled with it."""
+    """Set a wrapper of the compiled module as the function to call. Hooks cannot wrap it: they are compiled with it."""
     module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue] - torch says None
 
 
 @contextmanager
 def above_autograd() -> Generator[None]:
-    """Make autograd record inside this context: torch runs an operator's own code below autograd."""
+    """Enable autograd inside this context: torch runs a custom operator's code with autograd disabled."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
         excluded = excluded - torch._C.DispatchKeySet(key)

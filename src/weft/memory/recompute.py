@@ -5,7 +5,7 @@ state_dict names and the block's other methods do not change, also in copies of 
 parameter gathering, run outside the recomputed part. torch.compile traces through it.
 
 The bytes that a policy keeps are measured in the first training forward, in which every block is run once more
-(`trace_block`). Under a budget this first forward keeps the least, and the policies are chosen when it ends.
+(`trace_block`). Under a budget, this first forward keeps as little as possible, and the policies are chosen at its end.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _OF_MODEL = "_weft_recompute_of_model"
 def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> Recompute:
     """Make the blocks of `model` recompute according to `plan.recompute`, in place. Compile after this, not before.
 
-    A model without repeated blocks is one block. An earlier call on the model, or on the one that it was copied from,
+    A model without repeated blocks is one block. An earlier call on the model, or on the model that it was copied from,
     is undone first. Returns the object that `recompute_of(model)` then returns.
 
     Args:
         model: the full model, or a stage.
         plan: provides `recompute` and `recompute_blocks`.
-        axis: ranks that run the same blocks, and so choose equally under a budget. None: this rank chooses alone.
+        axis: ranks that run the same blocks and choose equal policies under a budget; None for this rank alone.
 
     Raises:
         ModelError: if a block's forward was already replaced, or recompute=full is used without repeated blocks.
@@ -82,7 +82,7 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
 
 
 def _called_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks. A block that is not itself called is replaced by its called parts."""
+    """Return the repeated blocks. A block that is never called is replaced by its called submodules."""
     found = repeated_blocks(model)
     is_known = hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
     order = None if is_known or not found else dry_run.call_order(model)
@@ -92,7 +92,7 @@ def _called_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Module]:
-    """Return the first blocks of this rank, as many as the plan names: their activations are kept longest."""
+    """Return the first blocks of this rank, as many as the plan specifies: their activations are kept longest."""
     if "" in blocks:
         rule = "it counts repeated blocks, and the model has none on this rank"
         raise PlanError([Problem("recompute", f"recompute={plan.recompute}: {rule}. Use {plan.recompute_policy}.")])
@@ -115,7 +115,7 @@ class Recompute:
     Args:
         setting: the plan's `recompute`.
         blocks: blocks by path. "" is the full model.
-        axis: ranks that choose equally under a budget. None: this rank chooses alone.
+        axis: ranks that must choose the same policies under a budget; None if this rank chooses alone.
     """
 
     def __init__(self, setting: str, blocks: dict[str, nn.Module], axis: Axis | None):
@@ -142,7 +142,7 @@ class Recompute:
         return len(self.policies) == len(self._blocks)
 
     def prepare(self, model: nn.Module, call: Callable[[], object]) -> None:
-        """Choose now, from an example forward, instead of in the first step. `call` runs the model on one microbatch.
+        """Choose policies from an example forward now, before the first step. `call` runs the model on one microbatch.
 
         Does not change the model or the random generators. All ranks call it together.
         """
@@ -171,7 +171,7 @@ class Recompute:
         )
 
     def at_once(self, block: nn.Module) -> Policy | None:
-        """Return the policy if it does not depend on a trace of the block, or None."""
+        """Return the block's policy if it does not depend on a trace, else None."""
         if self.policy != "full" or next(block.buffers(), None) is not None:
             return None
         policy = Policy("full")
@@ -179,10 +179,10 @@ class Recompute:
         return policy
 
     def first_run(self, block: _RecomputedBlock, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a block that has no policy: trace it, and choose its policy unless a budget needs all blocks.
+        """Run a block that has no policy yet: trace it, and choose its policy unless a budget needs all traces.
 
         Args:
-            block: a block that recomputes.
+            block: a recomputing block.
             forward: its original forward, without recompute.
             args: positional arguments of this call.
             kwargs: keyword arguments of this call.
@@ -205,7 +205,7 @@ class Recompute:
             self._choose({path: trace.named(self.policy)})
             return block.forward(*args, **kwargs)
         if not self._watched and any(path == call.path for call in self._calls):
-            # The blocks are not called by the model's forward, so bytes outside them stay unmeasured.
+            # The blocks are not called by the model's forward, so bytes kept outside them are not measured.
             self._choose_by_budget()
             return block.forward(*args, **kwargs)
         call = _Call(path, trace)
@@ -221,7 +221,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Watch the first forward of the full model: count the bytes kept outside blocks, then choose policies."""
+        """In the model's first forward, count the bytes kept outside blocks. Then choose policies."""
         parameters = storages_of(list(model.parameters()))
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ class Recompute:
             raise PlanError([Problem("recompute", self._does_not_fit(fixed_bytes, full_bytes))])
         chosen: dict[str, Policy] = {}
         for call, menu, index in zip(self._calls, menus, choice, strict=True):
-            # A block that is called several times gets the policy of its calls that keeps the least.
+            # A block that is called several times gets, among its calls' policies, the one that keeps the fewest bytes.
             if call.path not in chosen or menu[index].num_bytes == 0:
                 chosen[call.path] = menu[index].policy
         self.full_bytes = full_bytes
@@ -268,7 +268,7 @@ class Recompute:
                 block._weft_policy = policy
 
     def _agree(self, fixed_bytes: int, menus: list[list[PolicyCost]]) -> tuple[int, list[list[tuple[int, float]]]]:
-        """Return (bytes, seconds) of all options over the axis: the maximum of bytes, and the sum of seconds."""
+        """Combine (bytes, seconds) of all options over the axis: maximum of bytes, sum of seconds."""
         flat_bytes = [float(fixed_bytes), *(float(option.num_bytes) for menu in menus for option in menu)]
         flat_s = [0.0, *(option.seconds for menu in menus for option in menu)]
         if self._axis is not None and self._axis.size > 1:
@@ -294,19 +294,19 @@ class Recompute:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a block in the first forward. `outputs` holds its outputs if backward needs them."""
+    """One call of a block in the first forward. `outputs` holds the block's outputs if backward needs them."""
 
     path: str
     trace: BlockTrace
     outputs: Storages = field(default_factory=dict)
 
     def options(self, kept: Storages) -> list[PolicyCost]:
-        """Return the block's policies. `kept` are storages that stay alive under every choice."""
+        """Return the block's possible policies. `kept` are storages that stay alive under every policy."""
         return self.trace.options(num_bytes({key: out for key, out in self.outputs.items() if key not in kept}))
 
 
 def _budget_bytes(setting: str, full_bytes: int) -> int:
-    """Return the bytes of a budget: "12GiB", or a share of the bytes without recompute: "50%", "0.5"."""
+    """Return a budget in bytes, from "12GiB" or a share of the bytes without recompute: "50%", "0.5"."""
     if setting.endswith("%"):
         return int(full_bytes * int(setting[:-1]) / 100)
     if setting.lstrip("0").startswith("."):
@@ -315,7 +315,7 @@ def _budget_bytes(setting: str, full_bytes: int) -> int:
 
 
 class _RecomputedBlock(nn.Module):
-    """Base class of blocks that recompute. `_weft_policy` is None until it is chosen."""
+    """Base class of recomputing blocks. `_weft_policy` is None until a policy is chosen."""
 
     _weft_recompute: Recompute
     _weft_path: str
@@ -323,7 +323,7 @@ class _RecomputedBlock(nn.Module):
 
 
 class _RecomputedModel:
-    """Base class of models that choose by a budget in their first forward."""
+    """Base class of models whose policies are chosen by a budget in the first forward."""
 
 
 def _block_members(kind: type) -> dict[str, Any]:

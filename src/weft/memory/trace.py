@@ -32,7 +32,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 @dataclass(frozen=True, slots=True)
 class HeavyOperation:
-    """A product, convolution or attention that a replay would run. `num_bytes` is the size of its outputs."""
+    """A matmul, convolution or attention call that recomputation would repeat. `num_bytes`: size of its outputs."""
 
     num_bytes: int
     seconds: float
@@ -42,7 +42,7 @@ class HeavyOperation:
 class PolicyCost:
     """Cost of one policy for a block.
 
-    `num_bytes` are kept in addition to the block's inputs. `seconds` is the recompute time per call.
+    `num_bytes`: bytes kept in addition to the block's inputs. `seconds`: recompute time per call.
     """
 
     policy: Policy
@@ -58,13 +58,12 @@ class BlockTrace:
 
     kept_bytes: bytes kept for backward without recompute.
     attention_bytes: bytes kept if attention's core is recomputed.
-    heavy: heavy operations in forward order. Operations after the last one that backward needs are None, since no
-    replay
-        reaches them.
-    light_s: seconds of all other operations that a replay runs.
+    heavy: heavy operations in forward order. Operations after the last one that backward needs are None, since
+    recomputation stops before them.
+    light_s: seconds of all other operations that recomputation runs.
     core_s: seconds of attention's core.
     num_calls: number of calls of attention's core.
-    keeps_output: backward needs the block's output (of a ReLU), which is usually the next block's input too.
+    keeps_output: True if backward needs the block's output (of a ReLU), which is usually the next block's input too.
     buffers: names of the buffers that forward changed.
     """
 
@@ -78,13 +77,13 @@ class BlockTrace:
     buffers: tuple[str, ...]
 
     def named(self, name: str) -> Policy:
-        """Return the policy of that name for this block."""
+        """Return the block's policy with this name."""
         return Policy(name, frozenset(self._needed()) if name == "selective" else frozenset(), self.buffers)
 
     def options(self, output_bytes: int = 0) -> list[PolicyCost]:
-        """Return the policies from most to least kept: none, attention, selective with ever fewer operations, full.
+        """Return policies from most to least kept bytes: none, attention, selective with ever fewer operations, full.
 
-        `output_bytes` is the size of the block's outputs that backward needs and that no other code keeps.
+        `output_bytes` is the size of the block's outputs that backward needs and that nothing else keeps.
         """
         found = [PolicyCost(self.named("none"), self.kept_bytes + output_bytes, 0.0)]
         if self.num_calls and self.attention_bytes < self.kept_bytes:
@@ -118,7 +117,7 @@ def num_bytes(storages: Storages) -> int:
 def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockTrace:
     """Run a block on its next inputs, and record the tensors that autograd keeps.
 
-    Random generators, draw counters and buffers are restored. Needs the block's memory in training.
+    Random generators, random number counters and buffers are restored. It needs as much memory as training the block.
     """
     args, kwargs = tree_map(_leaf, ([without_cache(value) for value in args], kwargs))
     kwargs = {name: without_cache(value) for name, value in kwargs.items()}
@@ -145,7 +144,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _clock(device: torch.device | None) -> Callable[[], float]:
-    """Return a clock in seconds on the host. On CUDA it synchronizes the device first."""
+    """Return a function that reads the time in seconds. On CUDA it synchronizes the device first."""
     if device is None or device.type != "cuda":
         return time.perf_counter
 
@@ -186,7 +185,6 @@ class _Recording:
         self._stack.close()
 
     def enter_core(self, args: Any) -> None:
-        """Begin attention's core with these arguments."""
         self.num_calls += 1
         self._kept_around_cores.update(storages_of(args))
         self.in_core = True
@@ -194,7 +192,7 @@ class _Recording:
     def leave_core(self, seconds: float, num_seen: int) -> None:
         """End attention's core, which took `seconds` and began after `num_seen` operations.
 
-        Time that is hidden from dispatch modes counts as one light operation.
+        Time in which no operation reaches the dispatch mode counts as one light operation.
         """
         self.in_core = False
         hidden = seconds - sum(operation.seconds for operation in self.operations[num_seen:])
@@ -234,7 +232,7 @@ class _Recording:
 
 
 class _Calls(TorchFunctionMode):
-    """Detects calls of attention's core by the model."""
+    """Function mode that detects the model's calls of attention."""
 
     def __init__(self, record: _Recording):
         super().__init__()
@@ -253,7 +251,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Times each operation, and keeps the outputs of the heavy ones."""
+    """Dispatch mode that times each operation, and keeps the outputs of the heavy ones."""
 
     def __init__(self, record: _Recording):
         super().__init__()

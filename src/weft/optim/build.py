@@ -26,22 +26,22 @@ def build_optimizer(
     """Build AdamW, SGD, Muon or the class that `section` names, on the trainable parameters.
 
     Matrices have weight decay and vectors (norms, biases) do not, unless `section.groups` sets it by name. Each group
-    stores its peak rate as `initial_lr`, like torch's schedulers. The fused kernels, which torch has for CPU and CUDA,
-    take one pass over memory per step. The foreach kernels take several.
+    stores its peak rate as `initial_lr`, like torch's schedulers. torch's fused kernels, which exist for CPU and CUDA,
+    take one pass over memory per step. Its foreach kernels take several.
 
     Args:
-        named_params: the model's parameters; frozen ones are left out.
+        named_params: the model's parameters; frozen ones are skipped.
         section: the optimizer's settings.
         seed: seed for stochastic rounding of states.
 
     Raises:
-        ConfigError: if a user's class cannot be imported, is not an optimizer, or refuses its options.
+        ConfigError: if a user's class cannot be imported, is not an optimizer, or does not accept its options.
     """
     groups = _groups(named_params, section)
     match section.name:
         case "sgd":
             momentum = 0.9 if section.momentum is None else section.momentum
-            # torch refuses Nesterov without momentum. The config check has already raised an error in that case.
+            # torch rejects Nesterov without momentum. The config check has already raised an error in that case.
             return torch.optim.SGD(groups, lr=section.lr, momentum=momentum, nesterov=section.nesterov, fused=True)
         case "adamw" if section.states != "fp32":
             numbers: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
@@ -83,7 +83,7 @@ def check_optimizer(model: nn.Module, section: OptimizerSection) -> None:
 
 
 def _groups(named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> list[dict[str, Any]]:
-    """Return parameter groups: one for each combination of rate, decay and (for Muon) kind of update."""
+    """Return parameter groups: one per combination of learning rate, weight decay and (for Muon) kind of update."""
     found: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, param in named_params:
         if not param.requires_grad:

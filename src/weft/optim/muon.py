@@ -28,10 +28,10 @@ STACK_BYTES = 2**28
 
 
 class Join(Protocol):
-    """Conversion between the parts of a sharded matrix and the full matrix."""
+    """Gathers the shards of a matrix into the full matrix, and shards it again."""
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the full matrix. A collective of all ranks that hold parts of it."""
+        """Return the full matrix. Collective: all ranks with shards of it must call it."""
         ...
 
     def part(self, whole: torch.Tensor) -> torch.Tensor: ...
@@ -42,15 +42,16 @@ class Join(Protocol):
 class Muon(DecidedOptimizer):
     """Muon on 2-D parameters, AdamW on all others.
 
-    Orthogonalisation runs in bf16, as in torch, and in float64 for float64 parameters. `joins` maps sharded matrices to
-    their joins. The code that shards the parameters fills it.
+    Orthogonalisation runs in bf16, as in torch, and in float64 for float64 parameters. `joins` maps each sharded matrix
+    to its `Join`; the code that shards the parameters fills it.
 
     Args:
-        params: parameters, or groups of them. `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
-            usual for embeddings and heads.
-        lr: learning rate in AdamW's scale (`match_rms_adamw` in torch), so that one rate serves both kinds.
-        weight_decay: decoupled, times the learning rate.
-        momentum: momentum of the running mean of a matrix's gradient.
+        params: parameters, or groups of them. `matrices=False` in a group makes AdamW update its 2-D parameters too, as
+            is usual for embeddings and heads.
+        lr: learning rate in AdamW's scale (`match_rms_adamw` in torch), so that one rate suits both kinds of
+            parameters.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        momentum: decay of the running mean of a matrix's gradient.
         betas: betas of AdamW.
         eps: eps of AdamW.
     """
@@ -112,10 +113,10 @@ class Muon(DecidedOptimizer):
             torch.where(self.decision.is_taken, new, old, out=target)
 
     def _stacks(self, params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield parameters of one full shape, dtype and device, at most STACK_BYTES per list.
+        """Yield lists of parameters with equal full shape, dtype and device, at most STACK_BYTES per list.
 
-        Lists are in order of first occurrence. The full shape is used because ranks with parts of a matrix must process
-        the same matrices in the same order.
+        The lists are in order of first occurrence. The full shape is used because ranks with parts of a matrix must
+        process the same matrices in the same order.
         """
         found: dict[tuple[tuple[int, ...], object, object], list[nn.Parameter]] = {}
         for param in params:
@@ -160,7 +161,7 @@ def _working(matrix: torch.Tensor) -> torch.Tensor:
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
     """Compute an approximation of the nearest matrix whose singular values are all 1, by Newton-Schulz iteration.
 
-    `matrix` is (rows, columns), or (matrices, rows, columns) for a stack that is processed with batched products.
+    `matrix` is (rows, columns), or (matrices, rows, columns) for a stack that is processed with batched matmuls.
     """
     if matrix.ndim == 2:
         return orthogonalise(matrix[None])[0]
@@ -176,7 +177,7 @@ def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _by_shape(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Divide each group in two: matrices, for which an optimizer needs full parameters, and the rest."""
+    """Split each group in two: matrices, which need full parameters, and all other parameters."""
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]

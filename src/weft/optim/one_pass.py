@@ -23,7 +23,7 @@ TILE = 2**19
 
 @dataclass(frozen=True, slots=True)
 class AdamRule:
-    """Settings of one Adam step. `step` is its number, from 1. `decoupled` means weight decay as in AdamW."""
+    """Settings of one Adam step. `step` is its index, from 1. `decoupled` means weight decay as in AdamW."""
 
     step: int
     lr: float
@@ -45,12 +45,12 @@ class AdamRule:
 
     @property
     def dials(self) -> list[float]:
-        """Values that change from step to step: lr, step number, corrected step size, root of the second correction."""
+        """Per-step values of the kernel: lr, step number, corrected step size, root of the second correction."""
         return [self.lr, float(self.step), self.lr / self.correction1, self.correction2**0.5]
 
     @property
     def without_dials(self) -> AdamRule:
-        """The rule without these values, which a recorded step keeps."""
+        """The rule without its per-step values; a recorded CUDA graph keeps these settings."""
         return replace(self, lr=0.0, step=1)
 
 
@@ -65,12 +65,12 @@ class SgdRule:
 
     @property
     def dials(self) -> list[float]:
-        """Values that change from step to step, as for Adam: only the rate."""
+        """Per-step values of the kernel, in the layout of AdamRule: only lr is used."""
         return [self.lr, 0.0, 0.0, 0.0]
 
     @property
     def without_dials(self) -> SgdRule:
-        """The rule without these values, as for Adam."""
+        """The rule without its per-step values."""
         return replace(self, lr=0.0)
 
 
@@ -79,7 +79,7 @@ Rule = AdamRule | SgdRule
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Tensors of one step, all dense, of one size and element order.
+    """Tensors that one step reads and writes, all dense and with equal size and element order.
 
     `master` and `states` are updated and have one dtype. `grad` has any floating dtype. `weights` gets the new master
     rounded to its dtype, or is None if the master is the weight.
@@ -91,7 +91,7 @@ class Lane:
     weights: torch.Tensor | None = None
 
     def tiles(self, size: int) -> Iterator[Lane]:
-        """Yield the same memory, 1-D, in tiles of at most `size` elements."""
+        """Yield the same tensors in tiles, 1-D, of at most `size` elements."""
         flat = [_line(one) for one in (self.master, self.grad, *self.states)]
         weights = None if self.weights is None else _line(self.weights)
         for start in range(0, flat[0].numel(), size):
@@ -101,14 +101,14 @@ class Lane:
 
 @torch.no_grad()
 def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch.Tensor | None = None) -> None:
-    """Take one step, in place.
+    """Update the tensors of a lane by one optimizer step (in-place).
 
     Args:
         lane: master, gradient, states and rounded weights, all dense and of one size.
         rule: settings of this step.
         factor: factor of the gradient. A 0-d tensor on the master's device may be NaN to skip the step: then master and
             states are not changed.
-        dials: the rule's values per step, (4,) float64 on the device, which a recorded step reads.
+        dials: the rule's per-step values, (4,) float64 on the device, for steps recorded in a CUDA graph.
     """
     if lane.master.device.type == "cuda" and lane.master.dtype == torch.float32:
         _launch(lane, rule, factor, dials)
@@ -215,7 +215,7 @@ def adam_kernel(
     decoupled: bool,
     dials: torch.Tensor | None = None,
 ) -> None:
-    """Run Adam as one GPU kernel. A NaN factor changes nothing. `dials`, if given, override lr and corrections."""
+    """Run Adam as one GPU kernel. A NaN factor changes nothing. `dials` override lr and corrections."""
     from weft.optim.triton_kernels import launch_adam
 
     tensors = (master, grad, exp_avg, exp_avg_sq, weights)
@@ -235,7 +235,7 @@ def sgd_kernel(
     nesterov: bool,
     dials: torch.Tensor | None = None,
 ) -> None:
-    """Run SGD as one GPU kernel. A NaN factor changes nothing. `dials`, if given, override lr."""
+    """Run SGD as one GPU kernel. A NaN factor changes nothing. `dials` (per-step values), if given, override lr."""
     from weft.optim.triton_kernels import launch_sgd
 
     launch_sgd((master, grad, momentum_buffer, weights), factor, dials, (lr, momentum, weight_decay), nesterov)
@@ -259,7 +259,7 @@ def _adam_on_host(
     decoupled: bool,
     dials: torch.Tensor | None = None,
 ) -> None:
-    """Compute the kernel's arithmetic for the simulated GPU, which has the values of small tensors."""
+    """CPU implementation of the Adam kernel, for the simulated GPU, whose small tensors have real values."""
     if factor.isnan():
         return
     step_size, root = (lr / correction1, correction2**0.5) if dials is None else (float(dials[2]), float(dials[3]))
@@ -289,7 +289,7 @@ def _sgd_on_host(
     nesterov: bool,
     dials: torch.Tensor | None = None,
 ) -> None:
-    """Compute the kernel's arithmetic, as for Adam."""
+    """CPU implementation of the SGD kernel, for the simulated GPU."""
     if factor.isnan():
         return
     lr = lr if dials is None else float(dials[0])

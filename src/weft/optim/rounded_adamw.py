@@ -24,7 +24,7 @@ _CUT = 22
 #: Exponent and mantissa bit of fp32 just below the smallest value: the value of code 0 if it were not zero.
 _ZERO = {torch.int8: (127 - 48) * 2 - 1, torch.uint8: (127 - 96) * 2 - 1}
 _MAGNITUDE = 2**31 - 1
-#: As noise, this rounds to nearest.
+#: Value to use as noise for rounding to nearest.
 HALF = 1 << 15
 
 
@@ -33,8 +33,8 @@ def encode_bytes(x: Tensor, noise: Tensor | int, dtype: torch.dtype) -> Tensor:
 
     Args:
         x: any float dtype; not negative for uint8.
-        noise: 16 random bits per element, int32, or `HALF` for all.
-        dtype: int8 with a sign, uint8 without.
+        noise: 16 random bits per element, int32, or `HALF` to round to nearest.
+        dtype: int8 for signed values, uint8 for values of at least 0.
     """
     bits = x.float().view(torch.int32) & _MAGNITUDE
     code = ((bits + (noise << (_CUT - 16))) >> _CUT) - _ZERO[dtype]
@@ -55,7 +55,7 @@ def exact_moment(state: Tensor) -> Tensor:
 
 #: Elements per tile: on a CPU tiles stay in its caches, on a GPU they bound temporary memory.
 _TILE, _GPU_TILE = 2**17, 2**24
-#: Odd constants. Constants above 2^31 are written as negative numbers, as torch stores them.
+#: Odd constants of the hash. Constants above 2^31 are written as negative numbers, as torch stores them.
 _FIRST, _SECOND, _HIGH = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 _LOW_16 = (1 << 16) - 1
 #: Dtypes of the states, by the value of `optimizer.states`.
@@ -81,8 +81,9 @@ class Placed(Protocol):
 class RoundedAdamW(DecidedOptimizer):
     """AdamW whose `exp_avg` and `exp_avg_sq` are bf16, or one-byte codes under states="fp8".
 
-    `places` maps parameters that are sharded or named to their positions in the full parameter. The code that shards
-    the parameters fills it. Other parameters are full and named by their order. Arithmetic uses the parameter's dtype.
+    `places` maps a sharded or named parameter to its name and its position in the full parameter, on which the random
+    numbers depend. The code that shards the parameters fills it. All other parameters are full, and named by their
+    order. Arithmetic uses the parameter's dtype.
     """
 
     elementwise = True
@@ -121,7 +122,7 @@ class RoundedAdamW(DecidedOptimizer):
         return loss
 
     def finalize(self) -> None:
-        """Remove the last step from the counts if the device skipped it. Waits for the device's decision."""
+        """Decrement the step counts if the device skipped the last step. Waits for the device's decision."""
         last, self._last = self._last, None
         if last is not None and not last.was_taken:
             for state in self.state.values():
@@ -153,7 +154,7 @@ class RoundedAdamW(DecidedOptimizer):
             step_lane(Lane(one.master, one.grad, exact), rule, factor)
             first = index * size
             noise = noise_at(place.positions(first, first + one.master.numel()).to(param.device), key)
-            # In a skipped step moments do not change: values that are exact in a format are not rounded again.
+            # A skipped step does not change moments: values that are exact in a format are not rounded again.
             for state_line, moment, bits in zip(one.states, exact, (noise, noise >> 16), strict=True):
                 state_line.copy_(_stored(moment, bits & _LOW_16, state_line.dtype))
 
@@ -172,7 +173,7 @@ class RoundedAdamW(DecidedOptimizer):
 
 
 def noise_at(positions: Tensor, key: tuple[int, int]) -> Tensor:
-    """Return 32 random bits per position, int32: "lowbias32" (Wellons 2018) of its two halves and of the key's."""
+    """Return 32 random bits per position, int32: the hash "lowbias32" (Wellons 2018) of position and key."""
     x = _mixed(positions.to(torch.int32) ^ key[0])
     return _mixed(x ^ ((positions >> 32).to(torch.int32) * _HIGH) ^ key[1])
 
@@ -203,7 +204,7 @@ def _key_of(seed: int, step: int, name: str) -> tuple[int, int]:
 
 
 class _Unsharded:
-    """Position of a parameter that is not sharded."""
+    """Position of a parameter that is not sharded: all elements from 0."""
 
     def __init__(self, name: str, param: Tensor):
         self.name, self._device = name, param.device

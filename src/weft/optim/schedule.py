@@ -15,7 +15,7 @@ def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
     last `decay_steps`.
 
     Args:
-        step: from 0.
+        step: index of the step, from 0.
         num_steps: steps of the full run.
         schedule: the schedule's settings.
     """

@@ -1,7 +1,8 @@
 """Numbers that decide a step: loss scale, gradient norm and clipping, and the decision to take or skip the step.
 
-The device can make the decision. The host launches optimizer and publication without waiting for it, and reads it one
-step later from a small pinned copy. The arithmetic equals the host's decision, in float64, so both are bitwise equal.
+The device can make the decision. The host then launches the optimizer and the gathering of weights without waiting, and
+reads the decision one step later from a small pinned copy. Host and device use the same float64 arithmetic, so their
+decisions are bitwise equal.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class LossScale:
 
 
 def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of all tensors as one vector: 0-d, float64 for float64 gradients, else float32."""
+    """Return the Euclidean norm of all tensors as one vector, 0-d, float64 for float64 gradients, else float32."""
     if not grads:
         return torch.zeros(())
     norms = foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
@@ -80,7 +81,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 class StepDecision:
-    """Decision from a step's sums over all ranks. Equal on all ranks.
+    """Decision to take or skip a step, from sums over all ranks. Equal on all ranks.
 
     Args:
         numbers: 1-D float64 on the device: sum of losses, number of tokens, ..., norm of the unscaled gradient sum.
@@ -115,14 +116,14 @@ class StepDecision:
         return self._copy.values[-1] != 0
 
     def next_scale(self, scale: LossScale) -> torch.Tensor:
-        """Return the loss scale of the next step, from the two possible ones. `scale` is not modified."""
+        """Return the loss scale of the next step, according to the device's decision. `scale` is not modified."""
         good, bad = replace(scale), replace(scale)
         good.update(True)
         bad.update(False)
         return torch.where(self.is_finite, good.scale, bad.scale)
 
     def factor_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the factor in the dtype for gradients of masters of `dtype`."""
+        """Return the factor in the dtype that is used for gradients of masters of `dtype`."""
         return self.factor.to(torch.promote_types(dtype, torch.float32))
 
 
@@ -140,7 +141,7 @@ class DecidedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def decided(self, decision: StepDecision) -> Iterator[None]:
-        """Make the step inside this context follow a decision."""
+        """Make the optimizer's step inside this context depend on a decision."""
         self.decision = decision
         try:
             yield
@@ -148,4 +149,4 @@ class DecidedOptimizer(torch.optim.Optimizer):
             self.decision = None
 
     def finalize(self) -> None:
-        """Make the host's step counts match the device's last decision."""
+        """Change the host's step counts to match the device if it skipped the last step."""

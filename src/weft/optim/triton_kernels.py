@@ -114,7 +114,7 @@ def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...
 
     Args:
         factor: 0-d factor of the gradient.
-        dials: values per step, or None.
+        dials: per-step values, or None.
         scalars: lr, beta1, beta2, eps, weight decay, correction1, correction2.
         decoupled: weight decay as in AdamW.
     """
@@ -149,7 +149,7 @@ def launch_sgd(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...]
 
     Args:
         factor: 0-d factor of the gradient.
-        dials: values per step, or None.
+        dials: per-step values, or None.
         scalars: lr, momentum, weight decay.
     """
     master, grad, buffer, weights = tensors

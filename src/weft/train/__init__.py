@@ -1,4 +1,4 @@
-"""The training step, the loop around it, and a run from its folder. Names load at first use."""
+"""The training step, the training loop, and runs from their folder. Names are imported on first use."""
 
 from __future__ import annotations
 

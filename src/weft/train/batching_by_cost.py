@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 #: Fixed cost of a microbatch (launches of many small kernels), as a fraction of its maximum cost.
 _CALL = 0.01
-#: Number of cost bounds to try, and the maximum number of runs over all ranks for that search.
+#: Number of cost bounds to try, and the maximum number of runs (of all ranks) for which they are tried.
 _BOUNDS, _SEARCHED = 4, 32
-#: Maximum ratio of microbatches per step to those of the plan. More microbatches can reduce padding.
+#: Maximum number of microbatches per step, as a multiple of the plan's. More microbatches can reduce padding.
 _MORE = 4
-#: Maximum number of positions at which runs may begin in that search.
+#: Maximum number of positions at which runs may begin when bounds are tried.
 _PLACES = 128
 #: Tolerance for rounding when sums are compared with a bound.
 _NEARLY = 1 + 1e-9
@@ -44,7 +44,7 @@ class Costs:
             float64 of the same shape, non-decreasing in the length.
         most: maximum cost of a microbatch.
         most_tokens: maximum tokens of a microbatch after padding; None for no limit.
-        room: number of microbatches per rank up to which a step may be divided further than required.
+        room: maximum number of microbatches per rank, if more than required reduce padding.
         beside: additional cost of each sample, such as image encoders: float64 (samples,); None for no cost.
     """
 
@@ -56,10 +56,10 @@ class Costs:
     beside: np.ndarray | None = None
 
     def check(self) -> None:
-        """Refuse a sample that alone exceeds a microbatch's maximum cost.
+        """Raise an error for a sample that alone exceeds the maximum cost of a microbatch.
 
         Raises:
-            DataError: for such a sample, with its number.
+            DataError: for such a sample, with its index.
         """
         lengths = _columns(self.lengths).sum(1)
         found = self.cost_of(lengths) if lengths.size else np.zeros(0)
@@ -80,7 +80,7 @@ class Costs:
             num_ranks: number of ranks that read different samples.
         """
         lengths = _columns(self.lengths)[np.asarray(indices)]
-        # Break ties by number, so that every rank computes the same order.
+        # Break ties by index, so that every rank computes the same order.
         order = np.lexsort((np.arange(len(lengths)), *-lengths.T, -lengths.sum(1)))
         beside = None if self.beside is None else self.beside[np.asarray(indices)][order]
         runs = _Runs(lengths[order], self.cost_of, self.most_tokens, beside)
@@ -90,7 +90,7 @@ class Costs:
         found = [runs.even(self.most, count) for count in sorted({counts[0], counts[-1]})]
         least = max(runs.costs_of(found[-1]))
         if counts[-1] <= _SEARCHED:
-            # Reduce padding compared with runs of equal cost, if ranks still balance.
+            # Try to reduce padding compared with runs of equal cost, while ranks stay balanced.
             for bound in np.geomspace(least, max(least, self.most), _BOUNDS):
                 found += runs.least_filled(float(bound), counts)
         best = min(found, key=lambda cut: self._time(runs.costs_of(cut), num_ranks))
@@ -109,7 +109,7 @@ class Costs:
 
 
 class _Runs:
-    """Samples in order of decreasing length, divided into consecutive runs.
+    """Samples sorted by decreasing length, to be divided into runs (ranges of consecutive samples, a microbatch each).
 
     Args:
         most_tokens: maximum tokens of a run after padding.
@@ -128,14 +128,14 @@ class _Runs:
         self._extra_cost_sums = np.zeros(len(lengths) + 1)
         if beside is not None:
             np.cumsum(beside, out=self._extra_cost_sums[1:])
-        #: Entry k holds, for each position, the maximum length of the 2**k samples from there.
+        #: Entry k holds, for each position, the maximum length of the 2**k samples that begin there.
         self._longest = [lengths]
         while 2 ** len(self._longest) <= len(lengths):
             known, apart = self._longest[-1], 2 ** (len(self._longest) - 1)
             self._longest.append(np.maximum(known[:-apart], known[apart:]))
 
     def split_at_cost(self, bound: float) -> list[range]:
-        """Fill runs up to a cost one after another. Each run has at least one sample."""
+        """Fill one run after another up to a maximum cost. Each run has at least one sample."""
         sizes = self._sizes(bound).tolist()
         found, start = list[range](), 0
         while start < len(sizes):
@@ -144,7 +144,7 @@ class _Runs:
         return found
 
     def _sizes(self, bound: float) -> np.ndarray:
-        """Return, for each position, how many samples from there fit within a cost bound.
+        """Return, for each position, how many samples that begin there fit within a cost bound.
 
         Searches all positions together by decreasing powers of two, in O(n log n). Cost grows with the number of
         samples.
@@ -163,7 +163,7 @@ class _Runs:
         return sizes
 
     def even(self, most: float, number: int) -> list[range]:
-        """Return at most `number` runs with the lowest maximum cost. No run costs more than `most`."""
+        """Return at most `number` runs whose maximum cost is lowest. No run costs more than `most`."""
         low, high = 0.0, most
         while high - low > 2e-3 * high:
             middle = (low + high) / 2
@@ -173,8 +173,8 @@ class _Runs:
     def least_filled(self, bound: float, numbers: Sequence[int]) -> list[list[range]]:
         """Return, for each entry of `numbers`, at most that many runs with the lowest total cost.
 
-        No run exceeds the cost bound. Entries without a solution are left out. Uses dynamic programming over the
-        borders between samples.
+        No run exceeds the cost bound. Entries without a solution are omitted. Uses dynamic programming over the
+        boundaries between samples.
         """
         step = -(-len(self._lengths) // _PLACES)
         places = [*range(0, len(self._lengths), step), len(self._lengths)]
@@ -213,9 +213,8 @@ class _Runs:
 def _dealt(costs: list[float], num_ranks: int) -> list[list[int]]:
     """Assign runs to ranks in rounds of decreasing cost. The rank with the lowest sum gets the largest run of a round.
 
-    The microbatches of a round have similar costs, which matters if every layer synchronizes ranks (zero=3). The sums
-    per
-    rank are similar, which matters if only steps synchronize.
+    The runs of a round have similar costs, which matters if every layer synchronizes ranks (zero=3). The sums per rank
+    are similar, which matters if ranks only synchronize once per step.
     """
     found: list[list[int]] = [[] for _ in range(num_ranks)]
     sums = [0.0] * num_ranks
@@ -250,7 +249,7 @@ def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
 
     Args:
         task: an opened or prepared task.
-        rows: samples in one of the plan's microbatches.
+        rows: samples per microbatch of the plan.
         num_microbatches: the plan's microbatches per rank.
 
     Raises:
@@ -306,13 +305,13 @@ def cost_limits(config: RunConfig) -> Mapping[str, Limit]:
     }
 
 
-# Positions that each step reads in the sequence of training samples over all epochs: a fixed number, or by cost.
+# Range of samples that each step reads, in the sequence of training samples over all epochs: of fixed size, or by cost.
 
 #: Tolerance for rounding when a sum is compared with a bound.
 
 
 class StepBorders:
-    """Borders of steps, as a pure function of the step. Positions count from 0 over all epochs, as steps do."""
+    """Boundaries between steps, as a pure function of the step. Positions count from 0 over all epochs."""
 
     def first(self, step: int) -> int:
         """Return the first position of a step, which is the number of samples in all earlier steps."""
@@ -330,16 +329,16 @@ class StepBorders:
 
     @staticmethod
     def of(batches: object, global_batch: int) -> StepBorders:
-        """Return the step borders that `batches` defines, or else steps of `global_batch` samples."""
+        """Return `batches.places` (the step boundaries) if it exists, else steps of `global_batch` samples."""
         return getattr(batches, "places", None) or EvenBorders(global_batch)
 
     @staticmethod
     def of_task(task: CostTask, order: Callable[[int, int], np.ndarray]) -> StepBorders:
-        """Return the step borders of a task: steps of train.global_batch samples, or of train.global_cost if it is set.
+        """Return the step boundaries of a task: by train.global_cost if it is set, else by train.global_batch.
 
         Args:
             task: a prepared or opened task.
-            order: returns the sample indices of an epoch in order, int64 (samples,), from their number and the epoch.
+            order: (number of samples, epoch) -> the sample indices of the epoch in training order, int64 (samples,).
         """
         most = task.config.train.global_cost
         if most is None:
@@ -364,7 +363,8 @@ class EvenBorders(StepBorders):
 class CostBorders(StepBorders):
     """Steps of consecutive samples whose total cost is at most `most`.
 
-    A sample that alone costs more than `most` forms a step. No step is empty. Steps may span the end of an epoch.
+    A sample that alone costs more than `most` is a step of its own size. No step is empty. Steps may span the end of an
+    epoch.
 
     Args:
         costs_in_order: returns the costs of an epoch's samples in that epoch's order: float64 (samples,).
@@ -376,7 +376,7 @@ class CostBorders(StepBorders):
         if not num_samples:
             raise DataError("task: it has no training samples. Let samples('train') return some.")
         self._costs, self._num_samples, self._most = costs_in_order, num_samples, most * _NEARLY
-        #: First positions of the steps so far, the last of which is incomplete, and the cost of that step so far.
+        #: First position of each step so far (the last step is incomplete), and the cost of that last step.
         self._firsts, self._used = [0], 0.0
         self._epochs = 0
 
@@ -391,7 +391,7 @@ class CostBorders(StepBorders):
         return int(np.searchsorted(self._firsts, place, side="right")) - 1
 
     def _add_epoch(self) -> None:
-        """Add the borders of one more epoch with one binary search per step."""
+        """Add the step boundaries of one more epoch, with one binary search per step."""
         before = self._epochs * self._num_samples
         sums = np.concatenate(([0.0], np.cumsum(self._costs(self._epochs))))
         start = 0
@@ -408,12 +408,12 @@ class CostBorders(StepBorders):
         self._epochs += 1
 
 
-# Cost of tokens, from the weights of blocks and their attention, in multiply-adds (half of the FLOPs).
+# Cost of tokens, from the weights of the transformer's blocks and from attention, in multiply-adds (half of the FLOPs).
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCosts:
-    """Work of a transformer: `weights` for each token, and `per_pair` for each pair of tokens in attention."""
+    """Cost of a transformer: `weights` per token, and `per_pair` per pair of tokens in attention."""
 
     weights: float
     per_pair: float
@@ -435,6 +435,6 @@ class TokenCosts:
         return TokenCosts(float(weights), 2.0 * num_layers * dim)
 
     def work(self, tokens: Any) -> np.ndarray:
-        """Return the work of sequences of the given lengths, in the same shape."""
+        """Return the cost of sequences of the given lengths, in the same shape."""
         asked = np.asarray(tokens, np.float64)
         return asked * (self.weights + self.per_pair * asked)

@@ -12,9 +12,9 @@ from weft.config import partitioning as shares
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The samples of one rank: data-parallel rank `rank` of `size`.
+    """The share of samples that data-parallel rank `rank` of `size` reads.
 
-    global_batch: samples of one optimizer step over all ranks. microbatches: number of microbatches of a rank's part.
+    global_batch: samples of one optimizer step over all ranks. microbatches: number of microbatches of one rank.
     pin: if True, tensors are in pinned memory.
     """
 
@@ -33,9 +33,9 @@ class Share:
 class MapDataset(Protocol):
     """Samples by index: a list, or a map-style torch dataset.
 
-    If it has a method `in_epoch(epoch, index)`, training reads samples through it: they change from epoch to epoch. If
-    it has a method `many(wanted, soon)`, training reads a batch of (epoch, index) per call, and `soon` announces the
-    next batch. `close()` of such a dataset is called when no more samples are needed.
+    If it has a method `in_epoch(epoch, index)`, training calls it to read samples that change from epoch to epoch. If
+    it has a method `many(wanted, soon)`, training reads a list of (epoch, index) per call; `soon` is the list of the
+    next call. `close()` of such a dataset is called when no more samples are needed.
     """
 
     def __len__(self) -> int: ...
@@ -44,9 +44,9 @@ class MapDataset(Protocol):
 
 
 class Batches(Protocol):
-    """The microbatches of one rank, as a pure function of the step, so that a run resumes from one number.
+    """The microbatches of one rank, as a pure function of the step, so that a run can resume from any step.
 
-    If steps have different numbers of samples, `places` is the `StepBorders` with the samples of each step.
+    If steps have different numbers of samples, `places` is a `StepBorders` with the samples of each step.
     """
 
     @property
@@ -55,7 +55,7 @@ class Batches(Protocol):
         ...
 
     def batches(self, step: int) -> list[Any]:
-        """Return the microbatches of one optimizer step, 0 and up."""
+        """Return the microbatches of an optimizer step, counted from 0."""
         ...
 
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:

@@ -1,4 +1,4 @@
-"""The interface between the training loop and what computes: `Engine`, its inputs and its results."""
+"""The interface between the training loop and an engine, which computes the steps: `Engine`, its inputs and results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.train.tasks.base import Task
 if TYPE_CHECKING:
     from weft.private_torch import Store
 
-#: The value of a step that is wrong: not finite, or far above its usual range.
+#: Which value of a step is wrong: loss or gradient not finite, or a loss far above its usual range.
 TraceKind = Literal["loss", "gradient", "spike"]
 
 
@@ -32,13 +32,13 @@ class StepResult:
     """Outcome of one step, equal on all ranks.
 
     Attributes:
-        loss: mean before the update over the `count` units that the task counts.
+        loss: mean over the `count` tokens or samples, before the update.
         grad_norm: gradient norm before clipping.
         skipped: reason why the weights were not updated, or None.
         update_ratio: norm of the update divided by the norm of the weights, if it was measured.
-        share: fraction of the global batch that `count` covers.
-        goes_to: steps done from which training continues, if other replicas had reached another step.
-        is_over: the other replicas have ended.
+        share: fraction of the global batch that these tokens or samples are.
+        goes_to: number of steps done from which training continues, if other replicas were at another step.
+        is_over: True if the other replicas have ended.
     """
 
     loss: float
@@ -68,7 +68,7 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        loss: mean over the `count` units that the task counts.
+        loss: mean over the `count` tokens or samples.
         metrics: the task's metrics by name; None if a value is unknown.
     """
 
@@ -86,8 +86,8 @@ class Measures:
 
     Attributes:
         board: channel for the ranks' reports.
-        traffic: bytes that this rank sent since it started, by series. The monitoring thread calls it.
-        memory: device memory in bytes by series, read once between two steps.
+        traffic: function that returns the bytes that this rank has sent, by series. The monitoring thread calls it.
+        memory: function that returns the device memory in bytes by series. Called once, between two steps.
         gpu: UUID of the rank's GPU; None on other devices.
     """
 
@@ -102,7 +102,7 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWorld:
-    """One of several replicas with separate worlds.
+    """One of several replicas that each have a separate process group (world).
 
     Attributes:
         meet_at: HOST:PORT of the rendezvous server.
@@ -118,11 +118,11 @@ class EngineJob:
     """Inputs of an engine.
 
     Attributes:
-        place: rank of this process; None for a single rank.
-        tell: shows a line to users when a rank waits for another one.
-        store: store at which the ranks have already met.
-        on_hang: receives the event of a hang on ranks that may write events.
-        world: replica of these ranks, if each replica is a separate world.
+        place: rank environment of this process; None for a single process.
+        tell: prints a line for users when a rank waits for another one.
+        store: rendezvous store that the ranks have already joined.
+        on_hang: called with the hang event, on ranks that write events.
+        world: this replica, if each replica is a separate process group.
         store_key: hex digits of the secret that signs the ranks' messages in the store. If empty, the ranks agree on
             one after joining.
     """
@@ -145,36 +145,36 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-# The engine interface: an engine holds the model of one rank, and trains, evaluates, saves and loads it.
+# The engine interface: an engine holds one rank's part of the model, and trains, evaluates, saves and loads it.
 
 #: First components of the array names in a checkpoint.
 GROUPS = ("model", "optimizer")
 
 
 class EngineState(Protocol):
-    """Model and optimizer of an engine, for checkpoints. All ranks call every method."""
+    """Interface that saves and loads an engine's model and optimizer. All ranks call every method."""
 
     def slices(self, *, aside: bool = False) -> Iterable[SavedSlice]:
         """Return this rank's slices of weights and optimizer states, to be written before the next step.
 
-        Paths are "model/<name>" and "optimizer/<name>". The slices of all ranks together hold each element once.
+        Paths are "model/<name>" and "optimizer/<name>". All ranks' slices together contain each element once.
 
         Args:
-            aside: return copies in host memory, valid until the next such call.
+            aside: return copies in host memory, which are valid until the next call with `aside`.
 
         Raises:
-            CheckpointError: if the copies do not fit.
+            CheckpointError: if the copies do not fit into host memory.
         """
         ...
 
     def values(self) -> Mapping[str, Any]:
-        """Return the part of a checkpoint that is not arrays, as JSON values by name."""
+        """Return the JSON values of a checkpoint by name (everything except arrays)."""
         ...
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
         """Load a checkpoint that was saved under any plan. This rank reads only the elements that it stores.
 
-        Returns lines about parts that are left out because they fit only another plan.
+        Returns messages about parts that are skipped because only another plan can use them.
         """
         ...
 
@@ -187,7 +187,7 @@ class EngineReports(Protocol):
         ...
 
     def opening(self) -> Sequence[str]:
-        """Return the layout of the model and its costs, for the opening of a run."""
+        """Return lines about the model's layout and cost, to print at the start of a run."""
         ...
 
     def checkpoint_bytes(self) -> int:
@@ -199,7 +199,7 @@ class EngineReports(Protocol):
         ...
 
     def times(self, book: TimeBook, start_step: int) -> Sequence[str]:
-        """Return the time report for the end of a run. All ranks call it."""
+        """Return the lines of the time report at the end of a run. All ranks call it."""
         ...
 
     def measures(self) -> Measures:
@@ -208,27 +208,27 @@ class EngineReports(Protocol):
 
 
 class OtherReplicas(Protocol):
-    """Replicas of other worlds, which train the same model."""
+    """The other replicas that train the same model, in separate process groups."""
 
     @property
     def over(self) -> Mapping[str, Any] | None:
-        """The end of other worlds that finished without this one: `where` (path), `step` and `token`; else None."""
+        """Result of replicas that finished without this one: `where` (checkpoint path), `step`, `token`; else None."""
         ...
 
     def rejoin(self, step: int) -> int | None:
-        """Join the others if they wait, before the first step.
+        """Join the other replicas before the first step, if they wait.
 
-        Returns the step to continue from, or None if a stop was requested meanwhile.
+        Returns the step to continue from, or None if a stop was requested while waiting.
         """
         ...
 
     def end(self) -> None:
-        """Send the others the message that this replica has saved its last step."""
+        """Notify the other replicas that this one has saved its last step."""
         ...
 
 
 class Engine(Protocol):
-    """Model and optimizer of one rank. Constructing one from an `EngineJob` joins the ranks; `build` makes the model.
+    """Model and optimizer of one rank. The constructor joins the ranks; `build` makes the model.
 
     All ranks call every method and get the same result unless documented otherwise.
     """
@@ -237,18 +237,18 @@ class Engine(Protocol):
     plan: Plan
     #: Kind and number of the device, as torch writes it: "cpu", "cuda:0".
     device: str
-    #: All ranks, over the collectives of training.
+    #: Group of all ranks, with the collectives of training.
     ranks: RankGroup
     #: Reports the current activity of this rank to ranks that wait for it.
     pulse: Heartbeat
     meter: Meter
-    #: If set, all ranks stop after the next step. Its result has `wants_stop`.
+    #: If set on any rank, all ranks stop after the next step, whose result has `wants_stop`.
     wants_stop: bool
-    #: If set, all ranks read the requests of rank 0 after the next step.
+    #: If set on any rank, all ranks read rank 0's pending user requests after the next step.
     asks: bool
 
     def build(self) -> None:
-        """Make model and optimizer. The attributes below exist afterwards.
+        """Build the model and the optimizer. The attributes below exist afterwards.
 
         Raises:
             WeftError: if the plan cannot be applied to the model.
@@ -257,17 +257,17 @@ class Engine(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """Model and optimizer for checkpoints."""
+        """Interface to save and load model and optimizer."""
         ...
 
     @property
     def reports(self) -> EngineReports:
-        """Reports for users."""
+        """Reports for users and for monitoring."""
         ...
 
     @property
     def replicas(self) -> OtherReplicas | None:
-        """The other replicas, if each is a separate world."""
+        """The other replicas, if each replica is a separate process group, else None."""
         ...
 
     @property
@@ -282,8 +282,8 @@ class Engine(Protocol):
 
         Args:
             batches: the microbatches in order.
-            number: steps done before. All random seeds derive from it.
-            lr_factor: factor on each peak learning rate.
+            number: steps done before this one. All random seeds derive from it.
+            lr_factor: factor of each group's peak learning rate.
         """
         ...
 
@@ -292,7 +292,7 @@ class Engine(Protocol):
 
         Args:
             kind: the value that is wrong.
-            number: number of the step from 1: the last one, or the one before it if results are late.
+            number: index of the step, from 1: the last step, or the step before it if results are late.
         """
         ...
 
@@ -306,9 +306,9 @@ class Engine(Protocol):
         ...
 
     def background_ranks(self) -> RankGroup:
-        """Return a rank group for background threads, which does not use the collectives of training."""
+        """Return a group of all ranks for background threads. It does not use the collectives of training."""
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the other ranks. With `failed`, do not wait for them after an error."""
+        """Leave the process group. With `failed`, do not wait for them, because an error occurred."""
         ...

@@ -1,12 +1,10 @@
 """The run folder: all files of one run.
 
 runs/<name>/
-  config.toml      the resolved config        plan.txt    the resolved plan, one line
-  events.jsonl     one line per step, evaluation, checkpoint
-  logs/rank_N.log  output of each rank        loss.png
-  checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir is set
-  .lock            held by the command that trains here
-  replica_K/       the same for replica K >= 1, if each replica is a separate world; replica 0 uses the run's folder
+  config.toml      the resolved config        plan.txt    the resolved plan, one line events.jsonl     one line per
+  step, evaluation, checkpoint logs/rank_N.log  output of each rank        loss.png checkpoints/     step_NNNNNNNN/
+  (safetensors + JSON), unless checkpoint.dir is set .lock            locked by the command that trains here replica_K/
+  the same for replica K >= 1, if each replica is a separate process group; replica 0 uses the run's folder
 
 and the files of the task. The decoder on text writes:
   model.json       its shape                  data.json   path of the tokenised data
@@ -43,9 +41,9 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        texts: contents of config.toml, plan.txt and the task's files as `prepare_run` resolved them. Ranks get them by
-            value, so that later edits of the files do not affect a running run. If empty, the files are read.
-        resolved: the run's config, if the creator has it. Otherwise config.toml is parsed at the first use, once.
+        texts: contents of config.toml, plan.txt and the task's files as `prepare_run` resolved them. Ranks receive the
+            contents, so that later edits of the files do not affect a running run. If empty, the files are read.
+        resolved: the run's config, if known. Otherwise config.toml is parsed once, at the first use.
     """
 
     path: Path
@@ -54,7 +52,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Location:
-        """The location of the run's checkpoints, in its folder or below `checkpoint.dir`."""
+        """Location of the run's checkpoints, in its folder or below `checkpoint.dir`."""
         from weft.checkpoint.object_store import located
 
         if self.resolved is None and "config.toml" not in self.texts and not (self.path / "config.toml").is_file():
@@ -70,7 +68,7 @@ class RunFolder:
         return self.config().run.name != self.path.name and _REPLICA.fullmatch(self.path.name) is not None
 
     def with_replicas(self) -> list[RunFolder]:
-        """Return this folder, followed by the folders of other replicas if it is the run's main folder."""
+        """Return this folder, and if it is the run's main folder, also the folders of the other replicas."""
         return [self] if self._is_of_replica else [self, *self.other_replicas()]
 
     def other_replicas(self) -> list[RunFolder]:
@@ -98,17 +96,17 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """The folder of the ranks' logs."""
+        """Folder of the ranks' logs."""
         return self.path / "logs"
 
     @property
     def events(self) -> Path:
-        """The event log, one JSON value per line."""
+        """Event log, one JSON value per line."""
         return self.path / "events.jsonl"
 
     @property
     def loss_plot(self) -> Path:
-        """The plot of the losses."""
+        """Plot of the losses."""
         return self.path / "loss.png"
 
     def config(self) -> RunConfig:
@@ -150,7 +148,7 @@ def run_folder(config: RunConfig, replica: int | None = None) -> RunFolder:
 
     Args:
         config: the run's config.
-        replica: index of the replica, if each is a separate world; None for `launch.replica`.
+        replica: index of the replica, if each is a separate process group; None for `launch.replica`.
     """
     path = Path(config.run.dir) / config.run.name
     number = config.launch.replica if replica is None else replica
@@ -158,17 +156,17 @@ def run_folder(config: RunConfig, replica: int | None = None) -> RunFolder:
 
 
 def free_name(folder: RunFolder) -> str:
-    """Return a setting that makes a new run, for pasting on a command line."""
+    """Return a setting with an unused run name, to paste on a command line."""
     base, number = folder.path.name, 2
     while (folder.path.parent / f"{base}-{number}").exists():
         number += 1
     return f"run.name={base}-{number}"
 
 
-# The lock of a run's folder: one command holds it, from before its first write until its end.
+# The lock of a run folder: a command holds it from before its first write until it ends.
 
 _NAME = ".lock"
-#: Number of attempts to create a folder that other processes remove at the same time.
+#: Number of attempts to create a folder while other processes remove it.
 _TRIES = 100
 #: Permissions of a new run folder by `run.mode`, before the umask.
 _RIGHTS = {"private": 0o700, "group": 0o750, "umask": 0o777}
@@ -176,7 +174,7 @@ _REPLICA = re.compile(r"replica_[1-9]\d*")
 
 
 def restrict_new_files(folder: Path) -> int:
-    """Give new files of this process no more permissions than a run folder has, and return the old umask.
+    """Set the umask such that new files get at most the permissions of a run folder; return the old umask.
 
     Args:
         folder: an existing run folder.
@@ -189,7 +187,7 @@ def restrict_new_files(folder: Path) -> int:
 
 @contextmanager
 def new_files_like(folder: Path) -> Generator[None]:
-    """Give files that this process creates in a block no more permissions than a folder has."""
+    """Restore the umask after this context, in which new files get at most the permissions of a folder."""
     before = restrict_new_files(folder)
     try:
         yield
@@ -199,14 +197,14 @@ def new_files_like(folder: Path) -> Generator[None]:
 
 @contextmanager
 def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
-    """Hold a run folder and yield the descriptor of its lock, which child processes may inherit.
+    """Hold the lock of a run folder, and yield its descriptor, which child processes may inherit.
 
     If an error ends the block before anything was written, a folder that was created here is removed again.
 
     folder: the run's folder; created if it is missing. mode: `run.mode`, the permissions of a new folder.
 
     Raises:
-        LaunchError: if another command holds the folder.
+        LaunchError: if another command has locked the folder.
         ConfigError: if the folder is not writable.
     """
     try:
@@ -221,12 +219,12 @@ def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
         _take_away(folder, made)
         raise
     finally:
-        # No LOCK_UN, which would release the folder while ranks that share the lock still write.
+        # Do not call LOCK_UN: it would release the lock while ranks that inherited it still write.
         os.close(descriptor)
 
 
 def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
-    """Return the descriptor of the lock, and the folders that were created for it."""
+    """Lock the folder. Return the descriptor of the lock, and the folders that were created for it."""
     for tries_left in reversed(range(_TRIES)):
         try:
             made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -235,7 +233,7 @@ def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
             folder.mkdir(rights, parents=True, exist_ok=True)
             descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, rights & 0o666)
         except (FileExistsError, FileNotFoundError):
-            # The previous holder just removed the folder, before our open or during mkdir.
+            # The previous holder removed the folder just now, before `open` or during `mkdir`.
             if tries_left == 0 or folder.is_file():
                 raise
             continue
@@ -248,7 +246,7 @@ def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
         except BaseException:
             os.close(descriptor)
             raise
-        # Removed between our open and our lock.
+        # The folder was removed between `open` and the lock.
         os.close(descriptor)
     raise FileNotFoundError(errno.ENOENT, "other processes keep taking the lock", str(folder))
 
@@ -270,7 +268,7 @@ def _exists(descriptor: int, path: Path) -> bool:
 
 
 def _take_away(folder: Path, made: list[Path]) -> None:
-    """Remove the folder and its new parents if they contain only the lock."""
+    """Remove the folder and its new parents if they contain nothing but the lock."""
     with suppress(OSError):  # another process has written a file there
         if folder in made and os.listdir(folder) == [_NAME]:
             (folder / _NAME).unlink()

@@ -1,7 +1,7 @@
 """Selection of torch's attention and convolution kernels on a GPU, from `[kernels]` of the config.
 
-Torch's flags are global to the process. They affect Weft's and other models, compiled blocks (whose kernels are chosen
-during tracing), and recomputation in backward. Closing the engine restores the previous flags.
+Torch's flags are global to the process. They affect all models in the process, compiled blocks (whose kernels are
+chosen during tracing), and recomputation in backward. Closing the engine restores the previous flags.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weft.errors import ConfigError
 from weft.private_torch import tree_leaves
 
 _FLASH, _EFFICIENT, _MATH = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-#: Attention kernels in order of preference. cuDNN is left out unless it is named, because torch's first call on Hopper
-#: would prefer it to all others.
+#: Attention kernels in order of preference. cuDNN is excluded unless it is configured, because torch on Hopper would
+#: prefer it in the first call.
 _ORDERS = {
     "flash": [_FLASH, _EFFICIENT, _MATH],
     "efficient": [_EFFICIENT, _MATH],
     "cudnn": [SDPBackend.CUDNN_ATTENTION, _FLASH, _EFFICIENT, _MATH],
 }
-#: Packages with kernels that replace flash, and the major compute capabilities that they support.
+#: Packages whose kernels replace flash attention, and the major compute capabilities that they support.
 _PACKAGES = {
     "fa3": ("FlashAttention 3", "flash_attn_interface", (9,)),
     "fa4": ("FlashAttention 4", "flash_attn.cute", (9, 10)),
@@ -36,12 +36,12 @@ _PACKAGES = {
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 )  # fmt: skip
-#: Maximum number of batch shapes for which cuDNN benchmarks its algorithms. Each one costs a slow step.
+#: Maximum number of batch shapes for which cuDNN benchmarks its algorithms. Each shape causes one slow step.
 MOST_SHAPES = 8
 
 
 class GpuKernels:
-    """Torch's kernel flags in this process, until it is closed.
+    """Sets torch's kernel flags in this process, and restores them on `close`.
 
     Raises:
         ConfigError: if the device, the installation or the plan cannot use the configured kernels.
@@ -73,7 +73,7 @@ class GpuKernels:
             self._before.callback(restore_flash_attention_impl)
         self._before.enter_context(sdpa_kernel(_ORDERS.get(name, _ORDERS["flash"]), set_priority=True))
         if self._plan.compile:
-            # A separate compile cache per kernel choice, because torch's cache keys do not include the flags.
+            # Use a separate compile cache per kernel choice, because torch's cache keys do not contain the flags.
             known = torch.compiler.config.cache_key_tag
             torch.compiler.config.cache_key_tag = f"{known} attention={self._attention}".strip()
             torch.compiler.reset()
@@ -81,7 +81,7 @@ class GpuKernels:
             self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
 
     def choose_convolutions(self, model: nn.Module) -> None:
-        """Choose cuDNN's algorithm selection for this model's convolutions. Call it before the first step."""
+        """Choose how cuDNN selects algorithms for this model's convolutions. Call it before the first step."""
         if self._device.type != "cuda":
             return
         cudnn = torch.backends.cudnn
@@ -103,7 +103,7 @@ class GpuKernels:
         cudnn.benchmark = False
 
     def before(self, batches: Sequence[Any]) -> None:
-        """Enable cuDNN benchmarking for this step unless too many shapes have occurred."""
+        """Enable cuDNN benchmarking for this step, unless too many batch shapes have occurred."""
         if not self._measures:
             return
         found = {tuple(leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)) for one in batches}
@@ -117,7 +117,7 @@ class GpuKernels:
             torch.backends.cudnn.benchmark = False
 
     def lines(self) -> list[str]:
-        """Return the active settings for the opening of a run. Empty if torch's defaults apply."""
+        """Return lines with the active settings for the start of a run; empty if torch's defaults apply."""
         chosen = [] if self._attention == "auto" else [f"attention by {self._attention} if possible"]
         chosen += [f"convolutions {self._chosen}"] if self._chosen else []
         return [f"kernels {'; '.join(chosen)}"] if chosen else []

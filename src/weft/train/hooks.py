@@ -1,4 +1,4 @@
-"""Hooks observe a run. They may request a stop, but never change a step."""
+"""Hooks observe a run. They may request a stop, but never change a training step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SaveEnd:
 
     Attributes:
         path: location of the durable checkpoint.
-        stall_s: seconds that training waited.
+        stall_s: seconds that training waited for the save.
         durable_s: seconds from the start of the save until it was committed.
     """
 
@@ -37,10 +37,9 @@ class SaveEnd:
 
 
 class Hook:
-    """Base class of observers. Override the methods of interest. Called on every rank unless documented otherwise.
+    """Base class of hooks. Override the methods of interest; they are called on every rank unless documented otherwise.
 
-    `on_step` and `on_evaluation` may return a reason to stop. The loop then saves and ends after the next step on all
-    ranks.
+    `on_step` and `on_evaluation` may return a reason to stop. All ranks then save and stop after the next step.
     """
 
     def on_start(self, start_step: int) -> None:
@@ -60,19 +59,19 @@ class Hook:
         """Note that an evaluation is done. Return a reason to stop, or None."""
 
     def on_warning(self, step: int, text: str) -> None:
-        """Note a one-line warning for users, such as a step that was not saved or a jump of the loss."""
+        """Note a one-line warning for users, such as a step that was not saved or a loss spike."""
 
     def on_trace(self, event: Mapping[str, object]) -> None:
-        """Note an event of kind "trace", which locates a step that went wrong."""
+        """Note a "trace" event, which tells where a step went wrong: module, rank and samples."""
 
     def on_action(self, step: int, wish: RunRequest) -> None:
-        """Note that the ranks act on a request after `step` steps."""
+        """Note that the ranks act on a user's request after `step` steps."""
 
     def on_moved(self, before: int, step: int) -> None:
         """Note that training continues from `step` instead of `before`, because the other replicas are at that step."""
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
-        """Note that a checkpoint is complete, on disk or in memory. Later steps may already be done."""
+        """Note that a checkpoint is complete, on disk or in memory. Training may already be some steps further."""
 
     def on_end(self, step: int, reason: str) -> None:
         """Note that the loop ended after `step` steps. `reason` is "finished", or why it stopped early."""
@@ -96,17 +95,17 @@ for _event in [name for name in vars(Hook) if name.startswith("on_")]:
     setattr(HookList, _event, _passing_on(_event))
 
 
-# Steps whose data a run skips. The order of other data and the learning rate of every step are unchanged.
+# Steps whose data a run skips. The data and the learning rate of all other steps do not change.
 
-#: The file of a run folder that lists them.
+#: File of the run folder that lists the skipped steps.
 LEFT_OUT = "left_out.json"
 
 
 def steps_left_out(folder: RunFolder) -> frozenset[int]:
-    """Return the steps that a run leaves out, counted from 1.
+    """Return the steps that a run skips, counted from 1.
 
     Raises:
-        ConfigError: for a damaged list.
+        ConfigError: if the file is damaged.
     """
     if LEFT_OUT not in folder.texts and not (folder.path / LEFT_OUT).is_file():
         return frozenset()
@@ -120,16 +119,16 @@ def steps_left_out(folder: RunFolder) -> frozenset[int]:
 
 
 def leave_out(folder: RunFolder, steps: Collection[int]) -> None:
-    """Add steps, counted from 1, to those that the run skips from its next start."""
+    """Add steps, counted from 1, to those that the run skips from its next start on."""
     path = folder.path / LEFT_OUT
     known = steps_left_out(RunFolder(folder.path))
     replace_text(path, json.dumps({"steps": sorted({*known, *steps})}) + "\n")
 
 
 def step_ranges(start: int, end: int, left_out: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Yield (steps done before, steps done after) for each range of consecutive steps.
+    """Yield (steps done before, steps done after) for each range of consecutive steps that are not skipped.
 
-    If the last steps are all left out, the last range is empty, so that a run always reaches its end.
+    If the last steps are skipped, the last range is empty, so that a run always reaches its end.
 
     Args:
         start: steps done before the first range.
@@ -149,7 +148,7 @@ def step_ranges(start: int, end: int, left_out: Collection[int]) -> Iterator[tup
 
 @dataclass(slots=True)
 class Progress:
-    """Steps done, and the evaluations so far."""
+    """Progress of a run: steps done, and results of the evaluations."""
 
     step: int = 0  # optimizer steps done
     best_loss: float | None = None
@@ -164,11 +163,11 @@ class Progress:
             self.best_value = self.best_loss
 
     def note_best(self, step: int, by: str, value: float | None, *, highest: bool = False) -> bool:
-        """Note one evaluation's value, and return True if it is the best so far.
+        """Record the value of an evaluation, and return True if it is the best so far.
 
         Args:
             step: step of the evaluation.
-            by: the metric, or "loss".
+            by: name of the metric, or "loss".
             value: the value. None, nan and inf are never the best.
             highest: True if higher values are better.
         """
@@ -182,7 +181,7 @@ class Progress:
         return True
 
     def note_evaluation(self, loss: float, min_delta: float) -> bool:
-        """Note one evaluation's loss, and return True if it is at least `min_delta` below the best."""
+        """Record the loss of an evaluation. Return True if it is at least `min_delta` below the best one."""
         if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss - min_delta):
             self.evaluations_without_gain += 1
             return False

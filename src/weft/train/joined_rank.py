@@ -1,4 +1,4 @@
-"""A rank among the others: its device and cores, its mesh, the bytes that it sends, and its watch for hangs."""
+"""This rank in its process group: device and cores, mesh, count of sent bytes, and hang detection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.units import parse_seconds
 
 
 class JoinedRank:
-    """Joins the ranks of a job, and watches for hangs until it is closed."""
+    """Joins the ranks of a job, and detects hangs until it is closed."""
 
     def __init__(self, job: EngineJob):
         launch = job.config.launch
@@ -30,7 +30,7 @@ class JoinedRank:
         if job.place is not None:
             join_ranks(job.place, device, parse_seconds(launch.timeout), job.store, job.tell)
         if dist.is_initialized():
-            # Under torchrun the folder's texts came through the store before messages could be signed.
+            # Under torchrun the folder's texts were sent through the store before messages could be signed.
             share_store_key(job.store_key, repr((str(job.folder.path), sorted(job.folder.texts.items()))).encode())
         self.ledger, plan = Ledger(), job.plan
         if job.world is not None:
@@ -51,7 +51,7 @@ class JoinedRank:
         )
 
     def background_group(self) -> RankGroup:
-        """Return a rank group for background threads, which communicates over the rendezvous store."""
+        """Return a group of all ranks for background threads, which communicates over the rendezvous store."""
         rank, number = self.mesh.rank, self.mesh.world_size
         if number == 1:
             return RankGroup()
@@ -59,25 +59,25 @@ class JoinedRank:
         return RankGroup(rank, number, channel.on_first, channel.gather)
 
     def wait(self) -> None:
-        """Wait for all ranks while hangs are watched, before this rank leaves them."""
+        """Wait for all ranks, with hang detection, before this rank disconnects."""
         barrier(self.mesh.world)
 
     def close(self) -> None:
-        """End the watch."""
+        """End hang detection."""
         self._watch.close()
 
     def leave(self) -> None:
-        """Leave the other ranks. Not after an error, when they may be in a collective and the launcher ends them."""
+        """Disconnect from the other ranks. Not called after an error: they may be in a collective."""
         leave_ranks()
 
 
 def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device:
     """Return the device of this rank. With `numa`, bind the process to cores near its GPU.
 
-    Prints the binding to stderr, which is a rank's log in `weft train`. Raises the errors of `pick_device`.
+    Prints the binding to stderr, which is the rank's log in `weft train`. Raises the errors of `pick_device`.
 
     Args:
-        place: rank of this process; None for a single rank.
+        place: rank environment of this process; None for a single process.
     """
     device = pick_device(kind, place.local_rank if place is not None else 0)
     if device.type == "cuda" and numa:
@@ -88,7 +88,7 @@ def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device
 def stay_near_gpu(place: RankEnv | None) -> CoreChoice:
     """Bind this process to its share of the cores of its GPU's NUMA node, unless cores were already chosen.
 
-    Returns the resulting binding. `place` is this rank's position on the machine; None for a single rank.
+    Returns the resulting binding. `place`: rank environment of this process; None for a single process.
     """
     if sys.platform != "linux":
         return CoreChoice(None, f"not bound to cores: {sys.platform} offers no way")

@@ -1,8 +1,8 @@
-"""A loss that compares each sample with all others of the global batch, equal under every plan and accumulation.
+"""Losses that compare each sample with all others of the global batch. The result is the same under every plan.
 
 Every rank needs the features of all samples, and a sample's gradient has terms from all ranks. Features are gathered
 over ranks and microbatches without their graphs. The loss of a rank's own samples gives gradients of all features,
-which are summed over the ranks. Backward then starts from a feature's gradient instead of a loss. With several
+which are summed over the ranks. Backward then starts from the gradients of the rank's own features. With several
 microbatches, a first pass without graphs computes the features, so that only one microbatch's activations are in memory
 at a time (GradCache: Gao et al. 2021, arXiv 2101.06983).
 """
@@ -32,35 +32,35 @@ from weft.train.microbatches import LABELS
 
 #: Tensors with one row per sample: the output of forward for such a loss.
 Features = Sequence[torch.Tensor]
-#: (features of some samples, features of all, positions of the former in the latter) -> (sum of losses, count).
+#: (features of some samples, features of all samples, positions of the former in the latter) -> (sum of losses, count).
 Compare = Callable[[Features, Features, torch.Tensor], tuple[torch.Tensor, torch.Tensor | int]]
 Score = Callable[[Features, Features, torch.Tensor], Mapping[str, torch.Tensor]]
 
 
 class GlobalBatchLoss:
-    """A loss on the features of the global batch, which `TrainStep` gathers. A direct call uses one batch alone.
+    """A loss on the features of the global batch, which `TrainStep` gathers. A direct call uses its batch alone.
 
     Args:
         compare: returns the sum of the losses of some samples, each compared with the whole batch.
-        score: returns sums for evaluation over some samples, each compared with the whole evaluation set; None for
-            none.
+        score: like `compare`, but returns the sums that metrics need, over the whole evaluation set; None for no
+            metrics.
     """
 
     def __init__(self, compare: Compare, score: Score | None = None):
         self.compare, self.score = compare, score
 
     def __call__(self, output: Features, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return the sum of the losses and their count for a batch that is the whole global batch."""
+        """Return the sum of the losses and their count, for a batch that is the whole global batch."""
         del batch
         return self.compare(output, output, torch.arange(len(output[0]), device=output[0].device))
 
     def compared(self, mesh: Mesh, counts: Sequence[bool], features: Callable[[int], Features]) -> CountedLoss:
-        """Return the loss function of a microbatch as a part of the global batch.
+        """Return a loss function for microbatches that are parts of the global batch.
 
         Args:
             mesh: the mesh of the ranks.
-            counts: for each microbatch, True if it has real samples, False for a stand-in.
-            features: runs forward on one microbatch, for a first pass that computes all features.
+            counts: for each microbatch, True if it has samples, False if it is a placeholder.
+            features: runs forward on a microbatch by index, for the first pass, which computes all features.
         """
         batch = BatchGradient(self, mesh, len(counts))
         for index in range(len(counts)) if len(counts) > 1 else ():
@@ -71,10 +71,10 @@ class GlobalBatchLoss:
 
 
 def expect_global_batch(plan: Plan) -> None:
-    """Refuse plans under which no rank has the features of whole samples before backward.
+    """Raise an error for plans under which no rank has the features of whole samples before backward.
 
     Raises:
-        PlanError: for a pipeline, and for sharded sequences.
+        PlanError: for pipeline parallelism, and for sharded sequences.
     """
     if plan.pp > 1:
         raise PlanError(
@@ -88,7 +88,7 @@ def expect_global_batch(plan: Plan) -> None:
 
 
 class GatheredFeatures:
-    """Features of all samples of some microbatches of all ranks, in the order of the samples.
+    """Gathered features of all samples of all ranks, for some microbatches, in the order of the samples.
 
     Args:
         axis: ranks that read different samples.
@@ -105,7 +105,7 @@ class GatheredFeatures:
         """Add one microbatch of each rank. All ranks must call it.
 
         Args:
-            counts: False if the samples are a stand-in.
+            counts: False if the microbatch is a placeholder without samples.
         """
         sizes = torch.tensor([len(features[0]) if counts else 0], device=features[0].device)
         rows: list[int] = all_gather(sizes, self._axis).tolist() if self._axis.size > 1 else sizes.tolist()
@@ -124,7 +124,7 @@ class GatheredFeatures:
         return torch.cat([every[rank, :count] for rank, count in enumerate(rows)])
 
     def take(self, other: GatheredFeatures) -> None:
-        """Add the last microbatch of `other`, which was gathered over the same ranks. Local; no communication."""
+        """Add the last microbatch of `other`, which gathers over the same ranks. Local; no communication."""
         own, number = other._own[-1], len(other._every[-1][0])
         moved = self._num_rows - (other._num_rows - number)
         self._own.append(range(own.start + moved, own.stop + moved))
@@ -133,11 +133,11 @@ class GatheredFeatures:
 
     @property
     def num_added(self) -> int:
-        """The number of microbatches so far."""
+        """Number of microbatches added so far."""
         return len(self._own)
 
     def compared(self, act: Callable[[Features, Features, torch.Tensor], Any]) -> Any:
-        """Return the result of `act` on own features, all features and own positions."""
+        """Return act(features of own samples, features of all samples, positions of own samples)."""
         every, places = [_wide(one) for one in self.every], self.own_positions()
         return act([one[places] for one in every], every, places)
 
@@ -147,7 +147,7 @@ class GatheredFeatures:
         return [torch.cat(parts) for parts in zip(*self._every, strict=True)]
 
     def sample_positions(self, index: int) -> torch.Tensor:
-        """Return the positions of this rank's samples of a microbatch among all samples, int64."""
+        """Return the positions, among all samples, of this rank's samples of a microbatch, int64."""
         own = self._own[index]
         return torch.arange(own.start, own.stop, device=self._every[0][0].device)
 
@@ -157,7 +157,7 @@ class GatheredFeatures:
 
 
 class BatchGradient:
-    """The loss of a global batch in the form that each microbatch's backward needs: gradients of its features.
+    """Computes the gradients of a global batch loss with respect to each microbatch's features, to start backward from.
 
     Args:
         num_microbatches: microbatches per step. If 1, `of` gathers its features.
@@ -175,16 +175,16 @@ class BatchGradient:
         """Add the features of the next microbatch. All ranks must call it.
 
         Args:
-            counts: False if the samples are a stand-in.
+            counts: False if the microbatch is a placeholder without samples.
         """
         self._features.add(features, counts=counts)
 
     def of(self, features: Features, index: int, *, counts: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return a sum to start backward from, and a count. The sums of all microbatches add up to this rank's losses.
+        """Return a loss sum to start backward from, and a count. All microbatches' sums add up to this rank's losses.
 
         Args:
-            features: features of the microbatch with their graph.
-            counts: False if the samples are a stand-in.
+            features: features of the microbatch, with their autograd graph.
+            counts: False if the microbatch is a placeholder without samples.
         """
         if self._is_single:
             self._features.add(features, counts=counts)
@@ -220,14 +220,14 @@ def _wide(features: torch.Tensor) -> torch.Tensor:
     return features.float() if narrow else features.detach().clone()
 
 
-# A loss that compares the samples of fixed groups with each other, equal under every plan that keeps groups together.
+# A loss that compares samples within fixed groups; equal under every plan that keeps groups in one microbatch round.
 
 #: (sum of losses, count).
 Summed = tuple[torch.Tensor, torch.Tensor | int]
 
 
 class GroupLoss:
-    """A loss on features, (N, ...) each, of whole groups, from a train step. A direct call uses one batch.
+    """A loss on the features, (N, ...) each, of groups of samples. A direct call treats its batch as the full one.
 
     Args:
         size: samples per group. The last group of a batch may be smaller.
@@ -264,7 +264,7 @@ class GroupLoss:
             output: features, or a tuple of them.
             batch: the batch as for any loss function; unused.
             samples: sample numbers in the global batch; None if the batch is the whole global batch.
-            index: index of the microbatch in the step. A collective if groups span ranks.
+            index: index of the microbatch in the step. The call is a collective if groups span ranks.
         """
         del batch
         features: Features = [output] if isinstance(output, torch.Tensor) else list(output)
@@ -289,7 +289,7 @@ class GroupLoss:
         return self._compared(features, every, own, range(start, start + sum(counts)))
 
     def _compared(self, own: Features, every: Features, mine: range, there: range) -> Summed:
-        """Sum the losses of each group. `mine` are the numbers of this rank's samples, `there` those in `every`."""
+        """Sum the losses of each group. `mine`, `there`: indices of this rank's samples and of those in `every`."""
         total: torch.Tensor | None = None
         number: torch.Tensor | int = 0
         for first in range(mine.start // self.size * self.size, mine.stop, self.size):
@@ -307,20 +307,20 @@ class GroupLoss:
 
 
 def group_loss(size: int) -> Callable[[Compare], GroupLoss]:
-    """Make a loss function from one that compares samples with their group in the global batch.
+    """Make a loss function from a function that compares samples with their group (a decorator).
 
     The function gets the features of some samples, the features of their whole group, and the positions of the former
     in the latter. It returns the sum of the former's losses and their count. The features are the model's output, with
     one row per sample.
 
     Args:
-        size: samples per group. A group must not be divided over microbatches.
+        size: samples per group. All samples of a group must be in one microbatch index.
     """
     return lambda compare: GroupLoss(size, compare)
 
 
 def _gathered(own: torch.Tensor, counts: list[int], axis: Any) -> torch.Tensor:
-    """Gather the rows of all ranks in order. The gradient of each rank's rows is the sum over all ranks."""
+    """Gather the rows of all ranks, in rank order, with gradients, which are summed over all ranks."""
     most = max(counts)
     missing = most - len(own)
     filled = torch.cat([own, own.new_zeros((missing, *own.shape[1:]))]) if missing else own
@@ -343,7 +343,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 def in_float32(output: Any) -> Any:
     """Return a model's output with its bfloat16 and float16 tensors in float32.
 
-    Searches tuples, lists, mappings, dataclasses and Hugging Face outputs. Other objects stay as they are.
+    Searches tuples, lists, mappings, dataclasses and Hugging Face outputs. Other objects are returned unchanged.
     """
     if any(one.dtype in _HALVES for one in tensors_in(output)):
         return map_tensors(lambda one: one.float() if one.dtype in _HALVES else one, output)
@@ -351,14 +351,14 @@ def in_float32(output: Any) -> Any:
 
 
 def needs_float32(loss_fn: Any, plan: Plan) -> bool:
-    """Return True if a loss function gets converted outputs: under a half precision, if it is not Weft's own."""
+    """Return True if a loss function gets outputs in float32: under bf16, fp16 or fp8, unless it is Weft's own."""
     if plan.precision not in ("bf16", "fp16", "fp8"):
         return False
     return not is_own_code(loss_fn)
 
 
 def is_own_code(function: Any) -> bool:
-    """Return True if a loss or forward function is Weft's own, with no class or function of the user in it."""
+    """Return True if a loss or forward function is Weft's own and contains no class or function of the user."""
     compared = getattr(function, "compare", None)  # the function inside a loss over groups
     found = function if compared is None else compared
     while isinstance(found, functools.partial):
@@ -370,7 +370,7 @@ def is_own_code(function: Any) -> bool:
 
 
 def give_float32(model: nn.Module) -> None:
-    """Make a model that computes in half precision return float32, for losses in a loop without a train step."""
+    """Make a model that computes in bf16 or fp16 return float32, for losses in a loop without a train step."""
     model.register_forward_hook(_convert_output)
 
 
@@ -380,12 +380,12 @@ def _convert_output(model: nn.Module, args: Any, output: Any) -> Any:
 
 
 class CheckedLoss:
-    """A loss function of (output, batch) whose results, the sum of the losses and their count, are checked.
+    """Wraps a loss function (output, batch) -> (sum of the losses, count), and checks its results.
 
     Args:
         loss_fn: the function to check.
         mesh: the mesh of the ranks; None if the batch is the whole global batch.
-        warns_of_means: warn if the function returns a mean. Set on one rank if several ranks or microbatches read
+        warns_of_means: warn if the function returns a mean. Set on one rank, if several ranks or microbatches have
             samples.
     """
 
@@ -402,19 +402,19 @@ class CheckedLoss:
     def of_step(
         self, samples: Sequence[SampleNumbers], found: dict[int, Summed], seed: int | None = None
     ) -> CountedLoss:
-        """Return the loss of a step's microbatches by index. It is zero, with zero gradients, for a stand-in.
+        """Return a function from microbatch index to its loss, which is zero, with zero gradients, for a placeholder.
 
         Args:
             samples: samples of each microbatch.
-            found: receives the sum and count of each microbatch.
-            seed: seeds the generators for the backward that follows each loss; None does not.
+            found: dict to which the sum and count of each microbatch are added.
+            seed: seed of the generators for the backward after each loss; None to leave them unchanged.
         """
 
         def loss(output: Any, microbatch: Any, index: int) -> Summed:
             loss_sum, number = self(output, microbatch, samples[index], index)
             if seed is not None:
                 seed_generators(seed)
-            if not samples[index].numbers:  # a stand-in
+            if not samples[index].numbers:  # a placeholder
                 return loss_sum * 0.0, 0
             found[index] = (loss_sum.detach(), number)
             return loss_sum, number

@@ -1,8 +1,8 @@
-"""Default model calls: selection of the inputs from a batch.
+"""The default model call, which selects the model's inputs from a batch.
 
 A batch is inputs followed by targets. From a sequence of tensors (torch's DataLoader on samples `(x, y)`), the model
-gets as many as its forward requires, and at least the first. From a dict, it gets the names in its forward's signature,
-and never `labels`: the loss is computed outside the model, once for all ranks. If the inputs are ambiguous, the user
+gets as many as its forward requires, at least one. From a dict, it gets the entries that are parameters of its forward,
+but never `labels`: the loss is computed outside the model, once for all ranks. If the inputs are ambiguous, the user
 must pass `forward=`.
 """
 
@@ -68,7 +68,7 @@ def _first_inputs(model: nn.Module, batch: Sequence[Any]) -> Sequence[Any]:
         param.kind in _POSITIONAL and param.default is not param.empty for param in params
     )
     number = max(len(needed), 1)
-    # One remaining entry is the target. Several may be inputs or targets if forward accepts more inputs.
+    # One remaining entry is the target. If forward accepts more inputs, several remaining entries are ambiguous.
     if len(batch) < number or (takes_more and len(batch) > number + 1):
         _refuse_row(model, params, batch)
     inputs = batch[:number]
@@ -91,7 +91,7 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     missing = sorted(needed - given.keys())
     if any(param.kind is param.VAR_KEYWORD for param in params) and not missing:
         return given
-    # A name that forward does not have is a target, except one that is probably a typo of a parameter.
+    # An entry that is not a parameter of forward is a target, unless it is probably a misspelled parameter.
     free = known.keys() - given.keys() - {LABELS}
     if missing or any(nearest_name(name, free) for name in given.keys() - known.keys()):
         names = ", ".join(name for name in known if name != LABELS or name in needed)
@@ -130,11 +130,11 @@ def _keywords(known: Iterable[str], batch: Mapping[str, Any]) -> str:
     return ", ".join(f'{ours}=batch["{name}"]' for ours, name in pairs if ours) or f'batch["{(names or [LABELS])[0]}"]'
 
 
-# A batch and its microbatches: split by samples and then collated, or, if each row is a sample, split along dim 0.
+# A batch and its microbatches: split by samples and then collated, or split along dim 0 if each row is a sample.
 
 
 class DataRank(Protocol):
-    """A rank among those that read different samples: number `rank` of `size`."""
+    """Index `rank` of this rank among the `size` ranks that read different samples."""
 
     @property
     def rank(self) -> int: ...
@@ -144,16 +144,16 @@ class DataRank(Protocol):
 
 
 class Microbatches:
-    """A batch that is already split: `step(Microbatches([first, second]))`, as many as the plan accumulates.
+    """A batch that is already split into the plan's microbatches: `step(Microbatches([first, second]))`.
 
     A plain list is one batch, because that is what torch's DataLoader returns.
 
     Args:
         batches: the microbatches, each in the model's format.
-        samples: for each microbatch, the numbers of its samples in the global batch, counted from 0 over all ranks.
-            Random numbers derive from them. None means that ranks and microbatches have equal sizes. A microbatch with
-            an empty list runs to keep ranks together, but counts for nothing.
-        rows: rows of each sample in tensors whose rows are not samples; None without such tensors.
+        samples: for each microbatch, the indices of its samples in the global batch, from 0 over all ranks. Random
+            numbers derive from them. None means that ranks and microbatches have equal sizes. A microbatch with an
+            empty list is a placeholder: it runs to keep ranks in step, but is not counted.
+        rows: row indices of each sample in tensors whose rows are not samples; None if there are no such tensors.
         total: samples in the global batch.
         any_number: accept any number of microbatches, because the ranks agreed on it.
 
@@ -193,10 +193,10 @@ class Microbatches:
         """Return a rank's microbatches, each made of its samples.
 
         Args:
-            sample_at: returns a sample by its number in the global batch.
-            own: sample numbers of each microbatch, from `weft.config.partitioning.microbatch_samples`. Empty
+            sample_at: function that returns a sample by its index in the global batch.
+            own: sample indices of each microbatch, from `weft.config.partitioning.microbatch_samples`. Empty
                 microbatches come last.
-            collate: makes a batch from a list of samples.
+            collate: function that makes a batch from a list of samples.
             total: samples in the global batch.
         """
         parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
@@ -204,7 +204,7 @@ class Microbatches:
 
     @classmethod
     def of_rows(cls, batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
-        """Return a rank's microbatches of a global batch in whose tensors each row is a sample.
+        """Return a rank's microbatches of a global batch whose tensors have one row per sample.
 
         Args:
             batch: tensors of shape (samples, ...), nested in dicts, lists and tuples.
@@ -221,26 +221,26 @@ class Microbatches:
 
     @property
     def samples(self) -> tuple[SampleNumbers, ...] | None:
-        """The sample numbers of each microbatch, or None if unknown."""
+        """The sample indices of each microbatch, or None if unknown."""
         return self._samples
 
     def to(self, device: torch.device) -> Microbatches:
-        """Return the same on `device`."""
+        """Return the microbatches on `device`."""
         return self.map(lambda batch: move_batch(batch, device))
 
     def map(self, change: Callable[[Any], Any]) -> Microbatches:
-        """Return the same samples in changed batches."""
+        """Return microbatches of the same samples, with `change` applied to each batch."""
         changed = copy.copy(self)
         changed._batches = tuple(map(change, self._batches))
         return changed
 
     def marked(self) -> list[Any]:
-        """Return the microbatches as a list, each marked with its sample numbers for the step."""
+        """Return the microbatches as a list, with the sample indices attached to each, for the step."""
         return [batch if samples is None else mark(batch, samples)
                 for batch, samples in zip(self._batches, self._samples or [None] * len(self), strict=True)]  # fmt: skip
 
     def counted(self) -> Iterator[tuple[Any, bool]]:
-        """Yield each microbatch, and True if it counts. Stand-ins for empty microbatches do not."""
+        """Yield each microbatch, and True if it counts, False for a placeholder without samples."""
         for index, batch in enumerate(self._batches):
             yield batch, self._samples is None or not self._samples[index].is_empty
 
@@ -277,12 +277,12 @@ def from_loader(
     is_plain: bool,
     total: int,
 ) -> Any:
-    """Return the result of `run.shard`: `Microbatches`, or a plain batch that is marked with its sample numbers.
+    """Return the result of `run.shard`: `Microbatches`, or a plain batch with its sample indices attached.
 
     Args:
         batches: one batch per microbatch.
-        numbers: for each batch, the numbers of its samples in the global batch.
-        rows: rows of each sample in tensors whose rows are not samples.
+        numbers: for each batch, the indices of its samples in the global batch.
+        rows: row indices of each sample in tensors whose rows are not samples.
         is_plain: return the only microbatch as a plain batch.
         total: samples in the global batch.
     """
@@ -292,14 +292,14 @@ def from_loader(
 
 
 def mark(batch: Any, samples: SampleNumbers) -> Any:
-    """Mark the tensors of a batch with its sample numbers, and return the batch."""
+    """Attach sample indices to the tensors of a batch, and return the batch."""
     for tensor in tensors_in(batch):
         setattr(tensor, MARK, samples)
     return batch
 
 
 def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
-    """Return the sample numbers of batches, or None unless all are marked and no sample is in two of them."""
+    """Return the attached sample indices of batches, or None unless all have them and no sample is in two batches."""
     marks = [marked_samples(batch) for batch in batches]
     known = tuple(found for found in marks if found is not None)
     numbers = [number for found in known for number in found.numbers]
@@ -307,17 +307,17 @@ def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
 
 
 class BatchSplit:
-    """Splits the batches of steps into this rank's microbatches."""
+    """Splits each step's batch into this rank's microbatches."""
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._plan, self._readers = mesh.replica, mesh.plan, mesh.reader
         self._count = mesh.plan.microbatches_per_step
 
     def __call__(self, batch: Any) -> tuple[list[Any], list[SampleNumbers]]:
-        """Return the microbatches of a batch on the device, and the samples of each.
+        """Return a batch's microbatches on the device, and the sample indices of each.
 
         Raises:
-            ModelError: if they are not as many as the plan has.
+            ModelError: if their number is not the plan's.
         """
         moved = move_batch(batch, self._mesh.device)
         if isinstance(moved, Microbatches) and len(moved) == self._count:
@@ -328,7 +328,7 @@ class BatchSplit:
 
 
 def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
-    """Return the batches that a step passes through the model one by one.
+    """Return the microbatches of a batch, which a step passes through the model one by one.
 
     Raises:
         ModelError: if their number is not the plan's.
@@ -345,9 +345,10 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
 
 
 def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[SampleNumbers]:
-    """Return the sample numbers of each microbatch of a step's input, before it is moved to the device.
+    """Return the sample indices of each microbatch of a step's input, before it is moved to the device.
 
-    A plain batch is this rank's range of the global batch. Unmarked `Microbatches` are assumed to have equal sizes.
+    A plain batch is this rank's range of the global batch. `Microbatches` without indices are assumed to have equal
+    sizes.
 
     Args:
         batch: the input of the step.
@@ -378,8 +379,8 @@ def _equal_samples(count: int, num_ranks: int, num_microbatches: int, rank: int)
 def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:
     """Split a batch into equal parts along dim 0 of its tensors, each of which has one row per sample.
 
-    A list without tensors that has one entry per sample is split too. Every part gets numbers, text and None. `plan`
-    names the field for errors.
+    A list without tensors that has one entry per sample is split too. Numbers, text and None are copied to every part.
+    `plan` is for error messages.
 
     Raises:
         ModelError: if rows are not samples, or the parts would not be equal.
@@ -403,7 +404,7 @@ def samples_in(batch: Any) -> int:
 
 
 def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
-    """Return the samples of a step's first microbatch, and the values in its first tensor.
+    """Return the number of samples in a step's first microbatch, and the number of elements of its first tensor.
 
     Both are 0 if the batch has no tensor with rows.
     """
@@ -416,7 +417,7 @@ def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
 
 
 def split_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
-    """Return a batch's parts by samples, which are its rows. `runs` are the samples of each part, from 0.
+    """Divide a batch whose rows are samples. `runs`: range of the samples of each part, from 0.
 
     Raises:
         ModelError: if rows are not samples.
@@ -431,7 +432,7 @@ class _Splitting:
         self._runs, self._num_samples, self._field = runs, num_samples, field
 
     def split(self, batch: Any, name: str) -> list[Any]:
-        """Return the parts of a batch, or of its nested value with that name."""
+        """Return the parts of a batch, or of the nested value at path `name` in it."""
         if isinstance(batch, torch.Tensor):
             return self._split_tensor(batch, name)
         parts = parts_of(batch)

@@ -1,8 +1,8 @@
-"""Checkpoint contents of an adapter in place of its base: the adapted layers, and digests of the base's weights.
+"""Checkpoints of adapters without the base model: the adapter's weights, and digests of the base's weights.
 
 The digest of a weight is a sum over elements of hashes of (position, value), so every rank digests its own elements and
-the result is independent of the plan. At most `SAMPLES` evenly spaced elements of a weight count, each as its bfloat16
-value: precision=bf16 rounds frozen weights, and the digest must not change.
+the result is independent of the plan. The digest uses at most `SAMPLES` evenly spaced elements of a weight, rounded to
+bfloat16, so that it does not change if precision=bf16 rounds frozen weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PLACE, _VALUE, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0
 
 
 def names_left_out(model: nn.Module) -> frozenset[str]:
-    """Return the names of the tensors that a checkpoint leaves out: the frozen base of an adapter."""
+    """Return the names of the tensors that a checkpoint omits: the frozen base of an adapter."""
     if adapted(model) is None:
         return frozenset()
     if is_attached(model):
@@ -51,7 +51,7 @@ def names_left_out(model: nn.Module) -> frozenset[str]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Any] | None:
-    """Return the checkpoint record of the model's adapter and its base as JSON, or None without an adapter.
+    """Return a description of the model's adapter and its base for checkpoints, as JSON, or None without an adapter.
 
     All ranks call it if the model is parallelized.
     """
@@ -60,7 +60,7 @@ def adapter_state(model: nn.Module) -> dict[str, Any] | None:
 
 
 def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) -> None:
-    """Refuse a checkpoint whose base or adapter differs from the model's. All ranks call it.
+    """Raise an error if a checkpoint's base or adapter differs from the model's. All ranks call it.
 
     Args:
         saved: the result of `adapter_state` when the checkpoint was saved.
@@ -89,11 +89,11 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
 
 
 def expect_same_base(name: str, tensor: torch.Tensor, base: Mapping[str, str], path: object) -> None:
-    """Refuse a full weight that differs from the base on which an adapter was trained.
+    """Raise an error if a full weight differs from the base on which an adapter was trained.
 
     Args:
         name: name of the weight.
-        tensor: its values in their original order.
+        tensor: its values in the checkpoint's layout.
         base: the digests from `adapter_state`.
         path: path of the checkpoint, for the error.
 
@@ -149,12 +149,12 @@ def _digests(model: nn.Module) -> dict[str, str]:
 
 
 def digest_of(flat: torch.Tensor, part: Part, start: int = 0) -> torch.Tensor:
-    """Return the contribution of a run of elements to the digest of its tensor, int64, 0-d.
+    """Return the contribution of consecutive elements to the digest of their tensor, int64, 0-d.
 
     Args:
-        flat: elements of the run, 1-D.
+        flat: the elements, 1-D.
         part: the elements of the full tensor that the flattened part holds.
-        start: position of the run's first element in the flattened part.
+        start: position of the first element in the flattened part.
     """
     numel = torch.Size(part.shape).numel()
     step = max(1, -(-numel // SAMPLES)) | 1  # odd, because an even step could skip some columns
@@ -176,7 +176,7 @@ def digest_of(flat: torch.Tensor, part: Part, start: int = 0) -> torch.Tensor:
 
 
 def _in_rows(index: torch.Tensor, rows: Iterable[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions in joined ranges of rows, and a mask of the rows that are in one of them."""
+    """Return positions in the joined ranges of rows, and a mask that is True for indices inside one of the ranges."""
     found, here, before = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
     for low, high in rows:
         inside = (index >= low) & (index < high)
@@ -184,7 +184,7 @@ def _in_rows(index: torch.Tensor, rows: Iterable[tuple[int, int]]) -> tuple[torc
     return found, here
 
 
-# Checkpoint contents of model and optimizer: tensors by name, independent of the plan. Each rank writes its part.
+# Checkpoints of model and optimizer: tensors by name, independent of the plan. Each rank writes its part.
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -193,14 +193,14 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     All ranks call it. The result may contain the live tensors, so use it before the next step.
 
     Args:
-        keep: True if this rank needs the result. The other ranks return nothing and hold one full tensor at a time.
+        keep: True if this rank needs the result. The other ranks return {}, and only hold one full tensor at a time.
     """
     engine = data_parallel(model)
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in chain(engine.weights(), engine.frozen()):
         if keep:
             weights[name] = tensor.detach().cpu()  # a sharded tensor may not fit on the device in full
-    # Call it on all ranks: under zero=3, accessing a module frees its gathered weights.
+    # Call this on all ranks: under zero=3, accessing a module frees its gathered weights.
     own = model_tensors(model)
     if not keep:
         return {}
@@ -209,17 +209,17 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
 
 def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
-    """Return the size in bytes of a training checkpoint. Optimizer states exist only after a step.
+    """Return the size in bytes of a training checkpoint, before optimizer states exist.
 
     Args:
-        model: the model on the meta device, in which parameters without an optimizer are frozen.
-        master: dtype of stored weights and states.
+        model: the model on the meta device, in which parameters that are not trained have requires_grad=False.
+        master: dtype of master weights and optimizer states.
     """
     freeze(model, optimizer)
     left_out = names_left_out(model)
     num_values: float = sum(one.numel() for name, one in model_tensors(model).items() if name not in left_out)
     for group in build_optimizer(model.named_parameters(), optimizer).param_groups:
-        # Values of the masters' size per weight. A foreign class counts as AdamW.
+        # Number of state values per weight, of the masters' dtype. A user's optimizer class counts as AdamW.
         if optimizer.name == "sgd":
             states: float = int(group["momentum"] > 0)
         else:
@@ -235,16 +235,16 @@ def state_slices(
 
     Args:
         model: the result of `parallelize`.
-        optimizer: an optimizer that a step has adopted.
-        copies: receives copies of the tensors. If None, slices share the live memory and must be written before the
-            next step.
+        optimizer: an optimizer that a train step manages.
+        copies: host memory for copies of the tensors. If None, slices share the live memory and must be written before
+            the next step.
     """
     found = _state_slices(model, optimizer)
     return found if copies is None else iter(copied(list(found), copies))
 
 
 def copied(found: Sequence[SavedSlice], copies: HostCopies) -> list[SavedSlice]:
-    """Copy the tensors of slices. Raise CheckpointError if host memory is insufficient."""
+    """Copy the tensors of slices to the host. Raise CheckpointError if host memory is insufficient."""
     taken = copies.take([cast(torch.Tensor, one.data) for one in found])
     return [replace(one, data=copy) for one, copy in zip(found, taken, strict=True)]
 
@@ -293,7 +293,7 @@ class GroupSource:
     """A group of a checkpoint, from which each rank reads the elements that it stores.
 
     Args:
-        start: prefix of the selected names, which callers omit.
+        start: prefix of the tensor names in the group, which callers omit.
     """
 
     def __init__(self, checkpoint: Checkpoint, group: str, start: str = ""):
@@ -311,7 +311,7 @@ class GroupSource:
 
 
 class Averages(Protocol):
-    """Interface of averages that are stored in addition to the weights."""
+    """Interface of averages of the weights (EMA) that are stored in addition to the weights."""
 
     def restore(self, source: GroupSource, num_updates: int) -> None:
         """Restore the averages from a checkpoint."""
@@ -321,14 +321,14 @@ class Averages(Protocol):
 def resume(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, ema: Averages | None = None
 ) -> list[str]:
-    """Load the result of `pieces` under any plan into a parallelized model and its optimizer. All ranks call it.
+    """Load a checkpoint of any plan into a parallelized model and its optimizer. All ranks call it.
 
-    Each rank reads only the elements that it stores. Returns lines about parts that are left out because they fit only
-    another plan.
+    Each rank reads only the elements that it stores. Returns messages about parts that are skipped because only another
+    plan can use them.
 
     Args:
         model: the result of `parallelize`.
-        optimizer: an optimizer that a step has adopted.
+        optimizer: an optimizer that a train step manages.
         checkpoint: an open checkpoint.
         ema: averages of the weights to restore too.
 
@@ -359,12 +359,12 @@ def resume(
     return [*told, *engine.error_feedback.take(GroupSource(checkpoint, "owed"))]
 
 
-#: Dtypes of moments that only AdamW with rounded states supports.
+#: Dtypes of moments that only AdamW with rounded states (optimizer.states) supports.
 _ROUNDED = (torch.bfloat16, torch.int8, torch.uint8)
 
 
 def _match_formats(optimizer: torch.optim.Optimizer) -> None:
-    """Convert moments to the parameters' dtype for torch's AdamW and Adam, if a run with rounded moments saved them."""
+    """Convert moments to the parameters' dtype for torch's AdamW and Adam, if the checkpoint has rounded moments."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return
     for param, state in optimizer.state.items():
@@ -374,7 +374,7 @@ def _match_formats(optimizer: torch.optim.Optimizer) -> None:
 
 
 def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy weights and buffers of a checkpoint into a plain model. With an adapter, copy only the adapter's.
+    """Copy weights and buffers of a checkpoint into a plain model. For a model with an adapter, copy only the adapter.
 
     Raises:
         CheckpointError: if tensors are missing, left over or of another shape, or if an adapter's base differs.
@@ -411,9 +411,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in names.items() if first[id(tensor)] == name}
 
 
-# Weights of a folder in a model's packed format, read and packed in chunks.
+# Weights of a folder in a model's quantized format. They are read and quantized in chunks.
 
-#: Blocks per read, which are 8 million weights.
+#: Quantization blocks per read, which are 8 million weights.
 _AT_ONCE = 2**17
 
 
@@ -424,7 +424,7 @@ class _Packed:
 
 
 class PackedSource:
-    """A source that packs some matrices as they are read."""
+    """A source that quantizes some matrices while they are read."""
 
     def __init__(self, source: StateSource, names: list[str], kept: BaseFormat):
         self._source, self._kept = source, kept
@@ -437,7 +437,7 @@ class PackedSource:
         return {**self._source.entries, **self._packed}
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a flattened part, as bytes if the tensor is packed.
+        """Fill `out` with elements of a flattened part, as quantized bytes if the tensor is quantized.
 
         Args:
             start: position in the flattened part at which reading begins.
@@ -449,7 +449,7 @@ class PackedSource:
         line = part.local_shape[1]  # bytes per row of the part
         at, end, per = start, start + len(out), self._kept.block_bytes
         numbers = self._numbers(part, rows, width)
-        # Read whole rows and trim both ends. A rank's flat slices begin at rows, except the last ones.
+        # Read whole rows, and drop what is not needed at both ends. Usually a rank's flat slices begin at rows.
         step = max(1, _AT_ONCE * per // line)
         while at < end:
             first = at // line
@@ -474,7 +474,7 @@ class PackedSource:
 
 
 def packed_source(model: nn.Module, source: StateSource) -> StateSource:
-    """Return the source from which a model with an adapter reads its base, packed if the adapter's base is."""
+    """Return the source from which a model with an adapter reads its base, quantized if the adapter's base is."""
     record = adapted(model)
     if record is None or not record.packed:
         return source

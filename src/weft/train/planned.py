@@ -39,14 +39,14 @@ from weft.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from weft.comm.mesh import Mesh
 
-#: File of a run folder with the estimate of the chosen plan.
+#: File of a run folder with the chosen plan and its estimate.
 CHOSEN = "planned.json"
 
 
 def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
-    """Return the config with a chosen plan in place of "auto", and its estimate. Return any other config unchanged.
+    """Replace "auto" in a config by a chosen plan, and return the config and the plan's estimate, if any.
 
-    A resumed run keeps its chosen plan as long as it has the same ranks.
+    A resumed run keeps its chosen plan as long as the number of ranks does not change.
 
     Args:
         config: a config whose plan may be "auto", with or without fixed fields.
@@ -86,8 +86,8 @@ def choose_plan(
 
     Args:
         model: the planner's description of the model.
-        machines: the cluster that will run it.
-        decided: plan fields with fixed values.
+        machines: the cluster that will train it.
+        decided: plan fields that the user has set.
         seq_len: tokens per sequence; None for the config's value or a default.
         global_batch: sequences per step; None for the config's value or a default.
         profile: measurements of the machine, or None.
@@ -178,7 +178,7 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
     return ClusterSpec(nodes=world_size // local_size, devices_per_node=local_size, device=spec)
 
 
-# Deviation of a run from its plan: the parts of a step that drifted, and by how much.
+# Deviation of a run from its plan's estimate: the parts of a step that drifted, and by how much.
 
 #: Relative deviation at which a drift begins, and below which it ends.
 BEYOND, BACK = 0.15, 0.10
@@ -186,7 +186,7 @@ BEYOND, BACK = 0.15, 0.10
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """One deviation.
+    """One deviation from the estimate.
 
     Attributes:
         what: "step", a part of a step such as "over dp", or "memory".
@@ -206,14 +206,14 @@ def drifts(
 ) -> list[Drift]:
     """Return the deviations of more than 15 % of the planned step or the planned memory.
 
-    A deviation of the step names the part that contributes most. Without one, a part that deviates is named if another
-    part offsets it.
+    If the step deviates, the part that contributes most is named. If it does not, because parts offset each other, the
+    deviating parts are named.
 
     Args:
         planned: seconds of one step by part.
         measured: measured seconds of one step by part.
         memory: bytes (planned, measured), if they are comparable.
-        before: names of the previous drifts, which end only within 10 %.
+        before: names of current drifts, which end only if the deviation falls below 10 %.
     """
     step, took = sum(planned.values()), sum(measured.values())
     found: list[Drift] = []
@@ -257,7 +257,7 @@ def _part(part: str, planned: Mapping[str, float], measured: Mapping[str, float]
     return f"{part} takes {format_seconds(measured.get(part, 0.0))}, {told}"
 
 
-# Report at the end of a run: the planner's estimate of its plan on this machine, and the measurement.
+# Report at the end of a run that compares the planner's estimate for this machine with the measurements.
 
 #: Minimum share of a step for a part to be in the report.
 _WORTH_TELLING = 0.01
@@ -265,13 +265,13 @@ _TOLD = "no estimate; run `weft calibrate` once (2 min)"
 
 
 def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write `measured.json` and return the report.
+    """Write `measured.json`, and return the lines of the report.
 
     Args:
         folder: the run's folder.
         task: the run's task.
         mesh: mesh of the plan.
-        ranks: for each rank, `typical` seconds by part and `memory` bytes.
+        ranks: for each rank, a dict with `typical` (seconds by part) and `memory` (bytes).
     """
     kinds = dict.fromkeys(kind for one in ranks for kind in one["typical"])
     parts = measured_parts({kind: sum(one["typical"].get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds})
@@ -300,7 +300,7 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
     Args:
         task: the run's task.
         plan: the run's plan.
-        device: device of this rank, such as "cuda:0". The others are assumed to be the same kind.
+        device: device of this rank, such as "cuda:0". All ranks are assumed to have the same device.
     """
     try:
         cluster, profile, basis = _machines(plan.world_size, device)

@@ -1,4 +1,4 @@
-"""Preparation of a run: conversion of epochs to steps, checks, and the run folder."""
+"""Preparation of a run: converting epochs to steps, checks, and writing the run folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.train.weights.run_adapter import with_adapter
 
 
 def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
-    """Return the config with the number of steps of its epochs, and lines that report it.
+    """Replace a config's epochs by the number of steps, and return it with lines that report the number.
 
     A config without epochs is returned unchanged. The task's data must be prepared.
 
@@ -37,7 +37,7 @@ def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
         return config, []
     num_samples = task.samples_per_epoch()
     steps = task.step_borders().step_at(max(1, math.ceil(epochs * num_samples)) - 1) + 1
-    # Only the steps count from here. Resuming with more steps must not compare epochs.
+    # From now on only the steps count: resuming with more steps must not compare epochs.
     train = config.train.model_copy(update={"steps": steps, "epochs": None})
     config = config.model_copy(update={"train": train})
     problems = config_problems(config)
@@ -51,7 +51,7 @@ def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
 
 # Work before ranks start: checking the run, preparing its data, and writing its folder.
 
-#: Settings that determine the weights of a step, in addition to the task's. Other values make another run.
+#: Settings that determine the weights of a step, in addition to the task's. Changing one makes a different run.
 _BEFORE_TASK = ("seed", "task")
 _AFTER_TASK = ("train.global_batch", "train.global_cost", "train.norm_group",
                "optimizer.name", "adapter")  # fmt: skip
@@ -73,8 +73,8 @@ def prepare_run(
         config: the full config.
         world_size: number of training ranks of all replicas.
         report: called with (stage, done, total) while data is prepared.
-        locked: True if the caller holds `run_lock`. Otherwise this function holds the folder while it works.
-        replica: index of the replica, if each is a separate world.
+        locked: True if the caller holds `run_lock`. Otherwise this function locks the folder while it works.
+        replica: index of the replica, if each is a separate process group.
 
     Raises:
         WeftError: the subclass for the problem. An existing folder is then unchanged.
@@ -89,7 +89,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     task, plan = find_task(config), Plan.parse(config.plan, world_size)
     # Check shapes before preparing data, so that an invalid plan fails in seconds.
     _check_plan(plan, task, world_size)
-    # Compare with the existing run after the rules, so that an invalid setting is not reported as a changed one.
+    # Check the rules first, so that an invalid setting is not reported as a changed one.
     if (folder.path / "config.toml").exists():
         refuse_other_run(folder, config, task)
     config = task.config = _with_own_layout(config, task, plan)
@@ -123,7 +123,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
 
 
 def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
-    """Raise ConfigError if the folder was started with settings that make a different run. It names each of them."""
+    """Raise ConfigError if the folder's run has different settings that matter. The error names each of them."""
     before = RunFolder(folder.path).config()  # the settings of its first command, not of this one
     old, new = (settings.model_dump(mode="json", by_alias=True) for settings in (before, config))
     changes = [

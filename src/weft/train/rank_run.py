@@ -1,4 +1,4 @@
-"""One rank's run: its time limit, its recorded context, and training from the run folder."""
+"""One rank's run: its time limit, the recorded context, and training from the run folder."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ from weft.units import parse_seconds
 if TYPE_CHECKING:
     from weft.private_torch import Store
 
-# The context of a run: config, data, versions and machine. Its first event stores them.
+# Context of a run: config, data, versions and machine. The run's first event stores it.
 
-#: One folder per GPU, with a file that names it.
+#: Folder with one folder per GPU, which contains a file with the GPU's name.
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -90,7 +90,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _data_digests(folder: RunFolder) -> dict[str, str]:
-    """Return a digest of each source's tokens from the run's data.json; empty for tasks without that file."""
+    """Return a digest of each data source's tokens, from the run's data.json; empty for tasks without that file."""
     try:
         described = json.loads(folder.text("data.json"))
         return {
@@ -108,13 +108,13 @@ def _digest(files: dict[str, Any]) -> str:
 
 # One rank's part of a run, from the run folder to the trained model, with any engine.
 
-#: The default engine. Named as text, because engines belong to a higher layer and import torch.
+#: The default engine, as text: engines belong to a higher layer, and importing them imports torch.
 TORCH = "weft.train.torch_engine:TorchEngine"
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Outcome of a run: optimizer steps done, "finished" or the reason for stopping, and the request that ended it."""
+    """Outcome of a run: optimizer steps done, "finished" or the stop reason, and the user request that ended it."""
 
     step: int
     reason: str
@@ -126,14 +126,14 @@ class Start:
     """Launch options of a run.
 
     Attributes:
-        locked: the command holds `run_lock`. Otherwise rank 0 holds it while training.
+        locked: True if the command holds `run_lock`. Otherwise rank 0 locks the folder while training.
         began: start of the command for train.max_time, in seconds of time.monotonic; None for now.
         alarm: stream on which a rank other than 0 reports that it waits, if rank 0 cannot.
-        command: the command line of the user, for the lines with next commands.
-        copies: storage for copies of the state on this host that outlives its ranks.
+        command: the user's command line, to suggest next commands.
+        copies: server of in-memory copies on this host, which outlives the ranks.
         engine: the engine class as package.module:Class.
-        world: replica of these ranks, if each replica is a separate world.
-        store_key: secret of the ranks' messages in their store (see `EngineJob`).
+        world: this replica, if each replica is a separate process group.
+        store_key: secret that signs the ranks' messages in their store (see `EngineJob`).
     """
 
     locked: bool = False
@@ -157,7 +157,7 @@ def run_rank(
 
     Args:
         run: the result of `prepare_run`, or the path of its folder.
-        place: rank of this process; None for a single rank.
+        place: rank environment of this process; None for a single process.
         terminal: stream on which rank 0 shows progress; None for stdout.
         start: launch options.
     """
@@ -207,14 +207,14 @@ def _asked(folder: RunFolder, wish: RunRequest, step: int) -> ActionAsked:
 
 
 class _RankRun:
-    """Connects the components of one rank's run."""
+    """Creates the components of one rank's run, and runs them."""
 
     def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, logger: RunLogger, start: Start):
         self.job, self.folder, self.config, self.task, self.engine = job, job.folder, job.config, job.task, engine
         self.terminal, self.logger, self.start = terminal, logger, start
 
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
-        """Resume or start, train to the end, show a sample and report. Handles stop signals until the ranks disconnect.
+        """Start or resume, train to the end, show a sample output and report. Handles stop signals until disconnecting.
 
         began: start of the command, in time.monotonic. until_left: contexts that close after the ranks disconnect.
         """
@@ -255,7 +255,7 @@ class _RankRun:
             parting = _parting(self.folder, engine, checkpoints, trainer.parting, progress.step)
             times, shown = engine.reports.times(book, start_step), ""
             observers.recorder.on_phase("sampling")
-            # A user who stops a run should not wait seconds for a sample.
+            # Skip the sample output if a user stopped the run, to avoid a wait of some seconds.
             if is_first and stop.reason not in (StopReason.REQUESTED, StopReason.ACTION) and not engine.wants_stop:
                 with engine.pulse.doing("writes a sample"):
                     shown = self.task.show(self.folder, progress.step)
@@ -276,9 +276,9 @@ class _RankRun:
 def _parting(
     folder: RunFolder, engine: Engine, checkpoints: RunCheckpoints, request: RunRequest | None, step: int
 ) -> RunRequest | None:
-    """Return the request that the launcher must act on. All ranks call it.
+    """Return the request that the launcher must handle. All ranks call it.
 
-    A request to return to an older checkpoint becomes a pause if there is no such checkpoint.
+    A request to roll back becomes a pause if there is no older checkpoint.
     """
     if request is None or request.action == "stop":
         return None
@@ -291,7 +291,7 @@ def _parting(
 
 @dataclass(frozen=True, slots=True)
 class _Observers:
-    """The observers of one rank. Ranks other than 0 have a recorder that writes nothing, and no limit or requests."""
+    """The hooks of one rank. Ranks other than 0 have a recorder that writes nothing, and no time limit or requests."""
 
     hooks: Sequence[Hook]
     recorder: NullRecorder
@@ -328,19 +328,19 @@ def _observers(
     if engine.rank == 0:
         with engine.pulse.doing("runs the planner for its estimate"):
             plan_watch = PlanWatch.of(job.task, job.plan, engine.device, book, recorder)
-    # All ranks get the planned step time, because each detects hangs separately.
+    # Send the planned step time to all ranks, because each rank detects hangs separately.
     engine.pulse.planned_s = engine.ranks.on_first(lambda: plan_watch.step_s if plan_watch else 0.0)
     hooks = [hook for hook in (limit, figures, recorder, plan_watch) if hook is not None]
     return _Observers(hooks, recorder, figures, limit, requests)
 
 
 def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit | None:
-    """Check disk space for a checkpoint before the first step, and return a time limit if one is set."""
+    """Check that the disk has space for a checkpoint. Return a time limit if one is configured."""
     limit, num_bytes = job.config.train.max_time, engine.reports.checkpoint_bytes()
     require_space(located(job.config.checkpoint.dir or job.folder.path), num_bytes)
     if not limit:
         return None
-    # With late results the host reads each step one step later, which adds up to two steps.
+    # With late results, the host reads each step one step later. This adds up to two steps.
     more = 2 if engine.device.startswith("cuda") else 0
     return TimeLimit(limit, began + parse_seconds(limit), num_bytes, steps_to_stop=2 + more)
 

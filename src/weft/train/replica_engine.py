@@ -1,4 +1,4 @@
-"""Local SGD between replicas with separate worlds: the engine's rendezvous and its resume step."""
+"""Local SGD between replicas in separate process groups: joining the other replicas, and the step to resume from."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class OtherWorlds:
         self.sync.terms = f" seed={job.config.seed} train.global_batch={train.global_batch}{most}"
 
     def stop_with(self, step: TrainStep) -> None:
-        """Stop waiting for other replicas if a stop of this rank's step was requested."""
+        """Stop waiting for other replicas if a stop was requested on this rank."""
         asked = weakref.ref(step)  # model and groups must be freed before the ranks disconnect
         self.party.wants_out = lambda: (step := asked()) is not None and step.wants_stop
 
     @property
     def over(self) -> Mapping[str, Any] | None:
-        """The record of other replicas that have ended without this one, or None."""
+        """Return the result of other replicas that have ended without this one, or None."""
         return self.sync.over
 
     def before_step(self, number: int) -> None:
-        """Note the begin of a step. `number` is the steps done before."""
+        """Note the start of a step. `number` is the number of steps done before."""
         self.sync.step = number
 
     def after_step(self, result: StepResult) -> StepResult:
-        """Return a step's result with the outcome of an outer step after it."""
+        """Run the outer step if one is due after this step, and return the step's result with its outcome."""
         sync = self.sync
         self.party.figures["loss"] = result.loss
         return replace(
@@ -71,13 +71,13 @@ class OtherWorlds:
         return None if self.sync.owes_meeting else self.sync.step
 
     def state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint about this replica that is not arrays."""
+        """Return the JSON state of this replica for a checkpoint."""
         sync, plan = self.sync, self._job.plan
         anchor = {"meetings": sync.meetings, "token": sync.token, "owes_meeting": sync.owes_meeting}
         return {"plan": str(plan), "replica": {"place": sync.place, "of": sync.replicas, **anchor}}
 
     def lines(self) -> Sequence[str]:
-        """Return the replica and its schedule of outer steps, for the opening of a run."""
+        """Return lines about the replica and its schedule of outer steps, for the start of a run."""
         sync = self.sync
         every = counted(sync.every, "step")
         return [
@@ -88,11 +88,10 @@ class OtherWorlds:
         ]
 
     def end(self) -> None:
-        """Send the others the end of this replica."""
+        """Notify the other replicas that this one has ended."""
         self.party.end(str(self._job.folder.path.absolute()))
 
     def close(self) -> None:
-        """Close the connection."""
         self.party.close()
 
     def _log(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Work that one rank does for all: access to files happens once, and all ranks get the result."""
+"""Work that one rank does for all ranks, such as file access; all ranks get the result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 
 def gather(mesh: Mesh, record: bytes) -> list[bytes]:
-    """Return the bytes of every rank in rank order, on all ranks. All ranks must call it."""
+    """Return the bytes of all ranks, in rank order, on every rank. All ranks must call it."""
     if mesh.world_size == 1:  # skip the collective on a single rank
         return [record]
     text = torch.frombuffer(bytearray(record + b"."), dtype=torch.uint8).to(mesh.device)
@@ -100,7 +100,7 @@ COUNTS, _OWN = "counts", "replicas"
 
 
 class OpensGroup(Protocol):
-    """Opens a group of a checkpoint, or only its tensors whose names begin with `start`."""
+    """Interface to open a group of a checkpoint, or only its tensors whose names begin with `start`."""
 
     def __call__(self, checkpoint: Checkpoint, group: str, start: str = "") -> StateSource: ...
 
@@ -111,7 +111,7 @@ def replica_slices(
     """Yield the flat slices of this rank for a checkpoint, each with its group. Local; no communication.
 
     Args:
-        optimizer: an optimizer that a step has adopted.
+        optimizer: an optimizer that a train step manages.
     """
     if sync.place == 0 or sync.is_apart:
         anchors = {one.name: one for one in sync.anchors()}
@@ -139,34 +139,34 @@ class SavedReplicas:
     opens: OpensGroup
 
     def has_all_of(self, sync: RareSync) -> bool:
-        """Return True if the checkpoint has the separate state of a replica."""
+        """Return True if the checkpoint has all of a replica's separate state."""
         if self.by_one is not None:
             return sync.is_apart and self.by_one["place"] == sync.place
         return self.counts()[2] == sync.replicas
 
     def counts(self) -> tuple[int, int, int]:
-        """Return steps since the last outer step, outer steps, and replicas. Without replicas, return (0, 0, 1)."""
+        """Return (steps since the last outer step, outer steps, replicas), or (0, 0, 1) without replicas."""
         if not self.checkpoint.entries("sync"):
             return 0, 0, 1
         since, meetings, replicas = read_full(self.opens(self.checkpoint, "sync"), COUNTS).tolist()
         return since, meetings, replicas
 
     def has_own_weights(self, place: int) -> bool:
-        """Return True if the checkpoint has weights of replica `place` in addition to the anchor."""
+        """Return True if the checkpoint has weights of the replica with index `place`, in addition to the anchor."""
         return any(name.startswith(f"{place}/model/") for name in self.checkpoint.entries(_OWN))
 
     @property
     def by_one(self) -> Mapping[str, Any] | None:
-        """The record of the replica that saved the checkpoint alone, or None if all saved together."""
+        """State of the replica that saved the checkpoint alone, or None if all saved it together."""
         return self.checkpoint.state.get("replica")
 
 
 def resume_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedReplicas
 ) -> tuple[list[str], StateSource]:
-    """Restore the replicas of a checkpoint whose `model` is loaded. All ranks call it.
+    """Restore the replicas of a checkpoint whose "model" group is already loaded. All ranks call it.
 
-    Returns lines about lost state, and the source of the optimizer's states.
+    Returns messages about lost state, and the source of the optimizer's states.
     """
     sync, engine, checkpoint = rare_sync(model), data_parallel(model), saved.checkpoint
     since, meetings, replicas = saved.counts()
@@ -179,7 +179,7 @@ def resume_replicas(
     with torch.no_grad():
         for one in sync.momenta() if checkpoint.entries("outer") else ():
             one.fill(momenta)
-    # For a checkpoint that synchronized in every step, outer steps still fall on multiples of H.
+    # If the checkpoint's run synchronized in every step, outer steps still happen at multiples of H.
     sync.since = since if replicas > 1 else checkpoint.step % sync.every
     sync.meetings = meetings
     if isinstance(sync, ElasticDiLoCo):

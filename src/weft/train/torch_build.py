@@ -1,4 +1,4 @@
-"""Construction of what a torch engine trains: batches, model and step, from a job on joined ranks."""
+"""Builds what a torch engine trains on one rank: batches, model and step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weft.train.weights.run_adapter import with_adapter
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What an engine trains on one rank."""
+    """The batches, model and step of an engine on one rank."""
 
     step: TrainStep
     batches: Batches
@@ -58,7 +58,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     model = with_adapter(base, config)
     weights = None if weights is None else packed_source(model, weights)
     freeze(model, config.optimizer)
-    # The checkpoint of an adapter has no base.
+    # The checkpoint of an adapter does not contain the base.
     reads = adapted(model) is not None or not rank.group.on_first(
         lambda: bool(list_checkpoints(job.folder.checkpoints))
     )
@@ -78,7 +78,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
         nominal_tokens=task.nominal_count(),
         meter=meter,
         check_batch=config.train.check_batch,
-        # On a CPU the copies take compute time, so overlap gains nothing.
+        # On a CPU, copies take compute time, so overlapping gains nothing.
         weights_follow=mesh.device.type == "cuda",
     )
     data_parallel(model).coders.exact_steps = config.train.compress_after
@@ -95,7 +95,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
 
 
 def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]:
-    """Return training and evaluation batches. Each world evaluates on the full set, in batches of the training size."""
+    """Return training and evaluation batches. Each replica evaluates the full set in batches of training size."""
     axis = mesh.reader
     share = Share(
         job.config.train.global_batch,

@@ -34,11 +34,11 @@ from weft.train.torch_reports import TorchReports
 
 
 class StepInputs:
-    """Makes the inputs of steps from a task's batches. All random seeds derive from the number of steps done before."""
+    """Makes the inputs of steps from a task's batches. All random seeds derive from the number of earlier steps."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, task: Task):
         self._config, self._mesh, self._task = config, mesh, task
-        # Ranks of cp hold different tokens, and need different dropout masks.
+        # The ranks of cp have different tokens, and need different dropout masks.
         self._part = (mesh["cp"].rank,) if mesh.plan.cp > 1 else ()
 
     def make(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
@@ -62,7 +62,7 @@ class StepInputs:
 
 
 class TorchState:
-    """State of an engine's step for checkpoints, as `EngineState`.
+    """Saves and loads the model and optimizer of an engine's step; implements `EngineState`.
 
     Args:
         step: the step, with model and optimizer. All ranks construct the state before its first step.
@@ -71,7 +71,7 @@ class TorchState:
     def __init__(self, step: TrainStep, replicas: OtherWorlds | None):
         self._step, self._replicas, self._copies = step, replicas, HostCopies(step.mesh.device)
         step.wait_for_weights()
-        # Computed once: it is a collective, and the base does not change.
+        # Computed once, because it needs communication and the base does not change.
         self._adapter = adapter_state(step.model)
 
     def slices(self, *, aside: bool = False) -> Iterable[SavedSlice]:
@@ -91,12 +91,12 @@ class TorchState:
 
 
 class TorchEngine:
-    """One rank's part of a model that PyTorch trains, as `Engine`. Constructing one joins the ranks.
+    """One rank's part of a model that PyTorch trains; implements `Engine`. The constructor joins the ranks.
 
     Attributes:
-        state: weights and states for checkpoints, after `build`.
-        reports: reports, after `build`.
-        replicas: the other replicas, if each is a separate world.
+        state: interface to save and load weights and optimizer states, after `build`.
+        reports: reports for users and monitoring, after `build`.
+        replicas: the other replicas, if each is a separate process group.
     """
 
     state: TorchState
@@ -132,13 +132,13 @@ class TorchEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The model. Read it for each use, because it waits for the weights of the last step."""
+        """The model. Read this property again for each use, because it waits for the weights of the last step."""
         self.train_step.wait_for_weights()
         return self.train_step.model
 
     @property
     def wants_stop(self) -> bool:
-        """True if this rank requests a stop, which the next step broadcasts."""
+        """True if this rank requests a stop. The next step sends the request to all ranks."""
         return self.train_step.wants_stop
 
     @wants_stop.setter
@@ -147,7 +147,7 @@ class TorchEngine:
 
     @property
     def asks(self) -> bool:
-        """True if this rank asks all ranks to read the requests, which the next step broadcasts."""
+        """True if this rank wants all ranks to read the user's requests. The next step sends it to all ranks."""
         return self.train_step.asks
 
     @asks.setter
@@ -160,7 +160,7 @@ class TorchEngine:
         Args:
             batches: the microbatches in order.
             number: steps done before. All random seeds derive from it.
-            lr_factor: factor on each group's peak learning rate.
+            lr_factor: factor of each group's peak learning rate.
         """
         step, config = self.train_step, self._job.config
         for group in step.optimizer.param_groups:
@@ -171,7 +171,7 @@ class TorchEngine:
             self._sync.meets_now = number + 1 == config.train.steps
         if self.replicas is not None:
             self.replicas.before_step(number)
-        # Ranks need not compile their first step together.
+        # Ranks may compile their first step at different times.
         with self.pulse.doing("compiles the model in its first step") if self._compiles else nullcontext():
             done = step(*self._inputs.make(batches, number))
         self._compiles = False
@@ -185,14 +185,14 @@ class TorchEngine:
         return result if self.replicas is None else self.replicas.after_step(result)
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
-        """Repeat a step that went wrong and return an event with the cause, or None if the step is too old."""
+        """Repeat a step that went wrong, and return an event with the cause, or None if the step is too old."""
         step, is_late = self.train_step, self.train_step.is_unread
         step.finalize()
         traced = self._tracer.remembered(number)
         if traced is None:
             return None
         if kind == "gradient" and is_late:
-            # The next step has already overwritten the gradients.
+            # The next step has already overwritten the gradients, so compute them again.
             step.compute_again(*self._inputs.make(traced.batches, number - 1))
         step.wait_for_weights()
         return self._tracer.trace(kind, traced)
@@ -209,16 +209,16 @@ class TorchEngine:
         return evaluate_run(self.model, self._eval_batches, self.mesh, self._job.task)
 
     def background_ranks(self) -> RankGroup:
-        """Return a rank group for background threads, which communicates over the rendezvous store."""
+        """Return a group of all ranks for background threads, which communicates over the rendezvous store."""
         return self._rank.background_group()
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the other ranks. After an error, do not wait for them."""
+        """Leave the process group. After an error, do not wait for them."""
         try:
             if not failed:
                 if self._step is not None:
                     self._step.wait_for_weights()
-                # Wait for rank 0 here, where hangs are watched, and not while leaving the group.
+                # Wait for rank 0 here, with hang detection, and not while disconnecting.
                 self._rank.wait()
         finally:
             self._kernels.close()

@@ -28,7 +28,7 @@ from weft.units import format_count
 
 
 class TorchReports:
-    """The reports of one rank's engine, as `EngineReports`."""
+    """Reports of one rank's engine; implements `EngineReports`."""
 
     def __init__(
         self, job: EngineJob, rank: JoinedRank, step: TrainStep, kernels: Sequence[str], replicas: OtherWorlds | None

@@ -1,4 +1,4 @@
-"""Comparison of plans with one process, and a pool of local ranks for tests."""
+"""Comparison of the training under plans with one process, and a pool of local ranks for tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Hugging Face models from a config folder, and random inputs for them, for `weft verify`.
 
-Weights are random and no code of the folder is run. Inputs follow from the config and from the arguments of `forward`:
-tokens, images, sound, and decoder tokens if there is also an encoder.
+Weights are random and no code of the folder is run. Inputs are chosen from the config and the arguments of `forward`:
+tokens, images, audio, and decoder tokens for an encoder-decoder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size: int | None) -> Any:
-    """Read the config of a folder with the requested depth, width and vocabulary, without dropout and router noise.
+    """Read the config of a folder with the requested depth, width and vocabulary; disable dropout and router noise.
 
     Raises:
         ModelError: if transformers cannot read it.
@@ -80,7 +80,7 @@ def has_inputs(model: nn.Module) -> bool:
 def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
     """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them. Tokens
     are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
-    samples). The last sample has no trained token, so that ranks have uneven counts.
+    samples). The last sample has no trained token, so that ranks count different numbers of tokens.
     """
     config: Any = model.config
     shapes, batch = hugging_face.input_shapes(model, seq_len), {}
@@ -100,10 +100,10 @@ def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng
 
 
 def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, seed: int) -> dry_run.LoadedSamples:
-    """Return random samples with one or two images each, for a model with images in token positions. Such models are
-    LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text token. All have the
-    same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token. Raises ModelError
-    if the model's images cannot be created.
+    """Return random samples with one or two images each, for a model that replaces image tokens by image features, such
+    as LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text token. All
+    samples have the same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token.
+    Raises ModelError if the model's images cannot be created.
     """
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config
@@ -139,7 +139,7 @@ def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def _images(config: Any, count: int, rng: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return the model's input for `count` images: (count, channels, side, side), or patches and each image's grid."""
+    """Return the model's input for `count` images: (count, channels, side, side), or patches and their grid sizes."""
     vision = config.vision_config
     merge = getattr(vision, "spatial_merge_size", None)
     if merge is not None and getattr(vision, "temporal_patch_size", None):
@@ -178,7 +178,7 @@ def _tokens_of_image(model: Any, rng: torch.Generator) -> int:
 
 
 def token_labels(vocab_size: int, shape: tuple[int, int], rng: torch.Generator) -> torch.Tensor:
-    """Return labels of some tokens, fewer from sample to sample and none in the last, so that counts are uneven."""
+    """Return labels for some tokens: fewer in each further sample and none in the last, so that counts are uneven."""
     labels = torch.randint(vocab_size, shape, generator=rng)
     labels[torch.rand(shape, generator=rng) > torch.linspace(1.0, 0.5, shape[0])[:, None]] = IGNORE
     labels[-1] = IGNORE

@@ -1,7 +1,7 @@
-"""Lists the plans that tests try. It derives them from the rules, so that new legal plans are tested automatically.
+"""Lists the plans that tests try, derived from the plan rules, so that new legal plans are tested automatically.
 
-`legal` lists every legal plan of N ranks. `covering` chooses few rows of a table in which all pairs still occur.
-Nothing here imports torch.
+`legal` lists every legal plan of N ranks. `covering` chooses few rows of a table that still contain all pairs. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
 from weft.config.rules.plan_rules import RULES
 from weft.config.rules.rule import Facts, Rule
 
-#: Fields that divide the work among ranks. All others concern the work of one rank.
+#: Plan fields that divide the work among ranks. All others only affect the work of one rank.
 LAYOUT_FIELDS = tuple(name for name, field in PLAN_FIELDS.items() if field.divides_work)
 
 Row = Mapping[str, Hashable]
@@ -44,19 +44,19 @@ def legal(
 
     Args:
         num_ranks: size of the world.
-        model: facts for the rules; None breaks no rule.
-        global_batch: sequences of a step; None breaks no rule.
-        seq_len: tokens of a sequence; None breaks no rule.
+        model: shape of the model for the rules; None: rules about it are not applied.
+        global_batch: sequences per step; None: rules about it are not applied.
+        seq_len: tokens per sequence; None: rules about it are not applied.
         passes: numbers of microbatches to try.
         rules: the rules to apply.
-        **only: other values of single fields, such as zero=(3,).
+        **only: values to try for single fields, instead of the default ones, such as zero=(3,).
     """
     facts = Facts(model=model, world_size=num_ranks, global_batch=global_batch, seq_len=seq_len)
     return list(legal_plans({**values_tried(num_ranks, passes), **only}, facts, rules))
 
 
 def row_of(plan: Plan, **more: Hashable) -> dict[str, Hashable]:
-    """Return a plan as a row for `covering`: each field, its layout as one value, and `more` columns."""
+    """Return a plan as a row for `covering`: its fields, its layout as one value, and the columns in `more`."""
     fields = {name: getattr(plan, name) for name in plan_fields()}
     return {**fields, "layout": layout_of(plan), **more}
 
@@ -70,7 +70,7 @@ def pairs(columns: Sequence[str]) -> list[tuple[str, ...]]:
     return list(itertools.combinations(columns, 2))
 
 
-#: A small selection of plans with all pairs of values of two fields, and every layout.
+#: Column groups for `covering`: all pairs of values of two fields occur, and every layout.
 USUAL_GROUPS = (*pairs(plan_fields()), ("layout",))
 
 
@@ -85,7 +85,7 @@ def covering(
         rows: values by column.
         groups: groups of columns. For a pair of columns, every pair of values in `rows` is covered.
         seed: decides among equal rows.
-        besides: rows that are tried in any case; their values are not required again.
+        besides: rows that are tried anyway, so that their values need not be covered again.
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -103,7 +103,7 @@ def covering(
 
 
 def _numbered(rows: Sequence[Row], groups: Sequence[tuple[str, ...]]) -> npt.NDArray[np.int64]:
-    """Number the values of each group: equal numbers in a column are equal values, and columns share no numbers."""
+    """Replace values by integers: equal integers in a column are equal values, and columns share no integers."""
     columns: dict[str, npt.NDArray[np.int64]] = {}
     for name in {name for group in groups for name in group}:
         known: dict[Hashable, int] = {}
@@ -121,7 +121,7 @@ def _numbered(rows: Sequence[Row], groups: Sequence[tuple[str, ...]]) -> npt.NDA
 
 
 def sample(plans: Sequence[Plan], count: int, seed: int = 0) -> list[Plan]:
-    """Return at most `count` of the plans, drawn by `seed`, in their order."""
+    """Return at most `count` of the plans, sampled with `seed`, in their original order."""
     if count >= len(plans):
         return list(plans)
     return [plans[index] for index in sorted(random.Random(seed).sample(range(len(plans)), count))]

@@ -1,4 +1,4 @@
-"""Exact test oracles on any device: torch.compile's graphs and breaks, recorded operators, compressed sums."""
+"""Exact reference results for tests on any device: counts of compiled graphs, recorded operators, compressed sums."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Graphs:
 
 @contextmanager
 def counted_graphs() -> Iterator[Graphs]:
-    """Forget earlier compilation, and count inside the block. The numbers are set when the block ends. Code that would
-    run uncompiled after too many recompilations raises FailOnRecompileLimitHit.
+    """Reset torch.compile, and count compilations inside the block. The counts are set when the block ends. Code that
+    would run uncompiled after too many recompilations raises FailOnRecompileLimitHit.
     """
     found = Graphs()
     limit = torch._dynamo.config.fail_on_recompile_limit_hit
@@ -49,7 +49,7 @@ def counted_graphs() -> Iterator[Graphs]:
         found.recompiles = [reason for reason in reasons if reason]
 
 
-# A stand-in for CUDA graphs on a CPU: it records operators and replays them on the same tensors.
+# Stand-in for CUDA graphs on a CPU: it records operators and replays them on the same tensors.
 
 T = TypeVar("T")
 
@@ -70,7 +70,8 @@ _WAITS = {
 class OpRecorder:
     """Records operators; see `weft.memory.graph_recorder.Recorder`.
 
-    num_ops: operators of each recording, in order. num_replays: replays of all recordings, without their first runs.
+    num_ops: number of operators of each recording, in order. num_replays: replays of all recordings, without first
+    runs.
     """
 
     def __init__(self) -> None:
@@ -102,11 +103,11 @@ class OpRecorder:
 
 
 class _HostWaits(RuntimeError):
-    """A recorded operator needs the host."""
+    """Raised if a recorded operator makes the host wait."""
 
 
 class _Ops(TorchDispatchMode):
-    """Executes and records operators. It is an infra mode, so Weft does not disable it like observing modes."""
+    """Executes and records operators. It is an infra mode: Weft disables modes that only observe, but not this one."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -114,7 +115,7 @@ class _Ops(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        #: Operator, arguments, and results in new memory.
+        #: Per operator: its arguments, and those of its results that are in new memory.
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
 
     def __torch_dispatch__(
@@ -149,12 +150,14 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
     return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1])
 
 
-# Expected sums of ranks for a wire format: the same codec, on one process, without a collective.
+# Expected sums over ranks for a wire format: the same codec, in one process, without a collective.
 
 
 class WireOracle:
-    """Sums over ranks with one wire format, step by step. It keeps the error feedback of every rank. name: the wire
-    format. key (of the methods): name of the tensor's coder.
+    """Sums over ranks with one wire format, step by step.
+
+    It keeps the error feedback of every rank. name: the wire format. key (of the methods): identifies the tensor whose
+    error feedback is used.
     """
 
     def __init__(self, name: str):
@@ -201,7 +204,7 @@ class WireOracle:
 
 
 def _add(flats: Sequence[torch.Tensor], added_in: torch.dtype) -> torch.Tensor:
-    """Add in a tree over ranks. Inputs and sum are rounded to `added_in`; the additions use at least float32."""
+    """Sum tensors of ranks in a tree. Inputs and sum are rounded to `added_in`; additions use at least float32."""
     wide = torch.promote_types(added_in, torch.float32)
     level = [flat.to(added_in).to(wide) for flat in flats]
     while len(level) > 1:

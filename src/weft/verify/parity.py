@@ -25,9 +25,9 @@ from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]
-#: (kind, name, full tensor), with kind "gradient" or "weight".
+#: Callback (kind, name, full tensor), where kind is "gradient" or "weight".
 See = Callable[[str, str, torch.Tensor], None]
-#: (model, this rank's microbatches of the first step's batch, the full batch as one microbatch).
+#: Callback (model, this rank's microbatches of the first batch, the full batch as one microbatch) -> context manager.
 Watch = Callable[[nn.Module, Microbatches, Microbatches], AbstractContextManager[None]]
 
 
@@ -69,7 +69,7 @@ class Case(Protocol):
 
 
 class SampleCase:
-    """A case whose batches do not have samples as rows. It defines the samples, and how to make a batch of some."""
+    """A case whose batches do not have samples as rows. It defines the samples, and how to collate them."""
 
     def samples(self, step: int) -> list[Any]:
         """Return the samples of one step's global batch: a pure function of the step."""
@@ -92,7 +92,7 @@ class SampleCase:
 class DecoderCase:
     """A decoder, its data and its optimizer.
 
-    masked: share of untrained positions, distributed unevenly over the samples.
+    masked: share of positions without a label, distributed unevenly over the samples.
     """
 
     spec: DecoderSpec
@@ -146,13 +146,13 @@ class DecoderCase:
     loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
 
 
-#: A float64 gradient below this share of its summed terms is pure rounding: 4096 units in the last place.
+#: A float64 gradient that is smaller than this, relative to its summed terms, is pure rounding (4096 ulp).
 ROUNDING = 2.0**-40
 
 
 @dataclass(slots=True)
 class ParityResult:
-    """Results of one training: losses and norms by step, and final gradients and weights by name."""
+    """Results of one training: losses and gradient norms by step, and final gradients and weights by name."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -161,9 +161,9 @@ class ParityResult:
     reduced_bytes: int = 0
 
     def largest_difference(self, other: ParityResult) -> float:
-        """Return the largest difference of any number, relative to the maximum of its tensor or list.
+        """Return the largest difference of any number, divided by the maximum of its tensor or list.
 
-        Scales are at least `least_scales`.
+        The divisors are at least `least_scales`.
         """
         lists = [(self.losses, other.losses), (self.grad_norms, other.grad_norms)]
         exact = torch.float64
@@ -179,15 +179,15 @@ class ParityResult:
         return float(torch.tensor(found, dtype=exact).max())  # NaN if any is NaN; Python's max may skip it
 
     def least_scales(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the minimum scales of gradients and of weights for relative differences.
+        """Return the minimum divisors of gradients and of weights for relative differences, by name.
 
-        Some gradients are pure rounding, such as a key bias's, on which softmax does not depend. They have no
-        meaningful scale, and neither have weights that started at zero and changed only by such a gradient, through
-        Adam's division. The minimum scale is therefore a millionth of the largest gradient, and a thousandth of the
-        largest weight: less than one update of the optimizer. A millionth is too small for float64, whose rounding is
-        2e-16 of the terms that cancel: for a bias whose gradient is pure rounding, these terms are as large as the
-        gradient of its layer's weight. In float32, rounding and a small gradient cannot be distinguished, so the scale
-        is not changed.
+        Some gradients are pure rounding, such as the gradient of a key bias, on which softmax does not depend. They
+        have no meaningful scale. Neither have weights that started at zero and only received such gradients, which Adam
+        normalizes. The minimum scale is therefore a millionth of the largest gradient, and a thousandth of the largest
+        weight: less than one update of the optimizer. A millionth is too small for float64, whose rounding is 2e-16 of
+        the terms that cancel: for a bias whose gradient is pure rounding, these terms are as large as the gradient of
+        its layer's weight. In float32, rounding and a small gradient cannot be distinguished, so the scale is not
+        changed.
         """
         grads = {name: _largest(grad) for name, grad in self.grads.items()}
         floor = 1e-6 * max(grads.values(), default=0.0)
@@ -209,7 +209,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float
 
 
 def train_cases(plan_text: str, cases: Mapping[str, Case]) -> dict[str, ParityResult]:
-    """Train each case with `train_case`, by name: many cases in one call of existing ranks."""
+    """Train each case with `train_case`, and return results by name: one call of the ranks for many cases."""
     return {name: train_case(plan_text, case) for name, case in cases.items()}
 
 
@@ -224,8 +224,8 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     Args:
         plan_text: one line, without `*`.
         case: model, data and optimizer.
-        see: called with each full gradient and weight at the end, which are then not kept.
-        watch: returns a context manager for the first step.
+        see: called with each full gradient and weight at the end; they are then not in the result.
+        watch: returns a context manager that is active in the first step.
     """
     plan = Plan.parse(plan_text)
     ledger = Ledger()
@@ -257,7 +257,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     visible = dict(model.named_parameters())
     for name, weight in engine.weights():
         see("weight", name, weight) if see else result.weights.update({name: weight.detach().clone()})
-        # Forward must use the trained weights, up to the plan's dtype.
+        # Forward must use the trained weights, rounded to the plan's dtype.
         param = visible.get(name)
         if type(param) is nn.Parameter and param.shape == weight.shape:
             is_seen = plan.gather == "diff4" or torch.equal(param.detach(), weight.detach().to(param.dtype))
@@ -267,7 +267,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
 
 @contextmanager
 def several_buckets(model: nn.Module) -> Iterator[None]:
-    """Make buckets so small that a small model fills several, as large models do: one bucket hides many errors."""
+    """Make buckets so small that a small model has several, as large models do: one bucket hides many errors."""
     known = FlatModel.usual_bucket_bytes
     most = max(256, sum(param.nbytes for param in model.parameters()) // 8)
     patched: Any = FlatModel
@@ -282,7 +282,7 @@ def train_plain(case: Case) -> ParityResult:
     """Train `case` on this process without Weft: the result of plain PyTorch on the full batch.
 
     A parameter that the loss does not reach has a zero gradient, as under every plan. Routers that balance their
-    experts also do so here: it belongs to the model's step.
+    experts do so here too, because it is part of the model's step.
     """
     model = case.model()
     balance = ExpertBalance(model, build_mesh(Plan())) if any(balanced_routers(model)) else None
@@ -295,8 +295,8 @@ def train_plain(case: Case) -> ParityResult:
         if balance is not None:
             balance.begin(1.0)
         loss_sum, num_tokens = case.loss(case.forward(model, batch), batch)
-        # Divide after backward, as under every plan: some float64 models contain float32 parts, whose rounding depends
-        # on the scale.
+        # Divide after backward, like Weft: some float64 models contain float32 parts, whose rounding depends on the
+        # scale.
         loss_sum.backward()
         if balance is not None:
             balance.start()

@@ -9,12 +9,12 @@ from torch.autograd.graph import _engine_run_backward
 
 __all__ = ["changes_arguments", "name_of", "run_backward", "storage_behind"]
 
-#: Backward without `torch.autograd.backward`, which would call the active modes again.
+#: Backward without `torch.autograd.backward`, which would call the active function modes again.
 run_backward = _engine_run_backward
 
 
 def name_of(operator: Any) -> str:
-    """Return the name of an operator in a mode's dispatch, such as "aten::add"."""
+    """Return the name of an operator that a dispatch mode receives, such as "aten::add"."""
     return operator._schema.name
 
 

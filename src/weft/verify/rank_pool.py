@@ -17,17 +17,19 @@ from typing import Any, cast
 from weft import env
 from weft.errors import CommError, WeftError
 
-#: Failures, the most informative first: a rank that raised, a dead rank, a rank that waits for these.
+#: Kinds of failure, the most informative first: a rank raised an error, died, or did not finish in time.
 _TELLING = ("error", "dead", "late")
-#: Modules that every rank imports. One process imports them, and gloo ranks are forked from it: imports take seconds.
+#: Modules that are imported once, in a process from which gloo ranks are forked, because importing takes seconds.
 _IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train", "weft.verify.parity"]
-#: Seconds that the other ranks may take after one has failed.
+#: Seconds that the other ranks may continue after one has failed.
 _AFTER_FAILURE_S = 5.0
 
 
 class RankError(CommError):
-    """A rank failed, or did not answer. said: message of its WeftError, or "" for other errors. refusal: the same
-    message, if the rank itself refused and did not fail because of another rank.
+    """A rank failed, or did not respond.
+
+    said: message of its WeftError, or "" for other errors. refusal: the same message, if this rank raised it itself and
+    not because another rank failed.
     """
 
     def __init__(self, message: str, said: str = "", refusal: str = ""):
@@ -58,8 +60,7 @@ class RankPool:
     def _start(self) -> None:
         self._is_broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        # If an import in the parent initializes CUDA, forked children cannot use it: ranks with devices import
-        # themselves.
+        # Forked processes cannot use CUDA if an import in the parent initialized it, so only gloo ranks are forked.
         if self._backend == "gloo":
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(_IMPORTED)
@@ -83,8 +84,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank and return the results in order of rank.
 
-        If a rank hangs, the next call starts new ranks. A rank's refusal is raised before errors that it causes on
-        others.
+        If a rank hangs, the next call starts new ranks. A rank's own WeftError is raised rather than errors that it
+        causes on other ranks.
 
         Args:
             function: importable by its module and name on the ranks.
@@ -95,7 +96,7 @@ class RankPool:
             RankError: with the traceback of the first rank that failed, or when one does not answer in time.
         """
         if self._is_broken:
-            # A rank that did not answer is still in the last call, or dead.
+            # A rank that did not respond is dead, or still in the last call.
             self.close()
             self._start()
         for pipe in self._pipes:
@@ -109,14 +110,15 @@ class RankPool:
         return [value for _, value in answers]
 
     def _answers(self) -> list[tuple[str, Any]]:
-        """Return each rank's answer: ("done", result), or a kind of failure with the arguments of a `RankError`. The
-        kinds are "error", "late" and "dead".
+        """Return each rank's response: ("done", result), or (kind of failure, arguments of a `RankError`).
+
+        The kinds are "error", "late" and "dead".
         """
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         limit_s = left_s = self._timeout_s
         while waiting and left_s > 0:
-            # Wait in slices: time in which this process was suspended does not count against the ranks.
+            # Wait in short slices, so that time in which this process was suspended does not count against the ranks.
             slice_s = min(1.0, left_s)
             ready = cast("list[Connection]", wait(list(waiting), slice_s))
             left_s = left_s if ready else left_s - slice_s
@@ -133,7 +135,7 @@ class RankPool:
         return [answers[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
-        """End the ranks, cleanly if they still answer."""
+        """End the ranks, cleanly if they still respond."""
         for pipe in self._pipes:
             try:
                 pipe.send(None)
@@ -158,7 +160,7 @@ class RankPool:
 def _serve(
     rank: int, num_ranks: int, store: str, pipe: Connection, backend: str, environment: Mapping[str, str]
 ) -> None:
-    """Run one rank: connect, answer calls until None arrives, disconnect."""
+    """Run one rank: connect, handle calls until None arrives, disconnect."""
     env.take_over(environment)  # the forkserver's environment is older than the pool
     import torch
     import torch.distributed as dist
@@ -180,17 +182,17 @@ def _serve(
         except BaseException as error:
             said = str(error) if isinstance(error, WeftError) else ""
             pipe.send(("error", (traceback.format_exc(), said, "" if isinstance(error, CommError) else said)))
-        # Free the objects of this call before the next one. The survivors are imports and caches, which gc need not
-        # scan.
+        # Free the objects of this call before the next one. The remaining objects are imports and caches, which gc can
+        # skip.
         gc.collect()
         gc.freeze()
     if num_ranks > 1:
-        # No barrier at the end: another rank may have exited already, and there is nothing left to protect.
+        # No barrier at the end, because another rank may have exited already.
         os._exit(0)
 
 
 def _send_tensors_inline() -> None:
-    """Make results contain the bytes of tensors. torch opens a file and a socket for each: 1 ms per tensor and rank."""
+    """Send tensors in results as bytes. torch would open a file and a socket for each: 1 ms per tensor and rank."""
     import torch
     from torch import nn
 

@@ -1,9 +1,9 @@
-"""Selection and order of the legal plans to try if the model refuses some, and the model that `weft verify` trains.
+"""The plans that `weft verify` tries, in order, and the model that it trains.
 
-Rules use shapes, not modules: only parallelizing a model shows that it has no layers for tensor parallelism, or that
-its tokens interact outside attention. Each technique is tried first in the plan with the fewest other techniques. If
-it is refused there, all plans with at least the same techniques are dropped, so that the selection covers plans that
-can run.
+The plan rules read shapes, not modules: only parallelizing a model shows that it has no layers for tensor parallelism,
+or that its tokens interact outside attention. Each technique is tried first in the plan with the fewest other
+techniques. If the model does not support it there, all plans that use at least the same techniques are dropped, so that
+only plans that can run are selected.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from weft.verify.foreign_config import has_inputs, inputs_of, read_config, sampl
 from weft.verify.matrix import covering, row_of, sample
 from weft.verify.parity import SampleCase, local_microbatches
 
-#: Techniques that are tried alone first.
+#: Techniques that are first tried alone.
 _PROBED = frozenset(name for name, field in PLAN_FIELDS.items() if field.probed)
 
 
 def techniques_of(plan: Plan) -> frozenset[str]:
-    """Return the techniques that a plan needs from a model: "tp", "cp_mode=ring", "zero=3", "recompute=full"."""
+    """Return the techniques of a plan that the model must support: "tp", "cp_mode=ring", "zero=3", "recompute=full"."""
     asked = {name: field for name, field in PLAN_FIELDS.items() if field.asks and getattr(plan, name) != field.default}
     return frozenset(name if field.asks == "use" else f"{name}={getattr(plan, name)}" for name, field in asked.items())
 
@@ -65,10 +65,10 @@ def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
 
 @dataclass
 class Sweep:
-    """Plans to try one after the other. Call `refuse` if the model cannot be parallelized by the last one.
+    """Iterates over the plans to try. Call `refuse` if the last plan cannot be applied to the model.
 
     every: all legal plans. choose: selects plans worth trying from the allowed ones. limit: maximum number of plans
-    that are not refused, drawn by `seed`. refused: refused techniques, each with the reason.
+    that are not refused, sampled with `seed`. refused: unsupported sets of techniques, each with the reason.
     """
 
     every: Sequence[Plan]
@@ -79,27 +79,27 @@ class Sweep:
     num_refused: int = 0
 
     def refuse(self, plan: Plan, reason: str) -> None:
-        """Leave out all plans that need at least the techniques of this one."""
+        """Drop all plans that need at least the techniques of this one, which the model does not support."""
         self.num_refused += 1
         if asked := techniques_of(plan):
             self.refused.setdefault(asked, reason)
 
     def is_refused(self, plan: Plan) -> bool:
-        """Return True if the plan needs all techniques of a refused one."""
+        """Return True if the plan uses all techniques of an unsupported set."""
         asked = techniques_of(plan)
         return any(other <= asked for other in self.refused)
 
     def reasons(self) -> dict[str, str]:
-        """Return the reasons of refusals by techniques, only for minimal sets of techniques."""
+        """Return the reason for each minimal set of unsupported techniques."""
         least = [asked for asked in self.refused if not any(other < asked for other in self.refused)]
         return {" ".join(sorted(asked)): self.refused[asked] for asked in least}
 
     def allowed(self) -> list[Plan]:
-        """Return the legal plans without refused techniques."""
+        """Return the legal plans without unsupported techniques."""
         return [plan for plan in self.every if not self.is_refused(plan)]
 
     def plans(self) -> Iterator[Plan]:
-        """Yield each technique alone, then the chosen plans. Call `refuse` before requesting the next one."""
+        """Yield plans with one technique each, then the chosen plans. Call `refuse` before requesting the next one."""
         done: dict[Plan, None] = {}
         for plan in self._probes():
             done[plan] = None
@@ -115,9 +115,9 @@ class Sweep:
                     left = left if left is None or self.is_refused(plan) else left - 1
 
     def part(self, number: int, count: int) -> Iterator[Plan]:
-        """Yield each technique alone, then every `count`-th of the plans that are chosen after that.
+        """Yield the plans with each technique alone, then every `count`-th of the other plans, from index `number` on.
 
-        A model refuses the same in every part, so all parts together are the full selection.
+        A model rejects the same techniques in every part, so all parts together are the full selection.
         """
         done = set[Plan]()
         for plan in self._probes():
@@ -150,9 +150,9 @@ class Sweep:
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 
-#: AdamW's eps if no config sets the optimizer. Softmax does not depend on a key bias, so its gradient is rounding
-#: (1e-18 instead of 1e-2), and differs under every plan. With the usual 1e-8, AdamW turns it into weights that differ
-#: by 4e-10.
+#: AdamW's eps if no config sets the optimizer. Softmax does not depend on a key bias, so the bias's gradient is only
+#: rounding (1e-18 instead of 1e-2), which differs between plans. With the usual eps of 1e-8, AdamW turns it into
+#: weights that differ by 4e-10.
 EPS = 1e-6
 
 #: Modules that draw random numbers in training, at a rate `p`.
@@ -161,7 +161,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 @dataclass(frozen=True)
 class Settings:
-    """Amount of training.
+    """Size and dtype of the model, and amount of training.
 
     dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: None uses the model's values.
     """
@@ -178,7 +178,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model by its source, so that each process can build it.
+    """A description of the model, from which each process can build it.
 
     kind: "decoder", "task", "hf" or "function". config: a task's config. folder: a task's run folder with prepared
     data.
@@ -195,7 +195,7 @@ class Subject:
     folder: str = ""
 
     def prepared(self, folder: Path) -> Subject:
-        """Return a copy whose task data is prepared, with the files that ranks open in `folder`."""
+        """Return a copy whose task data is prepared, with the files that ranks read in `folder`."""
         if self.config is None:
             return self
         run = RunFolder(folder / "run")
@@ -207,7 +207,7 @@ class Subject:
         return replace(self, folder=str(run.path))
 
     def facts(self, world_size: int | None = None) -> Facts:
-        """Return the facts that plan rules use."""
+        """Return the properties of the model and the run that plan rules check."""
         if self.config is not None and world_size is not None:
             return find_task(self.config).facts(world_size)
         return Facts(
@@ -216,7 +216,7 @@ class Subject:
 
     @property
     def even_batch(self) -> int | None:
-        """Samples of a step if ranks must have equal numbers, as in `weft train`; None if they may differ."""
+        """Global batch size if ranks must divide it evenly, as in `weft train`; None if they may differ."""
         return self.settings.global_batch if self.kind in ("decoder", "task") else None
 
     def build(self) -> BuiltCase:
@@ -268,12 +268,12 @@ class Subject:
 
 
 class _Called(Exception):
-    """Raised by a forward, with its arguments."""
+    """Raised by a replaced forward to return its arguments."""
 
 
 class BuiltCase(SampleCase):
-    """A `Case` for a built model; `model()` returns that model once. data: samples of a loader, or batch_fn(step,
-    size). task: the task whose batches a rank reads, as in a run.
+    """A `Case` for a built model. `model()` returns that model, and may be called once. data: samples of a loader, or
+    batch_fn(step, size). task: the task that provides each rank's batches, as in a run.
     """
 
     def __init__(
@@ -299,11 +299,11 @@ class BuiltCase(SampleCase):
         self.norm_group = subject.settings.global_batch if has_norms else 0
         self.notes = _quieten(model)
         if subject.settings.dtype == "float64":
-            # transformers multiplies experts one by one: its default grouped product does not support float64.
+            # transformers then loops over experts: its default grouped matmul does not support float64.
             choices = (getattr(module, "set_experts_implementation", None) for module in model.modules())
             if (choose := next(filter(None, choices), None)) is not None:
                 choose("eager")  # also in submodels
-        # The same loss object as in a run, with the attributes that plans use.
+        # Use the same loss object as a run, with the attributes that plans read.
         own = token_cross_entropy if subject.kind == "decoder" else None if task is None else task.loss
         self.loss = self._loss if own is None else own
 
@@ -314,8 +314,9 @@ class BuiltCase(SampleCase):
         return build_optimizer(model.named_parameters(), self._optimizer)
 
     def batch(self, step: int) -> Any:
-        """Return a batch of the subject's data, or of random tokens or images. The last random sample has no trained
-        token, so that counts are uneven.
+        """Return a batch of the subject's data, or of random tokens or images.
+
+        The last random sample has no trained token, so that ranks count different numbers of tokens.
         """
         size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
         if self._task is not None:
@@ -358,7 +359,7 @@ class BuiltCase(SampleCase):
         return self._forward(model, batch) if self._forward else call_model(model, batch)
 
     def example(self, model: nn.Module) -> Any:
-        """Return arguments of a forward, or None if they are passed both by position and by name."""
+        """Return example arguments of forward, or None if it takes both positional and keyword arguments."""
 
         def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
             raise _Called(args, kwargs)
@@ -390,8 +391,8 @@ class BuiltCase(SampleCase):
 def find_subject(source: str, settings: Settings) -> Subject:
     """Return the subject of `source`: a model name, a config file, a Hugging Face folder, or package.module:function.
 
-    Raises ModelError if no model is found or its sizes cannot be changed. Raises ConfigError for a config file that
-    breaks rules.
+    Raises ModelError if no model is found or its sizes cannot be changed. Raises ConfigError for an invalid config
+    file.
     """
     path = Path(source)
     if path.suffix == ".toml":
@@ -460,7 +461,7 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
 
 
 def _quieten(model: nn.Module) -> list[str]:
-    """Disable random numbers, and return notes about them and about the comparison of batch norms."""
+    """Disable random numbers, and return notes about them and about how batch norms are compared."""
     notes = []
     dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
     for module in dropouts:
@@ -487,11 +488,11 @@ def _floats(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _first_tensor(output: Any) -> torch.Tensor:
-    """Return the logits, the similarities of a two-tower model's pairs, or the first tensor of a model's output."""
+    """Return the logits, the similarities of a two-tower model, or the first tensor of a model's output."""
     if isinstance(output, torch.Tensor):
         return output
     if getattr(output, "text_embeds", None) is not None and getattr(output, "image_embeds", None) is not None:
-        # Its logits compare all samples of a batch with each other, so they would depend on how a batch is divided.
+        # The logits of such a model compare all samples of a batch, so they would depend on how a batch is divided.
         return (output.text_embeds * output.image_embeds).sum(-1, keepdim=True)
     if getattr(output, "logits", None) is not None:
         return output.logits

@@ -7,8 +7,8 @@
 | bfloat16 | 2^-5 | 2^-5 | 2^-3 | mean difference / largest value |
 | float16 | 2^-8 | 2^-8 | 2^-5 | the same |
 
-Ranks split a batch, so sums are computed in another order. In float64 nothing else may differ. The reference of the
-half dtypes is one process of Weft in that dtype. For the others it is plain PyTorch.
+Ranks split a batch, so the order of additions differs. In float64 nothing else may differ. The reference of the half
+dtypes is one process of Weft in that dtype. For the others it is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def number_differences(
 def tensor_difference(
     what: str, name: str, ours: torch.Tensor, theirs: torch.Tensor | None, least: float, tolerance: Tolerance
 ) -> Difference:
-    """Return the difference of one full gradient or weight. least: its scale from `ParityResult.least_scales`."""
+    """Return the difference of one full gradient or weight. least: from `ParityResult.least_scales`."""
     if theirs is None or ours.shape != theirs.shape:
         return Difference(what, name, float("inf"), tolerance.tensor)
     if not theirs.numel():
@@ -120,8 +120,9 @@ class OutputRecorder:
 
 
 class Watcher:
-    """Compares outputs of microbatches with the recorded rows of the same samples. own: the microbatches. every: the
-    full batch as one. Both have sample numbers.
+    """Compares outputs of microbatches with the recorded rows of the same samples.
+
+    own: the microbatches. every: the full batch as one microbatch. Both have the indices of their samples.
     """
 
     def __init__(self, outputs: dict[Key, torch.Tensor], own: Microbatches, every: Microbatches, limit: float):
@@ -131,7 +132,7 @@ class Watcher:
         self._order = {key: index for index, key in enumerate(outputs)}
         self._seen: dict[tuple[str, int], int] = {}
         self.num_compared = 0
-        #: (index in the order, module path, relative difference) of the earliest module that differs.
+        #: (index in execution order, module path, relative difference) of the first module that differs.
         self.parted: tuple[int, str, float] | None = None
 
     def see(self, key: Key, output: torch.Tensor) -> None:
@@ -153,7 +154,7 @@ class Watcher:
             self.parted = (order, path or "the model", apart)
 
     def _rows(self, micro: int, count_of_all: int, count: int) -> torch.Tensor | None:
-        """Return the indices of a microbatch's output rows in the full batch, or None if they are not all in it."""
+        """Return the indices of a microbatch's output rows in the full batch, or None if some are not in it."""
         own = self._own[micro]
         are_samples = count == len(own.numbers)
         if own.is_empty or are_samples != (count_of_all == len(self._every.numbers)):
@@ -166,7 +167,7 @@ class Watcher:
 
 @contextmanager
 def watching(model: nn.Module, eyes: OutputRecorder | Watcher) -> Iterator[None]:
-    """Pass every module output in forward to `eyes` inside the block. Recomputation in backward is not counted."""
+    """Pass every module output in forward to `eyes` inside the block. Recomputation in backward is ignored."""
     counts: dict[str, int] = {}
     handles = []
 
@@ -194,14 +195,14 @@ def watching(model: nn.Module, eyes: OutputRecorder | Watcher) -> Iterator[None]
 
 
 class Float64Throughout(TorchFunctionMode):
-    """While active, no operation converts a float64 tensor to float32, or returns float32 for one."""
+    """Mode in which no operation converts a float64 tensor to float32, or returns float32 for one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # This runs on every call, even for a dtype: the common case is checked first, and costs a microsecond.
+        # This runs on every call, even to read a dtype: the common case is checked first, and costs a microsecond.
         kwargs = kwargs or {}
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             if (roots := _roots_of(func, args, kwargs)) is not None:
-                # A mode is inactive inside its handler, but recomputation in backward must equal forward.
+                # A mode is inactive inside its handler, but must be active in recomputation, which must equal forward.
                 # torch.autograd.backward would call the handler again.
                 with self:
                     return run_backward(*roots, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -224,7 +225,7 @@ def _names_float32(args: Any) -> bool:
 
 
 def _roots_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Return tensors and their gradients if a call is a plain backward, as in the step or a pipeline, else None."""
+    """Return (tensors, gradients) if the call is a plain backward, as in the step or a pipeline, else None."""
     if func is torch.Tensor.backward and len(args) == 1 and not any(kwargs.values()):
         return args, (torch.ones_like(args[0]),)
     if func is torch.autograd.backward and not any(value for name, value in kwargs.items() if name != "grad_tensors"):
@@ -235,7 +236,7 @@ def _roots_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return None
 
 
-# Checks that a plan trains the same as one process: the user's model, some steps, every number compared.
+# Checks that training under a plan equals one process: the user's model, some steps, every number compared.
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: Seconds that a rank may take for one plan.
@@ -273,7 +274,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """folder: contains reference.safetensors ("gradient/name", "weight/name", "start/name")."""
+    """Reference results, in reference.safetensors in `folder` ("gradient/name", "weight/name", "start/name")."""
 
     folder: str
     losses: tuple[float, ...]
@@ -282,9 +283,9 @@ class _Reference:
 
 
 class Verifier:
-    """Verifies plans of one number of ranks for one subject. It is a context manager that owns ranks and a folder.
+    """Verifies plans for one subject on a fixed number of ranks. A context manager that owns ranks and a folder.
 
-    pool: running ranks, to share them among subjects; they are left running. None starts new ones.
+    pool: running ranks to use, which are not stopped at the end; None starts new ranks.
     """
 
     def __init__(self, subject: Subject, num_ranks: int, pool: RankPool | None = None):
@@ -313,7 +314,7 @@ class Verifier:
         self._exits.close()
 
     def verify(self, plan: Plan, explain: bool = True) -> Verdict:
-        """Train under the plan and compare. explain: if it differs, run one more step to find the first difference."""
+        """Train under the plan and compare. explain: if results differ, run one more step to locate the cause."""
         start = time.perf_counter()
         dtype = self.subject.settings.dtype
         verdict = Verdict(plan.format(), dtype, reference_loss=list(self._reference.losses))
@@ -344,7 +345,7 @@ class Verifier:
         verdict.passed = all(difference.is_equal for difference in every)
 
     def _explain(self, text: str) -> str:
-        """Return the first module or gradient of the first step that differs from one process."""
+        """Return the first module or gradient that differs from one process in the first step."""
         one = replace(self.subject, settings=replace(self.subject.settings, num_steps=1))
         case, recorder = one.build(), OutputRecorder()
         folder = Path(self._folder) / "first"
@@ -373,7 +374,7 @@ class Verifier:
         return "the update: outputs and gradients of step 1 agree"
 
     def _causes(self, plan: Plan) -> list[str]:
-        """Return sentences about noise, interacting samples and changing buffers, from runs on one process."""
+        """Return sentences about random noise, interacting samples and changing buffers, found in one process."""
         case, forwards = self.subject.build(), plan.microbatches_per_step
         limit = {"float64": 1e-9, "float32": 1e-4}.get(self.subject.settings.dtype, 5e-2)
         probed = Probed(
@@ -398,7 +399,7 @@ class _Answer:
 
 
 def check_subject(subject: Subject, plan: Plan) -> None:
-    """Raise PlanError with every rule that the plan breaks for this model and these sizes."""
+    """Raise PlanError with all rules that the plan breaks for this model and these sizes."""
     check_plan(plan, subject.facts(plan.world_size))
 
 
@@ -433,7 +434,7 @@ def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list
 
 
 def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
-    """Train with plain PyTorch. Raise ModelError if that fails: the model, its data or its loss is wrong."""
+    """Train with plain PyTorch. Raise ModelError if it fails: the model, its data or its loss is then wrong."""
     try:
         return train_plain(case)
     except WeftError:
@@ -476,7 +477,6 @@ def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: 
 
 
 def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answer:
-    """Run `_compare_on_rank` for one step and compare module outputs."""
     with safe_open(Path(reference.folder) / "outputs.safetensors", "pt") as file:
         names = [name.split("\n") for name in json.loads(file.metadata()["names"])]
         outputs = {

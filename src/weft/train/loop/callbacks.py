@@ -21,21 +21,21 @@ GOES_BACK = ("roll_back", "skip_data")
 
 
 class StopReason(enum.Enum):
-    """Why the loop ends, with its text for users."""
+    """Why the loop ends. The value is the text for users."""
 
     FINISHED = "finished"
-    #: A signal or a hook.
+    #: Stop after a signal, or because a hook requested it.
     REQUESTED = "asked to stop"
-    #: A request that the launcher acts on after the ranks have ended.
+    #: Stop for a request that the launcher handles after the ranks have ended.
     ACTION = "asked to {action} by {by}"
     NO_IMPROVEMENT = "no better evaluation loss in {patience} evaluations"
-    #: The other replicas, in separate worlds.
+    #: Stop because the other replicas, in separate process groups, have ended.
     OTHERS_ENDED = "the other replicas have ended"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The end of a loop. `str` of it is the sentence for users."""
+    """Why the training loop ended. `str(stop)` is the message for the user."""
 
     reason: StopReason
     text: str
@@ -50,22 +50,22 @@ class Stop:
 
 
 class Checkpoints:
-    """The checkpoints of a run, as the loop uses them. By default, nothing is saved. All ranks call every method."""
+    """Interface of a run's checkpoints for the loop. By default, nothing is saved. All ranks call every method."""
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
         """Begin to write a checkpoint, or return the reason why it is skipped.
 
         Args:
-            is_good: an evaluation of these weights gave a finite loss.
+            is_good: True if an evaluation of these weights gave a finite loss.
         """
         return None
 
     def copy(self, progress: Progress) -> bool:
-        """Begin to copy the state into the hosts' memory. Return False if a save is running."""
+        """Begin to copy the state into host memory. Return False if a save is running."""
         return True
 
     def ended(self, wait: bool = False) -> Sequence[SaveEnd]:
-        """Return the outcomes of saves since the last call. With `wait`, wait for the running one too."""
+        """Return the outcomes of saves that ended since the last call. With `wait`, wait for the running save too."""
         return ()
 
     def confirm(self, step: int) -> None:
@@ -76,7 +76,7 @@ class Checkpoints:
         return "it resumes from the last checkpoint"
 
     def moved(self, before: int, step: int) -> None:
-        """Note that an outer step continues training from `step` instead of `before`."""
+        """Note that training continues from `step` instead of `before`, because of the other replicas."""
 
 
 @dataclass
@@ -109,12 +109,12 @@ class LoopState:
         return self.step == self.config.train.steps
 
     def is_due(self, every: int) -> bool:
-        """Return True if something that happens every so many steps is due; 0 is never."""
+        """Return True if something that happens every `every` steps is due now; 0 means never."""
         return bool(every) and self.step % every == 0
 
     @contextmanager
     def phase(self, name: str, kind: str, doing: str) -> Iterator[None]:
-        """Report an activity to the hooks and to waiting ranks, and count its time under `kind`."""
+        """Report the current activity to hooks and to waiting ranks, and count its time under `kind`."""
         self.hooks.on_phase(name)
         with self.engine.pulse.doing(doing), self.book.spend(kind):
             yield
@@ -157,7 +157,7 @@ class Saves:
     """Saves and copies the state when due, and reports the outcomes of saves to the hooks.
 
     Args:
-        is_unsaved: no checkpoint has the initial weights.
+        is_unsaved: True if no checkpoint has the initial weights yet.
     """
 
     def __init__(self, loop: LoopState, checkpoints: Checkpoints, *, is_unsaved: bool = False):
@@ -169,7 +169,7 @@ class Saves:
 
     @property
     def is_due(self) -> bool:
-        """True if a save follows this step, whatever its evaluation gives."""
+        """True if a save follows this step, whatever the result of its evaluation."""
         return self.is_requested or self._loop.is_due(self._loop.config.checkpoint.every)
 
     def after_step(self) -> None:
@@ -184,7 +184,7 @@ class Saves:
                 self._copy_waits = not self._checkpoints.copy(loop.progress)
 
     def report(self) -> None:
-        """Report the saves that have ended, and note whether a copy is due."""
+        """Report the saves that have ended, and check if a copy is due."""
         self._report(self._checkpoints.ended(False))
         self._copy_waits = self._copy_waits or self._loop.is_due(self._loop.config.checkpoint.peer_every)
 
@@ -198,19 +198,19 @@ class Saves:
         self._checkpoints.confirm(step)
 
     def wait(self) -> str | None:
-        """Wait for the running save. Return why this step's save was not committed, or None."""
+        """Wait for the running save. Return the reason if this step was not committed, else None."""
         with self._loop.phase("saving", "checkpoint", "saves a checkpoint"):
             return self._report(self._checkpoints.ended(True))
 
     def save_last(self) -> str | None:
-        """Save the last step unless it is saved. Return the reason for a failure, or None."""
+        """Save the last step unless it is already saved. Return the reason for a failure, or None."""
         failed = self.wait()
         if self._saved_step == self._loop.step:
             return failed
         return self._begin(last=True) or self.wait()
 
     def halt(self, sentence: str) -> TrainingHalted:
-        """Return the error of a run that went wrong, after the running save and without another one."""
+        """Return the error for a run that went wrong. Waits for the running save, and does not begin another one."""
         self.wait()
         first_bad = self._loop.guard.first_bad
         halt = TrainingHalted(f"{sentence}: {self._checkpoints.halted(first_bad or self._loop.step + 1)}.")
@@ -218,7 +218,7 @@ class Saves:
         return halt
 
     def _begin(self, last: bool = False) -> str | None:
-        """Begin to save unless recent steps were bad. Return why nothing is saved, or None."""
+        """Begin to save unless recent steps were bad. Return the reason if nothing is saved, else None."""
         loop = self._loop
         is_good = loop.sound_step == loop.step
         if loop.guard.num_bad and not is_good:
@@ -234,7 +234,7 @@ class Saves:
         return why
 
     def _report(self, ends: Sequence[SaveEnd]) -> str | None:
-        """Report outcomes of saves to the hooks. Return why this step's save was not committed, or None."""
+        """Report outcomes of saves to the hooks. Return the reason if this step was not committed, else None."""
         failed = None
         for end in ends:
             if end.path is not None:
@@ -260,11 +260,11 @@ class Requests:
 
     @property
     def goes_back(self) -> bool:
-        """True if the next start resumes from an older checkpoint."""
+        """True if the next start resumes from an older checkpoint than the last one."""
         return self.parting is not None and self.parting.action in GOES_BACK
 
     def handle(self) -> Stop | None:
-        """Handle the requests of any rank. Return a reason to stop, or None."""
+        """Handle pending requests on all ranks. Return a reason to stop, or None."""
         if self._pending is None:
             return Stop.of(StopReason.REQUESTED)
         engine, pending = self._loop.engine, self._pending

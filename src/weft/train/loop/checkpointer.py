@@ -1,4 +1,4 @@
-"""Saving checkpoints of a run or a script: one save at a time, in the background or not, and which checkpoints stay."""
+"""Saving checkpoints of a run or a script: one save at a time, optionally in the background; and deleting old ones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from weft.errors import CheckpointError, CommError, UnfitError
 from weft.train.engine import GROUPS
 from weft.train.hooks import SaveEnd
 
-#: Seconds before a failed save is retried: the first pause, and the maximum.
+#: Seconds before a failed save is retried: the first pause and the longest pause.
 _PAUSE_S = (1.0, 30.0)
-#: Seconds that a failing rank waits for a running save, normally and if another rank is gone.
+#: Seconds that a rank with an error waits for a running save: normally, and if another rank is gone.
 _LAST_WAIT_S, _LAST_WAIT_ALONE_S = 30.0, 0.5
 
 
@@ -28,10 +28,10 @@ class Save:
 
     Args:
         step: optimizer steps done.
-        act: writes and commits the checkpoint with all ranks, and returns its path.
+        act: function that writes and commits the checkpoint with all ranks, and returns its path.
         retries: number of retries after a CheckpointError.
-        holds: keep retrying after that, while training waits.
-        is_copy: the save goes to memory. Training continues without it if it fails.
+        holds: keep retrying after that, and make training wait.
+        is_copy: the checkpoint is written to memory. If that fails, training continues without it.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Save:
         self._durable_s = 0.0
         #: Seconds that training waited for this save.
         self.stall_s = 0.0
-        #: Error messages of the failed tries.
+        #: Error messages of failed attempts.
         self.failures: list[str] = []
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Write the checkpoint in this thread. `end` raises a failure later."""
+        """Write the checkpoint in this thread. An error is raised later, by `end`."""
         try:
             self._path = self._tried()
         except Exception as error:
@@ -61,7 +61,7 @@ class Save:
             self._over.set()
 
     def start(self) -> None:
-        """Write the checkpoint in a daemon thread. A save that ends without COMMIT is never valid."""
+        """Write the checkpoint in a daemon thread. If the process ends early, the checkpoint is not committed."""
         threading.Thread(target=self.run, name="weft-save", daemon=True).start()
 
     @property
@@ -75,13 +75,13 @@ class Save:
         return self._holds and not self.is_over and len(self.failures) > self._retries
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the save has ended. The wait counts as its stall."""
+        """Wait until the save has ended. The waiting time counts as `stall_s`."""
         began = time.perf_counter()
         self._over.wait(seconds)
         self.stall_s += time.perf_counter() - began
 
     def leave(self, error: BaseException) -> None:
-        """Wait for the save a last time after an error that ends this rank, because committing needs all ranks.
+        """Wait for the save before an error ends this rank, because committing needs all ranks.
 
         The wait is short if another rank is gone or silent.
         """
@@ -116,10 +116,10 @@ class Save:
 
 
 class Checkpointer:
-    """The saves and searches of one model on all ranks together. At most one save is in flight.
+    """Saves and finds checkpoints of one model, on all ranks together. At most one save is in flight.
 
     Args:
-        ranks: group of the ranks that search, with the collectives of training.
+        ranks: group of all ranks, with the collectives of training, for finding checkpoints.
     """
 
     def __init__(self, ranks: RankGroup):
@@ -132,7 +132,7 @@ class Checkpointer:
         return self.save is not None and not self.save.is_over
 
     def begin(self, save: Save, *, in_background: bool) -> None:
-        """Run a save, after the previous one has finished. Its error is raised by `finish`."""
+        """Wait for the previous save, and run this one. `finish` raises its error."""
         self.save = save
         if in_background:
             save.start()
@@ -140,7 +140,7 @@ class Checkpointer:
             save.run()
 
     def finish(self) -> SaveEnd | None:
-        """Wait for the running save and return its outcome, or None without one. Raise its error once."""
+        """Wait for the running save and return its outcome, or None without one. If it failed, raise its error once."""
         save, self.save = self.save, None
         if save is None:
             return None
@@ -168,11 +168,11 @@ class Checkpointer:
         return Found(path, step)
 
 
-# Retention: which checkpoints of a run stay, and which ones it can resume from.
+# Retention: which checkpoints of a run are kept, and which ones it can resume from.
 
 
 class Retention:
-    """Deletes checkpoints of a run that its settings do not keep, and sets damaged ones aside. One rank calls it.
+    """Deletes old checkpoints according to the run's settings, and renames damaged ones. One rank calls it.
 
     It never deletes the newest checkpoint whose weights are known to be good.
     """
@@ -195,7 +195,7 @@ class Retention:
         kept = self._settings
         saved = steps_in(self.root)
         before = [one for one in saved if one <= step]
-        # The newest good one, or else the second newest.
+        # The newest checkpoint with good weights, or else the second newest checkpoint.
         good = max((one for one in before if one <= self.good_step), default=max(before[:-1], default=None))
         spared = set() if good is None else {good}
         if kept.keep_every:
@@ -205,8 +205,8 @@ class Retention:
     def halted(self, first_bad: int) -> str:
         """Describe the checkpoint from which the same command resumes after a stop at `first_bad`.
 
-        The checkpoint just before the first bad step may already be damaged. It is set aside if an older one exists and
-        no evaluation of it gave a finite loss.
+        The checkpoint just before the first bad step may already be damaged. It is set aside (renamed) if an older one
+        exists and no evaluation of it gave a finite loss.
         """
         steps = steps_in(self.root)
         doubtful = {step for step in steps if step >= first_bad - 1 and not self._was_evaluated(step)}

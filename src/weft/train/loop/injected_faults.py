@@ -1,4 +1,4 @@
-"""A fault that `weft drill` requested, injected once into this rank at a step. Inactive outside drills.
+"""Injection of the fault that `weft drill` requested: once, into one rank, at a step. Inactive outside drills.
 
 A marker file is created when the fault happens, so that a restarted rank does not repeat it.
 """
@@ -33,7 +33,7 @@ from weft.units import parse_seconds
 
 _SLOW_STEPS, _SLOW_S = 3, 0.7
 _JUMP_S = 3600.0
-#: Number of failed writes of a read-only folder, below the tries of a save.
+#: Number of writes that fail with a read-only folder, fewer than a save's attempts.
 _REFUSALS = 2
 
 
@@ -58,7 +58,7 @@ class Fault:
         return Path(self.mark).exists()
 
     def happens(self, step: int) -> None:
-        """Write the marker file with the time and the step."""
+        """Write the marker file of the fault, with time and step."""
         draft = Path(f"{self.mark}.{os.getpid()}")
         draft.write_text(json.dumps({"step": step, "time": time.time()}))
         os.replace(draft, self.mark)
@@ -79,7 +79,7 @@ def asked_fault(rank: int, plan: Plan) -> Fault | None:
 
 
 class FaultHook(Hook):
-    """Injects the fault at its step.
+    """Hook that injects the fault at its step.
 
     Args:
         fault: the fault to inject.
@@ -94,7 +94,7 @@ class FaultHook(Hook):
             setattr(task, "loss", self._spoiling(task.loss))  # noqa: B010
 
     def watch(self, engine: Engine) -> FaultHook:
-        """Record the engine, once it is built."""
+        """Keep a reference to the engine, once it is built."""
         self.engine = engine
         if self.fault.kind == "loader":
             iterate: Callable[..., Any] = engine.batches.iterate
@@ -197,7 +197,7 @@ def _break_network(hook: FaultHook) -> None:
 
 
 def _wait_for_second(hook: FaultHook) -> None:
-    """Wait until the drill reports the end of the second command, for less than the ranks' timeout."""
+    """Wait, for less than the ranks' timeout, until the drill reports the end of the second command."""
     end = time.monotonic() + 0.8 * parse_seconds(hook.folder.config().launch.timeout)
     while not Path(f"{hook.fault.mark}.over").exists() and time.monotonic() < end:
         time.sleep(0.02)
@@ -219,7 +219,7 @@ def _flip(checkpoint: Path) -> None:
     path.write_bytes(data)
 
 
-#: Damage to the newest checkpoint.
+#: Functions that damage the newest checkpoint, by kind of fault.
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "flip_byte": _flip,
     "truncate": lambda path: os.truncate(_largest(path), _largest(path).stat().st_size // 2),
@@ -228,7 +228,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "lose_commit": lambda path: (path / "COMMIT").unlink(),
 }
 
-#: Actions after a step by kind of fault. Other kinds act at other times.
+#: Actions after a step, by kind of fault. Other kinds act at other times.
 ACTS: dict[str, Callable[[FaultHook], None]] = {
     "kill_rank": _kill,
     "segfault": lambda hook: _kill(hook, signal.SIGSEGV),
@@ -242,7 +242,7 @@ ACTS: dict[str, Callable[[FaultHook], None]] = {
     "slow_rank": lambda hook: time.sleep(_SLOW_S * _SLOW_STEPS),
     "cut_link": _break_network,
     "nan_weight": _spoil_weight,
-    # A limit on the size of files acts like a full disk, without root rights.
+    # A limit on the size of files has the effect of a full disk, and needs no root rights.
     "full_disk": lambda hook: resource.setrlimit(
         resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     ),

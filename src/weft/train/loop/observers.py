@@ -1,4 +1,4 @@
-"""Observers of a run: monitoring of each rank, rollback, requests from users, and the event log."""
+"""Hooks of a run: monitoring of each rank, rollback, requests from users, and the event log."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ from weft.train.loop.reporting import sample_digests
 from weft.train.planned import drifts, expect
 from weft.train.tasks.base import Task
 
-#: The memory series for a rank's peak, and for the part of it that no other series covers.
+#: Memory series of a rank: its peak, and the part of it that no other series covers.
 _PEAK, _REST = series("memory.bytes", "peak"), series("memory.bytes", "rest")
 
 
 class FigureHook(Hook):
-    """Starts a rank's `Collector` with sources for its engine, machine and GPU.
+    """Hook that starts a rank's metric `Collector` with sources for engine, machine and GPU.
 
     Args:
         engine: this rank's engine.
-        place: rank of this process; None for a single rank.
+        place: rank environment of this process; None for a single process.
         folder: the run's folder.
         every_s: seconds between reports.
-        recorder: receives on rank 0 the events of all ranks, and those of a rank that becomes slow or recovers.
+        recorder: on rank 0, receives the metric events of all ranks, and events about ranks that become slow or
+            recover.
     """
 
     def __init__(self, engine: Engine, place: RankEnv | None, folder: Path, every_s: float, recorder: NullRecorder):
@@ -67,7 +68,7 @@ class FigureHook(Hook):
             of_host=[host.of_machine],
             totals=measures.traffic,
             publish=recorder.on_figures if is_first else None,
-            # Pipeline stages do different work and cannot be compared. Only rank 0 compares.
+            # Compare only ranks of the same pipeline stage, because stages do different work. Only rank 0 compares.
             groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if is_first else 0)],
             on_slow=recorder.on_slow if is_first else None,
         )
@@ -79,8 +80,7 @@ class FigureHook(Hook):
         self._num_steps += 1
         self._peak = record.memory_bytes
         if self._num_steps == 2:
-            # After the first step all tensors exist. Read the memory here, because it does not change between two
-            # steps.
+            # After the first step all tensors exist, and memory stays constant between two steps, so read it now.
             self._memory = dict(self._measures.memory())
         self.collector.put(
             StepFigures(record.step, record.seconds, record.exposed, record.busy_s, record.data_s, record.own)
@@ -91,7 +91,7 @@ class FigureHook(Hook):
         self.collector.close()
 
     def _memory_now(self) -> Mapping[str, float]:
-        """Return bytes by series. The rest of a GPU's peak counts as activations and buffers."""
+        """Return memory in bytes by series. The rest of a GPU's peak counts as activations and buffers."""
         found, peak = self._memory, float(self._peak)
         if not peak:
             return found
@@ -100,23 +100,23 @@ class FigureHook(Hook):
         return {**found, **rest, _PEAK: peak}
 
 
-# Returning to a checkpoint from before a problem, a limited number of times.
+# Rollback: resuming from a checkpoint before a problem, a limited number of times.
 
-#: File with the number of returns to each step.
+#: File with the number of rollbacks to each step.
 _COUNTS = "rolled_back.json"
-#: Maximum number of returns to a step. The same data gives the same result, so one suffices without skipping data.
+#: Maximum number of rollbacks to a step. Without skipping data the result is the same each time, so 1 is enough.
 _MOST = {"roll_back": 1, "skip_data": 3}
 
 
 def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
-    """Set checkpoints since the problem aside, and for skip_data exclude its data. Runs on rank 0 after saves.
+    """Set aside the checkpoints since the problem, and for skip_data skip its data. Runs on rank 0 after saves.
 
     Returns the step from which the next start resumes. Returns None and changes nothing if there is no older
-    checkpoint, or if the run has returned to it too often already.
+    checkpoint, or if the run has rolled back to it too often.
 
     Args:
         folder: the run's folder.
-        wish: a request for roll_back or skip_data.
+        wish: the user's request, roll_back or skip_data.
         step: steps done.
     """
     since = min(wish.since or step, step)
@@ -146,11 +146,11 @@ _LOOK_S = 0.25
 
 
 class RequestWatch(threading.Thread):
-    """Polls for requests four times a second. `take` returns them to the loop.
+    """Polls for requests four times per second. The loop calls `take` to get them.
 
     Args:
         folder: the run's folder.
-        since: start of the command in seconds since 1970.
+        since: time at which the command started, in seconds since 1970; older requests are ignored.
         engine: the engine, held by a weak reference: model and groups must be freed before the ranks disconnect.
     """
 
@@ -165,7 +165,7 @@ class RequestWatch(threading.Thread):
         return [self._heard.popleft() for _ in range(len(self._heard))]
 
     def look(self) -> None:
-        """Read the requests once."""
+        """Read pending requests once."""
         found, engine = self._box.new(), self._engine()
         self._heard.extend(found)
         if found and engine is not None:
@@ -178,12 +178,12 @@ class RequestWatch(threading.Thread):
             self.join(5.0)
 
     def run(self) -> None:
-        """Read requests until `close` is called."""
+        """Read requests in a loop until `close` is called."""
         while not self._end.wait(_LOOK_S):
             self.look()
 
 
-# The observer of rank 0: writes events.jsonl, draws loss.png, and shows progress on the terminal.
+# The main hook of rank 0: writes events.jsonl, draws loss.png, and shows progress on the terminal.
 
 
 class NullRecorder(Hook):
@@ -192,16 +192,16 @@ class NullRecorder(Hook):
     display: Display | None = None
 
     def on_note(self, step: int, text: str) -> None:
-        """Show a line that another event already contains."""
+        """Show a line whose content is already in another event."""
 
     def on_figures(self, event: Mapping[str, object]) -> None:
-        """Write an event of measurements. Called by the monitoring thread."""
+        """Write a metrics event. Called by the monitoring thread."""
 
     def on_slow(self, event: Mapping[str, object]) -> None:
-        """Write and show an event of a slow rank. Called by the monitoring thread."""
+        """Write and show an event about a slow rank. Called by the monitoring thread."""
 
     def draw(self) -> None:
-        """Draw the whole run. This takes seconds, so call it when no other rank is waiting."""
+        """Draw the loss plot of the full run. This takes seconds, so call it when no other rank is waiting."""
 
     def close(self) -> None:
         """Close the display, the plotting process and the event log."""
@@ -229,7 +229,7 @@ class RunRecorder(NullRecorder):
 
     def on_start(self, start_step: int) -> None:
         if self._goes_on:
-            # Readers discard events beyond this step, because those steps are repeated.
+            # Readers of the log discard earlier events beyond this step, because those steps are repeated.
             self._log.write({"event": "resume", "step": start_step})
         self._log.write({"event": "start", "step": start_step, **self._start})
         self._saved = start_step or None
@@ -324,19 +324,19 @@ class RunRecorder(NullRecorder):
 
 # Comparison of a run with its plan during training.
 
-#: Steps before the first comparison, and steps and seconds between two comparisons.
+#: Steps before the first comparison; steps and seconds between comparisons.
 _FIRST, _EVERY, _EVERY_S = 20, 50, 30.0
 
 
 class PlanWatch(Hook):
-    """Writes the estimate as an event "plan", measurements as "actual", and deviations as "drift".
+    """Hook that writes the planner's estimate as event "plan", measurements as "actual", and deviations as "drift".
 
     Args:
         expected: the planner's estimate of one step.
-        on_gpu: measured memory is comparable with the estimate. On a CPU it covers the whole process.
+        on_gpu: True if measured memory is comparable with the estimate. On a CPU it covers the whole process.
         book: this rank's times.
-        write: receives an event.
-        warn: receives a step and a line for users.
+        write: called with an event.
+        warn: called with a step and a line for users.
         now: returns the time in seconds.
     """
 
@@ -408,7 +408,7 @@ class PlanWatch(Hook):
         measured = measured_parts(self._book.typical())
         if not measured:
             return
-        # The plan's computation time includes Python between kernels.
+        # The planner's compute time includes the time of Python between kernels.
         measured["compute"] = measured.get("compute", 0.0) + measured.pop("host", 0.0)
         memory = (float(self._expected["memory_bytes"]), float(record.memory_bytes)) if self._on_gpu else None
         found = drifts(self._planned, measured, memory, self._drifted)
@@ -445,20 +445,20 @@ class PlanWatch(Hook):
 
 # The time limit of a run.
 
-#: Number of recent steps whose maximum predicts later ones, so that one slow step does not count forever.
+#: Number of recent steps. Their maximum predicts later steps, so that an old slow step does not count forever.
 _RECENT = 50
-#: Write speed in bytes per second that is assumed before the first checkpoint.
+#: Assumed write speed in bytes per second before the first checkpoint.
 _ASSUMED_SPEED = 100e6
-#: Seconds from the last save to the end of the process: plots, the report, leaving the group.
+#: Seconds from the last save to the end of the process: plots, the report, disconnecting.
 _CLOSING_S = 10.0
 
 
 class TimeLimit(Hook):
-    """Requests a stop before the time limit. One rank watches, and the loop stops all ranks after the same step.
+    """Hook that requests a stop before the time limit. It runs on one rank; all ranks stop after the same step.
 
     Args:
         text: the limit as the user typed it.
-        deadline: time on the clock in seconds.
+        deadline: time of `clock` at which the limit ends, in seconds.
         checkpoint_bytes: size of a checkpoint.
         steps_to_stop: maximum number of steps after the request.
         clock: returns the time in seconds.
@@ -494,12 +494,12 @@ class TimeLimit(Hook):
     def on_step(self, record: StepRecord) -> str | None:
         now = self._clock()
         self._steps.append(record.seconds["total"])
-        # Time between two steps, except evaluation: waiting for data, and a save if one was due.
+        # Time between two steps, except evaluation: waiting for data, and saving if a save was due.
         self._save_s = max(self._save_s, now - self._last - record.seconds["total"] - self._evaluated_s)
         self._last, self._evaluated_s = now, 0.0
         # The first step of a start includes setup, so it does not predict later ones.
         longest = max(list(self._steps)[1:] or self._steps)
-        # The other ranks receive the request in the next step, and an evaluation may come before it.
+        # The other ranks receive the request in the next step, and an evaluation may happen before it.
         if now + self._steps_to_stop * longest + self._evaluation_s + self._save_s + _CLOSING_S < self._deadline:
             return None
         self.reason = f"train.max_time={self._text} is nearly used up"

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of a run's hosts (checkpoint.peer_every), from which a restart resumes if they are newer.
+"""Checkpoints in the memory of a run's hosts (checkpoint.peer_every), to resume from if they are newest.
 
 They are written, committed, verified and read like checkpoints in an object store; see
 docs/adr/0029-copies-in-memory.md.
@@ -33,7 +33,7 @@ class Copies:
         self.root, self._ranks = root, together
 
     def newest(self, saved: int | None) -> tuple[Location | None, list[str]]:
-        """Return the newest valid copy after the step `saved`, or None, and lines about damaged copies.
+        """Return the newest valid copy that is newer than step `saved`, or None, and lines about damaged copies.
 
         If no such copy exists, all copies are deleted and the checkpoint on disk is used. All ranks call it.
         """
@@ -55,7 +55,7 @@ class Copies:
         target.remove([one.path for one in target.step_folders() if one.step != step])
 
     def clear(self) -> None:
-        """Delete all copies, because the run must not resume from them. One rank calls it."""
+        """Delete all copies, so that the run does not resume from them. One rank calls it."""
         target_at(self.root).remove([self.root])
 
     def _steps(self) -> list[int]:
@@ -67,12 +67,12 @@ class Copies:
     ) -> tuple[Copies | None, list[str]]:
         """Open the copies across the hosts of all ranks.
 
-        Return None and the reason if a host lacks storage that outlives its ranks. All ranks call it.
+        Returns None and the reason if a host has no process that keeps copies when its ranks end. All ranks call it.
 
         Args:
-            together: the group of ranks, each of which gets the answers of all.
+            together: group of all ranks whose `gather` returns the result on every rank.
             every: checkpoint.peer_every, in steps.
-            num_bytes: returns the size of one checkpoint of all ranks.
+            num_bytes: function that returns the size of a checkpoint of all ranks.
 
         Raises:
             ConfigError: on all ranks, if a host has too little memory for the copies.

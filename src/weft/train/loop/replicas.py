@@ -1,4 +1,4 @@
-"""A run that is one of several replicas with separate worlds: its start, and its end among the others."""
+"""Start and end of a run that is one of several replicas in separate process groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReplicaCoordinator:
     Args:
         folder: folder of this replica.
         config: the run's config.
-        engine: engine of this replica. Without other replicas, every method does nothing.
+        engine: engine of this replica. If it has no other replicas, the methods do nothing.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine):
@@ -43,10 +43,10 @@ class ReplicaCoordinator:
         return path
 
     def rejoin(self, checkpoints: RunCheckpoints, progress: Progress) -> bool:
-        """Join replicas that are further, before the first step. Return False if a stop was requested meanwhile.
+        """Join the other replicas before the first step. Return False if a stop was requested while waiting.
 
         Args:
-            progress: receives the step to continue from.
+            progress: its step is set to the step to continue from.
         """
         if self._others is None:
             return True
@@ -62,7 +62,7 @@ class ReplicaCoordinator:
         return True
 
     def end(self, checkpoints: RunCheckpoints, trainer: Trainer, stop: Stop) -> str:
-        """Send the others the end of this replica, or load their model if they have ended. Return the reason.
+        """Tell the other replicas that this one ends, or load their model if they have ended. Return the stop reason.
 
         Args:
             checkpoints: this replica's checkpoints.
@@ -114,15 +114,15 @@ def newest_of_others(folder: RunFolder, own: int | None) -> str | None:
         if saved := list_checkpoints(other.checkpoints):
             checkpoint = load_checkpoint(saved[-1], lazily=True)
             by_one = checkpoint.state.get("replica")
-            # A checkpoint that a replica saved alone is used by another one only as a last resort: they share only the
-            # anchor, which before the first outer step is everyone's initial model.
+            # A checkpoint that a replica saved alone is a last resort for the others: replicas share only the anchor,
+            # which before the first outer step is the common initial model.
             if (own is None or checkpoint.step > own) if by_one is None else (own is None and by_one["meetings"] > 0):
                 newest.append((checkpoint.step, str(other.checkpoints)))
     return max(newest)[1] if newest else None
 
 
 def _checkpoints_of(folder: RunFolder, token: int) -> str | None:
-    """Return the checkpoints folder of an ended replica if its newest checkpoint has the anchor with that token."""
+    """Return the checkpoints folder of an ended replica if `token` identifies its newest checkpoint."""
     if not (folder.path / "config.toml").is_file() or not (saved := list_checkpoints(folder.checkpoints)):
         return None
     of_replica = load_checkpoint(saved[-1], lazily=True).state.get("replica") or {}

@@ -31,7 +31,7 @@ _WORTH_TELLING = 0.02
 
 
 def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) -> list[str]:
-    """Return lines for a run that resumes with another number of steps than before.
+    """Return lines about the learning rate if a run resumes with a different number of steps.
 
     Args:
         before: `rate_state` of the run that saved; None if the checkpoint lacks it.
@@ -54,7 +54,7 @@ def more_steps(config: RunConfig, num_steps: int) -> str:
 
 
 def stretched(config: RunConfig, old: float, new: float) -> str:
-    """Describe a change of the learning rate between two steps and how to avoid it. Return "" if it is small."""
+    """Describe how the learning rate changes and how to avoid it. Return "" if the change is small."""
     if abs(new - old) <= _WORTH_TELLING * max(old, new):
         return ""
     way = "up" if new > old else "down"
@@ -66,20 +66,20 @@ def stretched(config: RunConfig, old: float, new: float) -> str:
     )
 
 
-# Reports of a rank that it waits for another one.
+# Messages that this rank waits for another one.
 
 
 class RunLogger:
-    """Reports this rank's waits to users, above the display if there is one, and to the log."""
+    """Prints this rank's waits for users, above the progress display if there is one, and writes them to the log."""
 
     def __init__(self, stream: TextIO):
         self._stream = LastingStream(stream)
         self.display: Display | None = None
-        #: Receives events on rank 0 during training.
+        #: Function that writes events on rank 0 during training, else None.
         self.log: Callable[[Mapping[str, object]], None] | None = None
 
     def record(self, event: Mapping[str, object]) -> None:
-        """Write an event if this rank has a log now."""
+        """Write an event if this rank has an event log at present."""
         if self.log is not None:
             self.log(event)
 
@@ -93,15 +93,15 @@ class RunLogger:
         print(text, file=sys.stderr, flush=True)
 
 
-# Explanation of a step that went wrong: its trace, and the samples in the model's input.
+# Explanation of a step that went wrong: its trace, and the samples in its batch.
 
 _MOST_STEPS = 10
-#: Errors that a task's code may raise if files are missing or tables are shorter.
+#: Errors that a task's code may raise if files are missing or tables have become shorter.
 _UNREADABLE = (OSError, LookupError, ValueError, TypeError)
 
 
 def sample_digests(task: Task, event: Mapping[str, Any]) -> list[str]:
-    """Return digests of a trace's samples, by which a later reader can detect changes.
+    """Return digests of a trace's samples, to detect later changes of the data.
 
     A digest is empty if the task cannot show the sample.
     """
@@ -120,7 +120,7 @@ def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> li
     Args:
         folder: the run's folder.
         step: the step, counted from 1; None for the last one that was traced.
-        num_samples: maximum number of samples to show.
+        num_samples: maximum number of samples in the report.
 
     Raises:
         ConfigError: if the folder is not a run, or the step has no trace.
@@ -228,7 +228,7 @@ _CONTENTS = ("events.jsonl", "loss.png")
 
 
 def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
-    """Return run, model, data, plan and precision, one line each.
+    """Return lines with run, model, data, plan and precision, to print at the start.
 
     Args:
         folder: the run's folder.
@@ -253,7 +253,7 @@ def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: obj
         command: its arguments. If empty (a run started from Python), the folder's config is used.
     """
     words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
-    # Steps and epochs exclude each other.
+    # `train.steps` and `train.epochs` exclude each other.
     replaced = ("train.steps=", "train.epochs=") if key == "train.steps" else (f"{key}=",)
     kept = [word for word in words if not word.startswith((*replaced, "resume.step="))]
     return shlex.join([*kept, f"{key}={value}"])
@@ -286,7 +286,7 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """End of a run.
+    """Outcome of a run.
 
     Attributes:
         reason: "finished", or why the run stopped early.
@@ -299,12 +299,12 @@ class Ending:
 
 
 def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequence[str] = ()) -> list[str]:
-    """Return the outcome, the evaluations, a sample, the time report, and the next commands.
+    """Return lines with the outcome, the evaluations, a sample output, the time report, and useful next commands.
 
     Args:
         folder: the run's folder.
         task: the trained task.
-        ending: the end of the run.
+        ending: the outcome of the run.
         command: the command line of the user.
     """
     config, progress = task.config, ending.progress
@@ -355,6 +355,6 @@ def _saves(folder: RunFolder) -> list[str]:
 
 def evaluation_text(event: dict[str, Any], metrics: Sequence[Metric]) -> str:
     """Return the values of an evaluation as text."""
-    # The log stores non-finite values as strings.
+    # The log stores inf and NaN as strings.
     text = f"step {event['step']}: loss {float(event['loss']):.3f}"
     return text + "".join(f", {float(event[one.name]):.3f} {one.words}" for one in metrics if event.get(one.name))

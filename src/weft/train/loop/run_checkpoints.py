@@ -29,20 +29,20 @@ from weft.units import counted
 
 #: Maximum number of skipped checkpoints in the log.
 _MOST_SHOWN = 8
-#: A share of up to this size is verified before the first step, which takes a second or less.
+#: A rank's share of up to this many bytes is verified before the first step, in a second or less.
 _VERIFIED_FIRST = 256 * 2**20
 
 
 class RunCheckpoints(Checkpoints):
-    """Saves one run on all ranks together, in the background if configured.
+    """Saves checkpoints of a run on all ranks together, in the background if configured.
 
     Args:
         folder: the run's folder.
         config: the run's config.
         engine: the engine whose state is saved.
-        home: storage for copies in this host's memory.
-        elsewhere: returns the checkpoint to resume from instead of the run's newest one, or None for the run's own. Its
-            argument is the step of the newest one. All ranks call it.
+        home: server of in-memory copies on this host.
+        elsewhere: function that takes the step of the run's newest checkpoint, and returns another location to resume
+            from or None. All ranks call it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RunCheckpoints(Checkpoints):
         return progress, notes
 
     def moved(self, before: int, step: int) -> None:
-        """Set checkpoints after `step` aside if training continues from an earlier step. All ranks call it."""
+        """Set checkpoints after `step` aside (rename them) if training goes back. All ranks call it."""
         if step < before:
             self._finish()
             self._retention.good_step = min(self._retention.good_step, step)
@@ -82,12 +82,12 @@ class RunCheckpoints(Checkpoints):
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
         """Begin to write a checkpoint. Each rank writes its part, and `ended` returns the outcome.
 
-        Waits for the previous save, or returns why this one is skipped, with the same result on all ranks.
+        Waits for the previous save, or returns why this one is skipped; all ranks do the same.
 
         Args:
             progress: progress to save.
-            is_good: an evaluation of these weights gave a finite loss.
-            last: no other step follows.
+            is_good: True if an evaluation of these weights gave a finite loss.
+            last: True after the last step.
 
         Raises:
             CheckpointError: if the previous save failed.
@@ -146,7 +146,8 @@ class RunCheckpoints(Checkpoints):
     def ended(self, wait: bool = False) -> list[SaveEnd]:
         """Return the outcomes of saves since the last call. With `wait`, wait for the running one too.
 
-        If a save failed for good, all ranks are asked to stop. Its CheckpointError is raised once it is waited for.
+        If a save failed after all retries, all ranks are asked to stop. Its CheckpointError is raised once it is waited
+        for.
         """
         save = self._checkpointer.save
         if save is not None and not wait:
@@ -243,7 +244,7 @@ class StartingPoint:
         Returns the progress and lines for the log.
 
         Args:
-            ends: receives messages if the checkpoint turns out to be damaged later.
+            ends: outcomes of saves; a message is added if the checkpoint later turns out to be damaged.
 
         Raises:
             CheckpointError: if a required checkpoint is missing.
@@ -269,7 +270,7 @@ class StartingPoint:
         return Progress(**checkpoint.state["progress"]), notes
 
     def _copied(self) -> tuple[Location | None, list[str]]:
-        """Return the in-memory copy to resume from, or None, and lines for the log."""
+        """Return the in-memory copy to resume from or None, and lines for the log."""
         if self._copies is None:
             return None, [*self._notes]
         if self._config.resume.step:
@@ -279,11 +280,11 @@ class StartingPoint:
         return self._copies.newest(saved)
 
     def _find(self) -> tuple[Found | None, bool, list[str]]:
-        """Return the checkpoint to resume from, or None, True if it is verified, and lines for the log."""
+        """Return the checkpoint to resume from or None, True if it is already verified, and lines for the log."""
         root, ranks, on_first = self._root, self._engine.ranks, self._engine.ranks.on_first
         notes = on_first(lambda: _unfinished_message(set_unfinished_aside(root)))
         if step := self._config.resume.step:
-            # Rank 0 reports problems before newer checkpoints are set aside.
+            # Rank 0 raises errors before newer checkpoints are set aside.
             path = root / on_first(lambda: _name_of(root, step))
             problems = verify_checkpoint(path, together=ranks)
             notes += on_first(lambda: _go_back(root, step, problems))
@@ -347,7 +348,7 @@ def _name_of(root: Location, step: int) -> str:
 
 
 def _go_back(root: Location, step: int, problems: Sequence[str]) -> list[str]:
-    """Set all checkpoints after `step` aside and return lines for the log."""
+    """Set all checkpoints after `step` aside (rename them), and return lines for the log."""
     if problems:
         others = ", ".join(str(one) for one in steps_in(root) if one != step) or "none"
         raise CheckpointError(f"resume.step={step}: {'; '.join(problems)}. Use another one: {others}.")

@@ -16,13 +16,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, s
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the stop signals to handle. SIGHUP stays ignored under `nohup`."""
+    """Return the stop signals to handle. Under `nohup`, SIGHUP stays ignored."""
     return [one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
 @contextmanager
 def stop_on_signal(engine: Engine) -> Iterator[None]:
-    """Turn stop signals of a block into a request to save and stop after the current step, on all ranks.
+    """Turn stop signals inside a block into a request to save and stop after the current step, on all ranks.
 
     The engine is held by a weak reference: model and groups must be freed before the ranks disconnect.
     """

@@ -95,7 +95,7 @@ def _written(folder: RunFolder, task: Task, mesh: Mesh, pipeline: Pipeline | Non
 
 
 def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
-    """Return lines about the transport of each axis of rank 0, with the reason. Axes with one text share a line."""
+    """Return lines about the transport of each axis of rank 0, with the reason. Axes with equal text share a line."""
     names: dict[tuple[int, ...], str] = {}
     waited: dict[tuple[int, ...], float] = {}
     for axis in reversed(mesh.built_axes()):
@@ -112,7 +112,7 @@ def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
 
 
 def _versus_estimate(planned_s: float, waited_s: float) -> str:
-    """Describe the expected seconds of an axis's calls by link measurements, and the waiting time."""
+    """Compare the time that waits for an axis's collectives took with the estimate from link measurements."""
     told = f"; by measurement its calls take {format_seconds(planned_s)}, steps waited {format_seconds(waited_s)}"
     if waited_s < _FAR * planned_s:
         return told

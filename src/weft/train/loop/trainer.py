@@ -1,4 +1,4 @@
-"""The training loop: steps, and evaluations and saves when they are due. Everything that shows or writes is a hook."""
+"""The training loop: steps, with evaluations and saves when they are due. All output is written by hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.train.hooks import Hook, HookList, Progress, step_ranges
 from weft.train.loop.callbacks import Checkpoints, Evaluations, LoopState, Requests, Saves, Stop, StopReason
 from weft.train.tasks.base import Task
 
-#: Maximum number of consecutive bad steps to trace, because the others have the same cause.
+#: Maximum number of consecutive bad steps to trace, because further ones have the same cause.
 _TRACED_IN_A_ROW = 3
 
 
@@ -40,13 +40,13 @@ class _Launched:
 class Trainer:
     """The training loop of one run on one rank.
 
-    If the engine does not wait for its device, the loop reads a step's result after launching the next step. It reads
-    the result earlier only if something is due that depends on it.
+    If the engine does not wait for its device, the loop reads a step's result after launching the next step, or earlier
+    if an evaluation or a save that is due depends on it.
 
     Attributes:
         left_out: steps, counted from 1, that are skipped with their data.
         requests: returns the pending requests on rank 0; None if the run accepts no requests.
-        is_unsaved: no checkpoint has the initial weights.
+        is_unsaved: True if no checkpoint has the initial weights yet.
     """
 
     task: Task
@@ -82,7 +82,7 @@ class Trainer:
         """Train until the last step or a reason to stop, save, and return the reason.
 
         Raises:
-            TrainingHalted: after too many bad steps, or if a run that must be saved is not.
+            TrainingHalted: after too many bad steps, or if the last save failed and the run must be saved.
         """
         self.book.start()
         self._loop.hooks.on_start(self.progress.step)
@@ -92,7 +92,7 @@ class Trainer:
         if self._requests.goes_back:
             self._saves.wait()  # do not save these weights
         elif (why := self._saves.save_last()) and not (self.parting and self.parting.action == "hold"):
-            # A paused run may keep an older checkpoint for the user to inspect. Others must be saved.
+            # A paused run may keep an older checkpoint for the user to inspect. All other runs must be saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}")
         self._end(str(stop))
         return stop
@@ -109,7 +109,7 @@ class Trainer:
     def _train(self) -> Stop | None:
         num_steps, stop = self.task.config.train.steps, None
         while stop is None and self.progress.step < num_steps:
-            # Steps without one that is left out, until an outer step moves to another one.
+            # A range of steps that are not skipped, unless an outer step changes the step.
             self.progress.step, end = next(step_ranges(self.progress.step, num_steps, self.left_out))
             self._has_moved = False
             with self.engine.batches.iterate(self.progress.step, end) as steps:
@@ -127,7 +127,7 @@ class Trainer:
             try:
                 found = next(steps, None)
             except Exception as error:
-                # For the launcher, which may exclude this step's data.
+                # Attributes for the launcher, which may skip this step's data.
                 error.__dict__.update(in_data=True, step=self.progress.step + 1)
                 raise
         self._records.data_s += time.perf_counter() - start
@@ -140,12 +140,12 @@ class Trainer:
         self._garbage.after_step(self.progress.step)
 
         stop = self._read(before) if before else None
-        # What follows may depend on this step's result.
+        # True if the next actions may depend on this step's result.
         is_due = self._loop.is_last or self._evaluations.is_due or self._saves.is_due
         if stop or is_due or not isinstance(launched, LateResult):
             stop = self._read_last() or stop
         if isinstance(launched, StepResult) and launched.goes_to is not None:
-            # An outer step selected another step. Such engines have no late results.
+            # An outer step changed the step to continue from. Such engines have no late results.
             done, self.progress.step = self.progress.step, launched.goes_to
             self._has_moved = True
             self._saves.move(done, launched.goes_to)
@@ -174,7 +174,7 @@ class Trainer:
         if self._loop.hooks.on_step(record):
             self.engine.wants_stop = True  # the reason may exist only on this rank, and the next step broadcasts it
         if guard.num_bad < _TRACED_IN_A_ROW and (kind := _wrong(result, record.usual_loss)) is not None:
-            # All ranks trace, because they check the same numbers.
+            # All ranks trace, because all of them get the same results.
             with self._loop.phase("tracing", "tracing", "traces a step that went wrong"):
                 event = self.engine.trace(kind, launched.number)
             if event is not None:

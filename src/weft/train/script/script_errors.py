@@ -1,4 +1,4 @@
-"""Errors of a script that uses Weft: one sentence on one rank, instead of a traceback from each."""
+"""Errors of a script that uses Weft: print one sentence on one rank, instead of a traceback on each."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from weft import env
 from weft.comm.first_rank import run_once
 from weft.errors import WeftError
 
-#: The folder of the package.
+#: Folder of the package.
 _INSIDE = Path(__file__).parents[2]
 
 
 def report_user_errors() -> None:
     """Print uncaught errors of Weft without a traceback, and exit with their exit code.
 
-    A hook that the script or a debugger installed is kept, and so is Python's own under WEFT_TRACEBACK=1. Call it again
-    after the ranks have joined, because torch.distributed then wraps the current hook.
+    A hook that the script or a debugger installed is kept, and so is Python's own hook under WEFT_TRACEBACK=1. Call
+    this function again after the ranks have joined, because torch.distributed then wraps the current hook.
     """
     hook: Any = sys.excepthook
     if not env.wants_traceback() and not isinstance(hook, _Hook) and _is_default(hook):
@@ -28,7 +28,7 @@ def report_user_errors() -> None:
 
 
 def _is_default(hook: Any) -> bool:
-    """Return True for Python's or Weft's hook, or for torch.distributed's wrapper of one of these."""
+    """Return True for Python's or Weft's hook, or torch.distributed's wrapper of one of these."""
     if hook is sys.__excepthook__ or isinstance(hook, _Hook):
         return True
     if not getattr(hook, "__module__", "").startswith("torch.distributed"):
@@ -51,7 +51,7 @@ class _Hook:
         text = str(error)
         lines = f"weft: error: {text}\n  ({kind.__name__}{_line_of(trace)}; WEFT_TRACEBACK=1 prints the traceback)"
         run_once(text, lambda: print(lines, file=sys.stderr, flush=True))
-        # Exit code of the process, applied after the functions of atexit.
+        # Set the exit code of the process, after atexit functions have run.
         raise SystemExit(error.exit_code)
 
 

@@ -25,7 +25,7 @@ from weft.train.state_io import on_first
 
 
 class Ema:
-    """The average of all trained weights in the masters' dtype: decay * average + (1 - decay) * weights.
+    """The moving average of all trained weights in the masters' dtype: decay * average + (1 - decay) * weights.
 
     The first update copies the weights, like torch's AveragedModel. The average needs as much memory as this rank's
     masters, on the same device.
@@ -71,7 +71,7 @@ class Ema:
         Use it for evaluation and export. Under zero=1 and 2 it gathers the weights.
 
         Raises:
-            ModelError: inside another `swapped`, or on exit if a step inside trained the averages.
+            ModelError: inside another `swapped`, or on exit if a training step inside changed the averages.
         """
         if self._is_swapped:
             raise ModelError("ema.swapped(): the averages are in the model already. Leave the block around it first.")
@@ -111,7 +111,7 @@ class Ema:
         self.num_updates = num_updates
 
     def _sums(self) -> list[str]:
-        """Return the sum of each weight that this rank stores, as text so that NaN equals NaN."""
+        """Return checksums of this rank's weights, as text so that NaN equals NaN."""
         return [str(float(weight.sum(dtype=torch.float64))) for weight in self._engine.local_weights().values()]
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class Ema:
         self._engine.publish()
 
     def _paired(self, weights: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the averages, and this rank's weights in the same order."""
+        """Return the averages, and this rank's weights in the same order, as two lists."""
         own = {name: average.shape for name, average in self._average.items()}
         if own != {name: weight.shape for name, weight in weights.items()}:
             if self.num_updates:
@@ -137,7 +137,7 @@ class Ema:
 
 
 def moving_average(plan: Plan, model: nn.Module, decay: float) -> Ema:
-    """Return an average for a model of this plan. Raise ModelError if the plan cannot have one."""
+    """Return an `Ema` of the model. Raise ModelError if the plan does not support it."""
     if plan.gather == "diff4":
         raise ModelError(
             "gather=diff4: averages that replace the weights would be encoded as differences, which changes the "
@@ -151,7 +151,7 @@ def moving_average(plan: Plan, model: nn.Module, decay: float) -> Ema:
     return Ema(model, decay)
 
 
-# Export of parallelized models, and of full tensors with a model that may hold only a part of them.
+# Export of parallelized models, and of full tensors if the model is sharded.
 
 
 def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
@@ -159,7 +159,7 @@ def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> d
     keeps = everywhere or mesh.rank == 0
     with anchored(model):
         found = capture_model(model, keep=keeps)
-        # Copy each tensor, because captured ones may be live or views of a larger tensor.
+        # Copy each tensor, because it may be live or a view of a larger tensor.
         own = {name: tensor.clone() for name, tensor in found.items()}
     if not keeps:
         return {}
@@ -169,7 +169,7 @@ def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> d
 def export_pretrained(
     mesh: Mesh, model: nn.Module, folder: str | Path, dtype: torch.dtype | None, options: Mapping[str, Any]
 ) -> None:
-    """Write a model's files with its own save_pretrained, an adapter merged. All ranks call it, and rank 0 writes."""
+    """Write a model with its own save_pretrained, after merging an adapter. All ranks call it, and rank 0 writes."""
     if not callable(getattr(model, "save_pretrained", None)):
         raise ModelError(
             f"model of type {type(model).__name__}: it has no save_pretrained. "
@@ -197,12 +197,12 @@ def write_pretrained(
     dtype: torch.dtype | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Write these tensors with the model's own save_pretrained. Call it on one rank; no collective."""
+    """Write full tensors with the model's own save_pretrained. Runs on one rank, without communication."""
     tensors = _in_format(whole, originals, dtype)
     formats = [tensors[name].dtype for name, one in originals.items() if one.is_parameter]
     save: Any = model.save_pretrained
     save(str(folder), state_dict=tensors, **options)
-    # transformers wrote the dtype of the model's weights. The files may have another one.
+    # transformers wrote the dtype of the model's weights into the config. The files may have another one.
     written = next((dtype for dtype in formats if dtype.is_floating_point), None)
     config: Any = getattr(model, "config", None)
     field = "dtype" if hasattr(config, "dtype") else "torch_dtype"
@@ -216,7 +216,7 @@ def write_pretrained(
 def pretrained_from_full(
     model: Any, whole: Mapping[str, torch.Tensor], folder: str | Path, dtype: torch.dtype | None
 ) -> None:
-    """Write full tensors as the Hugging Face folder of a model without values, such as one on the meta device.
+    """Write full tensors as a Hugging Face folder. The model may be on the meta device.
 
     Args:
         model: a model with save_pretrained; its config is written to the same folder.

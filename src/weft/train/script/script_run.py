@@ -1,4 +1,4 @@
-"""Adoption of Weft in an existing script: process group, mesh, model, data and step from a one-line plan.
+"""Use of Weft in an existing script: process group, mesh, model, data and step from a one-line plan.
 
 run = weft.init("dp_replicate=*")
 model = run.parallelize(model)
@@ -55,10 +55,10 @@ from weft.units import parse_seconds
 
 
 class Run(ScriptState):
-    """The result of `init`: the plan, its mesh, and one method per step of adoption.
+    """The result of `init`: a plan and its mesh, with methods to parallelize a model, shard a loader and train.
 
     Args:
-        plan: plan without `*` or "auto".
+        plan: a plan with all sizes resolved (without `*` or "auto").
         mesh: mesh of that plan on this rank.
         ledger: counts the communication of the mesh's collectives.
         seed: seed of initial weights, dropout and the order of samples.
@@ -195,7 +195,7 @@ class Run(ScriptState):
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             _check_options(optimizer, optimizer_options)
-            # Pass a group, because a pipeline stage may have no trained parameters and torch refuses an empty list.
+            # Pass a group, because a pipeline stage may have no trained parameters, and torch rejects an empty list.
             trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
             optimizer = optimizer(trained, **optimizer_options)
         elif optimizer_options:
@@ -211,14 +211,13 @@ class Run(ScriptState):
         """Clip gradients under any plan, in a custom loop between backward() and optimizer.step().
 
         Computes the norm of the full gradient, including parts that tp, ep and zero=3 shard, where torch's function
-        uses only this rank's part. Returns the norm before clipping, a 0-d tensor that is equal on all ranks. A
-        collective.
+        uses only this rank's part. Returns the norm before clipping, a 0-d tensor that is equal on all ranks. All ranks
+        must call it.
         """
         return data_parallel(model).clip_own(max_norm)
 
     def global_mean(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        """Return the loss for `backward()` in a custom loop: the mean over the tokens of all ranks. All ranks must call
-        it.
+        """Return the loss for `backward()` in a custom loop: the mean over all ranks' tokens. All ranks must call it.
 
         Args:
             loss_sum: sum over this rank's tokens or samples, 0-d.
@@ -263,7 +262,7 @@ class Run(ScriptState):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, other ranks may never reach the final barrier.
+        # After an error, other ranks may never reach the final barrier, so skip it.
         if error is None:
             self.close()
         elif self._checkpointer is not None:
@@ -356,7 +355,7 @@ def _check_options(optimizer: Callable[..., torch.optim.Optimizer], options: dic
     if known is None:
         return
     named, listed = getattr(optimizer, "__name__", str(optimizer)), ", ".join(known)
-    # A misspelt argument of train_step ends up here too.
+    # A misspelled argument of train_step ends up here too.
     hints = {
         name: did_you_mean(name, [*known, "forward", "max_grad_norm", "check_batch"]) or f" Use some of {listed}."
         for name in options

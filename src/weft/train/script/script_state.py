@@ -39,7 +39,7 @@ from weft.train.step.train_step import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class ScriptObjects:
-    """The objects of a script that a checkpoint stores. None leaves one out."""
+    """The objects of a script that a checkpoint stores. None skips an object."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | TrainStep
@@ -56,11 +56,11 @@ class ScriptObjects:
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer, also that of a `TrainStep`."""
+        """The torch optimizer, also if `optimizer` is a `TrainStep`."""
         return self.optimizer.optimizer if isinstance(self.optimizer, TrainStep) else self.optimizer
 
     def slices(self) -> tuple[Iterable[SavedSlice], list[str]]:
-        """Return this rank's slices and the groups that they are in."""
+        """Return this rank's slices, and the names of their groups."""
         own = state_slices(self.model, self.torch_optimizer)
         if self.ema is None:
             return own, ["model", "optimizer"]
@@ -93,7 +93,7 @@ class ScriptObjects:
                 raise CheckpointError(f"{name}: {checkpoint.path.name} was saved without it. Leave {name}= out.")
 
     def restore(self, checkpoint: Checkpoint) -> list[str]:
-        """Load a checkpoint that `check` accepts. Return lines about parts that are left out. All ranks call it."""
+        """Load a checkpoint that `check` accepts. Return messages about skipped parts. All ranks call it."""
         state = checkpoint.state
         left_out = resume(self.model, self.torch_optimizer, checkpoint, self.ema)
         if "settings" in state:
@@ -110,18 +110,18 @@ class ScriptObjects:
 
 
 class ScriptCheckpointer(Checkpointer):
-    """The checkpoints of a script. A save in the background writes a copy, and its error is raised at the next call."""
+    """The checkpoints of a script. A background save writes a copy; its error is raised at the next call."""
 
     def __init__(self, mesh: Mesh):
         super().__init__(rank_group(mesh))
         self._mesh = mesh
-        #: Memory for a copy of this rank's part, and the group of the thread that writes it.
+        #: Host memory for a copy of this rank's part, and the rank group of the writing thread.
         self._background: tuple[HostCopies, RankGroup] | None = None
 
     def write(
         self, root: Location, step: int, objects: ScriptObjects, extra: Any, *, keep: int | None, in_background: bool
     ) -> Location:
-        """Write a checkpoint and return its path, or begin to write it."""
+        """Write a checkpoint and return its path, or start to write it in the background."""
         state = {"plan": str(self._mesh.plan), **objects.state(), "extra": extra}
         (own, groups), ranks, fits = objects.slices(), self.ranks, False
         if in_background:
@@ -146,7 +146,7 @@ class ScriptCheckpointer(Checkpointer):
         return None if end is None else end.path
 
     def _open_background(self) -> tuple[HostCopies, RankGroup]:
-        """Return memory and group for saves in the background. All ranks call it at the first one."""
+        """Return host memory and rank group for background saves. All ranks call it at the first background save."""
         ranks, mesh = RankGroup(), self._mesh
         if mesh.world_size > 1:
             channel = StoreChannel(mesh.rank, mesh.world_size)
@@ -155,7 +155,7 @@ class ScriptCheckpointer(Checkpointer):
 
 
 def _copy_to_host(own: list[SavedSlice], copies: HostCopies) -> tuple[list[SavedSlice], bool]:
-    """Copy slices, and return True if the copy fits. If it does not, warn and return the slices."""
+    """Return copies of slices on the host and True, or, with a warning, the slices and False if memory is short."""
     try:
         return copied(own, copies), True
     except CheckpointError as error:
@@ -201,7 +201,7 @@ class ScriptState:
 
     mesh: Mesh
     seed: int
-    #: True if the consumer of `shard` leaves out batches that are stand-ins for empty ones.
+    #: True if the caller of `shard` skips placeholder batches.
     _leaves_out: bool = False
     _checkpointer: ScriptCheckpointer | None = None
 
@@ -400,16 +400,16 @@ def _listed(names: list[str]) -> str:
 
 # Conversion of scheduler states and optimizer settings to JSON values, and back.
 
-#: The tag of a table with keys that are not text, such as the milestones of MultiStepLR.
+#: Key of an object that represents a dict with keys that are not text, such as the milestones of MultiStepLR.
 _TAG = "$pairs"
-#: Entries of a parameter group to leave out: tensors, their names, and options that select an implementation.
+#: Entries of a parameter group that are not saved: tensors, their names, and options that select an implementation.
 _LEFT_OUT = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize", "elementwise"}
 )
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's `state_dict` as JSON values. Raise CheckpointError if JSON cannot hold it."""
+    """Return a scheduler's `state_dict` as JSON values. Raise CheckpointError if JSON cannot represent it."""
     kind = type(scheduler).__name__
     if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
         raise CheckpointError(f"scheduler={kind}: it has no state_dict. Give one of torch.optim.lr_scheduler.")
@@ -422,7 +422,7 @@ def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, such as learning rate and weight decay, that JSON can hold."""
+    """Return the settings of each parameter group, such as learning rate and weight decay, that JSON can represent."""
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         found.append({})

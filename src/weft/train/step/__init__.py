@@ -1,1 +1,1 @@
-"""One optimizer step, its microbatches and its diagnosis."""
+"""One optimizer step, its microbatches, and the diagnosis of failures."""

@@ -1,9 +1,9 @@
 """Check in the first step for results that depend on how the plan divides a batch: interacting samples, noise, state.
 
-A few samples run together and in two halves, each time with other seeds and without gradients. Outputs and losses must
-agree. If they do not, the same samples run again to distinguish noise from interacting samples, and to find the first
-module with a difference. Under a pipeline each stage compares its own outputs, and the last one the loss. Batch norms
-are left out: `norm_group` makes them right, and without it they have a warning already.
+A few samples run together and in two halves, each time with different seeds and without gradients. Outputs and losses
+must agree. If they do not, the same samples run again to distinguish noise from interacting samples, and to find the
+first module with a difference. Under a pipeline each stage compares its outputs, and the last stage the loss. Batch
+norms are ignored: `norm_group` makes their results independent of the plan, and without it there is a separate warning.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from weft.train.microbatches import samples_in
 from weft.train.step.pure_forward import ForwardState, traceless
 from weft.train.step.small_forwards import Probed, Ran, Small, run_each, small_batches
 
-#: Maximum bytes of buffers and tensors in attributes of a checked model: the check copies them.
+#: Maximum bytes of buffers and tensors in attributes of a checked model, because the check copies them.
 MAX_COPIED_BYTES = 2**30
-#: Relative mean differences that count as rounding, by the plan's precision. Half dtypes and TF32 use _COARSE.
+#: Relative mean differences that count as rounding, by the plan's precision. Other precisions use _COARSE.
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-4}
 _COARSE = 5e-2
-#: Kinds of causes, in the order of their warnings.
+#: Kinds of causes, in the order in which they are reported.
 _KINDS = ("hidden state", "noise", "interaction", "tensors", "attributes")
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A reason for other results. is_located: this rank found the module, or only one rank can find the cause."""
+    """A reason why results differ. is_located: this rank found the module, or only one rank can find the cause."""
 
     kind: str
     sentence: str
@@ -59,21 +59,21 @@ def check_first_batch(
 ) -> bool:
     """Warn once, on one rank, if results depend on how the plan divides a batch. All ranks must call it.
 
-    Returns True if the model runs a few samples of the batch on all ranks.
+    Returns True if the model can run a few samples of the batch on all ranks.
 
     Args:
-        model: in training.
+        model: the model, in training mode.
         forward: forward(model, batch) -> output.
-        loss_fn: (output, batch) -> (sum, number); None: the loss is not checked.
+        loss_fn: (output, batch) -> (loss sum, count); None to skip the loss.
         mesh: the ranks.
         experts: the balance of the model's experts.
         batch: the first microbatch.
-        samples: its samples.
-        stage_forward: `forward` of all stages of a pipeline but the last one.
+        samples: indices of its samples.
+        stage_forward: `forward` of all pipeline stages except the last one.
 
     Raises:
         ModelError: for an embedding whose gradients are divided by frequencies in the microbatch, and for a model that
-            the pipeline refuses.
+            the pipeline does not support.
     """
     drops, forwards, pipeline = drops_of(model), mesh.plan.microbatches_per_step, pipeline_of(model)
 
@@ -104,7 +104,6 @@ def limit_of(mesh: Mesh) -> float:
 
 
 def _check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) -> bool:
-    """See `check_first_batch`."""
     small = small_batches(batch, samples)
     is_small = ForwardState.copied_bytes(probed.model) <= MAX_COPIED_BYTES
     if not agree(mesh, small is not None and is_small, "min") or small is None:
@@ -114,12 +113,12 @@ def _check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh)
         if runs is None:
             return False
         findings = _suspected(probed, runs)
-        # Forward may communicate, so all ranks look closer, or none.
+        # Forward may communicate, so either all ranks look for causes, or none.
         looks = agree(mesh, bool(findings), "max"), agree(mesh, bool({*findings} - {"state"}), "max")
         if not looks[0]:
             return True
         causes = {cause.kind: cause for cause in find_causes(probed, small, state, runs, compares=looks[1])}
-    # Of the ranks with a cause, one that located it warns.
+    # Of the ranks that found a cause, one that located its module warns.
     order = [2.0 * mesh.world_size] * len(_KINDS)
     for place, kind in enumerate(_KINDS):
         if kind in causes:
@@ -133,11 +132,11 @@ def _check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh)
 
 
 def causes_of(probed: Probed, batch: Any) -> list[str]:
-    """Return sentences about results that depend on how a batch is divided. Runs on one process, without ranks.
+    """Return sentences about results that depend on how a batch is divided. Runs in one process.
 
     Args:
         probed: the model and its loss.
-        batch: some samples, whose tensors have a row for each.
+        batch: some samples, as tensors with one row per sample.
     """
     small = small_batches(batch, SampleNumbers(range(samples_in(batch))))
     if small is None:
@@ -173,7 +172,7 @@ def agree(mesh: Mesh, holds: bool, op: str) -> bool:
 
 
 def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
-    """Return the parts of the result (outputs, loss, number, state) that depend on the division."""
+    """Return the parts of the result (outputs, loss, number, state) that depend on how the batch is divided."""
     every, *halves = runs
     found = ["outputs"] * _outputs_differ(every, halves, probed.limit)
     if _loss_differs(every, halves, probed.limit):
@@ -185,7 +184,7 @@ def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
 
 
 def _outputs_differ(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
-    """Return True if some rows differ from the same rows in their half, among outputs that have rows for samples."""
+    """Return True if some rows differ from the same rows in their half. Only outputs with one row per sample count."""
     for half, ran in enumerate(halves):
         for output, alone in zip(every.outputs, ran.outputs, strict=False):
             if (among := _rows_of(output, alone, ran.samples, half)) is not None and _differ(among, alone, limit):
@@ -218,7 +217,7 @@ def _loss_differs(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
 
 
 def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
-    """Return True if two tensors differ by more than rounding, in the mean: a router may break a tie differently."""
+    """Return True if the mean difference of two tensors exceeds rounding. The mean tolerates ties of a router."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
@@ -228,7 +227,7 @@ def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
 
 
 def _results_differ(one: Ran, other: Ran, limit: float) -> bool:
-    """Return True if two runs of the same samples have other outputs or another loss."""
+    """Return True if two runs of the same samples have different outputs or losses."""
     if any(_differ(left, right, limit) for left, right in zip(one.outputs, other.outputs, strict=False)):
         return True
     both = one.loss, other.loss
@@ -236,7 +235,7 @@ def _results_differ(one: Ran, other: Ran, limit: float) -> bool:
 
 
 def _located(one: Ran, other: Ran, limit: float) -> str:
-    """Return the module whose results differ in two runs of the same samples, "loss_fn", or "" if it is not found."""
+    """Return the module whose results differ in two runs of the same samples, "loss_fn", or "" if none is found."""
     if any(_differ(left, right, limit) for left, right in zip(one.outputs, other.outputs, strict=False)):
         return _culprit(one, other, limit)
     return "loss_fn"
@@ -245,14 +244,14 @@ def _located(one: Ran, other: Ran, limit: float) -> str:
 def find_causes(
     probed: Probed, small: list[Small], state: ForwardState, runs: list[Ran], *, compares: bool
 ) -> list[Cause]:
-    """Return the causes, from more runs of the same samples. All ranks must call it.
+    """Run the same samples again, and return the causes of differences. All ranks must call it.
 
     Args:
         probed: the model and its loss.
         small: the samples together, and both halves.
         state: the model's state.
         runs: results of the small batches.
-        compares: the results depend on the division on some rank; False: forward changes state only.
+        compares: True if results depend on the division on some rank; False if forward only changes state.
     """
     found = _causes_of_results(probed, small, state, runs) if compares else []
     halves = run_each(probed, small[1:], state, (1, 1))
@@ -265,7 +264,7 @@ def find_causes(
 
 
 def _causes_of_results(probed: Probed, small: list[Small], state: ForwardState, runs: list[Ran]) -> list[Cause]:
-    """Return the causes for results that differ. All ranks must call it."""
+    """Return the causes of different results. All ranks must call it."""
     first = [small[1]] * 3
     again = run_each(probed, first, state, (1, 2, 1), records=True)
     still_first = run_each(probed, first[:2], state, (1, 2), still=True)
@@ -282,7 +281,7 @@ def _causes_of_results(probed: Probed, small: list[Small], state: ForwardState, 
 
 
 def _hidden(probed: Probed, runs: list[Ran]) -> Cause:
-    """Return the cause for results that change from run to run, though state and seeds are the same."""
+    """Return the cause if results change from run to run with the same state and seeds."""
     where = _located(runs[0], runs[2], probed.limit)
     return Cause(
         "hidden state",
@@ -295,7 +294,7 @@ def _hidden(probed: Probed, runs: list[Ran]) -> Cause:
 
 
 def _noise(probed: Probed, runs: list[Ran]) -> Cause:
-    """Return the cause for results that differ with another seed."""
+    """Return the cause if results change with the seed."""
     where = _located(runs[0], runs[1], probed.limit)
     by = f" ({', '.join(dict.fromkeys(runs[0].drawn))})" if runs[0].drawn else ""
     divided = f"how the plan divides a batch into {probed.parts} parts" if probed.parts > 1 else "the plan"
@@ -309,12 +308,12 @@ def _noise(probed: Probed, runs: list[Ran]) -> Cause:
 
 
 def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[Cause]:
-    """Return the cause for outputs or a loss that depend on which samples are together.
+    """Return the cause if outputs or a loss depend on which samples are in the batch.
 
     Args:
         probed: the model and its plan.
         runs: results of the samples together, and of both halves.
-        recorded: the same with inputs and outputs of modules.
+        recorded: the same runs, with inputs and outputs of modules.
     """
     if probed.parts == 1:
         return []
@@ -348,7 +347,7 @@ def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[
 
 
 def _moved_tensors(probed: Probed, runs: list[Ran], state: ForwardState) -> list[Cause]:
-    """Return the cause if forward changes buffers or parameters and the plan changes how. runs: both halves."""
+    """Return the cause if forward changes tensors of the model and the plan affects the values. runs: both halves."""
     moved = [runs[0].tensors, runs[1].tensors]
     by_data = [
         name for name, value in moved[0].items() if not torch.equal(value, moved[1].get(name, state.values_of(name)))
@@ -359,10 +358,10 @@ def _moved_tensors(probed: Probed, runs: list[Ran], state: ForwardState) -> list
 
 
 def _moved_attributes(probed: Probed, advanced: list[Ran], runs: list[Ran]) -> list[Cause]:
-    """Return the cause for attributes that change in every forward and that change the result.
+    """Return the cause if attributes change in every forward and affect the result.
 
     Args:
-        probed: the plan.
+        probed: the model and its plan.
         advanced: two runs of the same samples, the second with the attributes that the first one left.
         runs: both halves of the samples.
     """
@@ -377,7 +376,7 @@ def _moved_attributes(probed: Probed, advanced: list[Ran], runs: list[Ran]) -> l
 
 
 def _moved(probed: Probed, kind: str, what: str, names: list[str], by_data: bool) -> list[Cause]:
-    """Return the cause for state that forward changes, if the plan changes its values."""
+    """Return the cause if forward changes state to values that depend on the plan."""
     if not names or (probed.parts if by_data else probed.forwards) == 1:
         return []
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -396,16 +395,16 @@ def _moved(probed: Probed, kind: str, what: str, names: list[str], by_data: bool
 
 
 def _one_part(probed: Probed) -> str:
-    """Return the setting with which a step has one forward."""
+    """Return the plan setting under which a step has a single forward."""
     return "accumulation=1" if probed.pipeline is None else "microbatches=1"
 
 
 def _culprit(every: Ran, alone: Ran, limit: float, half: int = 0) -> str:
-    """Return the innermost module with the same inputs for its samples and other outputs, or "".
+    """Return the innermost module that gets the same inputs but returns different outputs in two runs, or "".
 
     Args:
-        every: with all samples, or with the same as `alone`.
-        alone: with one half of the samples.
+        every: run of all samples, or of the same samples as `alone`.
+        alone: run of one half of the samples.
         limit: relative difference that counts as rounding.
         half: 0 or 1.
     """

@@ -33,20 +33,21 @@ class StepCheck(Protocol):
         ...
 
     def check(self, sums: Sequence[float]) -> None:
-        """Check the sum over all ranks. All ranks call it."""
+        """Check the value, summed over all ranks. All ranks call it."""
         ...
 
 
-#: Steps between two checks. A check reads all masters once.
+#: Steps between two checks. A check reads all master weights once.
 EVERY = 50
 _MASK = 2**32 - 1
 
 
 class ReplicaWatch:
-    """Compares the master weights of ranks that must be equal, in every fiftieth step.
+    """Compares the master weights of ranks that must have equal weights, in every fiftieth step.
 
-    Nothing makes replicas equal again: each applies the same gradients to its own weights. A flipped bit in the memory
-    of one, or an optimizer that computes differently on one machine, persists and spreads through its gradients.
+    Nothing corrects a difference between replicas, because each applies the same gradients to its own weights. A
+    flipped bit in memory, or an optimizer that computes differently on one machine, persists and spreads through the
+    gradients.
     """
 
     def __init__(self, engine: DataParallel, mesh: Mesh):
@@ -58,11 +59,11 @@ class ReplicaWatch:
 
     @property
     def is_needed(self) -> bool:
-        """True if there are ranks that must be equal."""
+        """True if some ranks must have equal weights."""
         return self._axis.size > 1
 
     def value(self, batch: Any) -> torch.Tensor | None:
-        """Return a value whose sum over all ranks is zero if all are equal, or None in steps without a check."""
+        """Return a value whose sum over all ranks is zero if weights are equal, or None in steps without a check."""
         del batch
         self._steps += 1
         if self._steps % EVERY:
@@ -72,10 +73,10 @@ class ReplicaWatch:
         return torch.tensor([float(self._checksum * times)], dtype=torch.float64, device=self._mesh.device)
 
     def check(self, sums: Sequence[float]) -> None:
-        """Check the sum. All ranks call it.
+        """Check the sum of the values of all ranks. All ranks call it.
 
         Raises:
-            CommError: on all ranks, if weights differ. It names the ranks.
+            CommError: on all ranks, if weights differ. The error names the ranks.
         """
         if sums[0] == 0.0:
             return
@@ -83,7 +84,7 @@ class ReplicaWatch:
         own = torch.tensor([self._checksum], dtype=torch.int64, device=device)
         found = all_gather(own, self._axis).tolist()
         (most, number), *_ = Counter(found).most_common()
-        # 1: differs from the majority. 2: ranks differ and there is no majority.
+        # 1: this rank differs from the majority. 2: ranks differ and there is no majority.
         said = int(self._checksum != most) if 2 * number > len(found) else 2
         all_said = all_gather(torch.tensor([said], device=device), self._mesh.world).tolist()
         ranks = [str(rank) for rank, one in zip(self._mesh.world.ranks, all_said, strict=True) if one]
@@ -106,17 +107,17 @@ def checksum(tensors: list[torch.Tensor]) -> int:
 
 # Checks of the first step.
 
-#: Upper bound of fingerprints: the squares of 2**17 ranks' fingerprints sum in float64 without rounding.
+#: Upper bound of fingerprints, so that sums of squares over 2**17 ranks are exact in float64.
 _BOUND = 2**18
-#: Sampled values of each tensor.
+#: Number of sampled values per tensor.
 _LOOKED_AT = 4096
 
 
 class FirstStep:
     """Checks in a model's first step.
 
-    It refuses hooks and old parameters. It warns of results that depend on how the plan divides a batch, and of ranks
-    that read the same samples.
+    They reject unsupported hooks and outdated parameters. They warn if results depend on how the plan divides a batch,
+    or if ranks read the same samples.
 
     Args:
         checks_batch: run some small forwards, and if needed backwards, to find results that depend on the plan.
@@ -126,20 +127,20 @@ class FirstStep:
         self._model, self._passes, self._state, self._mesh = passes.model, passes, state, mesh
         self._checks_batch = checks_batch and mesh.world_size * mesh.plan.microbatches_per_step > 1
         self._checks_gradients = checks_batch
-        #: False if a few samples may fail on some pipeline stage, for which other stages would wait.
+        #: False if a few samples may fail on only one pipeline stage, for which other stages would wait.
         self._runs_few = not isinstance(passes, Pipelined)
         self._code: BackwardCode | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the code of the step's forward, loss and backward."""
+        """Record the custom code that runs in the step's forward, loss and backward."""
         refuse_hooks(self._model, self._mesh)
         self._code = BackwardCode(self._model) if self._checks_gradients else None
         with OriginalParameters.refusing_old(self._model), self._code.recording() if self._code else nullcontext():
             yield
 
     def check_batch(self, batch: Any, samples: SampleNumbers) -> None:
-        """Run some samples of the first microbatch several times, and warn of differences. All ranks must call it."""
+        """Run a few samples of the first microbatch repeatedly; warn if results differ. All ranks must call it."""
         if not self._checks_batch:
             return
         passes, loss = self._passes, self._passes.loss
@@ -153,11 +154,10 @@ class FirstStep:
     def check_gradients(
         self, compute_again: Callable[..., float], split: Callable[[], tuple[list[Any], list[SampleNumbers]]]
     ) -> None:
-        """Warn if functions and hooks that ran in the step's backward make gradients depend on the plan. All ranks must
-        call it.
+        """Warn if functions or hooks in the step's backward make gradients depend on the plan. All ranks must call it.
 
         Args:
-            split: returns the microbatches of the step and their samples.
+            split: function that returns the microbatches of the step and their samples.
         """
         if self._code is None or not needs_check(self._mesh, self._code):
             return
@@ -171,7 +171,7 @@ class FirstStep:
         check_gradients(probe, self._code, microbatches[0], samples[0])
 
     def value(self, batch: Any) -> torch.Tensor | None:
-        """Return the fingerprint of a plain batch, which the caller may have forgotten to shard."""
+        """Return the fingerprint of a plain batch, which the user may have forgotten to shard."""
         if self._mesh.data.size == 1 or isinstance(batch, Microbatches):
             return None
         return fingerprint(batch).to(self._mesh.device)
@@ -185,7 +185,7 @@ class FirstStep:
 def fingerprint(batch: Any) -> torch.Tensor:
     """Return (1, f, f squared) of an integer fingerprint f of the batch, float64; zeros for a batch without tensors.
 
-    `warn_if_identical` reads its sums over the ranks. The host does not wait for the device.
+    `warn_if_identical` checks the sums over the ranks. The host does not wait for the device.
     """
     found: Any = None
     for tensor in tensors_in(batch):
@@ -206,7 +206,7 @@ def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -
     sums: summed results of `fingerprint`. num_readers: data-parallel ranks.
     """
     num_known, total, squares = map(int, sums)
-    # Equality holds only if no number differs from the mean. They are integers, so nothing is rounded.
+    # Equality holds only if all fingerprints are equal. They are integers, so nothing is rounded.
     if num_known < num_ranks or num_ranks * squares != total**2:
         return
     warnings.warn(
@@ -219,10 +219,10 @@ def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -
 
 # Update ratio of a step: the norm of its update over the norm of the weights.
 
-#: A rank with more elements samples about this many: all of small parameters, and short, evenly spaced runs of large
-#: ones. The ratio is then a few tenths of a percent off, and sampling costs at most a thousandth of a step.
+#: A rank with more elements samples about this many: all elements of small parameters, and short, evenly spaced runs of
+#: large ones. The ratio is then a few tenths of a percent off, and sampling costs at most a thousandth of a step.
 MOST_ELEMENTS = 1 << 16
-#: Minimum of sampled elements of a parameter, and elements of a run, which fills memory lines.
+#: Minimum number of sampled elements per parameter, and length of a run, which fills memory lines.
 _LEAST, _RUN = 256, 64
 
 
@@ -248,10 +248,7 @@ class UpdateRatio:
         return lambda: _ratio(*told.values)
 
     def _sampled_views(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Return the sampled views, and the number of elements that each sampled one represents: 1-D, float64.
-
-        One pair for each device and dtype.
-        """
+        """Return, per device and dtype, the number of elements that each sampled one represents, and the views."""
         held = [(one, number) for one, number in self._engine.counted_weights() if one.is_floating_point()]
         most = max(_LEAST, MOST_ELEMENTS // max(1, len(held)))
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[float], list[int]]] = {}
@@ -267,7 +264,7 @@ class UpdateRatio:
         ]
 
     def _weights_on(self, device: torch.device, weights: list[float], counts: list[int]) -> torch.Tensor:
-        """Return one weight for each element. It is cached, because a copy from the host would wait for the device."""
+        """Repeat each weight `counts` times. Cached, because a copy from the host would wait for the device."""
         key = device, *weights, *counts
         if key not in self._weights:
             each = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
@@ -291,7 +288,7 @@ def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _stride(num_elements: int, most: int) -> int:
-    """Return the stride between sampled runs: an odd prime, so that no columns of a matrix are left out."""
+    """Return the stride between sampled runs: an odd prime, so that every column of a matrix is sampled."""
     stride = -(-num_elements // most)
     while stride > 1 and any(stride % divisor == 0 for divisor in (2, *range(3, math.isqrt(stride) + 1))):
         stride += 1

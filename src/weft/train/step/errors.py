@@ -1,4 +1,4 @@
-"""Explanation of out-of-memory errors: live bytes on this rank by class, and the smallest plan changes that would help.
+"""Explanation of out-of-memory errors: live bytes on this rank by kind, and the smallest plan changes that would help.
 
 Nothing is allocated on the device here: sizes are read from tensors that training already has.
 """
@@ -30,14 +30,14 @@ from weft.units import format_bytes, parse_bytes
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-#: Substrings of RuntimeError messages that report a lack of memory. CUDA has a separate exception.
+#: Substrings of RuntimeError messages that report a lack of memory. CUDA also has a separate exception class.
 _TEXTS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-#: "Tried to allocate 2.50 GiB" (CUDA), "you tried to allocate 1048576 bytes" (CPU).
+#: Matches "Tried to allocate 2.50 GiB" (CUDA) and "you tried to allocate 1048576 bytes" (CPU).
 _ASKED = re.compile(r"ried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)")
 
 
 class ExplainedStep(Protocol):
-    """The interface of a training step that explanations read. has_trained: a step was successful."""
+    """Interface of a training step for explanations. has_trained: True after a successful step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -45,7 +45,7 @@ class ExplainedStep(Protocol):
     has_trained: bool
 
     def local_gradients(self) -> Iterable[torch.Tensor]:
-        """The tensors of this rank's gradients, including those that no parameter's `.grad` references."""
+        """Tensors of this rank's gradients, including those that no parameter's `.grad` references."""
         ...
 
 
@@ -54,7 +54,7 @@ _S = TypeVar("_S", bound=ExplainedStep)
 
 @dataclass(frozen=True, slots=True)
 class MemoryByKind:
-    """Live bytes of training on this rank. expected_optimizer: bytes of states that the first update will create."""
+    """Live bytes of training on this rank. expected_optimizer: bytes of optimizer states that do not exist yet."""
 
     parameters: int
     gradients: int
@@ -64,15 +64,15 @@ class MemoryByKind:
 
     @property
     def total(self) -> int:
-        """Live bytes."""
+        """Total of live bytes."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 def explains_failures(call: Callable[Concatenate[_S, Any, _P], _R]) -> Callable[Concatenate[_S, Any, _P], _R]:
-    """Decorate a step's call on its batch to explain a lack of memory, and failures of the model in the first step.
+    """Decorate a step's `__call__` to explain out-of-memory errors, and failures of the model in the first step.
 
-    The call raises OutOfMemory with suggestions. It raises ModelError with module and plan, under plans that give a
-    module's forward a part of its tensors. The model's error is the cause.
+    The call then raises OutOfMemory with suggestions, or ModelError with module and plan if the plan gives a module's
+    forward only a part of its tensors. The original error is the cause.
     """
 
     @functools.wraps(call)
@@ -95,7 +95,7 @@ def explains_failures(call: Callable[Concatenate[_S, Any, _P], _R]) -> Callable[
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an exception reports that host or device memory ran out, and is not explained already."""
+    """Return True if an exception reports that host or device memory ran out, and is not explained yet."""
     if isinstance(error, OutOfMemory):
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -125,7 +125,7 @@ def live_bytes(
 
 
 def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
-    """Return the message of OutOfMemory: live bytes by class, and three changes of the plan."""
+    """Return the message of OutOfMemory: live bytes by kind, and three possible changes of the plan."""
     mesh, live = step.mesh, live_bytes(step.model, step.optimizer, step.local_gradients())
     asked = _asked(error)
     held, other, lines = _rows(mesh.device, live)
@@ -146,11 +146,11 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
     )
     missing = live.expected_optimizer + asked
     if shape is not None and tokens:
-        # The failed allocation was not the last one of the pass.
+        # The failed allocation was not the last one of the microbatch.
         whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
     facts = Facts(world_size=mesh.world_size, model=shape)
-    # This error means that the accelerator is full. Host memory can also be full of offloaded tensors.
+    # This exception means that the accelerator is full. Host memory may be full of offloaded tensors.
     can_offload = mesh.device.type != "cpu" or isinstance(error, torch.OutOfMemoryError)
     found = footprint.remedies(mesh.plan, usage, missing, facts, shape, can_offload)
     wanted = f"an allocation of {format_bytes(asked)} failed" if asked else "an allocation failed"
@@ -197,7 +197,7 @@ def _asked(error: BaseException) -> int:
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
-        # For a DTensor, this is the storage of the local shard.
+        # For a DTensor, count the storage of the local shard.
         local = getattr(tensor, "_local_tensor", tensor)
         storage = local.untyped_storage()
         if storage_key(storage) not in seen:
@@ -212,11 +212,11 @@ def _expected(optimizer: torch.optim.Optimizer, owned: list[torch.Tensor]) -> in
     return copies * sum(getattr(param, "_local_tensor", param).nbytes for param in owned)
 
 
-# Explanation of failures in the first step of models whose code needs full tensors but gets a rank's part of them.
+# Explanation of failures in the first step of models whose code needs full tensors but gets only a rank's part.
 
 
 def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | None:
-    """Return the failed module, the part of its tensors and the remedy, or None if no part or no module is found."""
+    """Return a message with the failed module, what the plan shards, and the fix; None if no module is found."""
     if isinstance(model, layers.KnownModel):
         return None  # Weft's decoders support every plan: their failure is a bug that the user cannot avoid
     parts, path = _parts(plan), _failed_module(error, model)

@@ -1,4 +1,4 @@
-"""Evaluation: the loss and the metrics over a fixed set of samples, the same number under every plan."""
+"""Evaluation: the loss and the metrics over a fixed set of samples, equal under every plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     """Compute loss and metrics of this rank's batches, summed over the data-parallel ranks. All ranks must call it.
 
     Args:
-        batches: the same number on each rank.
+        batches: this rank's batches; every rank has the same number.
     """
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
@@ -43,7 +43,8 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 
     def add(output: Any, local: Any, counts: bool) -> None:
         output = in_float32(output) if widens else output
-        # Measure stand-in batches too: measuring may run the model, whose weights other ranks gather meanwhile.
+        # Measure placeholder batches too: measuring may run the model, whose weights other ranks gather at the same
+        # time.
         found = list(task.loss(output, local))
         if task.sum_names:
             sums = task.sums(output, local)
@@ -62,7 +63,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 
 
 def evaluate_run(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Compute loss and metrics of the replicas' last common weights, on batches that the task changes as in training.
+    """Compute loss and metrics of the last synchronized weights, on batches that the task prepares as in training.
 
     Args:
         model: result of `parallelize`.
@@ -104,14 +105,14 @@ def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
 def mean_loss(
     model: nn.Module, batches: Iterable[Any], mesh: Mesh, loss_fn: LossFn, forward: ForwardFn, seed: int = 0
 ) -> tuple[float, int]:
-    """Compute the mean loss of all data-parallel ranks' batches, and the count of the mean.
+    """Compute the mean loss of all data-parallel ranks' batches, and the number of tokens or samples in the mean.
 
-    The result is equal on all ranks; it is a collective. A model with random numbers draws the same ones in every
+    All ranks must call it and get the same result. A model that uses random numbers gets the same ones in every
     evaluation.
 
     Args:
         model: result of `parallelize`.
-        batches: plain ones or `Microbatches`, the same number on each rank.
+        batches: plain batches or `Microbatches`, the same number on each rank.
         mesh: the ranks.
         loss_fn: as in `TrainStep`.
         forward: as in `TrainStep`.
@@ -149,9 +150,9 @@ def each_output(
     forward: ForwardFn,
     add: Callable[[Any, Any, bool], None],
 ) -> None:
-    """Forward each batch in evaluation mode and call `add` on each output, under a pipeline only on the last stage.
+    """Run forward on each batch in evaluation mode, and call `add` on the output; in a pipeline on the last stage only.
 
-    `add` receives the output, the batch, and a flag. The flag is False for stand-ins of microbatches without samples.
+    `add` receives the output, the batch, and a flag, which is False for a placeholder without samples.
     """
     counts = True  # of the current batch
 
@@ -184,14 +185,14 @@ def each_output(
 
 
 def counted_ranks(mesh: Mesh) -> Axis:
-    """Return the ranks whose sums are added.
+    """Return the axis over which evaluation sums are added.
 
     In a pipeline only the last stage has sums, and all stages need the result.
     """
     return mesh.batch if mesh.plan.pp == 1 else mesh["pp", "dp_replicate", "dp_shard", "cp"]
 
 
-# Forwards that a task runs outside a step: without gradients, in evaluation mode, under any plan.
+# Forwards that a task runs outside the training step: without gradients, in evaluation mode, under any plan.
 
 
 class RankForwards:
@@ -235,7 +236,7 @@ class RankForwards:
 
     @property
     def is_counted(self) -> bool:
-        """True if this rank's losses count. Of the ranks of cp, only the first one counts."""
+        """True if this rank's losses count: of the cp ranks that share a sequence, only the first counts."""
         return self._mesh["cp"].rank == 0
 
     @property
@@ -251,17 +252,17 @@ class RankForwards:
     def rows(
         self, batches: Sequence[Any], each: Callable[[Any, Any], torch.Tensor], *, of: Which = "model"
     ) -> list[torch.Tensor]:
-        """Return numbers of the rows of batches, summed over cp; 0 on ranks without the last stage.
+        """Return `each(output, batch)` per batch, a value per row, summed over cp; 0 on ranks without the last stage.
 
         Args:
             batches: the same number on each rank.
-            each: (output, this rank's part of a batch) -> numbers, (R,).
-            of: the weights that compute.
+            each: (output, this rank's part of a batch) -> values, (R,).
+            of: which weights to use: "model", "second" or "base".
         """
         model = self._second if of == "second" else self._model
         assert model is not None
         found: list[torch.Tensor] = []
-        # A stage of a pipeline may have no adapted layers.
+        # A pipeline stage may have no adapted layers.
         has_adapter = of == "base" and any(isinstance(module, AdaptedLinear) for module in model.modules())
         with without_adapter(model) if has_adapter else nullcontext():
             each_output(
@@ -281,14 +282,14 @@ class RankForwards:
             return call(self._second)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum numbers over the ranks with different samples. The result is equal on all ranks."""
+        """Sum values over the ranks with different samples. The result is equal on all ranks."""
         given = values.to(self._mesh.device, torch.float64)
         return all_reduce(given if self.is_counted else torch.zeros_like(given), counted_ranks(self._mesh))
 
     def along_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum numbers over cp, with gradients."""
+        """Sum values over cp, with gradients."""
         return sum_over(values, self._mesh["cp"])
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """Return the JSON value that the first rank's `act` returns, on all ranks."""
+        """Run `act` on the first rank, and return its JSON value on all ranks."""
         return on_first(self._mesh, act)

@@ -2,11 +2,11 @@
 
 Weft multiplies the loss by a power of two before backward, divides the gradients afterwards, and adds the gradients of
 ranks and microbatches. That equals one device if the gradient is proportional to the loss, and if the gradient of some
-samples is the sum of the gradients of their parts. Operations of torch have both properties. Custom autograd functions
-and hooks may not: they may clip, normalize or round a gradient, or add noise to it.
+samples is the sum of the gradients of their parts. torch's operations have both properties. Custom autograd functions
+and hooks may lack them: they may clip, normalize or round a gradient, or add noise to it.
 
-The first step records custom functions and hooks. Only if there are some, a few samples run forward and backward
-several times afterwards: with other scales of the loss, and in two halves.
+The first step records custom functions and hooks. If there are any, a few samples run forward and backward several
+times: with different scales of the loss, and in two halves.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from weft.train.step.batch_check import MAX_COPIED_BYTES, agree, limit_of
 from weft.train.step.pure_forward import ForwardState, owner_of_hook, traceless
 from weft.train.step.small_forwards import Small, small_batches
 
-#: Factors of the loss: powers of two, so that rounding does not change. They reach limits that gradients reach later.
+#: Factors of the loss. They are powers of two, so that rounding does not change, and large enough to reach limits such
+#: as clipping.
 _FACTORS = (2.0**-20, 2.0**20)
-#: The same under fp16, whose gradients have a small range.
+#: Factors of the loss under fp16, whose gradients have a small range.
 _HALF_FACTORS = (2.0**-4,)
-#: Models with more parameters are not run on two samples if a microbatch has one: activations need twice the memory.
+#: Larger models are not run on two samples if a microbatch has one, because activations need twice the memory.
 _MOST_PARAMETERS = 10**8
-#: Elements of a gradient that are compared by one sum, and the number of sums with random weights.
+#: Elements of a gradient that each sum combines, and the number of sums with random weights.
 _CHUNK, _SUMS = 4096, 4
-#: Chunks of a gradient that are copied to float64 at a time.
+#: Chunks of a gradient that are converted to float64 at a time.
 _CHUNKS = 2**10
-#: Modules whose functions are linear and keep samples apart.
+#: Modules whose autograd functions are known to be linear and to keep samples separate.
 _TRUSTED = ("torch.", "weft.")
-#: Methods of graph nodes that add hooks. Their calls are not recorded, so code is searched for their names.
+#: Methods of graph nodes that add hooks. Their calls cannot be recorded, so the code is searched for these names.
 _NODE_HOOKS = {"register_prehook", "register_multi_grad_hook"}
 
 
@@ -89,7 +90,7 @@ class BackwardCode:
                 self.found.setdefault(f"a hook of the parameter {name}")
 
     def _add(self, function: type) -> None:
-        # Operators of torch.library have a class of torch._library, whichever package registered them.
+        # Operators of torch.library have a class of torch._library, in whichever package they are defined.
         is_operator = function.__module__.startswith("torch._library")
         name = function.__name__.removeprefix("GeneratedBackwardFor_")
         if not _is_weft_operator(name) if is_operator else not function.__module__.startswith(_TRUSTED):
@@ -102,15 +103,15 @@ class BackwardCode:
 
 @dataclass(frozen=True, slots=True)
 class GradientProbe:
-    """The model of a check of gradients, and the function that computes them.
+    """The model whose gradients are checked, and the function that computes them.
 
     Attributes:
-        model: in training.
+        model: the model, in training mode.
         mesh: the ranks.
         compute: (microbatches, factor of the loss, seed of random numbers in backward) -> loss sum over all ranks and
             this rank's gradients. All ranks must call it.
         adds_up: False if the loss of a batch is not the sum of the losses of its parts.
-        runs_few: False if a few samples may fail on some pipeline stage, for which other stages would wait.
+        runs_few: False if a few samples may fail on only one pipeline stage, for which other stages would wait.
     """
 
     model: nn.Module
@@ -120,9 +121,7 @@ class GradientProbe:
     runs_few: bool = True
 
     def run(self, small: Small, factor: float, seed: int) -> tuple[float, Tensor]:
-        """Return the loss sum and sums of gradients, divided by `factor`, from the model's state. All ranks must call
-        it.
-        """
+        """Return the loss sum and sums of gradients, divided by `factor`, from the same state. All ranks call it."""
         count = self.mesh.plan.microbatches_per_step
         batches = Microbatches([small.batch] * count, [small.samples.numbers] * count)
         eager = torch.compiler.set_stance("force_eager") if self.mesh.plan.compile else nullcontext()
@@ -140,7 +139,7 @@ def needs_check(mesh: Mesh, code: BackwardCode) -> bool:
     """
     if mesh.plan.compress != "none":  # rounds gradients more than this check tolerates
         return False
-    # Compiled code calls no custom functions: only a run without it finds them.
+    # Compiled code does not call custom functions: only a run without compilation finds them.
     return mesh.plan.compile or agree(mesh, bool(code.found), "max")
 
 
@@ -153,7 +152,7 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
         probe: the model and its gradients.
         code: the functions and hooks that the first step ran.
         batch: the first microbatch.
-        samples: its samples.
+        samples: indices of its samples.
     """
     mesh, plan = probe.mesh, probe.mesh.plan
     is_small = ForwardState.copied_bytes(probe.model) <= MAX_COPIED_BYTES
@@ -170,10 +169,10 @@ def check_gradients(probe: GradientProbe, code: BackwardCode, batch: Any, sample
         small, first = [Small(batch, samples)], None
     if plan.compile and not agree(mesh, bool(code.found), "max"):
         return
-    # Gradients do not show which stage changed them.
+    # Name the code of all ranks, because gradients do not show which stage changed them.
     names = ", ".join(dict.fromkeys(filter(None, gather_json(str(code), mesh["pp"], mesh.device))))
     cause = _cause(probe, small, names, first or probe.run(small[0], 1.0, 1))
-    # Of the ranks that ran such code, the first warns.
+    # The first rank that ran such code warns.
     mine = torch.tensor(mesh.rank if cause and names else 2**40, dtype=torch.float64, device=mesh.device)
     if cause and mesh.rank == int(all_reduce(mine, mesh.world, "min") if mesh.world_size > 1 else mine):
         warnings.warn(cause, WeftWarning, stacklevel=6)
@@ -194,9 +193,9 @@ def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tupl
 
     Args:
         probe: the model and its gradients.
-        small: some samples, and both halves of them; or one microbatch.
+        small: some samples and both halves of them, or one microbatch.
         names: functions and hooks in backward.
-        first: loss sum and gradients of the former.
+        first: loss sum and sums of gradients of `small[0]`.
     """
     mesh = probe.mesh
     limit = limit_of(mesh) * (4 if mesh.plan.precision == "fp8" else 1)
@@ -227,8 +226,7 @@ def _cause(probe: GradientProbe, small: Sequence[Small], names: str, first: tupl
 
 
 def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse hooks of parameters that the plan does not run, or that run on a part of the gradient. All ranks must call
-    it.
+    """Raise an error for parameter hooks that the plan skips, or runs on partial gradients. All ranks must call it.
 
     Raises:
         ModelError: with the parameter, on all pipeline stages.
@@ -251,7 +249,7 @@ def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _is_weft_operator(name: str) -> bool:
-    """Return True for `weft_<operator>_<overload>`, the name that torch derives for an operator of Weft."""
+    """Return True for `weft_<operator>_<overload>`, the function name that torch derives for Weft's operators."""
     # A user's namespace may also begin with "weft_".
     return name.startswith("weft_") and hasattr(torch.ops.weft, name.removeprefix("weft_").rpartition("_")[0])
 
@@ -269,7 +267,7 @@ def _name_of(hook: Any) -> str:
 
 @functools.cache
 def _names_in_code(kind: type) -> frozenset[str]:
-    """Return the names that the methods of a module's classes use, except classes of torch and Weft."""
+    """Return the names that the code of a module's classes uses, except code of torch and Weft."""
     own = [one for one in kind.__mro__ if not f"{one.__module__}.".startswith((*_TRUSTED, "builtins."))]
     methods = [getattr(value, "__func__", value) for one in own for value in vars(one).values()]
     return frozenset(name for one in methods if isinstance(one, types.FunctionType) for name in one.__code__.co_names)
@@ -278,7 +276,7 @@ def _names_in_code(kind: type) -> frozenset[str]:
 def _sums(grads: Sequence[Tensor]) -> Tensor:
     """Return sums with random weights over chunks of the gradients, and their norms: float64 (chunks, sums + 1).
 
-    Sums are linear in the gradients, and need little memory.
+    The sums are linear in the gradients, and need little memory.
     """
     found = [torch.zeros(0, _SUMS + 1, dtype=torch.float64)]
     generator = torch.Generator().manual_seed(0)
@@ -294,10 +292,10 @@ def _sums(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
-    """Return True if gradients differ by more than rounding, by their `_sums`."""
+    """Return True if gradients differ by more than rounding, according to their `_sums`."""
     if one.shape != other.shape or not len(one):
         return False
     norms = torch.maximum(one[:, -1], other[:, -1].abs())
     differences = (one - other)[:, :-1].abs().amax(1)
-    # A gradient whose true value is zero consists of rounding errors of larger ones.
+    # A gradient that should be zero consists of the rounding errors of larger terms.
     return not bool((differences <= limit * (norms + 0.1 * norms.max())).all())

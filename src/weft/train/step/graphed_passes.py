@@ -1,4 +1,4 @@
-"""CUDA graph capture and replay of microbatch forward and backward passes."""
+"""CUDA graph capture and replay of a microbatch's forward and backward."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from weft.train.losses import CheckedLoss
 from weft.train.microbatches import ForwardFn
 from weft.train.step.passes import Accumulate, Work
 
-# A batch in persistent memory, into which others of the same shapes are copied.
+# A batch in persistent memory, into which other batches of the same shapes are copied.
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def shape_of(batch: Any) -> Hashable | None:
-    """Return a key that is equal for batches that the same kernels can compute, or None if it cannot be determined.
+    """Return a key that is equal for batches that one recorded graph can process, or None if there is no such key.
 
     The key contains shapes, strides and dtypes of tensors, their positions in containers, and all other values.
     """
@@ -57,7 +57,7 @@ def shape_of(batch: Any) -> Hashable | None:
 class FixedBatch:
     """Persistent memory for batches of one shape.
 
-    Code that reads values on the host registers a check, which runs on each new batch. batch: the model's input.
+    Code that reads values on the host registers a check, which runs on each new batch. batch: example of the shape.
     """
 
     def __init__(self, like: Any):
@@ -65,7 +65,7 @@ class FixedBatch:
         self._tensors = list(tensors_in(self.batch))
 
     def fill(self, batch: Any) -> None:
-        """Copy a batch of the same shape, on the same device, after its checks."""
+        """Check a batch of the same shape, on the same device, and copy it into the memory."""
         for mine, given in zip(self._tensors, tensors_in(batch), strict=True):
             check_batch(mine, given)
             mine.copy_(given)
@@ -77,21 +77,21 @@ def _memory(tensor: Tensor) -> Tensor:
     return found
 
 
-# Recorded forward and backward passes: one for each batch shape and each position in a step.
+# Recorded forward and backward passes: one per batch shape and position in a step.
 
 #: Eager passes before a recording.
 WARM_UPS = 2
-#: Maximum number of recorded shapes, and of recordings: a shape has one for each position in a step.
+#: Maximum number of recorded shapes, and of recordings: a shape has one per position in a step.
 MOST_SHAPES, MOST_RECORDINGS = 8, 32
-#: Maximum number of passes that are counted before they are recorded.
+#: Maximum number of different passes that are counted before they are recorded.
 _MOST_SEEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchInputs:
-    """The inputs that change from one pass to the next.
+    """Inputs of a pass (forward and backward of a microbatch).
 
-    batch: on the device. samples: samples of the batch. key: key of the step's dropout. scale: factor of the loss.
+    batch: on the device. samples: indices of its samples. key: dropout key of the step. scale: factor of the loss.
     """
 
     batch: Any
@@ -101,7 +101,7 @@ class MicrobatchInputs:
 
 
 class _PassMemory:
-    """The memory of a recording's inputs. like: inputs of any pass of its shape. drops: the model's dropout."""
+    """Persistent memory of a recording's inputs. like: example inputs. drops: the model's dropout."""
 
     def __init__(self, like: MicrobatchInputs, drops: Drops | None, device: torch.device):
         self.batch = FixedBatch(like.batch)
@@ -131,12 +131,12 @@ class _Pass:
     end: PassEnd
 
 
-#: (batch, 0-d factor of the loss) -> sum of losses and number, (2,) float64. Runs forward and backward.
+#: (batch, 0-d factor of the loss) -> loss sum and count, (2,) float64. Runs forward and backward.
 Compute = Callable[[Any, Tensor], Tensor]
 
 
 class GraphedPasses:
-    """Runs passes by graph replay, if possible.
+    """Runs the forward and backward of microbatches by graph replay, if possible.
 
     Args:
         speaks: if True, this rank logs passes that are not recorded.
@@ -162,9 +162,9 @@ class GraphedPasses:
         self.num_replays = 0
 
     def run(self, given: MicrobatchInputs, compute: Compute, *, last: bool) -> Tensor | None:
-        """Run one microbatch and return sum of losses and number, (2,) float64.
+        """Run one microbatch and return loss sum and count, (2,) float64.
 
-        It returns None if the pass cannot be replayed. The caller then runs it eagerly.
+        Returns None if it cannot be replayed. The caller then runs it eagerly.
 
         Args:
             compute: runs forward and backward of a batch. It is recorded, and not called in a replay.
@@ -187,7 +187,7 @@ class GraphedPasses:
 
     def _found(self, given: MicrobatchInputs, last: bool) -> Hashable | None:
         if given.samples.is_empty:
-            return None  # a stand-in at the end of an epoch
+            return None  # a placeholder at the end of an epoch
         shape = shape_of(given.batch)
         if shape is None:
             self._warn_once("batches have other values than tensors, numbers and text, so nothing is recorded")
@@ -244,7 +244,7 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
     """Build the graph runner of a model under graphs=on, and enable recording of its optimizer's steps.
 
     Args:
-        recorder: records graphs; None for CUDA's.
+        recorder: records graphs; None for CUDA graphs.
         compares: if True, the loss compares samples of several microbatches.
 
     Raises:
@@ -270,7 +270,7 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
 
 
 class Graphed(Accumulate):
-    """One microbatch after another, each as one graph launch if its pass is recorded.
+    """Runs one microbatch after another, each as one graph launch if its pass is recorded.
 
     graphs: the recorded passes.
     """

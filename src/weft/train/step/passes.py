@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step's microbatches, and the state of the model that follows them."""
+"""Forward and backward passes of a step's microbatches, and the model state that they change."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from weft.parallel.tensor.language_head import expect_labels
 from weft.train.losses import CheckedLoss, Features, GlobalBatchLoss, LossFn, is_own_code
 from weft.train.microbatches import ForwardFn, call_model
 
-# State that follows microbatches.
+# Model state that depends on the microbatches of a step.
 
 
 class Statistics(Protocol):
-    """Counts of a step that change the model without a gradient: router biases, running means of batch norms."""
+    """Counts of a step that change the model without a gradient: router biases, running statistics of batch norms."""
 
     def begin(self, scale: float | Tensor) -> None: ...
 
@@ -42,7 +42,7 @@ class Statistics(Protocol):
 class Draws:
     """Random numbers of one step.
 
-    key: key of dropout. seeds: a seed for each microbatch, or None. seed_with: seeds the generators.
+    key: dropout key. seeds: a seed per microbatch, or None. seed_with: function that seeds the generators.
     """
 
     key: int
@@ -56,7 +56,7 @@ class Draws:
 
 
 class ModelState:
-    """State of a model that follows microbatches: its mode, random numbers, batch norm groups and routers.
+    """Model state that depends on the microbatches: training mode, random numbers, batch norm groups and routers.
 
     Args:
         forward: forward(model, batch) -> output, or None.
@@ -78,13 +78,13 @@ class ModelState:
         return preserve_generators(self._device) if seeds is None else nullcontext()
 
     def draws(self, samples: Sequence[SampleNumbers], seeds: Sequence[int] | None, key: int | None) -> Draws:
-        """Begin the random numbers of a step, from the caller's seeds and key of dropout, or derived ones."""
+        """Begin the random numbers of a step, from the caller's seeds and dropout key, or from derived ones."""
         drops = self._drops
         if drops is None:
             return Draws(key or 0, seeds, torch.manual_seed)
         key, drops.places_noise = drops.next_key() if key is None else key, seeds is None
         if seeds is not None:
-            # Other threads of the caller may use numpy's and Python's generators.
+            # Seed only torch: other threads of the caller may use numpy's and Python's generators.
             return Draws(key, seeds, torch.manual_seed)
         return Draws(key, [drops.seed_at(key, one, self._model) for one in samples], seed_generators)
 
@@ -94,7 +94,7 @@ class ModelState:
             one.begin(scale)
 
     def inside(self, samples: Sequence[SampleNumbers], key: int) -> Inside:
-        """Return a function from a microbatch's index to the context manager of its forward."""
+        """Return a function from a microbatch's index to the context manager in which its forward runs."""
         drops, norms = self._drops, self._norms
 
         @contextmanager
@@ -104,33 +104,33 @@ class ModelState:
                     stack.enter_context(drops.microbatch(key, samples[index]))
                 if norms is not None:
                     stack.enter_context(norms.microbatch(samples[index], index))
-                if not samples[index].numbers:  # a stand-in
+                if not samples[index].numbers:  # a placeholder
                     stack.enter_context(self.experts.leaving_out())
                 yield
 
         return inside
 
     def start(self) -> None:
-        """Start the sums of statistics over the ranks. All ranks call it."""
+        """Start to sum the statistics over the ranks. All ranks call it."""
         for one in self._statistics:
             one.start()
 
     def finish(self, moved: bool | Tensor) -> None:
-        """Change the model by its statistics. moved: True if the step was applied, 0-d if only the device has it."""
+        """Update the model by its statistics. moved: True if the step was applied, 0-d if only the device has it."""
         for one in self._statistics:
             one.finish(moved=moved)
 
 
-# Strategies.
+# Ways to run the microbatches.
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Inputs of a step's passes.
 
-    `loss` and `inside` give the loss and the context of a microbatch by its index. `losses` receives sum and count of
-    each microbatch's losses. Passes add the loss sum and the number of tokens to `sums`, (2,) float64. The loss is
-    multiplied by `scale` before backward. With `may_replay`, a recorded graph may run instead of the model's code.
+    `loss` and `inside` return the loss function and the context of a microbatch by its index. Sum and count of each
+    microbatch's losses are stored in `losses`, and added to `sums`, (2,) float64. The loss is multiplied by `scale`
+    before backward. With `may_replay`, a recorded graph may run instead of the model's code.
     """
 
     microbatches: Sequence[Any]
@@ -145,7 +145,7 @@ class Work:
 
 
 class Accumulate:
-    """Forward and backward of one microbatch after another, whose gradients add up.
+    """Runs forward and backward of one microbatch after another, and accumulates gradients.
 
     Args:
         forward: forward(model, batch) -> output; None selects the inputs from the batch.
@@ -163,7 +163,7 @@ class Accumulate:
             self.run_one(work, index)
 
     def run_one(self, work: Work, index: int) -> None:
-        """Run a microbatch whose generators are seeded."""
+        """Run one microbatch, after the generators have been seeded."""
         last = index == len(work.microbatches) - 1
         with self.engine.microbatch(last), self.sharded_sequences(), work.inside(index):
             microbatch = self.shard(work.microbatches[index])
@@ -177,21 +177,21 @@ class Accumulate:
                 (loss_sum * work.scale).backward()
 
     def with_labels(self, model: nn.Module, microbatch: Any) -> Any:
-        """Run forward with a head that may return the loss directly."""
+        """Run forward such that the head may use the labels and return the loss instead of logits."""
         with expect_labels(model, self.loss.loss_fn, microbatch):
             return self.forward(model, microbatch)
 
     def shard(self, microbatch: Any) -> Any:
-        """Return this rank's tokens of a microbatch."""
+        """Return this rank's tokens of a microbatch, if sequences are sharded."""
         return microbatch if self._context is None else self._context.shard(microbatch)
 
     def sharded_sequences(self) -> AbstractContextManager[None]:
-        """Return the context in which the model takes what `shard` returns."""
+        """Return the context in which the model accepts the result of `shard`."""
         return nullcontext() if self._context is None else self._context.use()
 
 
 class AccumulateCompared(Accumulate):
-    """The same for a loss that compares all samples of the global batch, whose features a first pass computes."""
+    """Like `Accumulate`, for a loss that compares all samples of the global batch. A first pass computes features."""
 
     def __init__(
         self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, *,
@@ -213,7 +213,7 @@ class AccumulateCompared(Accumulate):
 
 
 class Pipelined(Accumulate):
-    """All microbatches by the pipeline's schedule."""
+    """Runs all microbatches by the pipeline's schedule."""
 
     def __init__(
         self, model: nn.Module, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, pipeline: Pipeline
@@ -222,11 +222,11 @@ class Pipelined(Accumulate):
         self._pipeline = pipeline
 
     def run(self, work: Work) -> None:
-        """Run the stages of this rank. A collective over pp."""
+        """Run this rank's pipeline stages. All ranks of pp must call it."""
         parts = [self.shard(microbatch) for microbatch in work.microbatches]
         stages = StepWork(
             parts, self.forward, self.with_labels, work.loss, work.scale, work.sums, work.draws.seeds, work.inside
         )
-        # One engine pass: the gradients of all microbatches are one sum, in any order of the schedule.
+        # All microbatches count as one for the engine: their gradients are one sum, whatever the order of the schedule.
         with self.engine.microbatch(last=True), self.sharded_sequences():
             self._pipeline.step(stages, self.meter)

@@ -1,4 +1,4 @@
-"""Forwards without side effects: buffers, attributes and generators are restored, users' hooks do not run."""
+"""Forwards without side effects: buffers, attributes and generators are restored, and users' hooks do not run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from weft.data.random_state import seed_generators
 from weft.models.initialize import BATCH_NORMS
 
-#: Containers whose contents are restored. For other attributes, only the reference is restored.
+#: Containers whose contents are restored. Of other attributes, only the reference is restored.
 _CONTAINERS = (list, dict, set, deque)
 #: Types that are compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-#: Attributes that engines change while a forward runs.
+#: Attributes that Weft changes while a forward runs.
 _KEPT = frozenset({"_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-#: Modules whose hooks are parts of the forward.
+#: Modules whose hooks belong to the forward.
 _OWNERS = ("torch.", "weft.")
 
 
 class ForwardState:
-    """State of a model before a forward: attributes, buffers, generators in attributes, and parameters.
+    """State of a model before a forward: attributes, buffers, random generators in attributes, and parameters.
 
     Buffers and tensors in attributes are copied. A parameter is copied by `before_write`, when forward writes to it.
     """
@@ -62,7 +62,7 @@ class ForwardState:
             one.manual_seed(seed) if isinstance(one, torch.Generator) else one.seed(seed)
 
     def before_write(self, tensor: Any) -> None:
-        """Copy the parameters whose memory a tensor shares, before a function writes to the tensor."""
+        """Copy the parameters that share memory with a tensor, before a function writes to the tensor."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             return
         first, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
@@ -74,7 +74,7 @@ class ForwardState:
 
     @torch.no_grad()
     def restore(self, *, attributes: bool = True) -> None:
-        """Restore the state. attributes=False: attributes keep their current values."""
+        """Restore the state. With attributes=False, attributes keep their current values."""
         for module, known in self._registered:
             vars(module)["_buffers"].clear()
             vars(module)["_buffers"].update(known)
@@ -157,9 +157,9 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def traceless(model: nn.Module, *, runs_hooks: bool = False) -> Iterator[ForwardState]:
-    """Restore the state of modules and generators afterwards; batch norms use their running statistics inside.
+    """Run forwards without side effects inside this context: the state of modules and generators is restored on exit.
 
-    Yields the state. Users' hooks run inside only if `runs_hooks`. Gradients are off.
+    Yields the state. Batch norms use running statistics, gradients are off, and users' hooks run only if `runs_hooks`.
     """
     norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.training]
     for norm in norms:
@@ -218,7 +218,7 @@ def _restore(module: nn.Module, values: dict[str, tuple[Any, Any]], before: set[
 
 
 def _without_users_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """Remove the hooks that are neither torch's nor Weft's. Returns all hooks."""
+    """Remove the hooks that are neither torch's nor Weft's, and return all original hooks."""
     found: dict[str, dict[int, Any]] = {}
     for name in _HOOKS:
         hooks = vars(module)[name]
@@ -230,7 +230,7 @@ def _without_users_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
 
 
 def owner_of_hook(hook: Any) -> str:
-    """Return the module that defines a hook."""
+    """Return the name of the Python module that defines a hook."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__module__", None) or type(hook).__module__

@@ -1,4 +1,4 @@
-"""Small forwards of a model for the check of its first batch: some samples together and in halves, from the same state.
+"""Small forwards for the check of the first batch: some samples together and in halves, from the same model state.
 
 Under a pipeline all ranks run each small forward stage after stage. After each stage they exchange a status, so that no
 rank waits for one that failed.
@@ -27,7 +27,7 @@ from weft.private_torch import tree_leaves
 from weft.train.microbatches import samples_in, split_rows
 from weft.train.step.pure_forward import ForwardState, changed_attributes
 
-#: Samples that run together; half of them run alone.
+#: Number of samples that run together; each half also runs separately.
 _SAMPLES = 4
 
 _DRAWING = {
@@ -41,7 +41,7 @@ _DROPPING = {
     torch.dropout, torch.feature_dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d,
     F.alpha_dropout, F.feature_alpha_dropout,
 }  # fmt: skip
-#: Functions whose gradient may depend on the other samples, and the sentences of their refusal.
+#: Functions whose gradient may depend on other samples, and the error messages for them.
 _BY_FREQUENCY = (F.embedding, F.embedding_bag)
 _REFUSALS = tuple(frequency_refusal(f"F.{function.__name__}") for function in _BY_FREQUENCY)
 
@@ -51,17 +51,17 @@ class Probed:
     """Settings of a check.
 
     Attributes:
-        model: in training.
+        model: the model, in training mode.
         forward: forward(model, batch) -> output.
-        loss_fn: (output, batch) -> (sum, number); None: the loss is left out.
-        inside: returns the context for a forward of some samples.
+        loss_fn: (output, batch) -> (loss sum, count); None to skip the loss.
+        inside: function that returns the context for a forward of some samples.
         limit: relative difference that counts as rounding.
-        parts: number of parts that the plan divides a batch into.
-        forwards: forwards in one step on one rank.
-        mesh: the ranks that run the same forwards; None: this process alone.
-        pipeline: runs the model's stages; None: the model is not divided into stages.
-        stage_forward: `forward` of all stages but the last one.
-        has_gradients: forwards run with gradients, for a model that needs them in forward.
+        parts: number of parts into which the plan divides a batch.
+        forwards: number of forwards per step on one rank.
+        mesh: the ranks that run the same forwards; None for this process alone.
+        pipeline: runs the model's stages; None if the model is not divided into stages.
+        stage_forward: `forward` of all stages except the last one.
+        has_gradients: run forwards with gradients, for a model that needs them in forward.
     """
 
     model: nn.Module
@@ -77,7 +77,7 @@ class Probed:
     has_gradients: bool = False
 
     def results(self, batch: Any) -> tuple[Any, Any]:
-        """Return this rank's results for a batch, and the loss function's result or None."""
+        """Return this rank's output for a batch, and the loss function's result or None."""
         if self.pipeline is None:
             made = output = self.forward(self.model, batch)
         else:
@@ -108,16 +108,16 @@ class Probed:
 
 
 class RefusedGradient(ModelError):
-    """The gradient of a function depends on how often an index is in the microbatch."""
+    """Raised if the gradient of a function depends on how often an index is in the microbatch."""
 
 
 class ForwardFailed(Exception):
-    """A small forward failed on some rank. The step itself reports failures of the full batch."""
+    """Raised if a small forward failed on some rank. The step itself reports failures of the full batch."""
 
 
 @dataclass(slots=True)
 class Ran:
-    """One small forward: tensors of the output, the loss, and inputs and outputs of modules, if recorded.
+    """Result of a small forward: tensors of the output, the loss, and inputs and outputs of modules if recorded.
 
     tensors: buffers and parameters that it changed. attributes: other attributes that it changed.
     """
@@ -134,23 +134,23 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """Some samples of a microbatch, and their numbers in the global batch."""
+    """Some samples of a microbatch, and their indices in the global batch."""
 
     batch: Any
     samples: SampleNumbers
 
 
 def small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
-    """Return some samples together, and both halves; None if the rows of the batch are not its samples.
+    """Return some samples together, and both halves of them; None if the rows of the batch are not its samples.
 
-    Of too few samples, variants with shifted contents are added: batch statistics need two samples in a half.
+    If there are too few samples, variants with shifted contents are added, because batch statistics need two per half.
     """
     count = len(samples.numbers)
     if not count or samples.rows or samples_in(batch) != count:
         return None
     numbers: Sequence[int] = samples.numbers[:_SAMPLES]
     try:
-        # A microbatch of one sample runs with two only, because they need less memory than its backward.
+        # For a microbatch of one sample, use only two samples: they need less memory than its backward.
         every = _SAMPLES if count > 1 else 2
         if count < every:
             batch, numbers = _longer(batch, count), range(numbers[0], numbers[0] + every)
@@ -162,7 +162,7 @@ def small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
 
 
 def _longer(batch: Any, count: int) -> Any:
-    """Return the samples, and variants of them after them."""
+    """Return the samples, followed by variants of them with shifted contents."""
 
     def longer(one: Tensor) -> Tensor:
         if not one.ndim or len(one) != count:
@@ -212,8 +212,8 @@ def _run(
 ) -> Ran:
     """Run one small batch from the saved state.
 
-    still: random functions return constants. records: inputs and outputs of modules are recorded. advanced: attributes
-    keep their current values.
+    still: make random functions return constants. records: record inputs and outputs of modules. advanced: keep the
+    current values of attributes.
     """
     state.restore(attributes=not advanced)
     state.seed(seed)
@@ -235,7 +235,7 @@ def _run(
 
 
 def _record(model: nn.Module, ran: Ran) -> list[Any]:
-    """Record inputs and outputs of every module, in the order in which calls end."""
+    """Record inputs and outputs of every module, in the order in which calls return."""
 
     def hook_of(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -253,8 +253,8 @@ def _record(model: nn.Module, ran: Ran) -> list[Any]:
 class _Calls(TorchFunctionMode):
     """Watches the functions of a forward.
 
-    It records those that draw random numbers, copies parameters before a function writes to them, and refuses gradients
-    by frequency. still: draws are constants.
+    It records functions that use random numbers, copies parameters before a function writes to them, and rejects
+    gradients that depend on index frequency. still: random functions return constants.
     """
 
     def __init__(self, still: bool, state: ForwardState):
@@ -278,7 +278,7 @@ class _Calls(TorchFunctionMode):
 
     @staticmethod
     def _drops(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Return True if a call of a dropout function drops something. Other functions always draw."""
+        """Return True if a dropout call has a rate above 0. Other random functions always count."""
         if func not in _DROPPING:
             return True
         training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else func is not F.dropout))
@@ -286,7 +286,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _constant(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of a random function with a constant instead of random values."""
+    """Return the result of a random function, with a constant instead of random values."""
     if func in _DROPPING:
         return args[0] if args else kwargs["input"]
     drawn = func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The event of a failed step, from the ranks' findings: it names module, rank and samples."""
+"""The event that describes a failed step, made from the ranks' findings: module, rank and samples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from weft.train.engine import TraceKind
 
-#: No sample is an outlier unless the highest loss exceeds the median of the others by this factor.
+#: A sample is an outlier only if its loss exceeds the median of the others by this factor.
 _STANDS_OUT = 1.5
-#: A module is named for a spike if its output is larger or smaller than for other samples by this factor.
+#: For a loss spike, a module is named if its output is larger or smaller than for other samples by this factor.
 _UNUSUAL = 2.0
 _MOST_NAMED = 8
 
@@ -27,7 +27,7 @@ class LossPart:
 
     @classmethod
     def joined(cls, parts: Sequence[LossPart]) -> LossPart:
-        """Combine the results of ranks that compute the same samples."""
+        """Combine the results of ranks that compute parts of the same samples."""
         return cls(
             math.fsum(part.loss_sum for part in parts)
             if all(math.isfinite(part.loss_sum) for part in parts)
@@ -38,17 +38,17 @@ class LossPart:
 
     @property
     def is_bad(self) -> bool:
-        """True if a value was not finite."""
+        """True if a value is not finite."""
         return not (self.is_finite and math.isfinite(self.loss_sum))
 
     @property
     def mean(self) -> float:
-        """The mean loss, or a value below all others without losses."""
+        """The mean loss, or a value below all others if there are no losses."""
         return self.loss_sum / self.count if self.count else -math.inf
 
 
 def worst(parts: Sequence[LossPart]) -> int:
-    """Return the index of the first part that is not finite, or of the highest mean loss."""
+    """Return the index of the first part that is not finite, or else of the part with the highest mean loss."""
     bad = [place for place, part in enumerate(parts) if part.is_bad]
     return bad[0] if bad else max(range(len(parts)), key=lambda place: parts[place].mean)
 
@@ -57,12 +57,12 @@ def worst(parts: Sequence[LossPart]) -> int:
 class RankFinding:
     """One rank's findings about the samples that it recomputed.
 
-    data, stage, place: the rank's index among the ranks with different samples, in the pipeline, and within its stage.
+    data, stage, place: index of the rank among ranks with different samples, in the pipeline, and within its stage.
     order, module: index and module of the first call with a nonfinite output; -1 if all were finite.
-    got_finite: True if that module's input was finite. input_finite: True if the batch was finite. weights, gradients:
-    parameters with nonfinite values on this rank.
+    got_finite: True if the input of that module was finite. input_finite: True if the batch was finite. weights,
+    gradients: parameters with nonfinite values on this rank.
     sizes: sizes of modules' outputs, if this rank has no other samples to compare with.
-    unusual: (module, size, usual size), or None. error: the reason for missing results.
+    unusual: (module, size, usual size) or None. error: why results are missing, or "".
     """
 
     data: int
@@ -83,8 +83,8 @@ class RankFinding:
 class TracedSamples:
     """The samples that caused the failure. data: index of the ranks that read them.
 
-    losses: losses of all compared samples. numbers: indices in the global batch. all_bad: True if all compared samples
-    are equally bad.
+    losses: losses of all compared samples. numbers: indices of the samples in the global batch. all_bad: True if all
+    compared samples are equally bad.
     """
 
     data: int
@@ -96,7 +96,7 @@ class TracedSamples:
 
 
 def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFinding]) -> dict[str, Any]:
-    """Return cause, module, rank, parameters, figures and text."""
+    """Return the event's fields: cause, module, rank, parameters, numbers and text."""
     failed = next((one.error for one in findings if one.error), "")
     ranks = [rank for rank, one in enumerate(findings) if one.data == samples.data]
     first = ranks[0]
@@ -142,7 +142,7 @@ def _of_module(
 
 
 def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
-    """Return the event of the first nonfinite gradient of backward: the last one in the model's order."""
+    """Return the event of the first nonfinite gradient in backward, which is the last one in the model's order."""
     held = [rank for rank, one in enumerate(findings) if one.gradients]
     text = "the loss and the outputs of all modules are finite, but the gradient is not"
     if not held:
@@ -154,7 +154,7 @@ def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
 
 
 def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Sequence[int]) -> dict[str, Any]:
-    # Without the highest loss, which belongs to these samples.
+    # Losses without the highest one, which belongs to these samples.
     others = sorted(loss for loss in samples.losses if math.isfinite(loss))[:-1]
     usual = statistics.median(others) if others else None
     rank, found = ranks[0], None
@@ -187,7 +187,7 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
 
 
 def _compared_with_others(own: RankFinding, findings: Sequence[RankFinding]) -> Sequence[Any] | None:
-    """Return (module, size, usual), compared with ranks that ran the same part of the model on other samples."""
+    """Compare with ranks that ran the same part of the model on other samples; return (module, size, usual) or None."""
     peers = [
         one.sizes for one in findings
         if one.sizes and one.data != own.data and (one.stage, one.place) == (own.stage, own.place)
@@ -207,7 +207,7 @@ def unusual(sizes: Mapping[str, float], others: Sequence[Mapping[str, float]]) -
         known = [one[module] for one in others if module in one and math.isfinite(one[module])]
         if known and math.isfinite(size):
             seen = (module, size, statistics.median(known))
-            # Take the first of equally large deviations: later modules only pass it on.
+            # Take the first of equally large deviations, because later modules only propagate it.
             if found is None or _factor(seen) > 1.05 * _factor(found):
                 found = seen
     return found

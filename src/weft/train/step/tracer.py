@@ -1,4 +1,4 @@
-"""Records the sizes of module outputs in some forwards, and traces failed steps to samples and modules."""
+"""Records the sizes of module outputs in forwards, and traces failed steps to samples and modules."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from weft.train.tasks.base import Task
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One module's output in one forward. size: root mean square. input_size: the same for its input.
+    """One module call in one forward. size, input_size: root mean square of output and input.
 
-    Both are nonfinite if a value is.
+    They are nonfinite if a value is.
     """
 
     module: str
@@ -51,7 +51,7 @@ class ModuleCall:
 class ModuleWatch:
     """Records the output of every module of a model through hooks.
 
-    Numbers stay on the device until `calls` reads them.
+    The results stay on the device until `calls` reads them.
     """
 
     model: nn.Module
@@ -60,7 +60,7 @@ class ModuleWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the forwards inside the block. Compiled modules run eagerly."""
+        """Record the forwards inside this context. Compiled modules run eagerly."""
         hooks = [
             module.register_forward_hook(self._hook(own_name(name)))
             for name, module in self.model.named_modules()
@@ -108,7 +108,7 @@ def size_of(value: Any) -> torch.Tensor | None:
     squares, count = None, 0
     for tensor in map(local_part, tensors_in(value)):
         if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
-            # In float64 the squares of large values of other dtypes are finite.
+            # In float64 the squares of large values of other dtypes stay finite.
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
             squares = norm.square() + (0.0 if squares is None else squares)
             count += tensor.numel()
@@ -137,20 +137,20 @@ def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 # Recomputes a failed step without gradients to find the cause, on all ranks together.
 
-#: A microbatch is divided into this many parts, and so is the worst of them, until a part is one sample.
+#: A microbatch is divided into this many parts, then the worst part is divided again, until a part is one sample.
 _PARTS = 16
-#: If samples cannot be separated, this many microbatches are compared.
+#: If a microbatch cannot be divided by samples, this many microbatches are compared.
 _WHOLE = 4
-#: Maximum number of samples that an event names.
+#: Maximum number of samples in an event.
 _MOST_SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A rank's data of a step, kept until its numbers are checked.
+    """A rank's data of a step, kept until the step's loss and gradient are checked.
 
-    number: from 1. batches: its microbatches as the task built them. losses: by microbatch index, sum and count of the
-    losses that this rank computes, on the device.
+    number: index of the step, from 1. batches: its microbatches as the task built them. losses: by microbatch index,
+    sum and count of the losses that this rank computes, on the device.
     """
 
     number: int
@@ -160,7 +160,7 @@ class TracedStep:
 
 @dataclass
 class _Round:
-    """Results for some parts of a microbatch.
+    """Results of one round of forwards on parts of a microbatch.
 
     joined: for each data rank, the combined results of its ranks by part. runs: rows of each part on this rank.
     """
@@ -173,18 +173,18 @@ class _Round:
 
 
 class PartForwards:
-    """Forwards of parts of a step, in evaluation mode and without gradients."""
+    """Runs forward on parts of a step's batch, in evaluation mode and without gradients."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task):
         self._model, self._mesh, self._task = model, mesh, task
 
     @property
     def compares(self) -> bool:
-        """True if the loss compares samples of a global batch, so that a part has no loss."""
+        """True if the loss compares samples of a global batch, so that a part of it has no loss."""
         return isinstance(self._task.loss, GlobalBatchLoss)
 
     def run(self, batches: list[Any], runs: list[range], *, counts: bool = True) -> _Round:
-        """Forward each batch, in evaluation mode and without gradients. counts: False for stand-ins."""
+        """Run forward on each batch, in evaluation mode and without gradients. counts: False for placeholders."""
         task, watch = self._task, ModuleWatch(self._model)
         found: list[torch.Tensor] = []
 
@@ -214,24 +214,24 @@ class PartForwards:
 
 
 class StepTracer:
-    """Traces steps of one model.
+    """Traces failed steps of one model.
 
     Args:
         model: result of `parallelize`.
         mesh: the ranks.
         task: defines forward and loss.
-        batches: define the samples of each step.
+        batches: the training batches, which define the samples of each step.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
         self._model, self._mesh, self._task = model, mesh, task
         self._forwards = PartForwards(model, mesh, task)
         self._places = StepBorders.of(batches, task.config.train.global_batch)
-        #: The last two steps, because results may be read during the next step.
+        #: The last two steps, because a step's result may be read during the next step.
         self._steps: deque[TracedStep] = deque(maxlen=2)
 
     def remember(self, step: TracedStep) -> None:
-        """Keep the data of a step until its numbers are checked."""
+        """Keep the data of a step until its result is checked."""
         self._steps.append(step)
 
     def remembered(self, number: int) -> TracedStep | None:
@@ -239,9 +239,9 @@ class StepTracer:
         return next((one for one in self._steps if one.number == number), None)
 
     def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
-        """Return the event of a step, the same on all ranks. All ranks must call it.
+        """Return the trace event of a step, equal on all ranks. All ranks must call it.
 
-        If its gradient is not finite, the model must still have its gradients.
+        If its gradient is not finite, the model must still have the gradients.
 
         Args:
             kind: kind of the failure, equal on all ranks.
@@ -276,7 +276,7 @@ class StepTracer:
             "microbatch": index,
         }
 
-    # --- which samples ---
+    # --- search for the samples ---
 
     def _choose(self, step: TracedStep, given: Sequence[Any], numbers: Sequence[SampleNumbers]) -> tuple[int, int]:
         if self._forwards.compares:
@@ -310,7 +310,7 @@ class StepTracer:
                 rows = last.runs[worst(last.joined[self._mesh.data.rank])]
                 most = -(-most // _PARTS)
             runs = [rows[one.start : one.stop] for one in shares.share_out(len(rows), min(_PARTS, len(rows)))]
-            # Ranks with fewer rows compute some of them again.
+            # Ranks with fewer rows repeat their last part.
             padded = [*runs, *[runs[-1]] * (min(_PARTS, most) - len(runs))]
             found = self._forwards.run(split_rows(batch, padded), padded, counts=not own.is_empty)
             last = self._join(_Round(runs, found.parts[: len(runs)], found.calls[: len(runs)], found.error))
@@ -326,7 +326,7 @@ class StepTracer:
         places = bad if 0 < len(bad) < len(joined) else [place]
         return [row for one in places for row in last.runs[one]]
 
-    # --- computing ---
+    # --- computation ---
 
     def _look(self, batch: Any, last: _Round, place: int) -> dict[str, Any]:
         mesh, calls = self._mesh, last.calls[place]

@@ -1,4 +1,4 @@
-"""One optimizer step: the same numbers under every plan."""
+"""One optimizer step, with the same result under every plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def passes_of(
     model: nn.Module, mesh: Mesh, forward: ForwardFn | None, loss: CheckedLoss, meter: Meter, state: ModelState,
     recorder: Recorder | None = None,
 ) -> Accumulate:  # fmt: skip
-    """Return the passes of the plan. recorder: records graphs under graphs=on; None for CUDA's."""
+    """Return the object that runs a step's microbatches. recorder: records graphs for graphs=on; None for CUDA's."""
     basics = model, forward, loss, meter
     if mesh.plan.graphs:
         return Graphed(*basics, graphed_passes(model, mesh, recorder, compares=loss.compares))
@@ -50,16 +50,16 @@ class TrainStep:
         optimizer: built on the model's parameters after `parallelize`.
         loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
         mesh: the model's mesh.
-        forward: forward(model, batch) -> output; None: as in `Run.train_step`.
+        forward: forward(model, batch) -> output; None for the default of `Run.train_step`.
         max_grad_norm: the norm that the full gradient is clipped to; 0 or None disables clipping.
-        nominal_tokens: approximate number of tokens in a global batch; keeps scaled losses in range, and does not
-            change any result.
+        nominal_tokens: approximate number of tokens in a global batch; it keeps scaled losses in range, and changes no
+            result.
         meter: times the phases of steps; None creates one.
-        weights_follow: new weights of zero=1 and 2 may still be gathered when a step returns: in the next forward each
-            block waits for its own. Call `arrive` before reading parameters in between.
-        reads_late: from the second step on, the device decides if a step is applied, and the host does not wait for its
-            numbers; None enables it on a GPU.
-        recorder: records graphs under graphs=on; None for CUDA's.
+        weights_follow: under zero=1 and 2, return from a step before new weights are gathered; in the next forward each
+            block waits for its weights. Call `wait_for_weights` before reading parameters in between.
+        reads_late: from the second step on, the device decides if a step is applied, and the host does not wait for it;
+            None enables it on a GPU.
+        recorder: records graphs under graphs=on; None for CUDA graphs.
         check_batch: if True, the first step runs some small forwards to warn of results that depend on how the plan
             divides a batch.
     """
@@ -104,20 +104,20 @@ class TrainStep:
         """Train on this rank's part of one global batch.
 
         batch: tensors in a tuple, list, dict or dataclass, as a DataLoader returns them, on any device. They are moved
-        to the run's device, and split along dim 0 into the plan's number of microbatches. Or `Microbatches`, as
-        `run.shard` returns them, which are split already. Ranks and microbatches may differ in size. A microbatch
-        without samples is not counted.
+        to the run's device, and split along dim 0 into the plan's number of microbatches. Or `Microbatches` from
+        `run.shard`, which are already split, and may differ in size. A microbatch without samples is not counted.
         seeds: seeds of torch's generators, one per microbatch, for models that draw random numbers. None derives them
         from the run's seed, the model's step count and the microbatch's first sample, and restores the generators after
         the step.
-        dropout_key: key of this step's dropout, equal on all ranks. None uses the model's step count.
+        dropout_key: seed of this step's dropout masks, equal on all ranks. None uses the model's step count.
         """
         first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
         with nullcontext() if first is None else first.watching():
             totals = self._compute(batch, seeds, dropout_key, checks=checks, first=first)
         with self._meter.phase("reduce"):
             is_late = first is None and not totals.needs_host and self._update.can_read_late()
-            # Otherwise this is the only wait for the device in a step: one copy of all numbers of the decision.
+            # If results are not late, this is a step's only wait for the device: one copy of all numbers of the
+            # decision.
             numbers = [] if is_late else totals.read()
         with self._meter.phase("optimizer"):
             if is_late:
@@ -140,8 +140,8 @@ class TrainStep:
     ) -> StepTotals:  # fmt: skip
         """Compute the gradients of a batch, and return the totals for the step's decision.
 
-        is_again: the batch is not trained on, and no graph is launched. Other arguments are those of `__call__` and
-        `compute_again`.
+        is_again: True if the gradients are not used for training; no graph is launched then. For other arguments, see
+        `__call__` and `compute_again`.
         """
         with self._state.preserving(seeds):
             with self._meter.phase("data"):
@@ -189,7 +189,7 @@ class TrainStep:
             seeds: the step's seeds.
             dropout_key: the step's dropout key.
             factor: factor of the loss before backward.
-            backward_seed: seeds the generators before backward; None does not.
+            backward_seed: seed of the generators before backward; None to leave them unchanged.
         """
         totals = self._compute(batch, seeds, dropout_key, is_again=True, factor=factor, backward_seed=backward_seed)
         self._state.finish(False)
@@ -199,12 +199,12 @@ class TrainStep:
 
     @property
     def graphs(self) -> GraphedPasses | None:
-        """Passes that run as one graph launch; None launches each kernel."""
+        """Recorded passes, which run as one graph launch; None without graphs."""
         return self._passes.graphs if isinstance(self._passes, Graphed) else None
 
     @property
     def loss_scale(self) -> LossScale:
-        """Return the scale of the next step's loss. Waits for the last step's numbers."""
+        """Return the scale of the next step's loss. Waits for the result of the last step."""
         return self._update.loss_scale
 
     @property
@@ -220,20 +220,20 @@ class TrainStep:
     def finalize(self, metrics: StepMetrics | None = None) -> None:
         """Read the device's decision about the last step. All ranks call it.
 
-        metrics: metrics of the step to read. If a later step was launched, it has read them already. None reads the
-        last step.
+        metrics: metrics of the step to read; None for the last step. If a later step was launched, they are already
+        read.
 
         Raises:
-            CommError: if its gradient was not finite because ranks disagreed.
+            CommError: if the gradient was not finite because ranks disagreed.
         """
         self._update.finalize(metrics)
 
     def wait_for_weights(self) -> None:
-        """Wait for the last step's weights. Call it before parameters are read outside a forward."""
+        """Wait for the new weights of the last step. Call it before reading parameters outside a forward."""
         self._engine.wait_for_weights()
 
     def arrive(self) -> None:
-        """Call `wait_for_weights`, the new name of this method, with a warning."""
+        """Call `wait_for_weights`, the new name of this method, and warn."""
         warnings.warn("TrainStep.arrive is now wait_for_weights. Call that.", WeftWarning, stacklevel=2)
         self.wait_for_weights()
 

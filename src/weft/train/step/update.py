@@ -1,4 +1,4 @@
-"""Decision about a step from its totals: the weights are updated, or the step is skipped."""
+"""Decision about a step from its totals: update the weights, or skip the step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from weft.train.step.checks import StepCheck, UpdateRatio
 
 
 class StepTotals:
-    """Sums over microbatches and ranks that decide a step, and the gradient norm: float64, small and exact.
+    """Sums over microbatches and ranks from which a step is decided, and the gradient norm, in float64.
 
-    One collective sums the vector of loss sum, number of tokens, ranks that want to stop, and values of checks.
+    One collective sums a vector of loss sum, number of tokens, number of ranks that want to stop, and values of checks.
     """
 
     def __init__(self, device: torch.device, stops: bool, checks: Sequence[StepCheck], batch: Any):
@@ -39,20 +39,20 @@ class StepTotals:
         self.vector = vector
         #: Loss sum and number of tokens, (2,).
         self.sums = vector[:2]
-        #: The vector and the norm of the unscaled gradient buffers, after `finish`.
+        #: The summed vector and the norm of the unscaled gradients, after `finish`.
         self.numbers = vector
 
     @property
     def needs_host(self) -> bool:
-        """True if the host must check values."""
+        """True if the host must check some values."""
         return bool(self._checks)
 
     def finish(self, norm: torch.Tensor) -> None:
-        """Add the gradient norm to the summed vector."""
+        """Append the gradient norm to the summed vector."""
         self.numbers = torch.cat([self.vector, norm.to(self.vector).reshape(1)])
 
     def read(self) -> list[float]:
-        """Return the numbers on the host, after the checks of their values. All ranks call it."""
+        """Return the numbers on the host, after the checks of the values. All ranks call it."""
         numbers: list[float] = self.numbers.tolist()
         for check, part in self._checks:
             check.check(numbers[part])
@@ -65,7 +65,7 @@ class StepMetrics:
 
     loss: mean over all tokens of the global batch, before the update. grad_norm: before clipping.
     skipped: reason for a skipped update, or None. wants_stop: True if a rank requested a stop.
-    update_ratio: norm of the update over the norm of the weights, in a measured step that is applied.
+    update_ratio: norm of the update divided by the norm of the weights, if it was measured and the step was applied.
 
     On a GPU the first access to a number waits until the device has computed it. The previous step has finished by
     then, so a loop that shows the metrics of the previous step never waits.
@@ -85,7 +85,7 @@ class StepMetrics:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def with_ratio(self, ratio: Callable[[], float | None] | None) -> StepMetrics:
-        """Return a copy with the update ratio if the step was applied. ratio: computes it, or None."""
+        """Return a copy with the update ratio if the step was applied. ratio: function that computes it, or None."""
         return self if ratio is None or self.skipped is not None else replace(self, update_ratio=ratio())
 
     @classmethod
@@ -93,7 +93,7 @@ class StepMetrics:
         """Return the metrics of a step.
 
         Args:
-            numbers: those of `StepTotals`.
+            numbers: as in `StepTotals.numbers`.
             nominal: divisor of the loss before backward.
             scale: the loss scale in this step.
         """
@@ -117,7 +117,7 @@ def to_mean(nominal: float, num_tokens: float, scale: LossScale) -> float:
 
 
 class LateMetrics(StepMetrics):
-    """Metrics whose numbers stay on the device until one is read. read: waits for them."""
+    """Metrics whose numbers stay on the device until one is read. read: function that waits for them."""
 
     __slots__ = ("_read",)
 
@@ -137,11 +137,11 @@ class LateMetrics(StepMetrics):
 
 
 def power_of_two(number: int) -> float:
-    """Return the largest power of two up to `number`: multiplying by it is exact."""
+    """Return the largest power of two up to `number`. Multiplying by it is exact."""
     return 2.0 ** math.floor(math.log2(max(1, number)))
 
 
-# Metrics of a step over all replicas, if each trains locally. They are all-reduced during the update.
+# Metrics of a step over all replicas that train locally. They are all-reduced during the update.
 
 
 class JointNumbers:
@@ -182,11 +182,11 @@ class WeightUpdate:
     """Scales the loss of steps, and updates weights from their gradients: unscaled, normalized and clipped.
 
     Args:
-        max_grad_norm: limit of the gradient norm; 0 disables clipping.
+        max_grad_norm: the norm that gradients are clipped to; 0 disables clipping.
         nominal_tokens: approximate number of tokens in a global batch, or None.
         weights_follow: return before the new weights are gathered.
         reads_late: let the device decide if possible; None enables it on a GPU.
-        after: called with True if the step was applied, or with a 0-d bool if only the device has the decision.
+        after: called with True if the step was applied, or with a 0-d bool tensor if only the device has the decision.
     """
 
     def __init__(
@@ -215,14 +215,14 @@ class WeightUpdate:
 
     @property
     def loss_scale(self) -> LossScale:
-        """The scale of the next step's loss. Waits for the last step's numbers."""
+        """The scale of the next step's loss. Waits for the result of the last step."""
         self._read()
         return self._loss_scale
 
     def scale_of(self, microbatches: list[Any]) -> float | torch.Tensor:
-        """Return the factor of a step's losses before backward, 0-d if only the device has the scale."""
+        """Return the factor of a step's losses before backward: a 0-d tensor if only the device has the scale."""
         if self._nominal is None:
-            # The values in the first tensors approximate the tokens.
+            # The number of elements in the first tensors approximates the number of tokens.
             values = [next((one.numel() for one in tensors_in(batch) if one.ndim), 1) for batch in microbatches]
             own, data = sum(values), self._mesh.data
             if data.size > 1:
@@ -262,7 +262,7 @@ class WeightUpdate:
         return self._may_read_late and self._engine.decides_late(self._optimizer)
 
     def apply(self, numbers: list[float], measures: bool) -> StepMetrics:
-        """Update, and synchronize replicas that train locally if it is due. Return the metrics of all replicas."""
+        """Update weights, and synchronize local SGD replicas if it is due. Return the metrics of all replicas."""
         assert self._nominal is not None
         if self._sync is None:
             return self._apply(numbers, self._nominal, measures)
@@ -273,7 +273,7 @@ class WeightUpdate:
         return mine if joint is None else replace(joint.metrics(), update_ratio=mine.update_ratio)
 
     def _apply(self, numbers: list[float], nominal: float, measures: bool) -> StepMetrics:
-        """Normalize, clip and step, or skip: one decision, from numbers that all ranks share."""
+        """Normalize, clip and step, or skip. The decision uses only numbers that all ranks share."""
         metrics = StepMetrics.of_sums(numbers, nominal, self._loss_scale)
         if not math.isfinite(metrics.grad_norm):
             self._engine.check()
@@ -287,7 +287,7 @@ class WeightUpdate:
         return metrics
 
     def apply_late(self, numbers: torch.Tensor, measures: bool) -> StepMetrics:
-        """Update without the host: the device decides, and the host reads the decision one step later."""
+        """Update without waiting on the host: the device decides, and the host reads the decision one step later."""
         assert self._nominal is not None
         nominal, scale = self._nominal, self._loss_scale
         decision = StepDecision(numbers, nominal, scale.factor(), self.max_grad_norm)

@@ -82,7 +82,7 @@ def _words(value: Any) -> list[str]:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Return a tensor, an array or a long list of numbers as an array of a dtype that numpy supports."""
+    """Convert a tensor, an array or a long list of numbers to a numpy array; None for other values."""
     if callable(getattr(value, "detach", None)):
         value = value.detach().cpu()
         try:
@@ -99,7 +99,7 @@ def _array(value: Any) -> np.ndarray | None:
 
 # The interface of a kind of training: its model, its data, and the text that users read about it.
 
-#: (stage, done, total) while data is prepared.
+#: Called with (stage, done, total) while data is prepared.
 Report = Callable[[str, int, int], None]
 
 
@@ -129,25 +129,25 @@ class Task:
     """One kind of training. A subclass implements `build`, `samples` and `loss`; all other methods have a default.
 
     The constructor receives the options of the config's [task.options] as keyword arguments. `config` is set
-    afterwards. Weft creates one instance in the process that prepares a run, and one on each rank. Invalid options or
-    data raise a WeftError (or ValueError in the constructor).
+    afterwards. Weft creates one instance in the process that prepares a run, and one per rank. Invalid options or data
+    raise a WeftError (or ValueError in the constructor).
     """
 
     #: The run's settings. Weft sets it before anything is called.
     config: RunConfig
 
-    #: The unit of the loss's mean and of throughput, in the plural.
+    #: Unit of throughput and of the mean loss, in the plural.
     unit: ClassVar[str] = "samples"
-    #: The unit of `train.global_batch`, in the plural.
+    #: Unit of `train.global_batch`, in the plural.
     sample_unit: ClassVar[str] = "samples"
     #: Metrics of evaluations in addition to the loss. `sums` and `measure` compute them.
     metrics: tuple[Metric, ...] = ()
     #: Names of the values that `sums` returns.
     sum_names: tuple[str, ...] = ()
-    #: Sections and settings of the decoder that this task also reads, such as "data" or "train.seq_len". Weft refuses
-    #: the others if they are set, so that none is silently ignored.
+    #: Sections and settings of the text decoder that this task reads too, such as "data" or "train.seq_len". Setting
+    #: any other one is an error, so that none is silently ignored.
     sections: ClassVar[tuple[str, ...]] = ()
-    #: The settings among them that change the trained weights. A run cannot resume with another value.
+    #: The settings in `sections` that affect the trained weights. A run cannot resume with a different value.
     identity: ClassVar[tuple[str, ...]] = ()
 
     # --- required methods ---
@@ -155,25 +155,25 @@ class Task:
     def build(self) -> nn.Module:
         """Build the model with its initial weights, in plain PyTorch.
 
-        Weft seeds torch before the call. Under the meta device only shapes are created.
+        Weft seeds torch before the call. On the meta device only shapes are created.
         """
         raise NotImplementedError(f"{type(self).__name__}.build: it returns the model")
 
     def samples(self, split: str) -> MapDataset | None:
         """Return the samples of "train" or "eval" by index. None for "eval" disables evaluation.
 
-        Weft shuffles by `seed`, divides global batches by samples, and calls `collate` for each part.
+        Weft shuffles by `seed`, splits the samples of each global batch into microbatches, and calls `collate` on each.
         """
         raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return (sum of the losses, number of summed losses). Weft divides once, over all ranks and microbatches."""
+        """Return (sum of the losses, number of losses). Weft divides once, over all ranks and microbatches."""
         raise NotImplementedError(f"{type(self).__name__}.loss: it returns (sum, number)")
 
     # --- batches ---
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch of some samples.
+        """Make a batch from a list of samples.
 
         The default stacks them like torch's DataLoader: (x, y) becomes a batch (x, y).
         """
@@ -203,12 +203,12 @@ class Task:
     def lengths(self) -> Sequence[int] | np.ndarray | None:
         """Return the length of each training sample by its index, or None if the task does not batch by cost.
 
-        The length is the size that `collate` pads samples to, such as tokens. Called after `prepare` or `open`.
+        The length is in the unit that `collate` pads, such as tokens. Called after `prepare` or `open`.
         """
         return None
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the costs of samples of the given lengths, in tokens: their FLOPs divided by the FLOPs of one token.
+        """Return the costs of samples of the given lengths: their FLOPs divided by the FLOPs of one token.
 
         The default uses the trace of the model. If the model has no sequence dimension, it returns the lengths.
 
@@ -216,7 +216,7 @@ class Task:
         """
         return traced_costs(self.describe().traced, lengths)
 
-    #: True if samples may be as long as train.seq_len. False if the maximum of `lengths` is the longest sample.
+    #: True if samples may be as long as train.seq_len. False if no sample is longer than the maximum of `lengths`.
     fills_seq_len: bool = True
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -226,23 +226,24 @@ class Task:
             setattr(cls, "extra_costs", vars(cls)["costs_beside"])  # noqa: B010
 
     def extra_costs(self) -> np.ndarray | None:
-        """Return the cost of each training sample in addition to its length, or None if there is no such cost.
+        """Return each training sample's cost in addition to `length_costs`, or None if there is no such cost.
 
-        An example is the cost of the encoders of its images. float64 (samples,), in tokens, by index.
+        An example is the cost of image encoders. The result is float64 (samples,), in tokens.
         """
         return None
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
         """Return the evaluation batches of one rank, the same number on each, or None without evaluation samples.
 
-        The full set must not depend on the share, so that evaluations are equal under every plan.
+        All ranks' batches together must not depend on the number of ranks, so that evaluations are equal under every
+        plan.
         """
         from weft.train.tasks import indexed
 
         return indexed.evaluation_batches(self.samples("eval"), share, self.collate, self.config.eval.batches)
 
     def nominal_count(self) -> int:
-        """Return the approximate number of `unit` in one global batch.
+        """Return the approximate number of tokens or samples (`unit`) in a global batch.
 
         It keeps scaled losses in range and changes no result.
         """
@@ -258,7 +259,7 @@ class Task:
             return self.build()
 
     def initial_model(self, plan: Plan) -> nn.Module:
-        """Return the model that a rank of `plan` starts from. All ranks have the same weights."""
+        """Return the unsharded model that a rank starts from under `plan`. All ranks return the same weights."""
         import torch
 
         with torch.random.fork_rng(devices=[]):
@@ -268,7 +269,8 @@ class Task:
     def initial_weights(self, model: nn.Module) -> StateSource | None:
         """Return the source of a new run's weights, or None if `initial_model` already has them.
 
-        Each rank reads its slices from the source. `initial_model` then returns all parameters on the meta device.
+        If there is a source, each rank reads its slices from it, and `initial_model` returns parameters on the meta
+        device.
 
         model: the result of `initial_model`, before it is sharded.
         """
@@ -295,22 +297,20 @@ class Task:
         return None
 
     def begin(self, forwards: Forwards) -> None:
-        """Keep a reference to the model on its ranks.
+        """Begin training. Called once, after the initial weights are loaded and before a checkpoint is loaded.
 
-        Called after the initial weights are loaded and before a checkpoint is.
-
-        forwards: runs the model without gradients.
+        Override it to keep `forwards`, which runs the model without gradients.
         """
 
     def before_step(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Return the microbatches of a global batch as the step or an evaluation receives them.
+        """Return a global batch's microbatches, with changes, for the step or an evaluation.
 
         Override it to add values that depend on the full batch or on weights that do not train.
         """
         return batches
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor | float]:
-        """Return the sums of an evaluation batch that `measure` needs, by `sum_names`. The values must be additive."""
+        """Return sums over an evaluation batch, by `sum_names`. Their totals are passed to `measure`."""
         return {}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
@@ -318,7 +318,7 @@ class Task:
         return {}
 
     def flops_per_count(self) -> float | None:
-        """Return the FLOPs of forward and backward for one of `unit`, or None to report no utilisation."""
+        """Return the FLOPs of forward and backward per token or sample (`unit`), or None to report no utilization."""
         return None
 
     # --- preparing a run, in one process before the ranks start ---
@@ -329,11 +329,11 @@ class Task:
         return Facts(world_size=world_size, global_batch=self.config.train.global_batch, limits=limits)
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        """Return (setting, old, new) of changes since `before` that a resumed run forbids, beyond `identity`."""
+        """Return (setting, old, new) for changes since `before` that prevent resuming, in addition to `identity`."""
         return ()
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Make the data ready. If `folder` already contains a run, its data must be the same; refuse other data."""
+        """Make the data ready. If `folder` already contains a run, raise an error unless the data is the same."""
 
     def samples_per_epoch(self) -> int:
         """Return the number of samples of one pass over the training data, for train.epochs. Called after `prepare`."""
@@ -385,7 +385,7 @@ class Task:
         """
         return ""
 
-    #: Names of the files that `show` writes into the run folder.
+    #: Names of files that `show` writes into the run folder.
     leaves: ClassVar[tuple[str, ...]] = ()
 
     def sample_lines(self, place: int) -> Sequence[str]:
@@ -394,7 +394,7 @@ class Task:
         The default returns its position in `samples("train")` and its contents. Called after `open`. torch need not be
         installed.
 
-        place: position in the order of training, from 0 and over all epochs. Step s begins at (s - 1) * global_batch.
+        place: position in training order, from 0 and over all epochs. Step s begins at (s - 1) * global_batch.
         """
         from weft.train.tasks import indexed
 
@@ -406,11 +406,11 @@ class Task:
         return ""
 
 
-# Tasks whose model is an object of its own.
+# Tasks whose model is a separate object.
 
 
 class TaskModel(Protocol):
-    """The model of a task. Its methods are those of `Task` with these names; `line` is `model_line`."""
+    """The model of a task. Its methods are the `Task` methods of the same names; `line` is `model_line`."""
 
     def build(self) -> nn.Module: ...
     def shapes(self) -> nn.Module: ...
@@ -421,7 +421,7 @@ class TaskModel(Protocol):
 
 
 class ModelTask(Task):
-    """A task whose model is an object: `network`."""
+    """A task whose methods about the model are those of `network`."""
 
     @property
     def network(self) -> TaskModel:

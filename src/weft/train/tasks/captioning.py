@@ -1,4 +1,4 @@
-"""Tasks on samples of text, images and audio: captioning and contrastive training, with generation in evaluations."""
+"""Tasks on samples of text, images and audio: captioning with generation in evaluations, and contrastive training."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 from weft.train.tasks.description import Forwards
 from weft.train.tasks.mixed import MixedTask, frozen_encoders, num_frames, num_pictures
 
-#: Number of generated tokens between two checks if every text has ended.
+#: Number of generated tokens between two checks whether every text has ended.
 LOOK_EVERY = 8
 
 
 def any_goes_on(forwards: Forwards | None, has_ended: Tensor) -> bool:
-    """Return True if a text of any rank has not ended. It is a collective: ranks that gather weights generate together.
+    """Return True if a text of any rank has not ended. All ranks must call it: sharded models generate together.
 
     Args:
-        forwards: the ranks' model; None for this process alone, which then generates to the end.
+        forwards: the ranks' model; None for a single process.
         has_ended: bool (B,), True for each text of this rank that has ended.
     """
     if forwards is None:
@@ -43,26 +43,27 @@ def any_goes_on(forwards: Forwards | None, has_ended: Tensor) -> bool:
     return bool(forwards.total((~has_ended).sum(dtype=torch.float64)) > 0)
 
 
-# Text after images and audio: `task.name = "caption"`, and `"transcribe"` without a pretrained model.
+# Generation of text from images and audio: `task.name = "caption"`, and `"transcribe"` without a pretrained model.
 
 #: The length of a batch is rounded up to a multiple of this many tokens.
 _MULTIPLE = 8
-#: Cost of a frozen encoder relative to a trained one: it has a forward and no backward.
+#: Cost of a frozen encoder relative to a trained one: it runs forward but no backward.
 _FORWARD_ALONE = 1 / 3
 
 
 @dataclass(eq=False)
 class CaptionTask(MixedTask):
-    """Trains a small model to generate text after images, audio and text.
+    """Trains a small model to generate text conditioned on images, audio and text.
 
     data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files; each has a text with any number
-    of images and audio clips, or a chat with marks for them. eval: other records; by default a share `holdout`.
+    of images and audio clips, or a chat with placeholders for them. eval: records for evaluation; by default a share
+    `holdout` of `data`.
     model: vlm-tiny (images), omni-tiny (images and audio). side, grid: side of an image in pixels and in patches.
-    augment: crop and mirror images at random. colour: change brightness, contrast and saturation by up to this share.
-    rate, mels: sampling rate in Hz and number of mel bands. seconds: longer audio clips are left out. gain, noise,
-    masks: change audio clips at random, as in classify_audio. text_len: maximum tokens (bytes) of a text. dropout: rate
-    within the encoders. generate: tokens that evaluations generate for each text; 0 disables it. image, audio, text:
-    columns.
+    augment: crop and flip images at random. colour: change brightness, contrast and saturation by up to this share.
+    rate, mels: sampling rate in Hz and number of mel bands. seconds: longer audio clips are skipped. gain, noise,
+    masks: audio augmentation, as in classify_audio. text_len: maximum tokens (bytes) of a text. dropout: dropout rate
+    in the encoders. generate: maximum tokens to generate per text in evaluations; 0 disables it. picture, audio, text:
+    names of the columns.
     """
 
     generate: int = 32
@@ -104,7 +105,7 @@ class CaptionTask(MixedTask):
     def _laid(
         self, sample: MixedSample, rows: Sequence[int], first: list[int], media: Mapping[str, Tensor]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Return ids, rows of media and labels of a sample. first: rows of the next image and the next audio."""
+        """Return ids, media row indices and labels of a sample. first: row of the next image and audio clip."""
         ids: list[int] = []
         index: list[int] = []
         own: list[int] = []
@@ -133,7 +134,7 @@ class CaptionTask(MixedTask):
         records: MixedRecords = self.media("train")
         owners, is_sound, frames = self._media_frames()
         each = np.where(is_sound, sound_tokens(frames), (self.grid // 2) ** 2)
-        # The mark of each medium is already counted as a token.
+        # The placeholder of each image or clip is already counted as one token.
         found = records.token_counts() + np.bincount(owners, each - 1, len(records)).astype(np.int64)
         return -(-found // _MULTIPLE) * _MULTIPLE
 
@@ -163,7 +164,7 @@ class CaptionTask(MixedTask):
         return TokenCosts.of(model.text, model.text.spec.num_layers, model.text.spec.dim)
 
     def _media_frames(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, for every medium, its sample, True for an audio clip, and its frames (1 for an image)."""
+        """Return, per image or clip, its sample index, True for an audio clip, and its frames (1 for an image)."""
         owners, sizes = self.media("train").media_sizes()
         is_sound, hop = sizes[:, 0] > 0, round(self.rate / 100)
         seconds = np.where(is_sound, sizes[:, 1] / np.maximum(1, sizes[:, 2]), 0.0)
@@ -247,17 +248,17 @@ class CaptionTask(MixedTask):
 
 _NO_PP = Limit((1,), "the loss compares all samples of the batch, which no stage of a pipeline has in time")
 _WITHIN = (1, 5, 10)
-#: Products of unit vectors that differ by less count as equal. A text that occurs twice then has one rank in the
-#: order, whatever the rounding.
+#: Cosines that differ by less count as equal, so that a text that occurs twice has the same rank whatever the rounding.
 _ALIKE = 1e-6
 
 
 @dataclass(eq=False)
 class ContrastTask(MixedTask):
-    """Trains two encoders to map an image, or an audio clip, and its text to similar vectors.
+    """Trains two encoders that map an image or an audio clip and its text to similar vectors (CLIP).
 
     data: records of a text and one image or audio clip each; eval, holdout, model, side, grid, augment, colour, rate,
-    mels, seconds, gain, noise, masks, text_len, dropout and columns as in caption. temperature: divides the cosines.
+    mels, seconds, gain, noise, masks, text_len, dropout and column names: as in caption. temperature: divides the
+    cosines.
     """
 
     temperature: float = 0.07
@@ -308,7 +309,7 @@ class ContrastTask(MixedTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of the symmetric InfoNCE loss: own text among all texts, own media among all media."""
+        """Return the summed symmetric InfoNCE loss: own texts against all media, and own media against all texts."""
         losses = [
             F.cross_entropy(one @ others.T / self.temperature, places, reduction="sum")
             for one, others in zip(own, reversed(every), strict=True)
@@ -316,7 +317,7 @@ class ContrastTask(MixedTask):
         return torch.stack(losses).sum() / 2, len(places)
 
     def _score(self, own: Any, every: Any, places: Tensor) -> Mapping[str, Tensor]:
-        """Count the samples for which fewer than k texts of the set are nearer than the own text."""
+        """Count the samples whose own text is among the k nearest texts of the set."""
         products = own[0] @ every[1].T
         nearer = (products > products.gather(1, places[:, None]) + _ALIKE).sum(1)
         return {f"within_{most}": (nearer < most).sum() for most in _WITHIN}
@@ -336,6 +337,6 @@ def edit_distance(one: str, other: str) -> int:
     row = places
     for done, letter in enumerate(one, 1):
         best = np.minimum(row[1:] + 1, row[:-1] + (target != ord(letter)))
-        # Insertions: the minimum over all earlier columns, plus one for each inserted letter.
+        # Insertions: the minimum over all earlier columns, plus one per inserted letter.
         row = np.minimum.accumulate(np.concatenate(([done], best)) - places) + places
     return int(row[-1])

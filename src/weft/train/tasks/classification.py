@@ -26,7 +26,7 @@ _CLASSES = (
     Metric("macro_f1", "", "mean over the classes of the harmonic mean of precision and recall"),
 )
 _NUMBERS = (Metric("pearson", "", "correlation between the model's numbers and the data's"),)
-#: Reason that tokens are not divided between layers.
+#: Reason why sequence parallelism is unsupported.
 _NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone would have")
 
 
@@ -34,13 +34,13 @@ _NO_SP = Limit((0,), "the head reads one token of each text, which one rank alon
 class TextClassTask(FolderTask):
     """Sequence classification, and regression with one output.
 
-    text: column of the text.
-    pair: column of the second text, or "".
-    label: column of the label: a name or an integer, or with `regression` any number.
-    labels: names of all classes, joined by commas; "" uses the folder's classes, or those in the training data.
-    regression: if True, train on numbers with the squared error.
+    text: name of the column with the text.
+    pair: name of the column with a second text, or "".
+    label: name of the column with the label: a name or an integer, or with `regression` any number.
+    labels: comma-separated names of all classes; "" uses the classes of the model folder or of the training data.
+    regression: if True, predict numbers, with the squared error as the loss.
     new_head: ignore the folder's head and initialize a new one.
-    pad_multiple: the length of a batch's texts is rounded up to a multiple of it.
+    pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     text: str = "text"
@@ -140,11 +140,11 @@ def _number(record: TableRecord, value: Any, column: str) -> float:
 class TokenClassTask(FolderTask):
     """Token classification: named entities, parts of speech.
 
-    words: column of the words: a list of texts, or one text that is split at spaces.
-    tags: column of their labels, one for each word.
-    labels: names of all classes, joined by commas; "" uses the folder's classes, or those in the training data.
+    words: name of the column with the words: a list of texts, or one text that is split at spaces.
+    tags: name of the column with their labels, one per word.
+    labels: comma-separated names of all classes; "" uses the classes of the model folder or of the training data.
     new_head: ignore the folder's head and initialize a new one.
-    pad_multiple: the length of a batch's texts is rounded up to a multiple of it.
+    pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     words: str = "tokens"
@@ -226,7 +226,7 @@ def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
     return found
 
 
-# Counts that evaluations sum over batches and ranks, and the scores computed from them: accuracy, F1, correlation.
+# Counts that evaluations sum over batches and ranks, and the metrics computed from them: accuracy, F1, correlation.
 
 _KINDS = ("hit", "said", "true")
 
@@ -240,7 +240,7 @@ def class_sums(said: torch.Tensor, labels: torch.Tensor, num_classes: int) -> di
     """Count the correct, predicted and true samples of each class.
 
     Args:
-        said: int64, the predicted classes.
+        said: the predicted classes, int64.
         labels: int64, of the same shape; values below 0 are not counted.
         num_classes: number of classes.
     """
@@ -264,12 +264,12 @@ def macro_f1(sums: Mapping[str, float], num_classes: int) -> float | None:
     return sum(scores) / len(scores) if scores else None
 
 
-#: For predictions x and values y.
+#: Names of the sums for predictions x and true values y.
 PAIR_SUMS = ("x", "y", "xx", "yy", "xy")
 
 
 def pair_sums(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Add up the sums that a correlation of two vectors of the same length needs."""
+    """Return the sums of two vectors of equal length from which their correlation is computed."""
     x, y = x.double(), y.double()
     return dict(zip(PAIR_SUMS, (x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()), strict=True))
 

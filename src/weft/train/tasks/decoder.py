@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from weft.train.folder import RunFolder
     from weft.train.tasks.folder_model import CausalModel
 
-#: Longer prompts are not printed: `weft generate` then takes the prompt from the data again.
+#: Longer prompts are not printed: the suggested `weft generate` command then takes the prompt from the data.
 _MAX_HINT = 80
 
 
@@ -101,7 +101,7 @@ class DecoderTask(ModelTask):
         )
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        # The weights of sources determine the order of samples. Their paths do not, if the content is the same.
+        # The weights of data sources determine the order of samples. Their paths do not, if the content is the same.
         old, new = ([source.weight for source in settings.data.train] for settings in (before, self.config))
         if len(old) != len(new):
             return ()
@@ -188,7 +188,7 @@ class DecoderTask(ModelTask):
         )
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text of a sequence. Tokens that are not trained are in double brackets."""
+        """Show the text of a sequence. Tokens without a label are in double brackets."""
         return self.text.sample_lines(place)
 
     def show(self, folder: RunFolder, step: int) -> str:
@@ -203,9 +203,9 @@ class DecoderTask(ModelTask):
 
 
 class OwnDecoder:
-    """One of Weft's decoders, as the config describes it, with as many ids as its data has."""
+    """One of Weft's decoders, with the shape from the config and the vocabulary size of its data."""
 
-    #: None: the config describes the tokenizer.
+    #: None, because the config describes the tokenizer.
     tokenizer_folder = None
 
     def __init__(self, config: RunConfig, text: TokenData):
@@ -213,20 +213,20 @@ class OwnDecoder:
 
     @property
     def spec(self) -> DecoderSpec:
-        """Shape of the model: the run folder's, or the shape that config and tokenizer determine so far."""
+        """Shape of the model, from the run folder, or from config and tokenizer if there is no folder yet."""
         if self._text.folder is not None:
             return decoder_of(self._text.folder)
         data = self._text.prepared
         return resolve_decoder(self._config.model, data.vocab_size if data is not None else least_vocab(self._config))
 
     def prepare(self, folder: RunFolder, *, packs: bool) -> None:
-        """Check nothing: the decoder has no files, and separates packed documents."""
+        """Do nothing: the decoder has no files, and supports packed documents."""
 
     def check_vocabulary(self, entries: int) -> None:
-        """Check nothing: `spec` follows from the tokenizer."""
+        """Do nothing: `spec` follows from the tokenizer."""
 
     def open(self, folder: RunFolder) -> None:
-        """Do nothing: `spec` reads the folder of the data."""
+        """Do nothing: `spec` reads the run folder through the data."""
 
     def build(self) -> nn.Module:
         from weft.models.registry import build_decoder
@@ -239,8 +239,8 @@ class OwnDecoder:
         return build_decoder(self.spec, device="meta")
 
     def initial(self, plan: Plan) -> nn.Module:
-        # No rank of a pipeline has the full model: it is divided on the meta device, and each rank creates its stages'
-        # weights.
+        # Under pipeline parallelism no rank has the full model: it is split on the meta device, and each rank creates
+        # the weights of its stages.
         return self.shapes() if plan.pp > 1 else self.build()
 
     def weights(self, model: nn.Module) -> StateSource | None:
@@ -257,7 +257,7 @@ class OwnDecoder:
         return model_forward(model, batch)
 
     def flops_per_token(self) -> float:
-        """Return the FLOPs of forward and backward per token, with the convention of `monitor.guards`."""
+        """Return the FLOPs of forward and backward per token, counted as in `monitor.guards`."""
         from weft.monitor.guards import flops_per_token
 
         spec = self.spec
@@ -278,7 +278,7 @@ class OwnDecoder:
 
 
 class TokenData:
-    """Tokenised documents of a config, as batches of sequences. preferences: True if the documents are preferences."""
+    """Tokenised documents of a config, as batches of sequences. preferences: True if they are preference data."""
 
     def __init__(self, config: RunConfig, *, preferences: bool = False):
         self._config, self._preferences = config, preferences
@@ -309,7 +309,7 @@ class TokenData:
         return prepare_data(config, report, preferences=self._preferences)
 
     def prepare(self, folder: RunFolder, data: PreparedData) -> None:
-        """Use tokenised data. Refuse data that cannot be trained on, and other data than the folder's run began with.
+        """Use tokenised data, which must be trainable, and equal to the data that the folder's run began with.
 
         Raises:
             DataError: for such data.
@@ -324,7 +324,7 @@ class TokenData:
         self.folder, self.prepared = folder, data_of(folder)
 
     def stream(self, split: str) -> SampleStream:
-        """Return the sequences of "train" in the order of training, or those of "eval" in the order of the files."""
+        """Return the sequences of "train" in training order, or those of "eval" in the order of the files."""
         config = self._config
         return SampleStream(
             self.data.train if split == "train" else self.data.eval,
@@ -349,7 +349,7 @@ class TokenData:
         )
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """Return the evaluation set, divided like the training batches: the same memory, the same for any plan."""
+        """Return evaluation batches, divided like training batches, so that the samples do not depend on the plan."""
         from weft.data.order.loader import EvalBatches
 
         stream = self.stream("eval")
@@ -364,9 +364,9 @@ class TokenData:
         )
 
     def bytes_of(self, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Return the bytes of text of the trained labels, weighted like the loss.
+        """Return the number of text bytes of the labels, weighted like the loss.
 
-        labels: token ids, or -100. weights: of the same shape, or None.
+        labels: token ids, or -100. weights: weight of each label, or None.
         """
         import torch
 
@@ -376,12 +376,12 @@ class TokenData:
             assert self.folder is not None
             table = torch.from_numpy(Tokenizer.load(tokenizer_of(self.folder)).token_bytes)
             self._tables[labels.device] = table.to(labels.device)
-        # No index by a mask: the host would wait for the number of its elements.
+        # Do not index with a mask: the host would wait for the number of selected elements.
         found = self._tables[labels.device][labels.clamp(min=0)].where(labels != IGNORE, 0)
         return found.sum() if weights is None else (found * weights).sum(dtype=weights.dtype)
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text of the sequence at a position in the order of training."""
+        """Show the text of the sequence at a position in training order."""
         from weft.data.order.loader import marked, view_sample
 
         sample = self.stream("train").sample(place)
@@ -391,7 +391,7 @@ class TokenData:
         return [f"{source}, epoch {sample.epoch}: {counts}", *marked(view).split("\n")]
 
     def first_words(self, folder: RunFolder) -> str:
-        """Return the first prompt of the data, or "" if its tokens are gone."""
+        """Return the first prompt of the data, or "" if the tokenised data no longer exists."""
         try:
             data = self.prepared if self.prepared is not None else data_of(folder)
             return first_prompt(data, data.tokenizer).words.strip()

@@ -12,24 +12,21 @@ from weft.errors import ModelError
 from weft.parallel.layers.index_check import check_labels
 from weft.parallel.tensor.language_head import HeadLoss
 
-#: Label of a position that is not trained.
+#: Label of a position that is ignored in the loss.
 IGNORE = -100
 
 
 def token_cross_entropy(
     logits_BTV: torch.Tensor | HeadLoss, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the cross-entropies in nats over the trained positions, and count them.
+    """Return the sum of the cross-entropies (nats) over positions with a label, and the number of these positions.
 
-    logits_BTV: batch, time, vocabulary, in any float dtype, summed in fp32 (fp64 for fp64); or the loss that the head
-    computed instead of logits. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not
-    trained. With `batch["weights"]`, each position is weighted in the sum and in the count: the loss is then the
-    weighted
-    mean.
+    logits_BTV: (batch, time, vocabulary), in any float dtype, summed in fp32 (fp64 for fp64); or the loss, if the head
+    has computed it. `batch["labels"]` (batch, time) is already shifted; -100 marks positions without a label. With
+    `batch["weights"]`, each position is weighted in the sum and in the count: the loss is then the weighted mean.
 
     Raises:
-        ModelError: if the head computed the loss of other labels than the batch's, or a label is outside the
-            vocabulary.
+        ModelError: if the head computed the loss for different labels, or a label is outside the vocabulary.
     """
     labels = batch["labels"]
     if isinstance(logits_BTV, HeadLoss):

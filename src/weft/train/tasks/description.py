@@ -1,4 +1,4 @@
-"""Services that a task gets for its model outside the loss: forwards without gradients, and sums over the ranks."""
+"""Access of a task to its model outside the loss: forwards without gradients, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from weft.config.run_config import RunConfig
     from weft.train.data_share import MapDataset
 
-#: The weights that compute: the model, the model without its adapter, or the second model.
+#: Which weights to use: the model, the model without its adapter, or the second model.
 Which = Literal["model", "base", "second"]
 
 
 class Forwards(Protocol):
-    """The model on all its ranks. All ranks call the same methods in the same order."""
+    """The model on all its ranks, for a task. All ranks call the same methods in the same order."""
 
     @property
     def plan(self) -> Plan:
@@ -67,7 +67,7 @@ class Forwards(Protocol):
 
     @property
     def is_counted(self) -> bool:
-        """True if this rank's losses count. Of the ranks that share a sequence, only the first one counts."""
+        """True if this rank's losses count. Of the ranks that share a sequence, only the first counts."""
         ...
 
     @property
@@ -81,15 +81,15 @@ class Forwards(Protocol):
         ...
 
     def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:
-        """Return each(output, batch) of some batches in evaluation mode, one number for each row of labels.
+        """Run the model in evaluation mode, and return `each(output, batch)` per batch: a value per row of labels.
 
-        Numbers of the parts of a sequence are summed. On ranks without output, such as before the last stage of a
-        pipeline, they are 0.
+        Values of the parts of a sequence are summed. On ranks without output, such as the first pipeline stages, they
+        are 0.
 
         Args:
             batches: the same number on each rank.
-            each: returns the numbers of the rows, (R,), from this rank's part of the sequences.
-            of: the weights that compute.
+            each: function that returns a value per row, (R,), for this rank's part of the sequences.
+            of: which weights to use.
         """
         ...
 
@@ -102,15 +102,15 @@ class Forwards(Protocol):
         ...
 
     def along_sequence(self, values: Tensor) -> Tensor:
-        """Sum numbers over the parts of a sequence, with gradients."""
+        """Sum values over the parts of a sequence, with gradients."""
         ...
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """Return the JSON value that the first rank's `act` returns, on all ranks."""
+        """Run `act` on the first rank, and return its JSON value on all ranks."""
         ...
 
 
-# Describes any module for the planner: its work by tracing, and the plans that the runtime supports for it.
+# Descriptions of any module for the planner: costs from a trace, and the plans that the model supports.
 
 _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 
@@ -120,7 +120,7 @@ def trace(source: str) -> TracedModel:
 
     The function is called without arguments, with meta as the default device. It returns a model, or a model and an
     example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as in `weft verify`.
-    Without an example, the model's first layer decides if it is called with ids, an image or features.
+    Without an example, the model's first layer determines if the input is ids, an image or features.
 
     Raises:
         ModelError: if the function returns no model, or the model does not run on the meta device.
@@ -139,7 +139,7 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
     It is read from config.json if the planner supports the family. Otherwise the model is traced.
 
     Args:
-        folder: with config.json, or that file.
+        folder: folder with config.json, or that file.
         build: builds the traced model from a transformers config, on the meta device.
 
     Raises:
@@ -164,10 +164,10 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
 
 
 def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
-    """Trace a model, which is moved to the meta device and half precision, in place.
+    """Trace a model. It is moved to the meta device and half precision, in place.
 
-    example: arguments of a forward, or batch_fn(step, size). With None, the input is ids, an image or features, by the
-    model's first layer.
+    example: arguments of a forward, or batch_fn(step, size). If None, the model's first layer determines if the input
+    is ids, an image or features.
 
     Raises:
         ModelError: if the model does not run on the meta device.
@@ -204,7 +204,7 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
 
 
 def _crossings(model: nn.Module) -> float:
-    """Return the mean number of tensors per token that cross a border between two blocks.
+    """Return the mean number of hidden state tensors that are passed from one block to the next.
 
     Within a decoder, this includes the encoder's output.
     """
@@ -217,7 +217,7 @@ def _crossings(model: nn.Module) -> float:
 
 
 def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
-    """Return inputs and outputs of the layers that get an adapter if there is one, with the number of each."""
+    """Return (inputs, outputs, number of such layers) for the linear layers that an adapter would be applied to."""
     try:
         record = adapted(add_adapter(model, rank=1))
     except ModelError:
@@ -237,7 +237,7 @@ def _halve(model: nn.Module) -> None:
 
 
 def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], dict[str, str], str]:
-    """Return the legal values of tp, the style of each sharded module, and the reason that other values are illegal."""
+    """Return the possible values of tp, the style of each sharded module, and why other values are impossible."""
     try:
         layout = explain_layout(model, example).layout
         legal = check_layout(model, layout)
@@ -278,7 +278,7 @@ T = TypeVar("T")
 
 
 class SampledTask(Protocol):
-    """The interface of a task for tracing."""
+    """Interface of a task that can be traced."""
 
     config: RunConfig
     sample_unit: ClassVar[str]

@@ -2,8 +2,8 @@
 
     loss = (1 - a) t^2 KL(p || q) + a CE(q_1, label),   p = softmax(teacher / t), q = softmax(student / t), q_1 at t = 1
 
-for each trained token, with the temperature t and the mix a: Hinton et al. 2015, arXiv 1503.02531. The factor t^2 keeps
-gradients as large as the gradients of the cross-entropy. With k, the divergence is computed over the teacher's k
+for each trained token, with the temperature t and the mix a: (Hinton et al. 2015, arXiv 1503.02531). The factor t^2
+keeps gradients as large as the gradients of the cross-entropy. With k, the divergence is computed over the teacher's k
 likeliest entries and one entry for the sum of all others. It is never larger than the full divergence.
 
 N tokens, V entries of the vocabulary.
@@ -52,7 +52,7 @@ def distilled_losses(
         labels_N: the next tokens.
         temperature: above 0.
         mix: 0 uses only the divergence, 1 only the cross-entropy.
-        top_k: number of the teacher's entries that are separate in the divergence; 0 for all.
+        top_k: number of the teacher's likeliest entries in the divergence; all others are summed. 0 for all.
     """
     kept = torch.promote_types(student_NV.dtype, torch.float32)
     student_NV, teacher_NV = student_NV.to(kept), teacher_NV.to(kept)
@@ -68,7 +68,7 @@ def distilled_losses(
 
 
 def _log_rest(log_p_NK: Tensor) -> Tensor:
-    """Return the log of one minus the sum of probabilities. A sum of 1 is reduced by one rounding step."""
+    """Return log(1 - sum of probabilities). A sum of 1 is reduced by one rounding step."""
     log_sum = log_p_NK.logsumexp(1).clamp(max=-torch.finfo(log_p_NK.dtype).eps)
     return torch.log(-torch.expm1(log_sum))
 
@@ -96,11 +96,11 @@ class Teacher:
         return pretrained_source(model, self.folder)[0]
 
     def check(self, seq_len: int) -> None:
-        """Check its files. seq_len: tokens of a sequence.
+        """Check its files. seq_len: tokens per sequence.
 
         Raises:
             CheckpointError, ModelError: for a model that cannot be read.
-            ConfigError: for a shorter maximum length.
+            ConfigError: if its maximum length is shorter than `seq_len`.
         """
         if not (self.folder / "config.json").is_file():
             raise _wrong_option(
@@ -114,7 +114,7 @@ class Teacher:
             raise _wrong_option("teacher", self.folder, rule)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Check that token ids have the same meaning for the student.
+        """Check that token ids mean the same for the student's tokenizer as for the teacher.
 
         Raises:
             ConfigError: for a teacher with another tokenizer.
@@ -128,7 +128,7 @@ class Teacher:
             raise _wrong_option("teacher", self.folder, rule)
 
     def _other_entry(self, tokenizer: Tokenizer) -> str | None:
-        """Return a vocabulary entry with another id in the teacher's tokenizer than in the student's, or None."""
+        """Return a vocabulary entry whose id differs between the two tokenizers, or None."""
         from tokenizers import Tokenizer as Library
 
         if not (self.folder / "tokenizer.json").is_file():
@@ -141,13 +141,13 @@ class Teacher:
 
 
 class DistillTask(DecoderTask):
-    """Next-token prediction that follows a teacher, with one of Weft's decoders as the student.
+    """Distillation: trains one of Weft's decoders to predict next tokens like a teacher model.
 
     Args:
-        teacher: a Hugging Face folder with the student's tokenizer.
+        teacher: a Hugging Face folder whose tokenizer the student uses.
         temperature: divides the logits of both models.
-        mix: share of the cross-entropy in the loss.
-        top_k: number of the teacher's entries that are separate in the divergence; 0 for all.
+        mix: weight of the cross-entropy in the loss, 0 to 1.
+        top_k: number of the teacher's likeliest entries in the divergence; all others are summed. 0 for all.
 
     Raises:
         ConfigError: for values out of range.
@@ -198,7 +198,7 @@ class DistillTask(DecoderTask):
         assert self._forwards is not None
         taught = self._forwards.second(lambda teacher: call_in_documents(teacher, batch).logits)
         trained = batch["labels"] != IGNORE
-        # Rows after the tokenizer's entries are unused, and the models may have different numbers of them.
+        # Embedding rows beyond the tokenizer's entries are unused, and the models may have different numbers of them.
         entries = self.data.vocab_size
         losses = distilled_losses(
             output[trained][:, :entries], taught[trained][:, :entries], batch["labels"][trained], **self._settings
@@ -208,7 +208,7 @@ class DistillTask(DecoderTask):
             return losses.sum(), trained.sum()
         return losses @ weights[trained].to(losses), weights[trained].sum(dtype=torch.float64)
 
-    # The loss needs both sets of full logits.
+    # The loss needs the full logits of both models.
     loss.takes_head_loss = False
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
@@ -218,7 +218,7 @@ class DistillTask(DecoderTask):
         return {"cross_entropy": sums["cross_entropy"] / sums["count"] if sums["count"] else None}
 
     def describe(self) -> PlannedModel:
-        """Describe the student, and the teacher's forward in each step."""
+        """Describe the student for the planner, with the cost of the teacher's forward in each step."""
         teacher = describe_folder(self._teacher.folder, lambda _: self._teacher.shapes()).shape
         frozen = FrozenWork(shape=teacher, other=1, whole_logits=True)
         return replace(super().describe(), frozen=frozen, task_limits=self.plan_limits)

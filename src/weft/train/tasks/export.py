@@ -35,7 +35,7 @@ _LLAMA = {
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
 }  # fmt: skip
 _GPT2 = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-#: Weft's default chat format, for tokenizers without a template.
+#: Weft's default chat template, for tokenizers without one.
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -70,7 +70,7 @@ def _llama(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
 
 
 def _gpt2(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
-    """Yield the tensors. GPT-2's matrices are (inputs, outputs), and query, key and value are one."""
+    """Yield GPT-2's tensors. Its matrices are (inputs, outputs), and query, key and value are one matrix."""
     yield "transformer.wte.weight", read("embed.weight")
     yield "transformer.wpe.weight", read("pos_embed.weight")
     for layer in range(spec.num_layers):
@@ -86,7 +86,7 @@ def _gpt2(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
 
 
 def _turned(blocks: list[RawArray]) -> RawArray:
-    """Return the weights of several layers concatenated by outputs and transposed, inputs first."""
+    """Return the weights of several layers, concatenated along outputs and transposed to (inputs, outputs)."""
     joined = np.ascontiguousarray(np.concatenate([block.array() for block in blocks]).T)
     return RawArray(blocks[0].dtype, tuple(joined.shape), joined.reshape(-1).view(np.uint8).data)
 
@@ -115,16 +115,16 @@ def write_tokenizer(source: Path, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(said, indent=1) + "\n")
 
 
-# An adapter's run as a full model: the base's weights one by one, with the adapter merged into its layers.
+# A run with an adapter as a full model: the base's weights one by one, with the adapter merged.
 
 
 class MergedBase:
-    """The tensors of a folder's model with an adapter merged, read one by one.
+    """Tensors of a folder's model with an adapter merged, read one at a time.
 
     Args:
         source: the folder's weights by the model's names.
         checkpoint: the adapter's checkpoint.
-        widened: if True, merged weights keep the adapter's dtype; otherwise they are rounded to the base's dtype.
+        widened: if True, merged weights have the adapter's dtype, else the base's dtype.
     """
 
     def __init__(self, source: JoinedTensors, checkpoint: Checkpoint, *, widened: bool):
@@ -138,16 +138,16 @@ class MergedBase:
             self._own.setdefault(f"{path}.weight", {})[name] = f"{path}.{name}"
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor.
+        """Return one tensor, with the adapter merged.
 
         Raises:
-            CheckpointError: if the base is not the one that the adapter was trained on.
+            CheckpointError: if the adapter was trained on a different base.
         """
         if name in self._trained:  # for example a norm that was trained with the adapter
             return self._trained[name]
         stored, path = read_full(self._source, name), name.removesuffix(".weight")
         if path in self._record.packed:
-            # The adapter was trained on the dequantized values, not on the folder's values.
+            # The adapter was trained on dequantized values, not on the folder's values.
             kept = BASE_FORMATS[self._record.base]
             packed = kept.pack(stored)
             expect_same_base(name, packed, self._digests, self._path)
@@ -163,7 +163,7 @@ class MergedBase:
 
 
 def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the tensors of one of Weft's decoders with its adapter merged. Its base follows from the run's seed."""
+    """Return the tensors of one of Weft's decoders, initialized from the run's seed, with its adapter merged."""
     from weft.models.registry import build_decoder
 
     config = folder.config()
@@ -176,7 +176,7 @@ def base_folder(folder: RunFolder) -> Path:
     """Return the folder of the base model of a run's adapter.
 
     Raises:
-        ConfigError: if it does not exist any more.
+        ConfigError: if it no longer exists.
     """
     path = Path(folder.config().model.path).expanduser()
     if not path.is_dir():
@@ -188,7 +188,7 @@ def base_folder(folder: RunFolder) -> Path:
 
 
 def base_name(folder: RunFolder) -> str | None:
-    """Return the base's folder, which an adapter's files refer to, or None for Weft's decoders."""
+    """Return the base's folder, for the adapter's config file, or None for Weft's decoders."""
     if not base_of(folder).is_dir():
         return None
     path = Path(folder.config().model.path).expanduser()
@@ -214,11 +214,11 @@ def exported_tensors(
         folder: run folder.
         checkpoint: a checkpoint of any plan.
         merged: if True, the checkpoint contains an adapter, which is merged into its base.
-        widened: if True, merged weights keep the adapter's dtype; otherwise they are rounded to the base's dtype.
+        widened: if True, merged weights have the adapter's dtype, else the base's dtype.
 
     Raises:
-        CheckpointError: if the base is not the one that the adapter was trained on.
-        ConfigError: if the base does not exist any more.
+        CheckpointError: if the adapter was trained on a different base.
+        ConfigError: if the base no longer exists.
     """
 
     if not base_of(folder).is_dir():
@@ -244,12 +244,12 @@ def exported_tensors(
 def as_published(
     model: Any, names: Sequence[str], read: Callable[[str], torch.Tensor]
 ) -> Iterator[tuple[str, RawArray]]:
-    """Yield a model's tensors under the names of published files, as transformers would save them.
+    """Yield a model's tensors with the names under which transformers saves them.
 
     Args:
         model: a transformers model on the meta device.
         names: names of its tensors.
-        read: returns one of them. Only tensors that are stored as one are in memory together.
+        read: function that returns a tensor by name. Only tensors that are stored as one are in memory together.
     """
     try:
         core: Any = importlib.import_module("transformers.core_model_loading")
@@ -265,7 +265,7 @@ def as_published(
 def _stored_groups(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
     """Return groups of tensor names that transformers joins when it saves them."""
     tables: Any = importlib.import_module("transformers.conversion_mapping")
-    # transformers sets this attribute on a loaded model. Without it, it is computed again in each call.
+    # transformers sets this attribute on a loaded model. Set it here, or each call would compute it again.
     used = tables.get_model_conversion_mapping(model, add_legacy=False)
     kept = [one for one in used if not isinstance(one, core.PrefixChange)]
     setattr(model, "_weight_conversions", kept or None)  # noqa: B010
@@ -303,7 +303,7 @@ def write_companions(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype
 
 
 def write_card(folder: RunFolder, checkpoint: Checkpoint, out: Path) -> None:
-    """Write a README.md with the base, the data, the method and the length of a run's training.
+    """Write a README.md (model card) with the base, the data, the method and the length of training.
 
     Args:
         folder: run folder.

@@ -1,6 +1,6 @@
 """Models of Hugging Face folders as parts of tasks: causal language models, and models with another head.
 
-The model is built on the meta device. Each rank reads its slices from the folder's files: no rank has the full model.
+The model is built on the meta device. Each rank reads only its slices from the folder's files.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ class FolderModel:
 
     Args:
         config: the run's config, with model.path.
-        needs_weights: True if resuming also reads the folder's weights. Checkpoints of an adapter never have the base.
+        needs_weights: True if a resumed run also reads the folder's weights, because an adapter's checkpoints lack the
+            base.
     """
 
     def __init__(self, config: RunConfig, *, needs_weights: bool = False):
         self.config, self.needs_weights = config, needs_weights or bool(config.adapter.rank)
         self.path = Path(config.model.path).expanduser()
         self._folder: RunFolder | None = None
-        #: Lines about the weights for users, after they are checked.
+        #: Lines about the weights for users, set after the weights are checked.
         self.notes: Sequence[str] = ()
 
     def open(self, folder: RunFolder) -> None:
@@ -66,7 +67,7 @@ class FolderModel:
     def base(self) -> Path:
         """Folder of config and tokenizer: the run's copy, or the model folder until a copy exists.
 
-        Raises ConfigError without either: transformers would treat the path as the name of a model to download.
+        Raises ConfigError if both are missing, because transformers would then try to download a model of that name.
         """
         own = base_of(self._folder if self._folder is not None else run_folder(self.config))
         if own.is_dir() and (self._folder is not None or not self.path.is_dir()):
@@ -93,7 +94,7 @@ class FolderModel:
         return self.shapes()
 
     def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
-        """Return the source of a model's tensors, and notes on tensors that only the files or only the model have."""
+        """Return the source of a model's tensors, and notes on tensors that only the files or only the model has."""
         found, unexpected = pretrained_source(model, self.path)
         return found, format_unexpected_keys(unexpected)
 
@@ -111,10 +112,10 @@ class FolderModel:
             self.notes = self.source(self.shapes())[1]
 
     def check_length(self, length: int) -> None:
-        """Refuse texts that are longer than the model supports. length: tokens of the longest text.
+        """Raise an error if texts are longer than the model supports. length: tokens of the longest text.
 
         Raises:
-            ConfigError: for such texts.
+            ConfigError: if they are longer.
         """
         longest = hugging_face.longest_text(self.shapes())
         if longest is not None and length > longest:
@@ -123,10 +124,10 @@ class FolderModel:
             )
 
     def check_vocabulary(self, entries: int) -> int:
-        """Return the rows of the model's embedding. Refuse a tokenizer with more entries.
+        """Return the number of rows of the model's embedding. entries: number of entries of the tokenizer.
 
         Raises:
-            ConfigError: for such a tokenizer.
+            ConfigError: if the tokenizer has more entries than rows.
         """
         rows = self.shapes().get_input_embeddings().weight.shape[0]
         if entries > rows:
@@ -137,7 +138,6 @@ class FolderModel:
         return rows
 
     def name(self) -> str:
-        """Return the folder's name."""
         return self.path.resolve().name
 
     def size(self) -> str:
@@ -148,7 +148,7 @@ class FolderModel:
 class CausalModel(FolderModel):
     """A causal language model, which next-token prediction trains on packed documents."""
 
-    #: None: the planner's rules read the traced model, not a shape.
+    #: None, because the planner's rules read the traced model, not a shape.
     spec = None
 
     @property
@@ -189,7 +189,7 @@ class CausalModel(FolderModel):
     def prepare(self, folder: RunFolder, *, packs: bool) -> None:
         """Check the folder's weights, and that the model supports the run's sequences.
 
-        packs: True if a sequence can have several documents.
+        packs: True if a sequence can contain several documents.
         """
         model = self.shapes()
         if self.needs_weights and not self.path.is_dir():
@@ -201,7 +201,7 @@ class CausalModel(FolderModel):
             refuse_mixed_documents(model, self.config)
 
     def keep(self, folder: RunFolder, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
-        """Copy the folder's files other than weights, and return the contents of the run's other files."""
+        """Copy the folder's files except weights, and return the contents of the run's other files."""
         keep_base(folder, self.path)
         return keep_files(folder, None, data, [*notes, *self.notes])
 
@@ -224,7 +224,7 @@ class CausalModel(FolderModel):
             found = read_model(str(self.base / "config.json"))
         except ModelError:
             found = read_model(replace(describe_by_tracing(self.shapes()), name=self.name()))
-        # Adapter targets use transformers' layer names, which the planner does not have.
+        # Adapter targets are transformers' layer names, which the planner's description does not have.
         adapter = adapter_size(self.shapes(), self.config, found.shape.layers)
         return replace(found, name=self.name(), sample_unit="sequences", counted_adapter=adapter)
 
@@ -234,7 +234,7 @@ class CausalModel(FolderModel):
 
 
 class HeadedModel(FolderModel):
-    """A model with a head of some kind, which is initialized if the folder has none.
+    """A Hugging Face model with a task head, which is initialized if the folder has none.
 
     Args:
         config: the run's config, with model.path.
@@ -253,7 +253,7 @@ class HeadedModel(FolderModel):
     ):
         super().__init__(config)
         self._head, self._changes, self._new_head = head, changes, new_head
-        #: Padding id of batches, after it is known.
+        #: Padding id of batches, once it is known.
         self.pad_id: int | None = None
 
     def build(self) -> nn.Module:
@@ -268,7 +268,7 @@ class HeadedModel(FolderModel):
         return model
 
     def _changed(self, config: Any) -> dict[str, Any]:
-        """Return the task's config fields, and a padding id if the config has no valid one."""
+        """Return the config fields that the task changes, and a padding id if the config has no valid one."""
         changes = dict(self._changes())
         if self.pad_id is not None and own_pad(config, self.pad_id + 1) != self.pad_id:
             changes["pad_token_id"] = self.pad_id
@@ -279,11 +279,11 @@ class HeadedModel(FolderModel):
         return found, [*format_unexpected_keys(unexpected), *format_new_keys(found.new_names, self.config.seed)]
 
     def tokenizer(self, **options: Any) -> Any:
-        """Return the folder's transformers tokenizer. options: arguments of its loader."""
+        """Return the folder's transformers tokenizer. options: arguments of from_pretrained."""
         return hugging_face.load_tokenizer(self.base, **options)
 
     def labels(self) -> Mapping[Any, str] | None:
-        """Return the classes that the folder's config names."""
+        """Return the class names in the folder's config."""
         return getattr(self.read_config(), "id2label", None)
 
     def tokenizer_digest(self) -> str:
@@ -295,7 +295,7 @@ class HeadedModel(FolderModel):
         return hasher.hexdigest()
 
     def keep(self, folder: RunFolder) -> None:
-        """Copy the folder's files other than weights, with the task's fields in config.json."""
+        """Copy the folder's files except weights, with the task's fields in config.json."""
         folder.path.mkdir(parents=True, exist_ok=True)
         keep_base(folder, self.path)
         file = base_of(folder) / "config.json"
@@ -305,12 +305,12 @@ class HeadedModel(FolderModel):
         file.write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
 
     def token_costs(self) -> TokenCosts:
-        """Return the FLOPs of texts, which count attention and all weights but embeddings."""
+        """Return the FLOPs per token, from attention and all weights except embeddings."""
         config = self.read_config()
         return TokenCosts.of(self.shapes(), config.num_hidden_layers, config.hidden_size)
 
     def describe(self, text_len: int, limits: Mapping[str, Limit]) -> PlannedModel:
-        """Describe the model from a trace on ids only: with a mask, the trace would need the mask's values.
+        """Describe the model from a trace with ids as the only input, because a mask would need values.
 
         Args:
             text_len: tokens of a typical text of the task.
@@ -329,7 +329,7 @@ class HeadedModel(FolderModel):
 
 
 def refuse_mixed_documents(model: nn.Module, config: RunConfig) -> None:
-    """Refuse packed documents in a transformers model whose attention would not separate them.
+    """Raise an error for packed documents if the model's attention would not separate them.
 
     Raises:
         ConfigError: for such a model.
@@ -341,15 +341,15 @@ def refuse_mixed_documents(model: nn.Module, config: RunConfig) -> None:
 
 
 def own_pad(config: Any, rows: int) -> int | None:
-    """Return the padding id of a transformers config, or None if it is not set or not below `rows`."""
+    """Return the padding id of a transformers config, or None if it is missing or not below `rows`."""
     found = getattr(config.get_text_config(), "pad_token_id", None)
     return found if isinstance(found, int) and 0 <= found < rows else None
 
 
-# The weights of a pretrained folder, with a new head if the folder lacks one. The head's values depend only on
-# (seed, name).
+# Weights of a pretrained folder, with a new head if the folder lacks one. The head's values depend only on (seed,
+# name).
 
-#: Standard deviation of `initialise_parameter`.
+#: Standard deviation that `initialise_parameter` uses by default.
 _USUAL_STD = 0.02
 
 
@@ -358,7 +358,7 @@ def source_with_head(
 ) -> tuple[WeightsWithHead, list[str]]:
     """Return the source of a model's tensors, and the stored names that the model lacks.
 
-    Tensors outside the model's body, and its pooler, may be missing from the files, or have another shape there.
+    Tensors of the head and the pooler may be missing from the files, or have another shape there.
 
     Args:
         model: a transformers model on the meta device.
@@ -388,13 +388,14 @@ class WeightsWithHead:
 
     Args:
         stored: tensors of the files.
-        model: the unsharded model on the meta device; buffers have their values. No reference to it is kept.
+        model: the unsharded model on the meta device; buffers have their values. The object does not keep a reference
+            to it.
         seed: seed of new tensors.
     """
 
     def __init__(self, stored: JoinedTensors, model: nn.Module, seed: int):
         self._stored, self._seed = stored, seed
-        # Read the state here, while the model is unsharded: sharding changes the model before anything is read.
+        # Read the state dict here, while the model is unsharded.
         state: Mapping[str, Any] = model.state_dict(keep_vars=True)
         config = getattr(model, "config", None)
         self._std = float(getattr(config, "initializer_range", None) or _USUAL_STD)
@@ -419,12 +420,12 @@ class WeightsWithHead:
         return self._stored.num_bytes_read
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's flat order.
+        """Fill `out` with elements of a flattened part.
 
         Args:
             name: name of the tensor.
             part: the elements of the full tensor that the part selects.
-            start: first element to read, as an index into the part's flat order.
+            start: first element to read, as an index into the flattened part.
             out: filled to its end, in the dtype of the entry.
 
         Raises:
@@ -443,7 +444,7 @@ class WeightsWithHead:
             there[...] = whole[tuple(slice(low, high) for low, high in view.box)]
 
     def _compute_full(self, name: str) -> np.ndarray:
-        """Return a new full tensor. Heads are small, so it is computed again for each slice that is read."""
+        """Compute a new tensor in full. Heads are small, so it is computed again for each slice that is read."""
         made = self._made[name]
         if made.value is not None:
             return made.value
@@ -460,7 +461,7 @@ class WeightsWithHead:
 
 @dataclass(frozen=True, slots=True)
 class _MadeTensor:
-    """A tensor that the files lack. value: set for a buffer, which the model computes."""
+    """A tensor that the files lack. value: its value if it is a buffer, which the model computes."""
 
     shape: tuple[int, ...]
     dtype: str

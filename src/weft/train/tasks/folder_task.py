@@ -1,4 +1,4 @@
-"""Base of tasks on a Hugging Face folder and rows of tables: padded rows, padded evaluation sets, files of the run."""
+"""Base of tasks that train a Hugging Face model on rows of tables: padding, evaluation sets, files of the run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def padded_length(longest: int, multiple: int, most: int) -> int:
-    """Return the padded length of a batch's rows.
+    """Return the padded length of a batch.
 
     Args:
         longest: length of the longest row.
-        multiple: lengths are rounded up to a multiple of it.
+        multiple: lengths are rounded up to a multiple of this.
         most: maximum length.
     """
     return max(longest, min(-(-longest // multiple) * multiple, most))
@@ -52,12 +52,12 @@ def padded(rows: Sequence[np.ndarray], value: int, length: int) -> torch.Tensor:
 
 
 class FilledUp(Sequence[Any]):
-    """Samples, padded to full batches with samples that are not counted.
+    """Samples, padded with uncounted samples to full batches.
 
     Args:
         samples: at least one.
-        multiple: the number of samples is rounded up to a multiple of it.
-        blank: turns a sample into one that is not counted.
+        multiple: the number of samples is rounded up to a multiple of this.
+        blank: function that turns a sample into an uncounted one.
     """
 
     def __init__(self, samples: Sequence[Any], multiple: int, blank: Callable[[Any], Any]):
@@ -77,31 +77,31 @@ def tokenised(tokenizer: Any, texts: Any, pairs: Any = None, **options: Any) -> 
 
     Args:
         tokenizer: a transformers tokenizer.
-        texts: each a text or a list of words.
-        pairs: second texts, one for each.
+        texts: texts, or lists of words.
+        pairs: second texts, one per text; None for single texts.
         options: further arguments of the tokenizer, such as max_length.
 
     Raises:
-        DataError: if it takes too long, needs too much memory, or fails.
+        DataError: if the tokenizer takes too long, needs too much memory, or fails.
     """
     num_chars = sum(len(one) if isinstance(one, str) else sum(map(len, one)) for one in (*texts, *(pairs or ())))
     return bounded(lambda: tokenizer(texts, pairs, truncation=True, **options), num_chars)
 
 
-#: Label that is not counted.
+#: Label that is ignored in the loss.
 IGNORED = -100
 _ROWS = "rows.json"
-#: Reason that no plan shards the sequences of these tasks.
+#: Reason why these tasks do not support context parallelism.
 _NO_CP = Limit((1,), "context parallelism shards packed causal texts, and this task pads full texts")
 
 
 def folder_limits(config: RunConfig) -> dict[str, Limit]:
-    """Return the plan fields that tasks on padded texts limit."""
+    """Return limits of plan fields for tasks on padded texts."""
     return {"cp": _NO_CP, **cost_limits(config)}
 
 
 class FolderTask(ModelTask):
-    """Trains a model of a Hugging Face folder, with a head of some kind, on the rows of tables."""
+    """Trains a Hugging Face model with a task head on rows of tables."""
 
     sections = ("model.path", "data.train", "data.eval", "data.holdout", "data.max_record_bytes",
                 "data.max_bad_fraction", "data.cache_dir", "data.batching", "data.microbatch_cost",
@@ -111,7 +111,7 @@ class FolderTask(ModelTask):
     #: Suffix of transformers' AutoModelFor class, and its name in messages.
     head: ClassVar[str]
     head_words: ClassVar[str]
-    #: Options that do not change the rows.
+    #: Options that do not affect the rows.
     free_options: ClassVar[tuple[str, ...]] = ("pad_multiple",)
     pad_multiple: int = 8
     #: True to ignore the folder's head and initialize a new one.
@@ -124,18 +124,18 @@ class FolderTask(ModelTask):
     # --- defined by each task ---
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
-        """Make rows of consecutive records. found: result of `survey` for the training records."""
+        """Make rows from consecutive records. found: result of `survey` on the training records."""
         raise NotImplementedError
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        """Read all training records first, and return JSON values that their rows depend on."""
+        """Read all training records, and return JSON values that the rows depend on, such as class names."""
         return {}
 
     def finalize(self, found: Mapping[str, Any]) -> None:
         """Record the result of `survey`. Called before the model or a batch is built."""
 
     def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row without counted labels, to pad the last batch of an evaluation."""
+        """Return the row with labels that are not counted, to pad the last batch of an evaluation."""
         raise NotImplementedError
 
     def model_changes(self) -> Mapping[str, Any]:
@@ -151,7 +151,7 @@ class FolderTask(ModelTask):
         )  # fmt: skip
 
     def limits(self) -> dict[str, Limit]:
-        """Return the plan fields that this task limits, in addition to its model's limits."""
+        """Return limits of plan fields for this task, in addition to its model's limits."""
         return folder_limits(self.config)
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
@@ -180,7 +180,7 @@ class FolderTask(ModelTask):
         """Return the result of `survey`, and the padding id of batches."""
         tokenizer = self.network.tokenizer()
         rows = self.network.check_vocabulary(len(tokenizer))
-        # The config's id first: heads find a text's last token by it, and RoBERTa the positions.
+        # Prefer the config's id: heads use it to find a text's last token, and RoBERTa to compute positions.
         own = own_pad(self.network.read_config(), rows)
         pads = (own, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return {"pad_id": next(one for one in pads if one is not None), **self.survey(records)}
@@ -191,7 +191,7 @@ class FolderTask(ModelTask):
         self.finalize(tables.found)
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        """Copy the folder's files other than weights, with the task's fields in config.json."""
+        """Copy the folder's files except weights, with the task's fields in config.json."""
         self.network.keep(folder)
         tables = self.tables
         return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self.network.notes)).to_json()}
@@ -210,8 +210,8 @@ class FolderTask(ModelTask):
         """Yield the rows of texts, truncated to train.seq_len tokens: ids, token types, truncation flag.
 
         Args:
-            texts: each a text or a list of words.
-            pairs: second texts, one for each.
+            texts: texts, or lists of words.
+            pairs: second texts, one per text; None for single texts.
             is_split: if True, texts are lists of words, and rows have the word index of each token, or -1.
         """
         tokenizer = self.network.tokenizer(**({"add_prefix_space": True} if is_split else {}))
@@ -236,7 +236,7 @@ class FolderTask(ModelTask):
         return len(self.tables.train)
 
     def lengths(self) -> Sequence[int] | np.ndarray | None:
-        """Return the padded length of each text in a batch of one, int64 (rows, padded columns)."""
+        """Return the padded length of each text, int64 (rows, padded columns)."""
         most, table = self.config.train.seq_len, self.tables.train
         columns = [table.lengths(name) for name in self.padded_columns]
         multiple = self.pad_multiple
@@ -247,7 +247,7 @@ class FolderTask(ModelTask):
         return costs.work(lengths) / costs.work(1)
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text that the model reads, and the other values of a row."""
+        """Show the text that the model reads, and the other columns of a row."""
         from weft.data.order.loader import visible
         from weft.train.tasks.indexed import sample_in_order  # imported here, because it loads torch
 
@@ -297,7 +297,7 @@ def called(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Any:
 
     Args:
         model: a plain or sharded model.
-        batch: by the names of the model's inputs.
-        options: further arguments of its forward.
+        batch: tensors by the names of the model's inputs.
+        options: further arguments of forward.
     """
     return model(**{name: value for name, value in batch.items() if name != "labels"}, **options)

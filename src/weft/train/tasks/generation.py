@@ -68,7 +68,7 @@ class TextModel:
 
     Attributes:
         path: the folder it was read from.
-        model: continues token ids.
+        model: object that continues token ids.
         run: the run folder, or None for a Hugging Face folder.
     """
 
@@ -129,7 +129,7 @@ class TextModel:
 
         Raises:
             ConfigError: if the tokenizer has no chat template.
-            DataError: if the template refuses the conversation.
+            DataError: if the template rejects the conversation.
         """
         tokenizer = self.model.tokenizer
         if not tokenizer.has_chat:
@@ -169,7 +169,7 @@ def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> Tex
 
     Args:
         run: a run, the path of its folder, or a folder with config.json, weights and tokenizer.
-        step: step of the run's checkpoint; None is the newest valid one.
+        step: step of the run's checkpoint; None for the newest valid one.
 
     Raises:
         CheckpointError: if there is no such checkpoint, or the folder's weights cannot be read.
@@ -189,7 +189,7 @@ def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> Tex
         )
     if base_of(run).is_dir():
         return TextModel(run.path, pretrained_of_run(run, _find(run, step)), run)
-    # An adapter's checkpoint does not contain the base.
+    # The checkpoint of an adapter does not contain the base.
     model = with_adapter(build_decoder(decoder_of(run), seed=config.seed), config)
     restore_model(model, load_checkpoint(_find(run, step)))
     model.to(pick_device("auto", 0))
@@ -212,9 +212,9 @@ def generate_text(
         prompt: text.
         max_tokens: maximum number of added tokens.
         temperature: temperature of sampling; 0 always takes the likeliest token.
-        top_k: sample from this many likeliest tokens.
+        top_k: sample from the `top_k` likeliest tokens.
         seed: seed of sampling.
-        step: step of the checkpoint; None takes the newest valid one.
+        step: step of the checkpoint; None for the newest valid one.
 
     Raises:
         CheckpointError: if there is no such checkpoint.
@@ -227,7 +227,7 @@ def generate_text(
 def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
     """Write samples/step_N.txt from the checkpoint of a step and return its text, or "" if samples are disabled.
 
-    The model is read from disk, because under a sharded plan one rank has only a part of the running model.
+    The model is read from disk, because one rank may have only a part of the running model.
     """
     if section.prompt == "" or _positions(folder) < 2:
         return ""

@@ -29,8 +29,8 @@ class IndexedBatches:
     """The microbatches of one rank.
 
     The order of training is an endless sequence of epochs, each a permutation of all samples. Step s reads the
-    positions that `places` gives, by default s * global_batch + [0, global_batch). `microbatch_samples` divides them
-    among ranks and microbatches by number, or `costs` divides them by cost. Samples are read in a thread, two steps
+    positions in `places`, by default s * global_batch + [0, global_batch). They are divided among ranks and
+    microbatches by number (`microbatch_samples`) or, with `costs`, by cost. Samples are read in a thread, two steps
     ahead.
     """
 
@@ -59,7 +59,7 @@ class IndexedBatches:
         return self._build_batch(step, None)
 
     def batches_ahead(self, step: int) -> list[Any]:
-        """Return the same as `batches`, read in one call that also announces the next step's samples, if supported."""
+        """Return the same as `batches`, from one read call that also announces the next samples, if supported."""
         if not hasattr(self._samples, "many"):
             return self._build_batch(step, None)
         own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))
@@ -82,7 +82,7 @@ class IndexedBatches:
         if found is None:
             indices = [self.locate(place)[1] for place in range(self.places.first(step), self.places.first(step + 1))]
             found = self._costs.divide(indices, share.size)[share.rank]
-            # The read-ahead asks for each step twice.
+            # Keep recent results, because the read-ahead asks for each step twice.
             self._divided = {**{one: own for one, own in self._divided.items() if one == step - 1}, step: found}
         return found
 
@@ -90,7 +90,7 @@ class IndexedBatches:
         return _Ahead(self, start_step, end_step)
 
     def close(self) -> None:
-        """End the worker processes of the samples."""
+        """End the worker processes that read samples."""
         _close(self._samples)
 
     def state_at(self, num_samples: int) -> dict[str, int]:
@@ -98,40 +98,40 @@ class IndexedBatches:
         return {"epoch": epoch, "index": index}
 
     def locate(self, place: int) -> tuple[int, int]:
-        """Return (epoch, index) of the sample at a position in the order of training."""
+        """Return (epoch, index) of the sample at a position in training order."""
         return sample_index(len(self._samples), self._seed, place)
 
     def sample(self, place: int) -> Any:
-        """Return the sample at a position in the order of training."""
+        """Return the sample at a position in training order."""
         epoch, index = self.locate(place)
         in_epoch = getattr(self._samples, "in_epoch", None)
         return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the indices of all samples in the order of an epoch, int64 (samples,)."""
+    """Return the indices of all samples in the training order of an epoch, int64 (samples,)."""
     return permutation(num_samples, "task", seed, epoch).take(np.arange(num_samples))
 
 
 def sample_index(num_samples: int, seed: int, place: int) -> tuple[int, int]:
-    """Return (epoch, index) of the sample at a position in the order of training.
+    """Return (epoch, index) of the sample at a position in training order.
 
     Args:
         num_samples: samples of one epoch.
         seed: the run's seed.
-        place: position in the order of training.
+        place: position in training order.
     """
     epoch, rest = divmod(place, num_samples)
     return epoch, permutation(num_samples, "task", seed, epoch)(rest)
 
 
 def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[str, Any]:
-    """Return a text with the epoch and index of a sample in the order of training, and the sample.
+    """Return a text with the epoch and index of the sample at a position in training order, and the sample.
 
     Args:
         samples: the task's samples.
         seed: the run's seed.
-        place: position in the order of training.
+        place: position in training order.
     """
     row = IndexedBatches(samples or (), Share(1), list, seed=seed)
     epoch, index = row.locate(place)
@@ -175,7 +175,7 @@ def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collat
 
 
 class _Ahead(Prefetch):
-    """Batches built in a thread. Closing it also ends the worker processes of the samples."""
+    """Batches that are built in a thread. Closing it also ends the worker processes that read samples."""
 
     def __init__(self, loader: IndexedBatches, start_step: int, end_step: int):
         self._loader = loader
@@ -187,7 +187,7 @@ class _Ahead(Prefetch):
 
 
 class _AtOnce:
-    """Adapter that reads each step with `batches_ahead`."""
+    """Adapter whose `batches` calls `batches_ahead`."""
 
     def __init__(self, loader: IndexedBatches):
         self.batches = loader.batches_ahead
@@ -200,14 +200,14 @@ def _close(samples: MapDataset) -> None:
 
 
 def _own_parts(share: Share) -> list[range]:
-    """Return the indices in the global batch of each microbatch's samples. All microbatches have the same size."""
+    """Return, for each microbatch of this rank, its range of samples in the global batch. All have the same size."""
     return shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
 
 
 def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Callable[[int], Any] | None:
-    """Read samples in one call and return a lookup by number, or None if the samples are read individually.
+    """Read samples in one call and return a function from index to sample, or None if `samples` does not support it.
 
-    place: (epoch, index) by number. soon: the same for the next samples.
+    place: (epoch, index) by index in the batch. soon: (epoch, index) of the next samples.
     """
     many = getattr(samples, "many", None)
     if many is None or not place:
@@ -219,7 +219,7 @@ def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Call
 def _microbatches(
     sample_at: Callable[[int], Any], own: Sequence[Sequence[int]], total: int, share: Share, collate: Collate
 ) -> list[Any]:
-    """Return the rank's microbatches of a global batch of `total` samples, marked with their samples."""
+    """Return the rank's microbatches of a global batch of `total` samples, with their sample indices attached."""
     cut = Microbatches.of_samples(sample_at, own, collate, total)
     return (cut.map(_pinned) if share.pin else cut).marked()
 

@@ -1,4 +1,4 @@
-"""Tasks on media: shared handling of samples, and classification of images and audio clips."""
+"""Tasks on media: common handling of samples, and classification of images and audio clips."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from weft.train.folder import RunFolder, free_name
 from weft.train.tasks.base import Metric, Report, Task
 from weft.units import format_count
 
-#: Mean and standard deviation of ImageNet's channels (0 to 255), which published weights were trained with.
+#: Mean and standard deviation of ImageNet's channels (0 to 255), as used to train published weights.
 _MEAN, _STD = np.array(((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)), np.float32)[..., None, None]
 
 
 def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return images normalised with ImageNet's mean and standard deviation.
 
-    It uses numpy: in the thread that builds batches, torch would start threads that take cores from the step.
+    It uses numpy, because torch would start threads that compete with the step for cores.
 
     pixels: (N, 3, side, side).
     """
@@ -53,17 +53,17 @@ def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return values
 
 
-# Tasks on images and audio: a run's samples are found once, stored in the run, and decoded ahead of use.
+# Tasks on images and audio: the samples of a run are listed once, stored in the run folder, and decoded ahead of use.
 
 Source = ClassFolder | MediaRecords
 Progress = Callable[[int, int], None] | None
 
 
 class Processor(Protocol):
-    """What a task does with its media: it finds samples, decodes them, and makes batches of them."""
+    """How a task handles its media: it finds samples, decodes them, and makes batches of them."""
 
     def find(self, option: str, path: str, progress: Progress) -> Source:
-        """Find the samples of a path.
+        """Find the samples at a path.
 
         Args:
             option: name of the option with the path.
@@ -80,11 +80,11 @@ class Processor(Protocol):
         ...
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch of some samples."""
+        """Make a batch from a list of samples."""
         ...
 
     def described(self, source: Any, index: int) -> str:
-        """Return the path of a sample and its target."""
+        """Describe a sample by its path and target."""
         ...
 
     def preview(self, source: Any, split: str, epoch: int, index: int) -> GridSample:
@@ -95,7 +95,7 @@ class Processor(Protocol):
 class MediaTask(Task):
     """Trains on media in a folder of classes or in records. A subclass defines the processor, the model and the loss.
 
-    data, eval: paths of the samples. holdout: share of the samples that is held out if `eval` is not set.
+    data, eval: paths of the samples. holdout: share of `data` that is used for evaluation if `eval` is not set.
     """
 
     sections = ("data.cache_dir", "data.workers")
@@ -114,13 +114,13 @@ class MediaTask(Task):
         raise NotImplementedError
 
     def check_ranges(self, **ranges: tuple[float, float]) -> None:
-        """Check that `holdout` is between 0 and 1, and that options are in their ranges.
+        """Check that `holdout` is between 0 and 1, and that the given options are in their ranges.
 
         Args:
             ranges: smallest and largest value by the option's name.
 
         Raises:
-            DataError: if one is not.
+            DataError: if an option is out of range.
         """
         if not 0.0 < self.holdout < 1.0:
             raise DataError(
@@ -133,11 +133,11 @@ class MediaTask(Task):
     # --- the samples ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Find the samples, or load the samples that the run began with.
+        """Find the samples, or load the list of samples that the run began with.
 
         Raises:
             CheckpointError: if the run trains on another path.
-            DataError: for invalid data, and for other records than the run was started with.
+            DataError: for invalid data, and if the records have changed since the run was started.
         """
         kept = folder.path / self.media_file
         if not kept.exists():
@@ -153,7 +153,7 @@ class MediaTask(Task):
             self._refuse_other(folder, report)
 
     def _refuse_other(self, folder: RunFolder, report: Report | None) -> None:
-        """Scan records that are not in the cache again, and refuse others than the run began with."""
+        """Scan uncached records again, and raise an error if they have changed since the run was started."""
         begun = {split: self.media(split) for split in ("train", "eval")}
         self._find(report)
         for split, source in begun.items():
@@ -212,20 +212,20 @@ class MediaTask(Task):
     # --- text for users ---
 
     def shown(self, place: int, split: str = "train") -> tuple[int, int]:
-        """Return (epoch, index) of the sample at a position in the order of training, or of an evaluation."""
+        """Return (epoch, index) of the sample at a position in training order or in an evaluation."""
         from weft.train.tasks.indexed import sample_index
 
         samples = self.media(split)
         return sample_index(len(samples), self.config.seed, place) if split == "train" else (0, place % len(samples))
 
     def grid_entry(self, place: int, split: str) -> GridSample:
-        """Return the grid entry of the sample at a position: its number and path, the model's input and the target."""
+        """Return the grid entry of the sample at a position: its index and path, the model's input and the target."""
         source, (epoch, index) = self.media(split), self.shown(place, split)
         title = f"sample {place}, epoch {epoch}: {source.file(index)}"
         return replace(self.processor.preview(source, split, epoch, index), title=title)
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the number and target of a sample, and the tensors made of it."""
+        """Show the index and target of a sample, and the tensors made from it."""
         where, *made = super().sample_lines(place)
         return [where, self.processor.described(self.media("train"), self.shown(place)[1]), *made]
 
@@ -243,7 +243,7 @@ def _progress_of(report: Report | None, what: str) -> Progress:
 
 
 def find_class_records(option: str, path: str, columns: RecordColumns, data: DataSection, progress: Progress) -> Any:
-    """Find media with classes in record files, or return None if the path has none.
+    """Find media with class labels in record files, or return None if the path has no record files.
 
     Raises:
         DataError: for invalid data, and for columns of a path without records.
@@ -261,12 +261,11 @@ def find_class_records(option: str, path: str, columns: RecordColumns, data: Dat
 
 
 def described_class(source: Any, index: int) -> str:
-    """Return the path of a sample and its class."""
     return f"{source.file(index)}, class {source.classes[source.label(index)]!r}"
 
 
 def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    """Return the summed cross-entropy of classes, and their number.
+    """Return the summed cross-entropy, and the number of samples.
 
     logits: (B, C), summed in fp32 (fp64 for fp64). labels: int64 (B,).
     """
@@ -275,7 +274,7 @@ def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 
 
 def _same(begun: MediaRecords, now: MediaRecords) -> bool:
-    """Return True if these are the same records, regardless of their paths."""
+    """Return True if two lists contain the same records, regardless of their paths."""
     one, other = (replace(source, root="", folder="", files=()) for source in (begun, now))
     return one == other
 
@@ -292,12 +291,12 @@ def _read(path: Path) -> dict[str, Source]:
 class ImageClassTask(MediaTask):
     """Trains a network to predict the class of an image.
 
-    data: a folder with a folder of images for each class; or records: a file, a folder or a glob of .tar shards,
-    .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for other
-    images of these classes; by default a share `holdout` of the images. model: resnet18, resnet34, resnet50, vgg11,
-    vgg16 ("vgg16_bn": with batch norm), vit-tiny, vit-base. side: width and height of the resized images in pixels.
-    augment: crop and mirror at random, by (seed, epoch, image). colour: change brightness, contrast and saturation by
-    up to this share. noise: standard deviation of noise that is added to each value of 0 to 255.
+    data: a folder with a folder of images for each class; or records: a file, a folder or a glob of .tar shards, .jsonl
+    or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for evaluation;
+    by default a share `holdout` of the images. model: resnet18, resnet34, resnet50, vgg11, vgg16 ("vgg16_bn": with
+    batch norm), vit-tiny, vit-base. side: width and height of the resized images in pixels.
+    augment: crop and flip at random, by (seed, epoch, image). colour: change brightness, contrast and saturation by up
+    to this share. noise: standard deviation of the noise that is added to pixel values (0 to 255).
     weights: a safetensors file with torchvision's names, or transformers' names for vit-*, to start from; a head for
     other classes is initialized.
     """
@@ -354,7 +353,7 @@ class ImageClassTask(MediaTask):
 
 @dataclass(frozen=True)
 class PictureProcessor:
-    """Pictures with classes. look: their transform in training. columns: columns of records."""
+    """Images with classes. look: their transform in training. columns: names of the columns in records."""
 
     look: Look
     columns: RecordColumns
@@ -381,7 +380,7 @@ class PictureProcessor:
 
 
 def _load(model: nn.Module, path: Path) -> None:
-    """Load published weights into a model. A head of another size keeps its initial values."""
+    """Load published weights into a model. A head with a different number of classes keeps its initial values."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -407,7 +406,7 @@ def _head(model: nn.Module) -> str:
     return [path for path, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
 
 
-# Classification of audio clips: folders of classes or records, log-mel bands, noise that depends on the sample.
+# Classification of audio clips: folders of classes or records, log-mel bands, sample-dependent noise.
 
 
 @dataclass(eq=False)
@@ -415,14 +414,12 @@ class AudioClassTask(MediaTask):
     """Trains a network to predict the class of an audio clip.
 
     data: a folder with a folder of audio clips for each class; or records: a file, a folder or a glob of .tar shards,
-    .jsonl or .parquet files, whose columns `audio` and `label` are found by the usual names. eval: the same for other
-    audio clips of these classes; by default a share `holdout` of the audio clips. model: speech-tiny. rate: sampling
-    rate in Hz that audio clips are resampled to. mels: number of mel bands. seconds: maximum length of an audio clip;
-    of a
-    longer one, training with `augment` uses a random part, and evaluation the middle. gain: maximum change of the
-    volume in dB.
-    noise: white noise up to this share of a recording's level. masks: number of masked time spans, and of masked ranges
-    of bands. dropout: rate within the network. pad_multiple: the frames of a batch are rounded up to a multiple of it.
+    .jsonl or .parquet files, whose columns `audio` and `label` are found by the usual names. eval: the same for
+    evaluation; by default a share `holdout` of the audio clips. model: speech-tiny. rate: sampling rate in Hz that
+    audio clips are resampled to. mels: number of mel bands. seconds: maximum length of an audio clip; of a longer one,
+    training with `augment` uses a random part, and evaluation the middle. gain: maximum change of the volume in dB.
+    noise: white noise up to this fraction of a clip's level. masks: number of masked time spans, and of masked ranges
+    of bands. dropout: dropout rate. pad_multiple: the padded number of frames is rounded up to a multiple of this.
     """
 
     data: str
@@ -464,14 +461,14 @@ class AudioClassTask(MediaTask):
     # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return the padded frames of each audio clip in a batch of one, int64 (samples,)."""
+        """Return the padded number of frames of each audio clip, int64 (samples,)."""
         frames, rates = self.media("train").sizes_of_all()[:, :2].T
         heard = np.minimum(frames / np.maximum(1, rates), self.seconds) * self.rate
         found = np.maximum(1, heard.astype(np.int64) // round(self.rate / 100))
         return -(-found // self.pad_multiple) * self.pad_multiple
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the cost of frames, in frames. The network makes one token of four frames."""
+        """Return the cost of audio clips by length, in frames. The network makes one token of four frames."""
         model: Any = self.shapes()
         costs = TokenCosts.of(model, len(model.blocks), model.norm.normalized_shape[0])
         return 4.0 * costs.work(np.asarray(lengths) / 4.0) / costs.work(1)
@@ -496,7 +493,7 @@ class AudioClassTask(MediaTask):
 
 @dataclass(frozen=True)
 class SoundProcessor:
-    """Recordings as features. hearing: their transform in training. columns: columns of records."""
+    """Audio clips as features. hearing: their transform in training. columns: names of the columns in records."""
 
     hearing: AudioTransform
     features: Features
@@ -520,7 +517,7 @@ class SoundProcessor:
 
 @dataclass(frozen=True)
 class ClassSounds(SoundProcessor):
-    """Recordings with classes. multiple: the frames of a batch are rounded up to a multiple of it."""
+    """Audio clips with classes. multiple: the padded number of frames is rounded up to a multiple of this."""
 
     multiple: int
 
@@ -539,9 +536,9 @@ class ClassSounds(SoundProcessor):
 
 
 def stacked_bands(bands: Sequence[NDArray[np.float32]], multiple: int) -> tuple[Tensor, Tensor]:
-    """Return features padded with zeros, (N, M, F), and the frames of each, (N,).
+    """Return features padded with zeros, (N, M, F), and the number of frames of each clip, (N,).
 
-    bands: (M, frames) each. multiple: the frames F are rounded up to a multiple of it.
+    bands: features (M, frames) of each clip. multiple: F is rounded up to a multiple of this.
     """
     frames = [one.shape[1] for one in bands]
     found = np.zeros((len(bands), len(bands[0]), -(-max(frames) // multiple) * multiple), np.float32)

@@ -1,6 +1,6 @@
 """Cached features of frozen encoders: computed for every image and audio clip before the first step, stored on disk.
 
-The ranks of a machine share the work. Each has the full encoder: it is frozen, so sharding it would not help.
+The ranks of a machine share the work. Each rank has the full encoder, because frozen encoders need little memory.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from weft.train.tasks.base import Report
 from weft.train.tasks.description import Forwards, describe_by_samples
 from weft.train.tasks.media import MediaTask, Progress, normalised, stacked_bands
 
-#: Items per encoder call, and the multiple that the frames of audio clips are rounded up to.
+#: Items per encoder call, and the multiple to which the frames of audio clips are rounded up.
 _AT_ONCE, _FRAMES = 16, 16
 _FILE = "encoders.json"
-#: Encoders by name, and True for the encoders of audio.
+#: Names of the encoders, with True for audio encoders.
 _ENCODERS = {"vision": False, "sound": True}
 
 Splits = Mapping[str, tuple[MixedItems, MixedAhead]]
@@ -53,21 +53,21 @@ class FeatureCache:
     """Cached outputs of a task's frozen encoders. It is empty until `fill`."""
 
     def __init__(self) -> None:
-        #: The features of each encoder, by the split's name.
+        #: Features of each encoder, by the split's name.
         self.shards: Mapping[str, Sequence[FeatureShards]] = {}
         self._compute = torch.float32
 
     def fill(
         self, config: RunConfig, folder: RunFolder, splits: Splits, encoders: Mapping[str, nn.Module], ranks: Forwards
     ) -> None:
-        """Compute the features that are not stored yet. All ranks call it.
+        """Compute the features that are not stored yet. All ranks must call it.
 
         Args:
             config: the run's config.
             folder: the run's folder.
-            splits: items and all samples of each split, by its name.
+            splits: items and samples by name of the split.
             encoders: the frozen encoders by name, unsharded.
-            ranks: the run's model before the first step.
+            ranks: the run's model on all ranks, before the first step.
 
         Raises:
             PlanError: for a dtype that one process cannot compute in.
@@ -104,12 +104,12 @@ class FeatureCache:
         return self.shards.get(split, ())
 
     def blank(self, *, is_sound: bool) -> np.ndarray | None:
-        """Return the features of a blank medium, or None if features of its kind are not cached."""
+        """Return the features of a blank image (or audio clip), or None if such features are not cached."""
         found = (shards.blank for own in self.shards.values() for shards in own if shards.is_sound == is_sound)
         return next(found, None)
 
     def tensor(self, rows: Sequence[np.ndarray]) -> Tensor:
-        """Return the features of items as one tensor, (N, R, D), padded with zeros. rows: (R, D) each."""
+        """Return items' features as one tensor, (N, R, D), padded with zeros. rows: features per item, (R, D)."""
         values = np.zeros((len(rows), max(map(len, rows)), rows[0].shape[1]), rows[0].dtype)
         for own, one in zip(values, rows, strict=True):
             own[: len(one)] = one
@@ -126,7 +126,7 @@ class FeatureCache:
 
     @torch.no_grad()
     def _encoded(self, encoder: nn.Module, media: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-        """Return the encoder's output, (R, D) each, for images (3, side, side) or mel bands (M, F)."""
+        """Return the encoder's output per item, (R, D), for images (3, side, side) or mel bands (M, F)."""
         if media[0].dtype == np.uint8:
             return list(encoder(torch.from_numpy(normalised(np.stack(media))).to(device, self._compute)))
         features, frames = stacked_bands(media, _FRAMES)
@@ -169,9 +169,9 @@ def frozen_encoders(model: nn.Module, config: RunConfig, options: Any) -> list[s
 
 
 def _own_shards(shards: FeatureShards, forwards: Forwards) -> Iterator[int]:
-    """Yield this rank's shards.
+    """Yield the indices of this rank's shards.
 
-    Each node begins at another shard, so nodes that share a folder find shards already written.
+    Each node begins at a different shard, so that nodes with a common folder find shards that others have written.
     """
     place = rank_env()
     rank, size = (place.local_rank, place.local_world_size) if place is not None else (forwards.rank, forwards.size)
@@ -222,9 +222,9 @@ def _refused(why: str) -> ConfigError:
     return ConfigError([Problem("data.cache_features", f"data.cache_features=true: {why}")])
 
 
-# Base of tasks on samples of images, audio and text: records, their processing, and their batches.
+# Base of tasks on samples of images, audio and text: records, processing, and batches.
 
-#: Samples from which two typical ones are chosen.
+#: Number of samples from which two typical ones are chosen.
 _TYPICAL = 64
 
 
@@ -256,7 +256,7 @@ class MixedTask(MediaTask):
     media_file = "samples.json"
     codec = ByteText()
     sections = (*MediaTask.sections, "data.cache_features")
-    #: Number of media of each sample, or None for any number.
+    #: Number of images and audio clips per sample, or None for any number.
     num_media: ClassVar[int | None] = None
 
     _run_folder: RunFolder | None = field(default=None, init=False, repr=False)
@@ -294,12 +294,12 @@ class MixedTask(MediaTask):
     # --- cached features ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Find the samples, or load the samples that the run began with.
+        """Find the samples, or load the list of samples that the run began with.
 
         Raises:
             CheckpointError: if the run trains on another path.
             ConfigError: if data.cache_features is set and no encoder's output can be cached.
-            DataError: for invalid data, and for other records than the run was started with.
+            DataError: for invalid data, and if the records have changed since the run was started.
         """
         if self.config.data.cache_features:
             frozen_encoders(self.shapes(), self.config, self)
@@ -326,7 +326,7 @@ class MixedTask(MediaTask):
     # --- for the planner and users ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model by the two samples whose text, images and audio together are nearest to the average."""
+        """Describe the model by a trace with two samples whose text, images and audio are close to the average."""
         return describe_by_samples(_Typical(self))
 
     def name(self) -> str:
@@ -335,7 +335,7 @@ class MixedTask(MediaTask):
 
 @dataclass(frozen=True)
 class MixedLimits:
-    """Limits of a sample. num_media: number of images and audio clips, or None for any number."""
+    """Limits of a sample. num_media: allowed number of images and audio clips, or None for any number."""
 
     model: str
     text_len: int
@@ -343,9 +343,9 @@ class MixedLimits:
     num_media: int | None
 
     def refuse(self, tokens: np.ndarray, media: Sequence[tuple[bool, tuple[int, ...]]]) -> str:
-        """Return the reason to leave a sample out, or "".
+        """Return the reason to skip a sample, or "".
 
-        tokens: token ids of its text, with marks for media. media: (True for an audio clip, size) of each medium.
+        tokens: token ids of its text, with placeholders for media. media: (True for an audio clip, size) per medium.
         """
         if self.num_media is not None and len(media) != self.num_media:
             return f"it has {len(media)} images and audio clips, and contrast compares one with a text"
@@ -361,9 +361,10 @@ class MixedLimits:
 
 @dataclass(frozen=True)
 class MixedProcessor:
-    """Text with images and audio clips. look, hearing: their transforms in training. survey: how records are read.
+    """Processor of text with images and audio clips. look, hearing: transforms of images and audio in training.
 
-    hears: True if the model has an audio clip input. cache: features of frozen encoders, which replace media.
+    survey: settings for reading records. hears: True if the model has an audio input. cache: features of frozen
+    encoders, which replace the media.
     """
 
     look: Look
@@ -391,9 +392,9 @@ class MixedProcessor:
         return MixedItems(source, look, hearing, self.features, self.seed)
 
     def collate(self, samples: Sequence[MixedSample]) -> dict[str, Tensor]:
-        """Return the images and audio clips of samples in their order, or a blank one if there are none.
+        """Return the images and audio clips of samples in order, or a blank one of each kind that does not occur.
 
-        With the blank one, every rank calls every encoder in every microbatch, and no rank waits for another.
+        The blank item makes every rank call every encoder in every microbatch, so that no rank waits for another.
         """
         media = [
             (bool(mark == SOUND_MARK), made)
@@ -442,7 +443,7 @@ def num_pictures(media: Mapping[str, Tensor]) -> int:
 
 
 def num_frames(media: Mapping[str, Tensor]) -> int:
-    """Return the padded frames of audio clips of a batch, or 0 for a model without an audio clip encoder."""
+    """Return the padded number of frames of a batch's audio clips, or 0 for a model without an audio encoder."""
     if "sound_states" in media:
         return _frames(media["sound_states"].shape[1])
     return media["features"].shape[-1] if "features" in media else 0
@@ -453,7 +454,7 @@ def _frames(tokens: int) -> int:
 
 
 class _Typical:
-    """A task whose samples are two typical ones, for tracing."""
+    """A task with only two typical samples, for tracing."""
 
     sample_unit: ClassVar[str] = MixedTask.sample_unit
 

@@ -1,7 +1,7 @@
-"""Preference training: `task.name = "prefer"`. A sample is a pair of answers, or for kto an answer with a verdict.
+"""Preference training: `task.name = "prefer"`. A sample is a pair of answers, or for kto a labeled answer.
 
 Values without a gradient are computed before a step, for all its microbatches: the reference's log-probabilities, and
-kto's mean over the global batch. So losses are the same under every plan and accumulation.
+kto's mean over the global batch. So losses are the same under every plan.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class PreferTask(DecoderTask):
     """Preference training of a decoder.
 
     Args:
-        objective: dpo, ipo, kto, orpo or simpo; tasks/preference_data.py has their formulas.
+        objective: dpo, ipo, kto, orpo or simpo; see tasks/preference_data.py for the formulas.
         beta: beta of the objective; 0 for its paper's value.
-        reference: the model that dpo, ipo and kto compare with. adapter_off: the model without its adapter. cached:
-            log-probabilities computed once before the first step and stored in the run folder. frozen_copy: a second
-            model under the same plan. auto: adapter_off with an adapter, else cached.
+        reference: the reference model of dpo, ipo and kto. adapter_off: the model without its adapter. cached:
+            log-probabilities that are computed once before the first step and stored in the run folder. frozen_copy: a
+            second model under the same plan. auto: adapter_off with an adapter, else cached.
         smoothing: for dpo: the share of pairs whose labels are assumed to be swapped.
         margin: for simpo: the target margin of the chosen answer.
         wanted: for kto: weight of wanted answers.
-        unwanted: for kto: weight of the others.
+        unwanted: for kto: weight of unwanted answers.
 
     Raises:
         ConfigError: for values out of range.
@@ -80,10 +80,10 @@ class PreferTask(DecoderTask):
 
     @property
     def reference(self) -> str:
-        """Method that computes the reference, or "" if the objective has no reference.
+        """How the reference is computed (see `reference` above), or "" if the objective has no reference.
 
         Raises:
-            ConfigError: if the config forbids it.
+            ConfigError: if the config does not allow it.
         """
         asked, has_adapter = self._requested, bool(self.config.adapter.rank)
         if not self._objective.compares:
@@ -164,7 +164,7 @@ class PreferTask(DecoderTask):
     # --- before a step ---
 
     def begin(self, forwards: Forwards) -> None:
-        """Keep a reference to the sharded model. Compute a cached reference, or read it from the run folder.
+        """Keep `forwards`. Compute a cached reference, or read it from the run folder.
 
         Raises:
             DataError: if a resumed run's cache is missing.
@@ -179,7 +179,7 @@ class PreferTask(DecoderTask):
                 one.reference = found[name]
 
     def before_step(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Add the reference's log-probabilities, and for kto the mean over the global batch."""
+        """Add the reference's log-probabilities to the batches, and for kto the mean over the global batch."""
         assert self._values is not None
         return self._values.added(batches)
 
@@ -222,9 +222,9 @@ class PreferTask(DecoderTask):
     # --- for the planner and users ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model with two rows for each pair, and the reference's work in each step."""
+        """Describe the model for the planner: two rows per pair, and the cost of the reference in each step."""
         found, reference, is_kto = super().describe(), self.reference, self._objective.is_kto
-        # For kto, the mean over the batch runs the model and the reference on as many mixed rows.
+        # For kto, the mean over the batch needs as many additional rows, of model and reference.
         each = 2 if is_kto else 1
         own = (each if reference == "adapter_off" else 0) + (1 if is_kto else 0)
         frozen = None
@@ -259,19 +259,19 @@ class StepValues:
 
     Args:
         forwards: the model on its ranks.
-        reference: method that computes the reference, as in `PreferTask.reference`.
-        global_batch: samples of a step.
+        reference: how the reference is computed, as in `PreferTask.reference`.
+        global_batch: samples per step.
         is_kto: True to add the mean log-ratio as `z`.
     """
 
     def __init__(self, forwards: Forwards, reference: str, global_batch: int, *, is_kto: bool):
         self.forwards, self._global_batch, self._is_kto = forwards, global_batch, is_kto
-        # The weights that compute the reference. None: batches have its log-probabilities, or need none.
+        # Weights of the reference. None: batches have its log-probabilities, or do not need them.
         weights: dict[str, Which] = {"adapter_off": "base", "frozen_copy": "second"}
         self._of: Which | None = weights.get(reference)
 
     def added(self, batches: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return the microbatches with the reference's log-probabilities, and for kto with the mean."""
+        """Return the microbatches with the reference's log-probabilities, and for kto also with the mean."""
         changed = [dict(batch) for batch in batches]
         if self._of is not None:
             for batch, found in zip(changed, self.forwards.rows(changed, row_log_probs, of=self._of), strict=True):
@@ -282,11 +282,11 @@ class StepValues:
         return changed
 
     def _mean_gain(self, batches: Sequence[Any]) -> torch.Tensor:
-        """Return max(0, mean log-ratio of policy to reference on mixed answers over the global batch), (1,)."""
+        """Return max(0, mean log-ratio of policy to reference over mismatched answers of the global batch), (1,)."""
         mixed = [batch["mixed"] for batch in batches]
         policy = self.forwards.rows(mixed, row_log_probs)
         if self._of is None:
-            # On a rank without output both are 0.
+            # On a rank without output, both values are 0.
             has_output = [bool(one.any()) for one in policy]
             before = [one["reference"].to(found) * here
                       for one, found, here in zip(mixed, policy, has_output, strict=True)]  # fmt: skip

@@ -50,7 +50,7 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """Parameters of an objective: see the module docstring. wanted, unwanted: w and u of kto."""
+    """Parameters of an objective; see the module docstring. wanted, unwanted: w and u of kto."""
 
     beta: float = 0.1
     smoothing: float = 0.0
@@ -69,12 +69,12 @@ class Answers:
 
     @property
     def gain(self) -> Tensor:
-        """Log-ratio of the policy's probability to the reference's."""
+        """Log-ratio of the policy's probability to the reference's probability."""
         return self.policy - self.reference
 
     @property
     def mean(self) -> Tensor:
-        """Mean log-probability of a token."""
+        """Mean log-probability per token."""
         return self.policy / self.tokens
 
 
@@ -106,9 +106,9 @@ def kto_losses(answers: Answers, is_wanted: Tensor, z: Tensor, weighing: Weighin
     """Return the loss of each answer, (P,).
 
     Args:
-        answers: one for each prompt.
+        answers: one answer per prompt.
         is_wanted: bool, (P,).
-        z: value for the global batch, 0-d.
+        z: mean of the global batch, as in the module docstring, 0-d.
         weighing: beta, and the weights of wanted and other answers.
     """
     logits = weighing.beta * (answers.gain - z)
@@ -117,7 +117,7 @@ def kto_losses(answers: Answers, is_wanted: Tensor, z: Tensor, weighing: Weighin
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """Return log(p / (1 - p)). If p rounds to 1, use the largest number below 1."""
+    """Return log(p / (1 - p)) from log p. If p rounds to 1, use the largest number below 1."""
     largest = -torch.finfo(log_p.dtype).eps
     log_p = log_p.clamp(max=largest)
     return log_p - torch.log(-torch.expm1(log_p))
@@ -132,23 +132,23 @@ class Objective:
 
     @classmethod
     def of(cls, name: str, beta: float, *others: float) -> Objective:
-        """Return an objective. beta: 0 for its paper's value. others: the other fields of `Weighing`."""
+        """Return an objective. beta: 0 for its paper's value. others: the remaining fields of `Weighing`."""
         return cls(name, Weighing(*map(float, (beta or DEFAULT_BETAS[name], *others))))
 
     @property
     def is_kto(self) -> bool:
-        """True if a sample is an answer with a verdict, not a pair."""
+        """True if a sample is an answer with a label, not a pair."""
         return self.name == "kto"
 
     @property
     def compares(self) -> bool:
-        """True if the objective compares with a reference."""
+        """True if the objective uses a reference model."""
         return self.name in WITH_REFERENCE
 
     def answers(self, policy: Tensor, batch: Mapping[str, Any]) -> list[Answers]:
-        """Return the chosen and the rejected answers, or for kto the answers.
+        """Return [chosen answers, rejected answers], or for kto [answers].
 
-        policy: log-probabilities of the batch's rows, (R,). batch: with `reference` if the objective compares with one.
+        policy: log-probabilities of the batch's rows, (R,). batch: has `reference` if the objective uses a reference.
         """
         reference = batch["reference"].to(policy) if self.compares else torch.zeros_like(policy)
         tokens = batch["tokens"].to(policy).clamp(min=1)
@@ -157,13 +157,13 @@ class Objective:
         return [Answers(policy[place::2], reference[place::2], tokens[place::2]) for place in (0, 1)]
 
     def losses(self, answers: Sequence[Answers], batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of each pair, or for kto of each answer, (P,). batch: for kto with `wanted` and `z`."""
+        """Return the loss of each pair, or for kto of each answer, (P,). batch: for kto, has `wanted` and `z`."""
         if self.is_kto:
             return kto_losses(answers[0], batch["wanted"], batch["z"].to(answers[0].policy), self.weighing)
         return PAIR_LOSSES[self.name](answers[0], answers[1], self.weighing)
 
     def sums(self, answers: Sequence[Answers], batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return sums of rewards: of better and worse answers, of right comparisons, and their numbers."""
+        """Return the sums of rewards of better and of worse answers, correctly ordered pairs, and their counts."""
         rewards = [self.weighing.beta * (one.gain if self.compares else one.mean) for one in answers]
         if self.is_kto:
             (reward,), wanted = rewards, batch["wanted"]
@@ -176,15 +176,15 @@ class Objective:
                 "num_better": number, "num_worse": number}  # fmt: skip
 
 
-# Stored preferences as samples: a pair of rows, or a row with a verdict; and batches of them.
+# Stored preferences as samples (a pair of rows, or a row with a label), and batches of them.
 
-#: Row lengths are rounded up to a multiple of this, so that there are few shapes.
+#: Row lengths are rounded up to a multiple of this, so that few different shapes occur.
 _UNIT = 32
 _IGNORED = -100
 
 
 class StoredAnswers:
-    """Documents of some sources. Each one is an answer after its prompt."""
+    """Tokenised documents, each of which is a prompt with an answer."""
 
     def __init__(self, sources: Sequence[PreparedSource], seq_len: int):
         self._readers = [(SplitReader(source.folder, source.counts), source.counts.weight_table) for source in sources]
@@ -196,9 +196,9 @@ class StoredAnswers:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids of a document up to its last trained token, and their weights.
+        """Return ids of a document up to the last token of the answer, and their weights.
 
-        Unwanted answers have weights below 0.
+        Unwanted answers have negative weights.
         """
         number = int(np.searchsorted(self._ends, index, side="right"))
         reader, table = self._readers[number]
@@ -210,11 +210,11 @@ class StoredAnswers:
         return ids[:used].astype(np.int64), weights[:used]
 
     def row(self, ids: np.ndarray, trained: np.ndarray, leave_out: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and labels of a row without its first tokens, truncated to seq_len.
+        """Return inputs and labels of a document without its first tokens, truncated to seq_len.
 
         Args:
             ids: token ids of a document.
-            trained: bool, of the same length.
+            trained: True for tokens of the answer, bool of the same length.
             leave_out: number of first tokens to drop.
         """
         ids, trained = ids[leave_out:], trained[leave_out:]
@@ -222,14 +222,14 @@ class StoredAnswers:
         return ids[:-1][: self._seq_len], labels[: self._seq_len]
 
     def too_long(self, ids: np.ndarray, weights: np.ndarray) -> tuple[int, int]:
-        """Return the number of tokens that a document exceeds seq_len by, and how many of them its prompt can drop."""
+        """Return by how many tokens a document exceeds seq_len, and how many of them can be dropped from its prompt."""
         excess = max(0, ids.size - 1 - self._seq_len)
         prompt = int(np.flatnonzero(weights)[0]) if weights.any() else 0
         return excess, min(excess, max(0, prompt - 1))
 
 
 class PairSamples:
-    """Pairs by index: adjacent stored documents. reference: (N, 2), or None until it is computed."""
+    """Pairs of adjacent stored documents, by index. reference: log-probabilities (N, 2), or None until computed."""
 
     rows_each = 2
 
@@ -241,7 +241,7 @@ class PairSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         both = [self._answers.tokens(2 * index + place) for place in (0, 1)]
-        # The prompts of both rows begin at the same token.
+        # Drop the same prompt tokens from both rows.
         leave_out = max(self._answers.too_long(*one)[1] for one in both)
         leave_out = min(leave_out, *(max(0, int(np.argmax(weights != 0)) - 1) for _, weights in both))
         rows = [self._answers.row(ids, weights != 0, leave_out) for ids, weights in both]
@@ -249,9 +249,9 @@ class PairSamples:
 
 
 class VerdictSamples:
-    """Answers by index, each with its label, and a second row with the same prompt and the next stored answer.
+    """Answers by index, each with its label, and a second row with its prompt and an answer to another prompt.
 
-    From the second row, kto estimates the model's distance from its reference.
+    From the second rows, kto estimates how far the model is from its reference.
     """
 
     rows_each = 2
@@ -276,7 +276,7 @@ class VerdictSamples:
         return {"rows": rows[:1], "mixed": rows[1:], "wanted": wanted, **_known(self.reference, index)}
 
     def _other(self, index: int, ids: np.ndarray, weights: np.ndarray) -> int:
-        """Return the index of the next answer, or pair, with another prompt. Without one, return the next index."""
+        """Return the index of the next answer or pair with a different prompt, or else the next index."""
         begins = int(np.argmax(weights != 0))
         for step in (1, 2):
             found = (index + step) % len(self)
@@ -303,18 +303,18 @@ class Preferences:
     Args:
         data: tokenised preferences.
         seq_len: maximum tokens of a row.
-        is_kto: True for answers with verdicts.
+        is_kto: True for answers with labels.
     """
 
     def __init__(self, data: PreparedData, seq_len: int, *, is_kto: bool):
         kind = VerdictSamples if is_kto else PairSamples
         self.train, self.eval = (kind(StoredAnswers(one, seq_len)) for one in (data.train, data.eval))
         self._data, self._seq_len = data, seq_len
-        #: Identifies the data of a stored reference.
+        #: Identifies the data for which a stored reference is valid.
         self.key = f"{data.digest}/{seq_len}/{is_kto}"
 
     def samples(self, split: str, batch: int) -> Sequence[Any] | PairSamples | VerdictSamples:
-        """Return the samples of a split. A small evaluation set is repeated to fill batches of `batch` samples."""
+        """Return the samples of a split. A small evaluation set is repeated to fill `batch` samples."""
         if split == "train":
             return self.train
         if not 0 < len(self.eval) < batch:
@@ -322,16 +322,16 @@ class Preferences:
         return _Repeated(self.eval, math.lcm(len(self.eval), batch))
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
-        """Make a batch: see `collate_answers`."""
+        """Make a batch; see `collate_answers`."""
         return collate_answers(samples, self._data.train[0].pad_id, self._seq_len)
 
     def lines(self, seed: int, place: int) -> list[str]:
-        """Return the text of the answers at a position in the order of training, with the prompt in double brackets."""
+        """Return the text of the answers at a position in training order, with the prompt in double brackets."""
         where, sample = sample_in_order(self.train, seed, place)
         lines = [where]
         for ids, labels in sample["rows"]:
             weights = [0.0, *(labels >= 0).astype(float).tolist()]
-            # The last label is a token that no input contains.
+            # Add the last label, a token that is not in the inputs.
             whole = [*ids.tolist(), *labels[-1:][labels[-1:] >= 0].tolist()]
             lines += marked(view_answer(whole, weights[: len(whole)], self._data.tokenizer)).split("\n")
         return lines
@@ -342,9 +342,9 @@ def _known(reference: np.ndarray | None, index: int) -> dict[str, Any]:
 
 
 def collate_answers(samples: Sequence[dict[str, Any]], pad_id: int, longest: int) -> dict[str, Any]:
-    """Make a batch: input_ids, labels and positions, int64 (R, T), and the answers' numbers of tokens, (R,).
+    """Make a batch of input_ids, labels and positions, int64 (R, T), and the number of tokens of each answer, (R,).
 
-    For verdicts, `wanted` is bool (R,), and `mixed` is a batch of the second rows.
+    For kto, `wanted` is bool (R,), and `mixed` is a batch of the second rows.
 
     Args:
         samples: samples of one kind.
@@ -389,7 +389,7 @@ def row_log_probs(output: Any, batch: Any) -> torch.Tensor:
 
     Args:
         output: logits (R, T, V), or log-probabilities that the head computed instead.
-        batch: with labels, (R, T), already shifted.
+        batch: has labels, (R, T), already shifted.
     """
     labels = batch["labels"]
     if isinstance(output, HeadLogProbs):
@@ -408,18 +408,19 @@ def ready_reference(
     collate: Callable[[list[Any]], Any],
     at_once: int,
 ) -> dict[str, np.ndarray]:
-    """Return (N, 2) log-probabilities of each set, from the run folder if stored, otherwise by the current model.
+    """Return the log-probabilities (N, 2) of each set, from the run folder or, if not stored, from the current model.
 
     Args:
         forwards: the model before the first step.
         folder: run folder; the first rank reads and writes it.
-        key: identifies the data.
+        key: text that identifies the data.
         sets: samples by name.
         collate: makes a batch of samples.
         at_once: samples per batch.
 
     Raises:
-        DataError: if a resumed run's cache is missing or has other data: the model is no longer the reference.
+        DataError: if a resumed run's cache is missing or belongs to other data, because the model is no longer the
+            reference.
     """
     path = folder.path / _FILE
 
@@ -443,7 +444,7 @@ def ready_reference(
 
 
 def _computed(forwards: Forwards, samples: Any, collate: Callable[[list[Any]], Any], at_once: int) -> np.ndarray:
-    """Compute the values of all samples.
+    """Compute the log-probabilities of all samples.
 
     Samples are distributed round-robin, and padded so that all ranks run the same number of batches.
     """

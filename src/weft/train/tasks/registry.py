@@ -14,12 +14,12 @@ from weft.errors import ConfigError, Problem, WeftError, did_you_mean
 from weft.lazy import named_object
 from weft.train.tasks.base import Task
 
-#: Sections and settings of the text decoder. Other tasks must list them to use them.
+#: Sections and settings of the text decoder. Other tasks must list those that they use in `sections`.
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
-#: Settings that have separate checks.
+#: Settings that are checked separately.
 _OF_BATCHES = ("data.batching", "data.microbatch_cost", "data.cache_features")
 
-#: Classes of named tasks.
+#: Classes of tasks by name.
 _CLASSES = {
     "caption": "weft.train.tasks.captioning:CaptionTask",
     "classify_audio": "weft.train.tasks.media:AudioClassTask",
@@ -40,7 +40,7 @@ def find_task(config: RunConfig) -> Task:
     """Return the config's task.
 
     Raises:
-        ConfigError: if its class cannot be imported, or refuses its options.
+        ConfigError: if its class cannot be imported, or does not accept its options.
     """
     if config.task.name is None:
         from weft.train.tasks.decoder import DecoderTask
@@ -66,7 +66,7 @@ def find_task(config: RunConfig) -> Task:
 
 
 def classified(config: RunConfig) -> str:
-    """Return the classification task that `task.name = "classify"` means, by the folder's model, or the option.
+    """Return the task that `task.name = "classify"` means, from the option or the model in the folder.
 
     Raises:
         ConfigError: for a folder whose model does not classify texts.
@@ -92,7 +92,7 @@ def classified(config: RunConfig) -> str:
 
 
 def _check_batching(task: Task, config: RunConfig) -> None:
-    """Raise ConfigError for batches by cost that the task or another setting does not support."""
+    """Raise ConfigError for batching by cost that the task or another setting does not support."""
     cost, asked = config.data.microbatch_cost, config.data.batching == "cost"
     key, rule = "batching=cost", ""
     if asked and type(task).lengths is Task.lengths:
@@ -157,7 +157,7 @@ def _made(kind: type[Task], name: str, options: Mapping[str, Any]) -> Task:
 
 
 def _other_kind(default: Any, value: Any) -> str:
-    """Return the name of the type that an option expects if the value has another type than the default, or ''."""
+    """Return the name of the type that an option expects, if the value's type differs from the default's, or ""."""
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int):

@@ -1,4 +1,4 @@
-"""Records of files as rows of arrays: named columns, held-out shares for evaluation, errors with file and record."""
+"""Records of files as rows of arrays: named columns, held-out records for evaluation, errors with file and record."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from weft.data.text.source import FileSet, find_files
 from weft.errors import ConfigError, DataError, Problem, did_you_mean
 from weft.units import counted
 
-#: Part of the key of stored rows. A new number invalidates them.
+#: Part of the key of cached rows. A new number invalidates them.
 _VERSION = 2
 _AT_ONCE = 512
-#: With fewer records, none is held out.
+#: With fewer records, none is held out for evaluation.
 _FEWEST = 10
 
 Report = Callable[[str, int, int], None]
@@ -44,11 +44,11 @@ class TableRecord:
     values: Mapping[str, Any]
 
     def refuse(self, rule: str) -> NoReturn:
-        """Raise the DataError of this record."""
+        """Raise a DataError about this record."""
         raise DataError(f"{self.file}, record {self.number}: {rule}")
 
     def value(self, column: str, option: str) -> Any:
-        """Return the value of a column. option: the task option that names it.
+        """Return the value of a column. option: name of the task option with the column's name.
 
         Raises:
             DataError: if the record does not have the column.
@@ -63,7 +63,7 @@ class TableRecord:
         return self.values[column]
 
     def text(self, column: str, option: str) -> str:
-        """Return the text of a column. option: the task option that names it.
+        """Return the text of a column. option: name of the task option with the column's name.
 
         Raises:
             DataError: if the column is missing, empty or not a text.
@@ -78,9 +78,9 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class SplitTables:
-    """The rows of a run, in folders that are opened on first use. eval_folder: None disables evaluation.
+    """Training and evaluation rows of a run, in folders that are opened on first use. eval_folder: None for none.
 
-    found: result of the task's survey. digests: content digests of both. summary: lines for users.
+    found: result of the task's survey. digests: content digests of the two sets. summary: lines for users.
     """
 
     train_folder: Path
@@ -91,12 +91,12 @@ class SplitTables:
 
     @cached_property
     def train(self) -> RowTable:
-        """The rows of training."""
+        """Rows for training."""
         return RowTable(self.train_folder)
 
     @cached_property
     def eval(self) -> RowTable | None:
-        """The rows of evaluations."""
+        """Rows for evaluation, or None."""
         return RowTable(self.eval_folder) if self.eval_folder is not None else None
 
     def to_json(self) -> str:
@@ -128,9 +128,9 @@ class TableReader:
 
     Args:
         data: the config's section.
-        key: JSON values that decide the rows, in addition to the files.
+        key: JSON values on which the rows depend, in addition to the files.
         rows: turns consecutive records into rows; the second argument is the survey's result.
-        survey: reads all training records first, and returns facts about them.
+        survey: reads all training records first, and returns JSON values about them.
         report: called with (stage, done, total) while files are read.
     """
 
@@ -282,12 +282,12 @@ def _named(value: Any, names: Sequence[str]) -> Any:
 
 
 def _draw(record: TableRecord) -> float:
-    """Return a number between 0 and 1 from the record's content, so that equal records go to the same side."""
+    """Return a number from 0 to 1 derived from the record's content, so that equal records are in the same set."""
     return derive_key("held out", json.dumps(dict(record.values), sort_keys=True, default=str)) / 2**64
 
 
 def _highest_draw(draws: array[float], share: float) -> float:
-    """Return the highest draw of the held-out records: a share of them and at least one, or -1 for none."""
+    """Return the highest number of `_draw` for held-out records: a share of them, at least one, or -1 if none."""
     if len(draws) < _FEWEST or not share:
         return -1.0
     ordered = sorted(draws)
@@ -301,12 +301,12 @@ _MOST = 10_000
 
 
 def label_text(record: TableRecord, value: Any, column: str) -> str:
-    """Return a label as its name.
+    """Return the name of a label.
 
     Args:
         record: the record that contains it.
         value: value of the column.
-        column: its name.
+        column: name of the column.
 
     Raises:
         DataError: if the value is not a label.
@@ -328,19 +328,18 @@ def label_text(record: TableRecord, value: Any, column: str) -> str:
 def settled_labels(
     option: str, seen: Iterable[str], own: Mapping[Any, str] | None, *, new_head: bool = False
 ) -> dict[str, Any]:
-    """Return the classes in their order, and the id of each label in the data.
+    """Return the class names in order, and the class id of each label in the data.
 
-    Names are equal if they differ only in case and in the separators between their words.
+    Names that differ only in case and in the separators between words are equal.
 
     Args:
-        option: names joined by commas, or "".
-        seen: the labels of the training data.
+        option: comma-separated class names, or "".
+        seen: the labels in the training data.
         own: `id2label` of the folder's config.
         new_head: if True, the folder's head is ignored, and so are its classes.
 
     Raises:
-        ConfigError: for fewer than two classes, for more than the head limit, and for names other than the names of the
-            folder's head.
+        ConfigError: for fewer than two or too many classes, and for names that differ from those of the folder's head.
     """
     known = [own[key] for key in sorted(own, key=int)] if own and not new_head else []
     if known == [f"LABEL_{index}" for index in range(len(known))]:
@@ -390,7 +389,7 @@ def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
         ids: id of each class name.
 
     Raises:
-        DataError: for another label.
+        DataError: if the label is not a class.
     """
     if name in ids:
         return ids[name]
@@ -404,7 +403,7 @@ def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
 
 
 def label_fields(labels: list[str]) -> dict[str, Any]:
-    """Return the config fields that name the classes."""
+    """Return the config fields (id2label, label2id) that name the classes."""
     return {"id2label": dict(enumerate(labels)), "label2id": {name: index for index, name in enumerate(labels)}}
 
 

@@ -27,7 +27,7 @@ from weft.train.tasks.table_data import Rows, TableRecord
 if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
 
-#: Of the selected tokens: draws below the first number become the mask token, draws up to the second a random token.
+#: Selected tokens whose random number is below the first value become the mask token, below the second a random token.
 _MASKED, _REPLACED = 0.8, 0.9
 
 
@@ -38,9 +38,9 @@ class MaskedTask(FolderTask):
     A share of the tokens of each row is selected, by (seed, epoch, row, position). 80 % of them become the mask token,
     10 % a random token, and 10 % stay unchanged.
 
-    text: column of the text.
-    share: share of selected tokens, at least one of each row.
-    pad_multiple: the length of a batch's rows is rounded up to a multiple of it.
+    text: name of the column with the text.
+    share: share of selected tokens; at least one per row.
+    pad_multiple: padded row lengths are rounded up to a multiple of this.
     """
 
     text: str = "text"
@@ -102,7 +102,7 @@ class MaskedTask(FolderTask):
 
 
 class _MaskedRows(Sequence[dict[str, np.ndarray]]):
-    """Rows with tokens masked. Each epoch of training has different masks; evaluations always have the same."""
+    """Rows with masked tokens. Each epoch of training has different masks; evaluations always have the same masks."""
 
     def __init__(self, table: RowTable, found: Mapping[str, Any], share: float, seed: int, split: str):
         self._table, self._found, self._share = table, found, share
@@ -118,7 +118,7 @@ class _MaskedRows(Sequence[dict[str, np.ndarray]]):
         """Return a row with the masks of an epoch."""
         row = self._table[index]
         ids, is_text = row["input_ids"], row["is_text"].astype(bool)
-        # The random numbers of a position depend only on its index in the stream.
+        # The random numbers of a token depend only on its position.
         stream = np.random.Generator(np.random.Philox(key=derive_key("mask", self._seed, self._split, epoch, index)))
         draws = stream.random((len(ids), 3))
         draw = np.where(is_text, draws[:, 0], 2.0)
@@ -139,11 +139,11 @@ class Seq2SeqTask(FolderTask):
 
     The decoder reads the target shifted right by one, after the decoder start token of the model's config.
 
-    source: column of the input text.
-    target: column of the output text.
-    prefix: put before every source, such as "summarize: ".
+    source: name of the column with the input text.
+    target: name of the column with the output text.
+    prefix: text that is put before every source, such as "summarize: ".
     target_len: maximum tokens of a target; train.seq_len is for sources.
-    pad_multiple: lengths are rounded up to a multiple of it.
+    pad_multiple: padded lengths are rounded up to a multiple of this.
     """
 
     source: str = "source"
@@ -235,15 +235,15 @@ _NO_PP = Limit(
 
 @dataclass(eq=False)
 class EmbedTask(FolderTask):
-    """An embedding model, trained on pairs that belong together.
+    """Trains an embedding model on pairs of texts that belong together.
 
-    query: column of the first text.
-    positive: column of the text that belongs to it.
-    negative: column of a text that does not, or "".
+    query: name of the column with the first text.
+    positive: name of the column with the text that belongs to it.
+    negative: name of the column with a text that does not, or "".
     pooling: pooling of token vectors: mean, cls (the first) or last.
     normalise: if True, vectors have length 1.
-    temperature: divides the products of vectors.
-    pad_multiple: the length of a batch's texts is rounded up to a multiple of it.
+    temperature: divides the dot products of vectors.
+    pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     query: str = "query"
@@ -263,7 +263,7 @@ class EmbedTask(FolderTask):
         Metric("recall_at_10", "", "share of the queries whose own text is among the nearest ten"),
     )
 
-    #: No batching by cost: the loss compares all texts of a batch, in their order.
+    #: No batching by cost, because the loss compares all texts of a batch, in order.
     lengths = Task.lengths
 
     def __post_init__(self) -> None:
@@ -300,7 +300,7 @@ class EmbedTask(FolderTask):
         return {**row, "is_blank": np.ones(1, np.uint8)}
 
     def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
-        """Stack the texts of the pairs, pair by pair."""
+        """Stack the texts of the pairs, one pair after another."""
         rows = [one.row for one in samples]
         options = [name.partition(".")[2] for name in rows[0] if name.startswith("input_ids.")]
         names = {name.partition(".")[0] for name in rows[0] if "." in name}
@@ -315,13 +315,13 @@ class EmbedTask(FolderTask):
     # --- planner ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model with two or three texts for each pair."""
+        """Describe the model for the planner, with two or three texts per pair."""
         return replace(super().describe(), texts=3 if self.negative else 2)
 
     # --- model and step ---
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return the vectors of queries, positives and negatives, and which pairs count."""
+        """Return the vectors of queries, positives and negatives, and a mask of the pairs that count."""
         inputs = {name: value for name, value in batch.items() if name != "is_counted"}
         states, mask = called(model, inputs).last_hidden_state, batch["attention_mask"]
         if self.pooling == "cls":
@@ -343,7 +343,7 @@ class EmbedTask(FolderTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the InfoNCE loss of some queries: their positive among all texts and all negatives of the batch."""
+        """Return the InfoNCE loss of queries: the own positive against all positives and negatives of the batch."""
         texts, counted = torch.cat(every[1:-1]), every[-1].repeat(len(every) - 2)
         products = own[0] @ texts.T / self.temperature
         products = products.masked_fill(counted == 0, -torch.inf)
@@ -352,7 +352,7 @@ class EmbedTask(FolderTask):
         return losses, is_own.sum()
 
     def _score(self, own: Any, every: Any, places: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Count the queries for which at most 0 or 9 texts of the set are nearer than their own."""
+        """Count the queries whose own text is the nearest, or among the 10 nearest, of the set."""
         products = (own[0] @ every[1].T).masked_fill(every[-1] == 0, -torch.inf)
         mine = products.gather(1, places[:, None])
         nearer, is_own = (products > mine).sum(1), own[-1] != 0
@@ -365,7 +365,7 @@ class EmbedTask(FolderTask):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A row that dropout treats as one: it counts the same rows of a batch for each pair, whatever the text lengths."""
+    """A pair of texts that is one row for dropout: random numbers do not depend on text lengths."""
 
     row: Mapping[str, np.ndarray]
 

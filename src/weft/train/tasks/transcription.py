@@ -35,7 +35,7 @@ from weft.train.tasks.media import MediaTask, Progress, SoundProcessor
 if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
 
-#: Reason that no plan divides the tokens of a text between layers.
+#: Reason why sequence parallelism is unsupported.
 _NO_SP = Limit(
     (0,), ("evaluations generate token by token, which cannot be sharded; task.options.generate=0 turns it off")
 )
@@ -43,14 +43,14 @@ _NO_SP = Limit(
 
 @dataclass(eq=False)
 class TranscribeTask(MediaTask, ModelTask):
-    """Trains a Hugging Face model that reads mel bands and writes text.
+    """Trains a Hugging Face model that transcribes speech: it reads mel bands and generates text.
 
     data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, whose columns `audio` and `text`
-    are found by the usual names. eval: other records; by default a share `holdout` of them. language: language of the
-    texts, for tokenizers that mark it, such as "en". gain: maximum change of the volume in dB. noise: white noise up to
-    this share of a recording's level. masks: number of masked time spans, and of masked ranges of bands. target_len:
-    maximum tokens of a text. generate: tokens that evaluations generate for each text to compute the character error
-    rate; 0 disables it. pad_multiple: the tokens of a batch are rounded up to a multiple of it.
+    are found by the usual names. eval: records for evaluation; by default a share `holdout` of `data`. language:
+    language of the texts, for tokenizers that mark it, such as "en". gain: maximum change of the volume in dB. noise:
+    white noise up to this fraction of a clip's level. masks: number of masked time spans, and of masked ranges of
+    bands. target_len: maximum tokens of a text. generate: maximum tokens that evaluations generate per text to compute
+    the character error rate; 0 disables it. pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     data: str
@@ -93,8 +93,8 @@ class TranscribeTask(MediaTask, ModelTask):
 
         Raises:
             CheckpointError: for weights that do not fit the config, or cannot be read.
-            ConfigError: for a model that does not read mel bands, or supports fewer tokens.
-            DataError: for invalid data, and for other data than the run was started with.
+            ConfigError: for a model that does not read mel bands, or does not support `target_len` tokens.
+            DataError: for invalid data, and if the data has changed since the run was started.
         """
         check_speech_model(self.network, self.target_len)
         super().prepare(folder, report)
@@ -127,7 +127,7 @@ class TranscribeTask(MediaTask, ModelTask):
         )  # fmt: skip
 
     def limits(self) -> dict[str, Limit]:
-        """Return the plan fields that this task limits, in addition to its model's limits."""
+        """Return limits of plan fields for this task, in addition to its model's limits."""
         return {**folder_limits(self.config), **({"sp": _NO_SP} if self.generate else {})}
 
     def nominal_count(self) -> int:
@@ -136,7 +136,7 @@ class TranscribeTask(MediaTask, ModelTask):
     # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return the padded length of each text in a batch of one, int64 (samples,)."""
+        """Return the padded length of each text, int64 (samples,)."""
         counts, multiple = self.media("train").token_counts(), self.pad_multiple
         return np.maximum(counts, np.minimum(-(-counts // multiple) * multiple, self.target_len))
 
@@ -191,16 +191,16 @@ class TranscribeTask(MediaTask, ModelTask):
         return {"token_accuracy": share, "character_error_rate": rate}
 
 
-#: Options that do not change the tokens of texts.
+#: Options that do not affect the tokens of texts.
 _FREE_OPTIONS = ("data", "eval", "holdout", "gain", "noise", "masks", "generate", "pad_multiple", "audio", "text")
 
 
 @dataclass(frozen=True)
 class SpokenTexts(SoundProcessor):
-    """Recordings with texts. columns: columns of records.
+    """Audio clips with texts. columns: names of the columns in records.
 
-    words: tokens of texts. most: maximum tokens of a text. multiple: tokens of a batch are rounded up to a multiple of
-    it. key: JSON values that decide the tokens.
+    words: tokenizer of texts. most: maximum tokens of a text. multiple: padded lengths are rounded up to a multiple of
+    this. key: JSON values on which the tokens depend.
     """
 
     words: SpokenWords
@@ -209,7 +209,7 @@ class SpokenTexts(SoundProcessor):
     key: tuple[Any, ...]
 
     def find(self, option: str, path: str, progress: Progress) -> MediaRecords:
-        """Find the audio clips of a path and the tokens of their texts."""
+        """Find the audio clips at a path, and tokenize their texts."""
         files = record_files(path, SOUND)
         if not files:
             raise DataError(
@@ -248,9 +248,9 @@ class SpokenTexts(SoundProcessor):
 
 
 class SpokenWords:
-    """A tokenizer adapted to the decoder's texts: prefix, text, end.
+    """Tokenizer for the decoder's texts: prefix, text, end token.
 
-    network: the folder's model. language: for tokenizers that mark it, or "".
+    network: the folder's model. language: language of the texts, for tokenizers that mark it, or "".
 
     Raises:
         ConfigError, DataError: for a folder without a start token or an end token.
@@ -292,13 +292,13 @@ class SpokenWords:
         return self._tokenizer.decode(known, skip_special_tokens=True).strip()
 
     def edits(self, written: list[int], labels: Tensor) -> tuple[int, int]:
-        """Return the edits from written tokens to the labeled text, and the letters of that text."""
+        """Return the edit distance from generated tokens to the labeled text, and the length of that text."""
         true = self.text(labels[labels != IGNORED].tolist())
         return edit_distance(self.text(written), true), len(true)
 
 
 def folder_sound(network: HeadedModel) -> tuple[Features, float]:
-    """Return the features that a folder's model reads, and the seconds of audio: 30 if the folder does not limit them.
+    """Return the features that the folder's model reads, and the maximum seconds of audio (default 30).
 
     Raises:
         ConfigError: without a folder.
@@ -311,10 +311,10 @@ def folder_sound(network: HeadedModel) -> tuple[Features, float]:
 
 
 def check_speech_model(network: HeadedModel, target_len: int) -> None:
-    """Check that a model writes text of up to `target_len` tokens from the features of its folder.
+    """Check that a model can generate `target_len` tokens of text from the features of its folder.
 
     Raises:
-        ConfigError: for another model.
+        ConfigError: if it cannot.
         DataError: for a folder without a feature extractor.
     """
     (features, seconds), path, shapes = folder_sound(network), network.config.model.path, network.shapes()
@@ -334,7 +334,7 @@ def check_speech_model(network: HeadedModel, target_len: int) -> None:
 
 
 def speech_costs(model: Any) -> tuple[TokenCosts, float]:
-    """Return the costs of text tokens, and the encoder's cost of an audio clip, padded to full length."""
+    """Return the costs of text tokens, and the encoder's cost per audio clip, which is padded to full length."""
     config, encoder = model.config, model.get_encoder()
     heard = int(config.max_source_positions)
     text = TokenCosts.of(model, config.decoder_layers, config.d_model)

@@ -1,1 +1,1 @@
-"""Files of models: pretrained folders, adapters, a run's decoder, checkpoints of other programs."""
+"""Model files: pretrained folders, adapters, a run's decoder, checkpoints of other trainers."""

@@ -33,10 +33,10 @@ def base_of(folder: RunFolder) -> Path:
 
 
 def keep_base(folder: RunFolder, source: Path) -> None:
-    """Copy a pretrained folder's files other than weights into the run folder, which can then be moved.
+    """Copy a pretrained folder's files except weights into the run folder, so that it can be moved.
 
     Raises:
-        CheckpointError: for a file that is not a regular one, or a link that leaves the folder.
+        CheckpointError: for a file that is not a regular one, or a link that leads outside the folder.
     """
     if base_of(folder).is_dir():
         return
@@ -55,7 +55,7 @@ def data_of(folder: RunFolder) -> PreparedData:
     """Return the run's tokenized data.
 
     Raises:
-        DataError: if its description is damaged.
+        DataError: if data.json is damaged.
     """
     try:
         return PreparedData.from_json(folder.text("data.json"))
@@ -114,7 +114,7 @@ def _copy_tree(source: Path, target: Path) -> None:
     try:
         os.rename(draft, target)
     except OSError as error:
-        # Another rank wrote it first, with the same content.
+        # Another rank has written it first, with the same content.
         shutil.rmtree(draft)
         if not target.is_dir():
             raise DataError(f"tokenizer: cannot copy {str(source)!r} to {str(target)!r} ({error.strerror}).") from error

@@ -1,4 +1,4 @@
-"""Import of another trainer's checkpoint: sorting tensors into weights and optimizer states, and committing them."""
+"""Import of checkpoints of other trainers: sorting tensors into weights and optimizer states, and saving them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sorted_names(places: Iterable[Place], model_key: str | None = None) -> Sorte
     """Sort saved paths into weights and optimizer states.
 
     Raises:
-        CheckpointError: if the two cannot be distinguished, with the option to set.
+        CheckpointError: if they cannot be distinguished; the message names the option to set.
     """
     places = list(places)
     weights_at: dict[Place, list[Place]] = defaultdict(list)
@@ -62,7 +62,7 @@ def sorted_names(places: Iterable[Place], model_key: str | None = None) -> Sorte
 
 
 def _state_at(place: Place) -> int | None:
-    """Return the path element at which optimizer states begin: "state", or "state.name..." for joined names."""
+    """Return the index of the path element that begins optimizer states: "state", or "state.name..." if joined."""
     for number, part in enumerate(place):
         if (part == "state" and len(place) - number == 3) or (isinstance(part, str) and part.startswith("state.")):
             return number
@@ -90,7 +90,7 @@ def _tables(weights_at: Mapping[Place, list[Place]]) -> str:
 
 
 def _unwrapped(weights: dict[str, Place]) -> dict[str, Place]:
-    """Return names without the prefix that wrappers add to all of them."""
+    """Remove the prefix that wrappers add to all names."""
     for wrapper in _WRAPPERS:
         if weights and all(name.startswith(wrapper) for name in weights):
             return _unwrapped({name.removeprefix(wrapper): place for name, place in weights.items()})
@@ -142,7 +142,7 @@ TABLE = "taken.json"
 
 @dataclass(frozen=True, slots=True)
 class BroughtIn:
-    """Result of an import. `left_out` names the parts of the source that a Weft checkpoint cannot hold."""
+    """Result of an import. `left_out` names the parts of the source that a Weft checkpoint cannot store."""
 
     path: Location
     step: int
@@ -162,9 +162,9 @@ class _Found:
 def bring_in(
     source: Path, root: Location, *, step: int | None = None, model_key: str | None = None, limit_s: float = 1800.0
 ) -> BroughtIn:
-    """Read a folder of torch.distributed.checkpoint or DeepSpeed, and commit its weights and states under `root`.
+    """Read a folder of torch.distributed.checkpoint or DeepSpeed, and save it as a checkpoint under `root`.
 
-    The disk of `root` temporarily holds everything twice. With an object store, the temporary folder holds it once.
+    The data temporarily exists twice on the disk of `root`; for an object store, once in the temporary folder.
 
     Args:
         source: the foreign folder.
@@ -174,7 +174,7 @@ def bring_in(
         limit_s: maximum time for reading in seconds.
 
     Raises:
-        CheckpointError: if the source cannot be read, or holds anything except weights and plain values.
+        CheckpointError: if the source cannot be read, or contains anything except tensors and plain values.
     """
     kind = _kind_of(source)
     try:
@@ -204,14 +204,14 @@ def _kind_of(source: Path) -> str:
 def run_confined(
     kind: str, source: Path, work: Path, limit_s: float, remedy: str = "Import a checkpoint that you saved yourself."
 ) -> None:
-    """Run the confined reader process.
+    """Read files in a child process with limited rights.
 
     Args:
         kind: kind of the files: "dcp", "zero" or "pickled".
         source: their folder.
         work: empty folder for the output of the process.
         limit_s: maximum time for reading in seconds.
-        remedy: advice for refused files, for the error.
+        remedy: advice in the error for files that are rejected.
 
     Raises:
         CheckpointError: if reading fails, with the reason.
@@ -290,7 +290,7 @@ def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch
 def _second_names(
     weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor], said: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return names of tensors with another name, such as a tied head: no states, and the same bytes."""
+    """Map aliases, such as a tied head, to original names: they lack optimizer state and have equal values."""
     import torch
 
     shared = {name: first for name, first in said.items() if name in weights and first in weights}
@@ -327,11 +327,11 @@ def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
     return max(counted)
 
 
-# Pickled weights of a Hugging Face folder, which the confined process converts to plain tensors.
+# Pickled weights of a Hugging Face folder, which the child process converts to plain tensors.
 
 
 def pickled_weights(source: Path, work: Path, limit_s: float) -> tuple[Iterator[tuple[str, RawArray]], list[str]]:
-    """Return an iterator over (name, tensor) with one tensor in memory at a time, and the names that are left out.
+    """Return an iterator over (name, tensor) with one tensor in memory at a time, and the names that are skipped.
 
     Args:
         source: folder with pytorch_model.bin, its index, or other pickles of weights.
@@ -339,7 +339,7 @@ def pickled_weights(source: Path, work: Path, limit_s: float) -> tuple[Iterator[
         limit_s: maximum time for reading in seconds.
 
     Raises:
-        CheckpointError: if the files cannot be read, or hold anything except weights.
+        CheckpointError: if the files cannot be read, or contain anything except weights.
     """
     if not source.is_dir():
         raise CheckpointError(f"SOURCE={source}: there is no such folder. Give the folder of a Hugging Face model.")

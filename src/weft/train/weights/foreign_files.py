@@ -1,4 +1,4 @@
-"""Output files of the confined reader process: safetensors files and a table that maps tensors to files."""
+"""Output of the child process that reads pickles: safetensors files and a table that maps tensors to files."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from safetensors.torch import save_file
 #: Maximum bytes of tensors in memory before a file is written.
 _SHARD_BYTES = 2**30
 TABLE = "taken.json"
-#: Maximum output relative to the source's bytes: a tensor may have several names but be stored once.
+#: Maximum output as a multiple of the source's bytes, and in addition to it: tensors with several names are stored
+#: once.
 _MOST_TIMES, _MOST_MORE = 8, 2**28
-#: First bytes of torch.save files since torch 1.6, which are zip archives.
+#: First bytes of a zip archive, which torch.save has written since torch 1.6.
 _ZIP = b"PK\x03\x04"
 _GLOBAL = re.compile(r"(?:GLOBAL|global|class|type)[: ]+`?([A-Za-z_][\w.]*\.[\w.]+)`?")
 
 
 class NotTaken(Exception):
-    """The files are refused, with a one-sentence reason."""
+    """Raised with a one-sentence reason if files are rejected."""
 
 
 def most_bytes(source_bytes: int) -> int:
@@ -37,10 +38,10 @@ def most_bytes(source_bytes: int) -> int:
 
 
 class Taken:
-    """Collects tensors by their path in the saved tables, such as ("model", "embed.weight").
+    """Collects tensors by their path in the saved dicts, such as ("model", "embed.weight"), and writes files.
 
-    out: folder for the files. max_bytes: limit for all tensors together. A tensor with strides of 0 is small in a file
-    but large when it is copied.
+    out: folder for the files. max_bytes: limit for all tensors together. It is needed because a tensor with strides of
+    0 is small in a file but large when copied.
     """
 
     def __init__(self, out: Path, max_bytes: int):
@@ -52,7 +53,7 @@ class Taken:
         self._left_out: list[str] = []
 
     def reserve(self, name: object, num_bytes: int) -> None:
-        """Refuse a tensor that is far larger than the source's files.
+        """Raise an error if a tensor is far larger than the source's files.
 
         Raises:
             NotTaken: if the tensors together exceed the limit.
@@ -68,7 +69,7 @@ class Taken:
         num_bytes = tensor.numel() * tensor.element_size()
         self.reserve(".".join(map(str, place)), num_bytes)
         self._bytes_left -= num_bytes
-        # Tensors have numbers as names in these files, because names from the checkpoint are untrusted.
+        # Name tensors by index in these files, because names from the checkpoint are untrusted.
         number = f"t{self._num_tensors}"
         self._num_tensors += 1
         self._tensors[number] = tensor.detach().contiguous().clone()
@@ -78,7 +79,7 @@ class Taken:
             self._write()
 
     def value(self, place: Sequence[Any], value: Any) -> None:
-        """Add one plain value. Leave it out if JSON cannot hold it."""
+        """Add one plain value. Skip it if JSON cannot represent it."""
         try:
             plain = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
@@ -99,7 +100,7 @@ class Taken:
 
 
 def load_weights(source: Path | bytes, name: str, *, mapped: bool = False) -> Any:
-    """Load only weights and plain values from a file of torch.save.
+    """Load a torch.save file that contains only tensors and plain values.
 
     Args:
         source: the file, or its bytes.
@@ -107,7 +108,7 @@ def load_weights(source: Path | bytes, name: str, *, mapped: bool = False) -> An
         mapped: map the file instead of reading it.
 
     Raises:
-        NotTaken: for damaged files, other formats, and any other content, which it names.
+        NotTaken: for damaged files, other formats, and any other content. The message names it.
     """
     if _first_bytes(source) != _ZIP:
         raise NotTaken(
@@ -129,7 +130,7 @@ def _first_bytes(source: Path | bytes) -> bytes:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a file cannot be read, in one clause."""
+    """Return the reason why a file cannot be read, as a clause."""
     found = _GLOBAL.search(str(error))
     if found:
         return f"it holds {found[1]}, which is not a weight; Weft ran and loaded nothing from it"
@@ -140,7 +141,7 @@ def reason_of(error: Exception) -> str:
 
 
 def within(folder: Path, name: Any) -> Path:
-    """Return a plain file of a folder.
+    """Return the path of a regular file in a folder.
 
     Raises:
         NotTaken: if the name leads outside the folder, is a link, or does not exist.
@@ -165,7 +166,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
 class _Plain:
-    """A stand-in for DeepSpeed's classes that only stores its arguments."""
+    """Replacement for DeepSpeed's classes that only stores its arguments."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -181,14 +182,14 @@ _DEEPSPEED = (
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """One kind of values (weights, exp_avg, ...) of every rank: ranks -> groups -> a flat tensor."""
+    """One kind of value (weights, exp_avg, ...) of all ranks: per rank, a flat tensor per parameter group."""
 
     stage: int
     groups: list[list[torch.Tensor]]
 
 
 def read_zero(source: Path, taken: Taken) -> None:
-    """Output full weights and moments, and the counters.
+    """Read a DeepSpeed checkpoint, and output full weights, moments and counters.
 
     Raises:
         NotTaken: if the files are damaged or of another format.
@@ -322,7 +323,7 @@ def _moments(
 ) -> None:
     """Collect optimizer states.
 
-    Flat states have the weights' layout. The others have one value per parameter of a group.
+    Flat states have the layout of the weights. Other states have one value per parameter group.
     """
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     base = [one.get(key) for one in states]
@@ -367,7 +368,7 @@ _MOST_DIMS = 32
 
 
 class _Record:
-    """A stand-in for torch's classes in `.metadata` that only stores its arguments."""
+    """Replacement for torch's classes in `.metadata` that only stores its arguments."""
 
     def __init__(self, *arguments: Any):
         self.state: Any = arguments
@@ -376,22 +377,22 @@ class _Record:
         self.state = state
 
     def get(self, name: str, position: int = -1) -> Any:
-        """Return a field. For a tuple, return the element at that position."""
+        """Return a field by name, or, for a tuple, by position."""
         if isinstance(self.state, Mapping):
             return self.state.get(name)
         return self.state[position] if isinstance(self.state, tuple) and 0 <= position < len(self.state) else None
 
 
 class _Tensor(_Record):
-    """TensorStorageMetadata."""
+    """Replacement for TensorStorageMetadata."""
 
 
 class _Stored(_Record):
-    """_StorageInfo."""
+    """Replacement for _StorageInfo."""
 
 
 class _Index(_Record):
-    """MetadataIndex."""
+    """Replacement for MetadataIndex."""
 
 
 def _size(values: Any = ()) -> tuple[int, ...]:
@@ -399,7 +400,7 @@ def _size(values: Any = ()) -> tuple[int, ...]:
 
 
 def _nothing(*_: Any) -> None:
-    """Replace layouts and encodings of memory formats."""
+    """Replacement for functions that make layouts and memory formats."""
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -424,7 +425,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that allows only the classes above and torch's dtypes."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a substitute class or a dtype, or raise UnpicklingError."""
+        """Return a replacement class or a dtype. Raise UnpicklingError for any other name."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
@@ -434,7 +435,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_dcp(source: Path, taken: Taken) -> None:
-    """Output every full tensor and every plain value.
+    """Read a torch.distributed.checkpoint folder, and output all full tensors and plain values.
 
     Raises:
         NotTaken: if the files are damaged or of another format.
@@ -471,7 +472,7 @@ def _value(source: Path, name: str, place: Any, stored: list[tuple[_Index, _Stor
 
 
 def _join(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]], taken: Taken) -> torch.Tensor:
-    """Join a tensor from its chunks, each element from one of them."""
+    """Join a tensor from its chunks. Each element is taken from one chunk."""
     properties, shape = entry.get("properties"), entry.get("size")
     dtype = properties.get("dtype", 0) if isinstance(properties, _Record) else None
     if not isinstance(dtype, torch.dtype) or not _is_shape(shape):
@@ -521,14 +522,14 @@ def _bytes(source: Path, info: _Stored) -> bytes:
 
 _SINGLE, _INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-#: Files that trainers write next to the weights.
+#: Files that trainers write next to the weights, and that contain no weights.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
-#: Keys under which trainers store the weights in a larger table.
+#: Keys under which trainers store the weights in a larger dict.
 _TABLES = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_pickled(source: Path, taken: Taken) -> None:
-    """Output each tensor by its name.
+    """Read pickled weights, and output each tensor by its name.
 
     Raises:
         NotTaken: for files without weights, or with any other content.

@@ -2,8 +2,8 @@
 
 Its environment has no secrets, and it has no network if the kernel allows that. Its memory and disk limits follow from
 the size of the source. An audit hook ends it at the first attempt to start a program, to connect, or to write outside
-of OUT. Unpickling is limited to weights and plain values, so the hook is a second line of defense. The process ends
-with its parent. Exit code 3 and a line of JSON on stdout mean that the files were refused.
+OUT. Unpickling is limited to weights and plain values, so the hook is a second line of defense. The process ends with
+its parent. Exit code 3 and a line of JSON on stdout mean that the files were rejected.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 REFUSED = 3
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
-#: Option of prctl: the signal that the process gets when its parent ends.
+#: Option of prctl for the signal that the process gets when its parent ends.
 _PARENT_DEATH_SIGNAL = 1
-#: Memory allowance on top of torch and the data.
+#: Memory limit in addition to the memory of torch and of the data.
 _SPARE_BYTES = 2 * 2**30
 _FORBIDDEN = (
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.kill", "os.remove", "os.rename",
@@ -36,7 +36,7 @@ def main() -> int:
     """Read the source, write the output files and print a summary."""
     kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     _give_up_rights()
-    # Load torch before confinement begins, because that maps libraries.
+    # Import torch before confinement begins, because that maps libraries.
     import torch  # noqa: F401
 
     from weft.train.weights.foreign_files import (
@@ -74,7 +74,7 @@ def _limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     with suppress(OSError, ValueError):
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        # Files are mapped, tensors are joined, and a shard is written from memory.
+        # Files are mapped, tensors are joined, and a file is written from memory.
         resource.setrlimit(resource.RLIMIT_AS, (in_use + most, in_use + most))
 
 

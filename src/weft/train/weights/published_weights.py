@@ -1,4 +1,4 @@
-"""A pretrained folder's tensors under a model's names, renamed, stacked and fused as in transformers' tables.
+"""A pretrained folder's tensors under a model's names: renamed, stacked and fused like in transformers.
 
 Nothing is converted in memory: each tensor of the model is described as slices of tensors in the files.
 """
@@ -27,14 +27,13 @@ def pretrained_source(
     """Return the source of a model's tensors, and the stored names that the model does not use.
 
     Args:
-        model: unsharded, on any device; the result uses its first names of tied tensors.
+        model: unsharded, on any device. For tied tensors, the result uses the first name.
         folder: config.json and safetensors files.
-        may_lack: returns True for a tensor that the folder may lack or store in another shape; the result omits it
-            then.
+        may_lack: returns True for a tensor that may be missing or have another shape in the folder; it is then omitted.
 
     Raises:
-        CheckpointError: for files that are missing, truncated or pickles, for tensors that the model has and the folder
-            lacks, for other shapes, for tied tensors that differ, and for more blocks than the config has.
+        CheckpointError: for missing, truncated or pickled files, missing tensors, other shapes, tied tensors that
+            differ, and more blocks than the config has.
     """
     stored = stored_weights(folder)
     entries, left = under_model_names(model, stored)
@@ -77,7 +76,7 @@ def pretrained_source(
 def _refuse_unequal(
     by_first: Mapping[str, list[str]], entries: Mapping[str, Joined | Computed], stored: StoredWeights, folder: Path
 ) -> None:
-    """Raise if tensors that the config ties are stored with different values: transformers then does not tie them."""
+    """Raise an error if tied tensors are stored with different values, because transformers then does not tie them."""
     source = JoinedTensors(stored, entries)
     for names in by_first.values():
         present = [name for name in names if name in entries]
@@ -91,9 +90,9 @@ def _refuse_unequal(
 
 
 def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str, int] | None:
-    """Return a stored tensor of a block after the model's last one, the path of the block list, and its length.
+    """Return a stored tensor of a block beyond the model's last block, the path of the block list, and its length.
 
-    Blocks that transformers omits on purpose, such as multi-token prediction blocks, do not count.
+    Blocks that transformers ignores on purpose, such as multi-token prediction blocks, are allowed.
     """
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     config = getattr(model, "config", None)
@@ -121,7 +120,7 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
 
 @torch.no_grad()
 def fill_full(model: nn.Module, source: StateSource) -> None:
-    """Load a plain model on one device with the tensors of a source."""
+    """Load the tensors of a source into a plain model on one device."""
     for name, tensor in model_tensors(model).items():
         if name in source.entries:
             tensor.copy_(read_full(source, name))

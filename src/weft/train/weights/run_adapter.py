@@ -44,7 +44,7 @@ def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> Adapt
     Args:
         shapes: the task's model on the meta device. The adapter is added to it.
         config: the run's config.
-        num_layers: number of layers in the planner's description, over which the mean is taken.
+        num_layers: number of layers in the planner's description, over which sizes are averaged.
 
     Raises:
         ConfigError: as in `with_adapter`.
