@@ -1,7 +1,7 @@
-"""The Plan: how one model is distributed over the ranks. A frozen value without torch; everything else derives from it.
+"""The Plan: how one model is distributed over the ranks. An immutable dataclass without torch.
 
-Text form: fields that differ from their defaults, in the order of the fields, such as "dp_shard=4 tp=2 zero=3".
-`Plan.parse(plan.format()) == plan` for every plan. The rules of combinations are in `plan_rules.py`.
+Text form: the fields that differ from their defaults, in field order, such as "dp_shard=4 tp=2 zero=3".
+`Plan.parse(plan.format()) == plan` for every plan. `plan_rules.py` has the rules for combinations.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from weft.config.plan_values import described, descriptions, share_of
 from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, sync_of
 from weft.errors import PlanError, Problem
 
-#: Mesh axes, outermost first by default. `ep` is a second view over dp_shard x cp x tp: no factor of the world size.
+#: Mesh axes, outermost first by default. `ep` is not an axis of its own: it reuses the ranks of dp_shard x cp x tp.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-#: Precisions that the planner estimates. Codes are indices in this tuple, so append new ones. The runtime has no fp4.
+#: Precisions that the planner can estimate. Codes are indices in this tuple, so append new ones. The runtime has no
+#: fp4.
 PLANNED_PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp4", "tf32")
 PRECISIONS = tuple(name for name in PLANNED_PRECISIONS if name != "fp4")
 #: Wire formats of gradients, including those registered later; "fp32" is the format of the master weights.
@@ -47,162 +48,263 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model is distributed: one field per choice, described at its declaration.
+    """How a model is distributed, with one field per choice.
 
-    `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
+    `PLAN_FIELDS` has the descriptions of the fields by name. docs/reference/settings.md is generated from them.
 
     Raises:
-        PlanError: at construction, with every invalid field.
+        PlanError: at construction; the message names every invalid field.
     """
 
-    # One field after another, in the order in which they are printed.
-    # fmt: off
+    # The fields in the order in which they are printed.
     pp: int = described(
-        kinds.Integer(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
-        tried=sizes_tried, asks="use", probed=True,
+        kinds.Integer(star=True),
+        1,
+        "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
+        tried=sizes_tried,
+        asks="use",
+        probed=True,
     )
-    dp_replicate: int = described(kinds.Integer(star=True), 1,
+    dp_replicate: int = described(
+        kinds.Integer(star=True),
+        1,
         "Data parallel: replicas that hold the same states and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
-    dp_shard: int = described(kinds.Integer(star=True), 1,
+    dp_shard: int = described(
+        kinds.Integer(star=True),
+        1,
         "Data parallel: ranks that shard states by `zero` and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
     cp: int = described(
-        kinds.Integer(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.",
-        tried=sizes_tried, asks="use", probed=True,
+        kinds.Integer(star=True),
+        1,
+        "Context parallel: ranks that share each sequence; a mesh axis.",
+        tried=sizes_tried,
+        asks="use",
+        probed=True,
     )
     tp: int = described(
-        kinds.Integer(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
-        asks="use", probed=True,
+        kinds.Integer(star=True),
+        1,
+        "Tensor parallel: ranks that share each layer; a mesh axis.",
+        tried=sizes_tried,
+        asks="use",
+        probed=True,
     )
-    ep: int = described(kinds.Integer(), 1,
+    ep: int = described(
+        kinds.Integer(),
+        1,
         "Expert parallel: ranks that share the experts of a layer; a second view over dp_shard x cp x tp.",
-        tried=sizes_tried, asks="use", probed=True,
+        tried=sizes_tried,
+        asks="use",
+        probed=True,
     )
     order: tuple[str, ...] = described(
-        kinds.AxisOrder(AXES), (),
+        kinds.AxisOrder(AXES),
+        (),
         "Mesh axes in use, outermost first; by default in the order of this table. Neighbors on the innermost axis "
-        "are neighbors on the machine.", nearby=orders_near, divides_work=False,
+        "are neighbors on the machine.",
+        nearby=orders_near,
+        divides_work=False,
         tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
     )
     zero: int = described(
-        kinds.Integer(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
+        kinds.Integer(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"),
+        0,
         "ZeRO stage: what is sharded over dp_shard and cp. 0: nothing; 1: optimizer states; 2: also gradients; 3: "
-        "also parameters.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
+        "also parameters.",
+        needs=("dp_shard", "cp"),
+        tried=(0, 1, 2, 3),
+        asks="value",
+        probed=True,
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
     reshard: str = described(
-        kinds.ReshardPolicy(RESHARDS), RESHARDS[0],
+        kinds.ReshardPolicy(RESHARDS),
+        RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
         "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same. "
         "after_forward:8 keeps an eighth of them on each of 8 neighboring ranks of dp_shard for backward's gathers, "
         "which then stay on one host.",
-        needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
+        needs=("dp_shard", "cp"),
+        searched_with="zero",
+        tried=RESHARDS,
+        asks="value",
     )
     sp: bool = described(
-        kinds.Switch(), False, "Sequence parallelism between tensor-parallel regions.", needs=("tp",),
-        searched=(False, True), tried=(False, True), asks="use", probed=True,
+        kinds.Switch(),
+        False,
+        "Sequence parallelism between tensor-parallel regions.",
+        needs=("tp",),
+        searched=(False, True),
+        tried=(False, True),
+        asks="use",
+        probed=True,
     )
     tp_chunks: int = described(
-        kinds.Integer(dtype="int32"), 1,
+        kinds.Integer(dtype="int32"),
+        1,
         "Chunks of each rank's tokens under `sp=on`: sharded layers multiply one chunk while another is communicated "
-        "over tp. `auto` never chooses more than 1.", needs=("tp",), tried=(1, 3), divides_work=False,
+        "over tp. `auto` never chooses more than 1.",
+        needs=("tp",),
+        tried=(1, 3),
+        divides_work=False,
     )
     cp_mode: str = described(
-        kinds.OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
+        kinds.OneOf(CP_MODES, open="auto", codes=CP_WAYS),
+        "auto",
         "Attention over a sequence that cp shards: gather (all-gathers keys and values), ring (passes them "
         "around, overlapped with compute), ulysses (exchanges tokens for heads by all_to_all), auto (chosen by "
-        "heads, sequence length and memory).", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
+        "heads, sequence length and memory).",
+        needs=("cp",),
+        searched=CP_WAYS,
+        tried=CP_MODES,
+        asks="value",
         probed=True,
     )
     schedule: str = described(
-        kinds.OneOf(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
-        searched=schedules, tried=SCHEDULES, asks="value",
+        kinds.OneOf(SCHEDULES),
+        "1f1b",
+        "Order of the pipeline's forward and backward passes.",
+        needs=("pp",),
+        searched=schedules,
+        tried=SCHEDULES,
+        asks="value",
     )
     microbatches: int = described(
-        kinds.PassCount(), 1, "Microbatches of an optimizer step under a pipeline.", needs=("pp",), divides_work=False,
+        kinds.PassCount(),
+        1,
+        "Microbatches of an optimizer step under a pipeline.",
+        needs=("pp",),
+        divides_work=False,
         tried=lambda ranks, passes: sorted({*passes, ranks, 2 * ranks}),  # some schedules need two for each stage
     )
     virtual_stages: int = described(
-        kinds.Integer(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule",
-        tried=(1, 2), asks="value",
+        kinds.Integer(),
+        1,
+        "Stages on each rank of the pipeline.",
+        needs=("pp",),
+        searched_with="schedule",
+        tried=(1, 2),
+        asks="value",
     )
-    split: tuple[int, ...] = described(kinds.Counts(), (),
+    split: tuple[int, ...] = described(
+        kinds.Counts(),
+        (),
         "Number of the model's blocks in each stage, in order (`3+4+4+3`); by default stages of equal work.",
-        needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
+        needs=("pp",),
+        tried=((),),
+        asks="value",  # uneven splits depend on the model: tests/parity/test_pipeline.py
     )
     accumulation: int = described(
-        kinds.PassCount(), 1, "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
-        tried=lambda ranks, passes: passes, divides_work=False, asks="value", probed=True,
+        kinds.PassCount(),
+        1,
+        "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
+        tried=lambda ranks, passes: passes,
+        divides_work=False,
+        asks="value",
+        probed=True,
     )
     precision: str = described(
-        kinds.OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
+        kinds.OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"),
+        "fp32",
         "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64). fp8 is bf16 "
         "with float8 products of the linear layers in blocks; tf32 is fp32 with the inputs of products and "
         "convolutions rounded to 10 bits of mantissa, on GPUs that support it.",
-        searched=lambda facts: (*facts.half_formats[:1], "fp32"), tried=("fp64",), divides_work=False,
+        searched=lambda facts: (*facts.half_formats[:1], "fp32"),
+        tried=("fp64",),
+        divides_work=False,
     )
     reduce: str = described(
-        kinds.OneOf(REDUCES), "fp32",
+        kinds.OneOf(REDUCES),
+        "fp32",
         "Format of gradients in collectives: fp32 (fp64 under fp64) or bf16, which halves the bytes. Gradients are "
-        "rounded only for the collective; Weft accumulates and applies them in fp32.", tried=("fp32",),
+        "rounded only for the collective; Weft accumulates and applies them in fp32.",
+        tried=("fp32",),
         divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
     )
     compress: str = described(
-        kinds.Compression(COMPRESSES), "none",
+        kinds.Compression(COMPRESSES),
+        "none",
         "For slow links: format of gradients over the outermost data axis only (dp_replicate, or dp_shard if "
         "dp_replicate is 1). int8: one byte per value, rounded stochastically, one scale per 256. int4: half a byte, "
         "one scale per 64. powersgd:4: each matrix as two factors of rank 4, after the first steps "
         "(`train.compress_after`). The last two add their error to the next step. top:0.02, under sync=average or "
         "diloco: the largest 2 % of each 4096 values; the others are added at the next synchronization. It changes "
-        "results; `auto` never chooses it.", tried=("none",),
+        "results; `auto` never chooses it.",
+        tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_compress.py
     )
     gather: str = described(
-        kinds.OneOf(GATHERS), "none",
+        kinds.OneOf(GATHERS),
+        "none",
         "For slow links: format of gathered weights. int8, for zero=3: one byte per value, rounded to nearest, one "
         "scale per 256 of a row; vectors are sent exactly. diff4, for zero=1 and 2: differences to the weights that "
         "all ranks have, half a byte each, one scale per 64; the rounding error is added to the next difference. fp8, "
         "for zero=3 and precision=fp8: weights as these products round them, one byte per value, one scale per row; "
         "others are sent exactly. Masters are never rounded. It changes results; `auto` never chooses it.",
-        needs=("dp_shard", "cp"), tried=("none",),
+        needs=("dp_shard", "cp"),
+        tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_gather.py
     )
     sync: str = described(
-        kinds.SyncEvery(), "step",
+        kinds.SyncEvery(),
+        "step",
         "For slow links: synchronization of the replicas of dp_replicate. step: gradients are reduced in every step. "
         "average:H: replicas train separately, and every H steps weights are averaged. diloco:H: their mean change "
         "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); compress=int8 "
         "sends it in bytes. diloco:50/4: in four fragments, each sent while the next step computes. It is another "
         "algorithm; `auto` never chooses it.",
-        needs=("dp_replicate",), tried=("step",),
-        divides_work=False,  # it trains otherwise: tests/parity/test_sync.py
+        needs=("dp_replicate",),
+        tried=("step",),
+        divides_work=False,  # it changes training: tests/parity/test_sync.py
     )
     recompute: str = described(
-        kinds.PolicyOrBudget(RECOMPUTES), "none",
+        kinds.PolicyOrBudget(RECOMPUTES),
+        "none",
         "Activations that backward recomputes: a policy, a policy for the first blocks of each rank only, or "
         "a memory budget for the kept activations.",
-        searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value", probed=True,
+        searched=recomputes,
+        nearby=recomputes_near,
+        divides_work=False,
+        asks="value",
+        probed=True,
         tried=("none", "full", "selective", "attention", "full:1"),
     )
     offload: tuple[str, ...] = described(
-        kinds.NamedShares(OFFLOADS), (), "Tensors to keep in host memory.",
-        searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
-                  ("params", "activations")),
+        kinds.NamedShares(OFFLOADS),
+        (),
+        "Tensors to keep in host memory.",
+        searched=(
+            (),
+            ("optimizer",),
+            ("params",),
+            ("activations",),
+            ("optimizer", "activations"),
+            ("params", "activations"),
+        ),
         tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
         nearby=lambda plan, facts, fine: ((share,) for share in (FINE_SHARES if fine else SHARES)),
-        divides_work=False, asks="value",
+        divides_work=False,
+        asks="value",
     )
     compile: bool = described(
-        kinds.Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
-        tried=(False,),  # few plans compile deep models: tests/parity/test_compile.py
+        kinds.Switch(),
+        False,
+        "Compile blocks with torch.compile.",
+        searched=(False, True),
+        divides_work=False,
+        tried=(False,),  # compiling deep models is slow, so few plans do: tests/parity/test_compile.py
     )
     graphs: bool = described(
-        kinds.Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so "
-        "small that the host takes longer to launch kernels than the GPU to run them.", divides_work=False,
-        tried=(False,),  # it needs a GPU, or a recorder: tests/parity/test_graphs.py
+        kinds.Switch(),
+        False,
+        "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so "
+        "small that the host takes longer to launch kernels than the GPU to run them.",
+        divides_work=False,
+        tried=(False,),  # needs a GPU, or a recorder: tests/parity/test_graphs.py
     )
     # fmt: on
 
@@ -221,17 +323,17 @@ class Plan:
 
     @property
     def microbatches_per_step(self) -> int:
-        """Forward passes per optimizer step on one data-parallel rank."""
+        """Number of microbatches per optimizer step on one data-parallel rank."""
         return self.microbatches if self.pp > 1 else self.accumulation
 
     @property
     def second_shards(self) -> int:
-        """Number of neighboring ranks of dp_shard on which zero=3 keeps secondary shards for backward; 0: none."""
+        """Number of adjacent ranks of dp_shard that share secondary shards for backward (zero=3); 0: none."""
         return int(self.reshard.partition(":")[2] or 0)
 
     @property
     def sync_method(self) -> str:
-        """Synchronization of replicas: "step", "average" or "diloco"."""
+        """When replicas synchronize: "step" (gradients in every step), "average" or "diloco"."""
         return sync_of(self.sync)[0]
 
     @property
@@ -241,21 +343,21 @@ class Plan:
 
     @property
     def sync_fragments(self) -> int:
-        """Number of fragments that are synchronized one after another during steps.
+        """Number of fragments of the parameters that are synchronized one after another during steps.
 
-        0: all together, while no rank computes.
+        0: all parameters are synchronized together, while no rank computes.
         """
         return sync_of(self.sync)[2]
 
     @property
     def recompute_policy(self) -> str:
-        """One of RECOMPUTES, or "budget"."""
+        """The recompute policy, one of RECOMPUTES, or "budget"."""
         name = self.recompute.partition(":")[0]
         return name if name in RECOMPUTES else "budget"
 
     @property
     def recompute_blocks(self) -> int:
-        """Number of a rank's blocks, from the first, that have the policy; 0: all."""
+        """Number of each rank's first blocks that use the policy; 0: all blocks."""
         return int(self.recompute.partition(":")[2] or 0)
 
     def offload_share(self, name: str) -> float:
@@ -275,18 +377,18 @@ class Plan:
         """Return a new plan with some fields changed.
 
         Raises:
-            PlanError: for a name that is no field, and a value that its field does not accept.
+            PlanError: for an unknown field, or a value that its field does not accept.
         """
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
-        found = Plan.of_normal(_all_values(self))  # what stays was checked before
+        found = Plan.of_normal(_all_values(self))  # the other values were checked before
         _fill(found, changes)
         return found
 
     @classmethod
     def of_normal(cls, values: Iterable[object]) -> Plan:
-        """Return the plan of values that are in their normal form already, in the order of the fields."""
+        """Return the plan with the given values, one per field in order, which are already in normal form."""
         found = object.__new__(cls)
         for name, value in zip(PLAN_FIELDS, values, strict=True):
             object.__setattr__(found, name, value)
@@ -294,10 +396,10 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str, world_size: int | None = None) -> Plan:
-        """Read the text form. One mesh axis may be `*`: it takes the ranks that the others leave.
+        """Read the text form. One mesh axis may be `*`: it gets the ranks that the other axes leave.
 
-        If they leave one rank for `dp_shard=*`, zero becomes 0, so "dp_shard=* zero=3" fits any number of ranks.
-        zero=3 with offload=params stays, since it loads parameters block by block on one rank too.
+        If that is one rank for `dp_shard=*`, zero becomes 0, so "dp_shard=* zero=3" works for any number of ranks.
+        zero=3 with offload=params is kept, since it loads parameters block by block on one rank too.
 
         world_size: number of ranks; required if the text has a `*`.
 
@@ -319,7 +421,7 @@ class Plan:
         if world_size is None:
             rule = "the number of ranks is not known here. Write the number."
             raise PlanError([Problem.of(open_axis, "*", rule)])
-        rest = plan.world_size  # the open axis counts as 1 in it
+        rest = plan.world_size  # the open axis has size 1 in the plan
         if world_size < 1 or world_size % rest:
             rule = f"the other axes need {rest} ranks, and {world_size} is not a multiple of {rest}. Change them, or "
             raise PlanError([Problem.of(open_axis, "*", f"{rule}start a multiple of {rest} ranks.")])
@@ -331,7 +433,9 @@ class Plan:
 
     @classmethod
     def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
-        """Read text or a table while the number of ranks is unknown: the plan with its `*` as 1, and that axis's name.
+        """Read text or a table before the number of ranks is known.
+
+        Return the plan with 1 for `*`, and the name of that axis.
 
         Raises:
             PlanError: with every mistake found.
@@ -368,11 +472,11 @@ def plan_fields() -> tuple[str, ...]:
 
 
 def _fill(plan: Plan, values: Mapping[str, object]) -> None:
-    """Set fields of a plan to values in their normal form, or raise PlanError with every one that cannot be used."""
+    """Set fields of a plan to values in their normal form. Raise PlanError with every invalid value."""
     problems: list[Problem] = []
     for name, value in values.items():
         try:
-            # Of tuples each time, because (1, 2) and (True, 2) are equal.
+            # Tuples are checked without the cache, because (1, 2) == (True, 2).
             check = _checked_once if isinstance(value, (str, int)) else _checked
             object.__setattr__(plan, name, check(name, value))
         except PlanError as error:
@@ -385,23 +489,23 @@ def _checked(name: str, value: object) -> Any:
     return PLAN_FIELDS[name].kind.check(name, value)
 
 
-_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)  # a search checks the values of thousands
+_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)  # a search checks thousands of values
 
 
-# Plans with undecided fields, for rules.
+# Plans with unassigned fields, for rules.
 
-#: Result of `OpenPlan.decided` for a field that is not decided yet.
+#: Result of `OpenPlan.decided` for a field that is not assigned yet.
 MISSING = object()
 
 
 class Undecided(Exception):
-    """Raised when a rule reads a field that is not decided yet."""
+    """Raised when a rule reads a field that is not assigned yet."""
 
 
 class OpenPlan:
-    """A plan that looks its fields up when they are read, with the properties and methods of Plan.
+    """A plan that looks up its fields on access, with the properties and methods of Plan.
 
-    reads: the decided fields that were read. A field that is not decided raises Undecided.
+    reads: the assigned fields that were read. Reading an unassigned field raises Undecided.
     """
 
     __slots__ = ("reads",)
@@ -427,7 +531,7 @@ class OpenPlan:
 
 
 def auto_fields(text: str) -> dict[str, object]:
-    """Return the fields that an auto plan decides, with their values.
+    """Return the fields that the user fixed in an auto plan ("auto zero=3"), with their values.
 
     Raises:
         PlanError: if they cannot be read.
