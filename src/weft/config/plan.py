@@ -33,15 +33,14 @@ from weft.errors import PlanError, Problem
 
 #: Mesh axes, outermost first by default. `ep` is not an axis of its own: it reuses the ranks of dp_shard x cp x tp.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-#: Precisions that the planner can estimate. Codes are indices in this tuple, so append new ones. The runtime has no
-#: fp4.
+#: Precisions that the planner can estimate. Codes are indices, so append new ones. The runtime has no fp4.
 PLANNED_PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp4", "tf32")
 PRECISIONS = tuple(name for name in PLANNED_PRECISIONS if name != "fp4")
 #: Wire formats of gradients, including those registered later; "fp32" is the format of the master weights.
 REDUCES = WIRES
 RECOMPUTES = ("none", "full", "attention", "selective")
 OFFLOADS = ("optimizer", "params", "activations")
-#: When zero=3 lets gathered parameters go: from the least memory to the least communication.
+#: When zero=3 frees gathered parameters: from the least memory to the least communication.
 RESHARDS = ("after_forward", "after_backward", "after_step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
 
@@ -57,253 +56,152 @@ class Plan:
     """
 
     # The fields in the order in which they are printed.
+    # fmt: off
     pp: int = described(
-        kinds.Integer(star=True),
-        1,
-        "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
-        tried=sizes_tried,
-        asks="use",
-        probed=True,
+        kinds.Integer(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
+        tried=sizes_tried, asks="use", probed=True,
     )
-    dp_replicate: int = described(
-        kinds.Integer(star=True),
-        1,
+    dp_replicate: int = described(kinds.Integer(star=True), 1,
         "Data parallel: replicas that hold the same states and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
-    dp_shard: int = described(
-        kinds.Integer(star=True),
-        1,
+    dp_shard: int = described(kinds.Integer(star=True), 1,
         "Data parallel: ranks that shard states by `zero` and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
     cp: int = described(
-        kinds.Integer(star=True),
-        1,
-        "Context parallel: ranks that share each sequence; a mesh axis.",
-        tried=sizes_tried,
-        asks="use",
-        probed=True,
+        kinds.Integer(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.",
+        tried=sizes_tried, asks="use", probed=True,
     )
     tp: int = described(
-        kinds.Integer(star=True),
-        1,
-        "Tensor parallel: ranks that share each layer; a mesh axis.",
-        tried=sizes_tried,
-        asks="use",
-        probed=True,
+        kinds.Integer(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
     )
-    ep: int = described(
-        kinds.Integer(),
-        1,
+    ep: int = described(kinds.Integer(), 1,
         "Expert parallel: ranks that share the experts of a layer; a second view over dp_shard x cp x tp.",
-        tried=sizes_tried,
-        asks="use",
-        probed=True,
+        tried=sizes_tried, asks="use", probed=True,
     )
     order: tuple[str, ...] = described(
-        kinds.AxisOrder(AXES),
-        (),
+        kinds.AxisOrder(AXES), (),
         "Mesh axes in use, outermost first; by default in the order of this table. Neighbors on the innermost axis "
-        "are neighbors on the machine.",
-        nearby=orders_near,
-        divides_work=False,
+        "are neighbors on the machine.", nearby=orders_near, divides_work=False,
         tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
     )
     zero: int = described(
-        kinds.Integer(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"),
-        0,
+        kinds.Integer(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
         "ZeRO stage: what is sharded over dp_shard and cp. 0: nothing; 1: optimizer states; 2: also gradients; 3: "
-        "also parameters.",
-        needs=("dp_shard", "cp"),
-        tried=(0, 1, 2, 3),
-        asks="value",
-        probed=True,
+        "also parameters.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
     reshard: str = described(
-        kinds.ReshardPolicy(RESHARDS),
-        RESHARDS[0],
+        kinds.ReshardPolicy(RESHARDS), RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
         "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same. "
         "after_forward:8 keeps an eighth of them on each of 8 neighboring ranks of dp_shard for backward's gathers, "
         "which then stay on one host.",
-        needs=("dp_shard", "cp"),
-        searched_with="zero",
-        tried=RESHARDS,
-        asks="value",
+        needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
     )
     sp: bool = described(
-        kinds.Switch(),
-        False,
-        "Sequence parallelism between tensor-parallel regions.",
-        needs=("tp",),
-        searched=(False, True),
-        tried=(False, True),
-        asks="use",
-        probed=True,
+        kinds.Switch(), False, "Sequence parallelism between tensor-parallel regions.", needs=("tp",),
+        searched=(False, True), tried=(False, True), asks="use", probed=True,
     )
     tp_chunks: int = described(
-        kinds.Integer(dtype="int32"),
-        1,
+        kinds.Integer(dtype="int32"), 1,
         "Chunks of each rank's tokens under `sp=on`: sharded layers multiply one chunk while another is communicated "
-        "over tp. `auto` never chooses more than 1.",
-        needs=("tp",),
-        tried=(1, 3),
-        divides_work=False,
+        "over tp. `auto` never chooses more than 1.", needs=("tp",), tried=(1, 3), divides_work=False,
     )
     cp_mode: str = described(
-        kinds.OneOf(CP_MODES, open="auto", codes=CP_WAYS),
-        "auto",
+        kinds.OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
         "Attention over a sequence that cp shards: gather (all-gathers keys and values), ring (passes them "
         "around, overlapped with compute), ulysses (exchanges tokens for heads by all_to_all), auto (chosen by "
-        "heads, sequence length and memory).",
-        needs=("cp",),
-        searched=CP_WAYS,
-        tried=CP_MODES,
-        asks="value",
+        "heads, sequence length and memory).", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
         probed=True,
     )
     schedule: str = described(
-        kinds.OneOf(SCHEDULES),
-        "1f1b",
-        "Order of the pipeline's forward and backward passes.",
-        needs=("pp",),
-        searched=schedules,
-        tried=SCHEDULES,
-        asks="value",
+        kinds.OneOf(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
+        searched=schedules, tried=SCHEDULES, asks="value",
     )
     microbatches: int = described(
-        kinds.PassCount(),
-        1,
-        "Microbatches of an optimizer step under a pipeline.",
-        needs=("pp",),
-        divides_work=False,
+        kinds.PassCount(), 1, "Microbatches of an optimizer step under a pipeline.", needs=("pp",), divides_work=False,
         tried=lambda ranks, passes: sorted({*passes, ranks, 2 * ranks}),  # some schedules need two for each stage
     )
     virtual_stages: int = described(
-        kinds.Integer(),
-        1,
-        "Stages on each rank of the pipeline.",
-        needs=("pp",),
-        searched_with="schedule",
-        tried=(1, 2),
-        asks="value",
+        kinds.Integer(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule",
+        tried=(1, 2), asks="value",
     )
-    split: tuple[int, ...] = described(
-        kinds.Counts(),
-        (),
+    split: tuple[int, ...] = described(kinds.Counts(), (),
         "Number of the model's blocks in each stage, in order (`3+4+4+3`); by default stages of equal work.",
-        needs=("pp",),
-        tried=((),),
-        asks="value",  # uneven splits depend on the model: tests/parity/test_pipeline.py
+        needs=("pp",), tried=((),), asks="value",  # uneven splits depend on the model: tests/parity/test_pipeline.py
     )
     accumulation: int = described(
-        kinds.PassCount(),
-        1,
-        "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
-        tried=lambda ranks, passes: passes,
-        divides_work=False,
-        asks="value",
-        probed=True,
+        kinds.PassCount(), 1, "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
+        tried=lambda ranks, passes: passes, divides_work=False, asks="value", probed=True,
     )
     precision: str = described(
-        kinds.OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"),
-        "fp32",
+        kinds.OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
         "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64). fp8 is bf16 "
         "with float8 products of the linear layers in blocks; tf32 is fp32 with the inputs of products and "
         "convolutions rounded to 10 bits of mantissa, on GPUs that support it.",
-        searched=lambda facts: (*facts.half_formats[:1], "fp32"),
-        tried=("fp64",),
-        divides_work=False,
+        searched=lambda facts: (*facts.half_formats[:1], "fp32"), tried=("fp64",), divides_work=False,
     )
     reduce: str = described(
-        kinds.OneOf(REDUCES),
-        "fp32",
+        kinds.OneOf(REDUCES), "fp32",
         "Format of gradients in collectives: fp32 (fp64 under fp64) or bf16, which halves the bytes. Gradients are "
-        "rounded only for the collective; Weft accumulates and applies them in fp32.",
-        tried=("fp32",),
+        "rounded only for the collective; Weft accumulates and applies them in fp32.", tried=("fp32",),
         divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
     )
     compress: str = described(
-        kinds.Compression(COMPRESSES),
-        "none",
+        kinds.Compression(COMPRESSES), "none",
         "For slow links: format of gradients over the outermost data axis only (dp_replicate, or dp_shard if "
         "dp_replicate is 1). int8: one byte per value, rounded stochastically, one scale per 256. int4: half a byte, "
         "one scale per 64. powersgd:4: each matrix as two factors of rank 4, after the first steps "
         "(`train.compress_after`). The last two add their error to the next step. top:0.02, under sync=average or "
         "diloco: the largest 2 % of each 4096 values; the others are added at the next synchronization. It changes "
-        "results; `auto` never chooses it.",
-        tried=("none",),
+        "results; `auto` never chooses it.", tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_compress.py
     )
     gather: str = described(
-        kinds.OneOf(GATHERS),
-        "none",
+        kinds.OneOf(GATHERS), "none",
         "For slow links: format of gathered weights. int8, for zero=3: one byte per value, rounded to nearest, one "
         "scale per 256 of a row; vectors are sent exactly. diff4, for zero=1 and 2: differences to the weights that "
         "all ranks have, half a byte each, one scale per 64; the rounding error is added to the next difference. fp8, "
         "for zero=3 and precision=fp8: weights as these products round them, one byte per value, one scale per row; "
         "others are sent exactly. Masters are never rounded. It changes results; `auto` never chooses it.",
-        needs=("dp_shard", "cp"),
-        tried=("none",),
+        needs=("dp_shard", "cp"), tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_gather.py
     )
     sync: str = described(
-        kinds.SyncEvery(),
-        "step",
+        kinds.SyncEvery(), "step",
         "For slow links: synchronization of the replicas of dp_replicate. step: gradients are reduced in every step. "
         "average:H: replicas train separately, and every H steps weights are averaged. diloco:H: their mean change "
         "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); compress=int8 "
         "sends it in bytes. diloco:50/4: in four fragments, each sent while the next step computes. It is another "
         "algorithm; `auto` never chooses it.",
-        needs=("dp_replicate",),
-        tried=("step",),
+        needs=("dp_replicate",), tried=("step",),
         divides_work=False,  # it changes training: tests/parity/test_sync.py
     )
     recompute: str = described(
-        kinds.PolicyOrBudget(RECOMPUTES),
-        "none",
+        kinds.PolicyOrBudget(RECOMPUTES), "none",
         "Activations that backward recomputes: a policy, a policy for the first blocks of each rank only, or "
         "a memory budget for the kept activations.",
-        searched=recomputes,
-        nearby=recomputes_near,
-        divides_work=False,
-        asks="value",
-        probed=True,
+        searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value", probed=True,
         tried=("none", "full", "selective", "attention", "full:1"),
     )
     offload: tuple[str, ...] = described(
-        kinds.NamedShares(OFFLOADS),
-        (),
-        "Tensors to keep in host memory.",
-        searched=(
-            (),
-            ("optimizer",),
-            ("params",),
-            ("activations",),
-            ("optimizer", "activations"),
-            ("params", "activations"),
-        ),
+        kinds.NamedShares(OFFLOADS), (), "Tensors to keep in host memory.",
+        searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
+                  ("params", "activations")),
         tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
         nearby=lambda plan, facts, fine: ((share,) for share in (FINE_SHARES if fine else SHARES)),
-        divides_work=False,
-        asks="value",
+        divides_work=False, asks="value",
     )
     compile: bool = described(
-        kinds.Switch(),
-        False,
-        "Compile blocks with torch.compile.",
-        searched=(False, True),
-        divides_work=False,
+        kinds.Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
         tried=(False,),  # compiling deep models is slow, so few plans do: tests/parity/test_compile.py
     )
     graphs: bool = described(
-        kinds.Switch(),
-        False,
-        "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so "
-        "small that the host takes longer to launch kernels than the GPU to run them.",
-        divides_work=False,
+        kinds.Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so "
+        "small that the host takes longer to launch kernels than the GPU to run them.", divides_work=False,
         tried=(False,),  # needs a GPU, or a recorder: tests/parity/test_graphs.py
     )
     # fmt: on

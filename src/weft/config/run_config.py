@@ -60,8 +60,7 @@ class TaskSection(Section):
     """masked_lm, classify_text, classify_tokens, seq2seq, embed or transcribe, with the Hugging Face folder of
     model.path; prefer, which learns from preferred answers; distill, which follows a teacher; classify_images and
     classify_audio, with images and audio clips; or your own task as package.module:Class, importable from this folder,
-    or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text.
-    """
+    or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
@@ -71,8 +70,7 @@ class ModelSection(Section):
 
     path: str = ""
     """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config sets the
-    shape, so omit the other settings of [model] and [tokenizer].
-    """
+    shape, so omit the other settings of [model] and [tokenizer]."""
     name: str = "tiny"
     """A built-in size, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
@@ -195,21 +193,17 @@ class DataSection(Section):
     """Folder for tokenized data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
     batching: Literal["fixed", "cost"] = "fixed"
     """fixed: ranks and microbatches have the same number of samples; cost: they have equal computation, so that short
-    samples are not padded to long ones. Training results do not differ.
-    """
+    samples are not padded to long ones. Training results do not differ."""
     microbatch_cost: PositiveFloat | Literal["auto"] = "auto"
     """For batching=cost: maximum cost of a microbatch, in tokens: its FLOPs after padding to the longest sample,
-    divided by the FLOPs of a single token. auto: the cost of the plan's microbatches of train.seq_len tokens.
-    """
+    divided by the FLOPs of a single token. auto: the cost of the plan's microbatches of train.seq_len tokens."""
     workers: Count | None = None
     """Processes of each rank that decode images or audio; 0 decodes in the rank. Results do not depend on it. By
-    default one for each core that the machine's ranks do not use, 1 to 8.
-    """
+    default one for each core that the machine's ranks do not use, 1 to 8."""
     cache_features: bool = False
     """Compute the outputs of frozen image and audio encoders before the first step, and store them in `cache_dir` for
     later runs and epochs. Results do not change. It requires `lr = 0` for the encoder (optimizer.groups) and no random
-    augmentation of the encoder's inputs.
-    """
+    augmentation of the encoder's inputs."""
 
 
 class EarlyStopSection(Section):
@@ -231,47 +225,39 @@ class TrainSection(Section):
     global_cost: PositiveFloat | None = Field(default=None, examples=[8192.0])
     """For data.batching=cost, instead of global_batch in training: a step takes samples in order up to this total cost,
     in tokens as in data.microbatch_cost, without padding. Evaluation, the planner and rules still count global_batch
-    samples.
-    """
+    samples."""
     max_bad_steps: Count = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run stops."""
     on_bad: Literal["stop", "restart", "leave_out"] = "stop"
     """What to do after more than max_bad_steps bad steps, or when data raises an error. stop: end the run; restart: go
     back to the newest good checkpoint and repeat the same steps; leave_out: go back and skip the data of those steps.
-    Both need launch.restarts.
-    """
+    Both need launch.restarts."""
     max_time: Duration | None = None
     """Time limit such as 3h30m or 90s, counted from the start of the command. Before it expires, the run saves and
     stops with exit code 0; the same command resumes it. By default no limit."""
     collect_every: Count = 50
     """Steps between runs of Python's garbage collector, at the same step on all ranks; 0: Python decides when, on each
-    rank independently.
-    """
+    rank independently."""
     compress_after: Count = 100
     """Number of first steps of a run without the compression of plan.compress=powersgd:R, since gradients change fast
-    there. Increase it for a longer learning rate warm-up.
-    """
+    there. Increase it for a longer learning rate warm-up."""
     outer_lr: PositiveFloat = 0.7
     """For plan.sync=diloco:H: learning rate of the outer step (arXiv 2311.08105)."""
     outer_momentum: Fraction = 0.9
     """For plan.sync=diloco:H: Nesterov momentum of the outer step (arXiv 2311.08105)."""
     norm_group: Count = 0
     """Batch norms use statistics of groups of this many samples of the global batch, which do not depend on the plan;
-    0: statistics of one microbatch on one rank, which do.
-    """
+    0: statistics of one microbatch on one rank, which do."""
     check_batch: bool = True
     """In the first step, run a few samples several times and warn if results depend on how the plan divides a batch:
-    samples that interact, noise in forward, buffers that forward changes.
-    """
+    samples that interact, noise in forward, buffers that forward changes."""
     bf16_layers: tuple[str, ...] = Field(default=(), strict=False, examples=[["first:1", "last:1", "*.down_proj"]])
     """For plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the
-    layers of the first or last N blocks.
-    """
+    layers of the first or last N blocks."""
     fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
     """For plan.precision=fp8: which values share a scale. rowwise: each token, and each output feature of a weight, has
     a scale; tensorwise: each weight, and all tokens of a microbatch on a rank, have one, so that results depend on how
-    the plan divides the batch.
-    """
+    the plan divides the batch."""
     early_stop: EarlyStopSection = EarlyStopSection()
 
 
@@ -320,8 +306,7 @@ class CheckpointSection(Section):
 class ResumeSection(Section):
     step: PositiveInt | None = None
     """Resume from the checkpoint of this step and set newer ones aside. Omit it in the next command, which would
-    otherwise go back again. By default the newest valid checkpoint.
-    """
+    otherwise go back again. By default the newest valid checkpoint."""
 
 
 class SampleSection(Section):

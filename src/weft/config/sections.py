@@ -148,14 +148,12 @@ class AdapterSection(Section):
     text. By default all linear layers but the head and the routers of experts."""
     dropout: Fraction = 0.0
     """Dropout rate of the adapter's inputs in training. The mask depends on the position, so it is the same under every
-    plan.
-    """
+    plan."""
     kind: Literal["lora", "rslora", "dora"] = "lora"
     """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
     base: Literal["stored", "int8", "nf4"] = "stored"
     """Storage of frozen linear weights. stored: in the plan's precision; int8, nf4: quantized in blocks of 64, to 1.06
-    and 0.56 bytes per weight, and dequantized for each matmul (QLoRA).
-    """
+    and 0.56 bytes per weight, and dequantized for each matmul (QLoRA)."""
 
 
 # Resources of the machine: ranks and devices, pinned memory, GPU kernels.
@@ -175,13 +173,11 @@ class LaunchSection(Section):
     warn_after: Literal["auto"] | Duration = "auto"
     """Report a rank that has waited this long: which rank is missing, in which collective, and since when. auto: 20
     usual or planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work.
-    `timeout` or more: no reports.
-    """
+    `timeout` or more: no reports."""
     route: Literal["auto", "flat", "two_level"] = "auto"
     """Route of bytes between hosts of CPU ranks. auto: first within each host, then between hosts, if hosts have equal
     blocks of 2, 4, 8 ... adjacent ranks of an axis, else flat; flat: each rank to all others; two_level: as auto, but
-    an error if that is impossible. Results do not depend on it. GPUs use NCCL's choice.
-    """
+    an error if that is impossible. Results do not depend on it. GPUs use NCCL's choice."""
     links: str | None = Field(default=None, examples=["links.json"])
     """Profile of the links between ranks, from `weft calibrate --hosts`: route=auto then uses the faster measured route
     for each collective of CPU ranks, by operation and size. Default: links.json in the cache folder (WEFT_HOME), if it
