@@ -61,7 +61,9 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
 
 
 def answer_table(found: Answer[Candidate], limit: int, hour_price: float | None = None) -> dict[str, Any]:
-    """Return the ranked plans, the Pareto front of memory and speed, and the reasons against all others."""
+    """Return a table of the ranked plans, the Pareto front of memory and speed, and the reasons why others were
+    rejected.
+    """
     return {
         "question": question_table(found.question),
         "num_plans": found.num_plans,
@@ -103,7 +105,7 @@ def comparison_table(found: Comparison) -> dict[str, Any]:
 
 
 def scenario_table(found: Scenario) -> dict[str, Any]:
-    """Return a changed question and its best plan."""
+    """Return a table with a changed query and its best plan."""
     best = found.answer.best
     return {
         "what_if": found.text,

@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 #: (inputs, outputs) of a linear layer.
 Widths = tuple[float, float]
-#: Equal to `models/quantized_linear.py`, which imports torch; a test compares them: weights of a block, and the
-#: bytes of a block with its scale.
+#: Weights of a block, and bytes of a block with its scale. Equal to `models/quantized_linear.py`, which is not imported
+#: because it needs torch; a test compares them.
 BLOCK = 64
 BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
-#: Bytes moved per unpacked weight by the kernels of `BaseFormat.unpack`. int8: the code is copied (2), widened (5),
-#: scaled (8) and narrowed (6). nf4: for each half of a byte, a code is extracted (1.5), widened (2.5) and looked up
-#: (4), in all 15 per weight; then the halves are joined (8), scaled (8) and narrowed (6).
+#: Bytes moved per dequantized weight by the kernels of `BaseFormat.unpack`. int8: the code is copied (2), converted
+#: (5), scaled (8) and rounded (6). nf4: for each half of a byte, a code is extracted (1.5), converted (2.5) and looked
+#: up (4), 15 per weight in total; then the halves are joined (8), scaled (8) and rounded (6).
 UNPACKED = {"int8": 21.0, "nf4": 37.0}
-#: Weights that are unpacked in one chunk, as in `models/quantized_linear.py`.
+#: Weights that are dequantized in one chunk, as in `models/quantized_linear.py`.
 UNPACKED_AT_ONCE = 2**23
-#: Kernel calls to unpack one weight matrix.
+#: Kernel calls to dequantize one weight matrix.
 UNPACKS = {"int8": 5, "nf4": 11}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSize:
-    """Adapter on a average layer of a model whose other weights are frozen.
+    """Adapter on an average layer of a model whose other weights are frozen.
 
     Attributes:
         rank: rank of its matrices.
