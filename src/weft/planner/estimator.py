@@ -107,9 +107,7 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
     """Predict time and memory of every plan in `columns`. Invalid plans get numbers too; prune them before the call.
 
     Args:
-        job: model, sequence and batch.
         cluster: the cluster; defines the size of a node. The rates come from `tables`.
-        columns: the plans.
         tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):
@@ -121,9 +119,6 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
     """Predict the memory of every plan, without time terms if that is faster.
 
     Args:
-        job: model, sequence and batch.
-        cluster: the cluster; defines the size of a node.
-        columns: the plans.
         tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):
@@ -135,9 +130,6 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
     """Predict the step time (s) of every plan, without memory if that is faster.
 
     Args:
-        job: model, sequence and batch.
-        cluster: the cluster; defines the size of a node.
-        columns: the plans.
         tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):
@@ -154,9 +146,6 @@ def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tab
     """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them.
 
     Args:
-        job: model, sequence and batch.
-        cluster: the cluster; defines the size of a node.
-        columns: the plans.
         tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):

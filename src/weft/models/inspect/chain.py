@@ -101,8 +101,7 @@ def find_chain(model: nn.Module) -> Chain:
 
 
 def _with_empty(model: nn.Module, units: list[Site]) -> list[Site]:
-    """Return the blocks together with siblings in the same list that are repeated or have no parameters (activations).
-    """
+    """Return the blocks together with siblings in the same list that are repeated or have no parameters (activations)."""
     found: dict[str, Site] = {}
     for site in units:
         is_list = isinstance(site.parent, nn.Sequential | nn.ModuleList | nn.ModuleDict)

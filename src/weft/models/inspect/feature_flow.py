@@ -188,7 +188,9 @@ class FeatureFlow(TorchFunctionMode):
         """Record weights that an operation outside their layers uses, because a shard would not suffice there."""
         if name in _ASKED or name in _FRESH:
             return
-        used = args[:1] if name in ("to", "type_as") else (args, kwargs)  # of the second argument only the dtype is used
+        used = (
+            args[:1] if name in ("to", "type_as") else (args, kwargs)
+        )  # of the second argument only the dtype is used
         for leaf in tree_leaves(used):
             if id(leaf) in self.weights and not (name == "embedding" and id(leaf) == self.lookup):
                 self.read.setdefault(id(leaf), name)
@@ -225,8 +227,7 @@ class FeatureFlow(TorchFunctionMode):
                     one.misuse(f"uses {{}} in `{name}`")
 
     def _is_written(self, name: str, args: Any, shape: list[int], made: list[int], mark: Mark) -> bool:
-        """Return True if a reshape fits a rank's part once the head count in the code is replaced by that of one rank.
-        """
+        """Return True if a reshape fits a rank's part once the head count in the code is replaced by that of one rank."""
         written, sizes = self.written[-1] if self.written else None, sizes_of(name, args, {})
         if written is None or sizes is None or name not in ("view", "reshape"):
             return False

@@ -382,8 +382,7 @@ class PartReader:
         return Measured(self.heavy, moved, kept, values, kernels)
 
     def _divided(self, items: Iterable[tuple[int, float]], gathered: Set[int]) -> Bytes:
-        """Return the bytes that tp divides, bytes that are full on every rank even under sp, and bytes that sp divides.
-        """
+        """Return the bytes that tp divides, bytes that are full on every rank even under sp, and bytes that sp divides."""
         found = [0.0, 0.0, 0.0]
         for key, size in items:
             found[0 if key in self.recorder.cut else 1 if key in gathered else 2] += size

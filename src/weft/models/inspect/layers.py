@@ -260,7 +260,9 @@ class WrittenHeads:
             return None
         found: list[list[int]] = []
         for at, size in enumerate(sizes):
-            stays = at - 1 if at and sizes[at - 1] == 3 else at  # after the dim for queries, keys and values of a fused layer
+            stays = (
+                at - 1 if at and sizes[at - 1] == 3 else at
+            )  # after the dim for queries, keys and values of a fused layer
             before, after = [*sizes[:at]], [*sizes[at + 1 :]]
             if before[:stays] != [*shape[:stays]]:
                 continue

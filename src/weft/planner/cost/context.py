@@ -38,15 +38,12 @@ def is_sharded(columns: Columns) -> Mask:
 def blocks_s(
     job: Job, columns: Columns, tables: Tables, width: Array, backward: bool, peak: Array
 ) -> NDArray[np.float64]:
-    """Return the seconds of one layer's blockwise attention: causal for a rank's own keys, unmasked for others.
+    """Return the time (s) of one layer's blockwise attention: causal for a rank's own keys, unmasked for others.
 
     Merging needs the log-sum-exp, which torch returns only from its own FlashAttention 2. On devices newer than Ampere
     that kernel is slower than the one used for full sequences.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
         width: width of the queries on a rank, scaled to their FLOPs.
         backward: compute backward instead of forward.
         peak: dense FLOP/s of attention.
@@ -65,7 +62,7 @@ def traffic_s(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, q: Array, kv: Array, attn_f: Array,
     attn_b: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return the exposed seconds of a layer's context-parallel communication (forward, backward).
+    """Return the exposed time (s) of a layer's context-parallel communication (forward, backward).
 
     The time includes the slowdown of attention by communication that overlaps with it. Keys and values are sent in half
     precision, the sums of their gradients in fp32. In a ring, each message overlaps with the attention of one step. The

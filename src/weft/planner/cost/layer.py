@@ -409,14 +409,7 @@ def of_costs(columns: Columns) -> tuple[str, ...]:
 
 
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """Return one entry per plan in `columns`. Plans with the same sharding of a layer are computed only once.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
-        fabric: links between devices.
-    """
+    """Return one entry per plan in `columns`. Plans with the same sharding of a layer are computed only once."""
     kinds = RowDeduplicator.of(columns, of_costs(columns))
     return distinct_costs(job, kinds.rows, tables, fabric).rows(kinds.index)
 

@@ -202,7 +202,6 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths
     waves of tiles over the multiprocessors, and for a lower rate with a small inner width k.
 
     Args:
-        tables: constants of the device.
         m, n, k, batch: sizes; numbers or arrays.
         peak: dense FLOP/s of the precision.
         widths: the two feature widths, whose alignment decides the rate; None uses n and k. Token counts, and averages
@@ -240,7 +239,6 @@ def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> 
     """Return the time (s) of the batched matmuls of unfused attention.
 
     Args:
-        tables: constants of the device.
         flops: total FLOPs.
         moved: bytes of scores.
         head_dim: width of a head.
@@ -261,7 +259,6 @@ def flash_s(
     """Return the time (s) of fused attention. Heads narrower than 128 do not fully use the tensor cores.
 
     Args:
-        tables: constants of the device.
         flops: FLOPs that are executed, after a causal mask or a window.
         seq_len: maximum number of keys that a query attends to.
         head_dim: width of a head.
@@ -307,7 +304,6 @@ class Fabric:
         """Return the links that the tables describe. A node smaller than a scale-up domain is treated as one domain.
 
         Args:
-            tables: constants of the device.
             devices_per_node: devices of one node.
             rack_nodes: nodes of a rack; 0 without racks.
             oversubscription: oversubscription of the links between racks.
@@ -335,7 +331,7 @@ class Fabric:
         return np.clip(self.domain // np.maximum(1, np.asarray(stride)), 1, np.asarray(n)).astype(np.float64)
 
     def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:
-        """Return the seconds of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
+        """Return the time (s) of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
 
         Parallel groups are assumed to communicate at the same time, so that each device has its own share of the
         network.

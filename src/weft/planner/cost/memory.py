@@ -120,8 +120,6 @@ def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
     """Return the model state bytes of the rank at one pipeline position, with one entry per plan.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         place: see `Place`.
     """
     layers, _, embedding, head = place
@@ -353,9 +351,6 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) 
     "host" is the host memory of the first rank.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
         device_bytes: memory of a GPU; 0 for a CPU.
     """
     piped = columns.pp > 1
@@ -416,10 +411,7 @@ def rank_bytes(
     """Return the bytes by class of one rank, with one entry per plan, at its peak: during the loss or backward.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
-        layer: saved bytes of a average layer.
+        layer: saved bytes of an average layer.
         place: see `Place`.
         device_bytes: memory of a GPU; 0 for a CPU.
     """

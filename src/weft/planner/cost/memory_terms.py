@@ -54,7 +54,6 @@ def fused_loss_bytes(
     """Return the peak bytes of a chunked loss: gradients of hidden states and of the weight, and logits of one chunk.
 
     Args:
-        columns: the plans.
         tokens: tokens of a microbatch on a rank.
         vocab: vocabulary entries on a rank.
         hidden: width of the hidden state.
@@ -182,8 +181,6 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
     """Return the bytes that one microbatch saves outside the layers. They are 0 unless the model was traced.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         embedding: True if the rank has the embedding.
         head: True if the rank has the head.
     """
@@ -313,11 +310,9 @@ def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held
     """Return the host memory (bytes) of a rank for each plan: optimizer states, weights and activations.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         shares: parameters of the rank.
         kept: activation bytes of one microbatch in an average layer.
-        held: passes in flight.
+        held: microbatches in flight.
     """
     stack, optimizer, params = job.stack, columns.offload_optimizer, columns.offload_params
     states = optimizer * shares.own * (stack.main_bytes + stack.grad_bytes)
@@ -388,8 +383,6 @@ def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
     """Return the number of a rank's communicators over mesh axes, with one entry per plan.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         end: True if the rank has the embedding or the head.
     """
     t, p = _used(columns.tp, _TP), _used(columns.pp, _PP)
@@ -423,7 +416,6 @@ def lanes(columns: Columns, rank: Any) -> Counts:
     """Return the number of a rank's communicators to other stages, one entry per plan.
 
     Args:
-        columns: the plans.
         rank: position in the pipeline; a number, or one for each plan.
     """
     p = columns.pp

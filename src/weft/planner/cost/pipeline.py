@@ -41,7 +41,7 @@ class Durations:
     latency_s: float = 0.0
 
     def of(self, action: Action) -> float:
-        """Return the seconds of one action."""
+        """Return the time (s) of one action."""
         stage = action.stage
         if action.kind == "F":
             return _at(self.forward_s, stage)
@@ -302,7 +302,6 @@ def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: A
     and 2 p - 1 microbatches, where it is interpolated linearly.
 
     Args:
-        columns: the plans.
         forward: time (s) of one microbatch on one rank, over all its chunks.
         backward: the same for backward.
         wgrad: the part of backward for weight gradients.

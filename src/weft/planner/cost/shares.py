@@ -84,8 +84,6 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
     It differs from the number of parameters only for a quantized base, whose parameters use fewer bytes.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         shares: all parameters of the rank.
         layers: number of layers on the rank.
         width: bytes of a parameter in the compute format.

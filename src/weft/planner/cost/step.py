@@ -202,10 +202,6 @@ def device_parts(
     """Yield the seconds by term (TERMS) and bytes by class (CLASSES, and "host") of every row, in chunks of rows.
 
     Args:
-        job: model, sequence and batch.
-        cluster: the cluster; defines the size of a node.
-        columns: the plans.
-        tables: constants of the device.
         timed: compute the time terms. Without them, the call is much faster.
         weighed: compute the bytes.
     """
@@ -222,7 +218,7 @@ def device_parts(
 
 
 def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: Fabric) -> dict[str, Array]:
-    """Return the seconds of a step by term."""
+    """Return the time (s) of a step by term."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
     stages = rows.rank.stages.rows(rows.ranks.index)

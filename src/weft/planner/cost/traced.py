@@ -66,7 +66,6 @@ def attention_s(
         shape: the traced model.
         layer: one layer; None for the average layer.
         cut: the rank's share of a microbatch.
-        tables: constants of the device.
         gain: speed relative to the table's rate.
         pieces: (tokens, share of all tokens) of the documents in a sequence, each of which causal attention treats as a
             separate sequence; empty for full sequences.

@@ -48,9 +48,6 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     node and the optimizer step on the host share the host's memory bandwidth.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
         work: compute of the rank.
         devices_per_node: devices that share the host's memory bandwidth.
     """

@@ -163,7 +163,6 @@ def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
     """Return the costs of every plan while all ranks are active.
 
     Args:
-        job: model, sequence and batch.
         columns: plans with one number format.
         laws: fitted cost models of the host's operations.
     """
@@ -413,8 +412,6 @@ def waiting_s(
     The compute between synchronizations of all axes is assumed to be equal, which is an approximation.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         clock: fitted cost models with contention.
         layers: layers of the busiest rank.
         compute_s: compute time of a full step.

@@ -42,8 +42,6 @@ def data_parallel_s(
     and the number of buckets in which gradients are communicated under ZeRO 0 to 2.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         clock: fitted cost models with contention.
         crowd: contention of ranks for each plan.
     """
@@ -200,8 +198,6 @@ def host_parts(job: Job, columns: Columns, laws: Laws) -> Parts:
     """Return time (s) by term and bytes by class for each plan, in the format of `cost.step.device_parts`.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         laws: fitted cost models of the host's operations.
     """
     return host_terms(job, columns, laws), host_memory(job, columns)
@@ -211,8 +207,6 @@ def host_terms(job: Job, columns: Columns, laws: Laws) -> dict[str, Array]:
     """Return the time (s) of a step by term (FILLED), for each plan.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         laws: fitted cost models of the host's operations.
     """
     terms = {name: np.zeros(len(columns)) for name in FILLED}

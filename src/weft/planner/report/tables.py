@@ -13,7 +13,7 @@ from weft.planner.uncertainty import unmeasured
 
 
 def question_table(question: Question) -> dict[str, Any]:
-    """Return the question as a table."""
+    """Return the query as a table."""
     return {
         "model": question.model.name,
         "num_params": question.job.shape.num_params,

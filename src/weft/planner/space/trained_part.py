@@ -46,11 +46,12 @@ class AdapterSize:
         width: sum of inputs and outputs of the adapted linear layers.
         products: number of adapted linear layers.
         base: storage of frozen linear layers: "stored", "int8" or "nf4".
-        packed: number of packed weights in a average layer.
-        packed_bytes: bytes of the packed weights.
-        packed_products: number of linear layers with packed weights.
-        largest: weights of the largest packed matrix.
-        fused: one kernel unpacks a weight matrix, as in bitsandbytes and AutoGPTQ. If False, Weft's eager kernels do.
+        packed: number of quantized weights in an average layer.
+        packed_bytes: bytes of the quantized weights.
+        packed_products: number of linear layers with quantized weights.
+        largest: weights of the largest quantized matrix.
+        fused: one kernel dequantizes a weight matrix, as in bitsandbytes and AutoGPTQ. If False, Weft's eager kernels
+            do.
     """
 
     rank: int
