@@ -138,9 +138,7 @@ class Stopwatch:
         return self._joined((time.perf_counter() - start) / count, "max")
 
     def _windows_after(self, work: Call, call: Call, count: int) -> float:
-        """Return the time (s) of a call, averaged over ranks: while one rank waits for another, the other does not
-        wait.
-        """
+        """Return the time (s) of a call, averaged over ranks: while one rank waits for another, the other does not."""
         self._finalize()
         barrier(self.axis)
         spent = 0.0

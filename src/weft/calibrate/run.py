@@ -1,4 +1,4 @@
-"""Calibration of this machine: runs the measurements that the planner needs, most valuable first, within a time budget."""
+"""Calibration of this machine: runs the most valuable measurements for the planner within a time budget."""
 
 from __future__ import annotations
 

@@ -217,9 +217,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def common_divisors(*numbers: int) -> list[int]:
-    """Return the divisors that all of `numbers` have in common, ascending; only some of them for extremely large
-    numbers.
-    """
+    """Return the common divisors of `numbers`, ascending; only some of them for extremely large numbers."""
     smallest = min(numbers)
     low = [divisor for divisor in range(1, min(math.isqrt(smallest), 10_000) + 1) if smallest % divisor == 0]
     every = sorted({*low, *(smallest // divisor for divisor in low)})

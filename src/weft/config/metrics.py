@@ -37,9 +37,7 @@ class Figure:
 
     @property
     def exported(self) -> str:
-        """Return the name for Prometheus and OpenTelemetry: one prefix, base units, "_total" for totals that only
-        increase.
-        """
+        """Return the name for Prometheus and OpenTelemetry: one prefix, base units, "_total" for increasing totals."""
         unit = {"bytes/s": "bytes_per_second", "s": "seconds", "W": "watts", "C": "celsius", "Hz": "hertz"}
         stem = _PLAIN.sub("_", self.name.removesuffix("_s") if self.unit == "s" else self.name)
         suffix = unit.get(self.unit, self.unit if self.unit in ("bytes", "ratio") else "")

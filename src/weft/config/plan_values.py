@@ -290,7 +290,7 @@ class SyncEvery(Kind):
 
 @dataclass(frozen=True, slots=True)
 class PolicyOrBudget(Kind):
-    """A recompute policy, a policy for only the first N blocks of each rank ("full:8"), or a budget ("12GiB", "50%")."""
+    """A recompute policy, a policy for the first N blocks of each rank ("full:8"), or a budget ("12GiB", "50%")."""
 
     known: tuple[str, ...]
 

@@ -60,9 +60,7 @@ class Chain:
         return (*self.before, *self.upto(len(self.blocks)), *self.after)
 
     def upto(self, stop: int, first: int = 0) -> tuple[Site, ...]:
-        """Return the blocks from index `first` up to `stop` (exclusive), each followed by the modules before the next
-        block.
-        """
+        """Return the blocks first to stop - 1, each followed by the modules before the next block."""
         found: list[Site] = []
         for number in range(first, stop):
             found.append(self.blocks[number])
@@ -101,7 +99,7 @@ def find_chain(model: nn.Module) -> Chain:
 
 
 def _with_empty(model: nn.Module, units: list[Site]) -> list[Site]:
-    """Return the blocks together with siblings in the same list that are repeated or have no parameters (activations)."""
+    """Return the blocks and their siblings in the same list that are repeated or have no parameters (activations)."""
     found: dict[str, Site] = {}
     for site in units:
         is_list = isinstance(site.parent, nn.Sequential | nn.ModuleList | nn.ModuleDict)

@@ -227,7 +227,7 @@ class FeatureFlow(TorchFunctionMode):
                     one.misuse(f"uses {{}} in `{name}`")
 
     def _is_written(self, name: str, args: Any, shape: list[int], made: list[int], mark: Mark) -> bool:
-        """Return True if a reshape fits a rank's part once the head count in the code is replaced by that of one rank."""
+        """Return True if a reshape fits a rank's part when the code's head count is replaced by that of one rank."""
         written, sizes = self.written[-1] if self.written else None, sizes_of(name, args, {})
         if written is None or sizes is None or name not in ("view", "reshape"):
             return False

@@ -382,16 +382,14 @@ class PartReader:
         return Measured(self.heavy, moved, kept, values, kernels)
 
     def _divided(self, items: Iterable[tuple[int, float]], gathered: Set[int]) -> Bytes:
-        """Return the bytes that tp divides, bytes that are full on every rank even under sp, and bytes that sp divides."""
+        """Return the bytes that tp divides, bytes in full on every rank even under sp, and bytes that sp divides."""
         found = [0.0, 0.0, 0.0]
         for key, size in items:
             found[0 if key in self.recorder.cut else 1 if key in gathered else 2] += size
         return found[0], found[1], found[2]
 
     def _selective(self) -> dict[int, int]:
-        """Return the tensors that selective recompute saves: layer inputs, and outputs of heavy operations that
-        backward needs.
-        """
+        """Return the tensors that selective recompute saves: layer inputs, and outputs of matmuls and attention."""
         last = max((each.place for each in self.saved.values()), default=0)
         kept = dict(self.part.inputs)
         for place, row in enumerate(self.recorder.rows):

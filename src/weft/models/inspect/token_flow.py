@@ -74,7 +74,6 @@ def find_regions(
     block, so that code between the blocks gets all of them. Modules inside a block that mix tokens get all of them.
 
     Args:
-        model: the full model.
         blocks: paths of the blocks of each chain, in module order.
         division: the division of tokens.
         example: arguments of a forward, or None for generated ones.
@@ -130,7 +129,6 @@ def find_mixers(
     """Return the modules that must get all tokens so that the blocks treat each token separately outside them.
 
     Args:
-        model: the full model.
         blocks: paths of the blocks of each chain, in module order.
         division: the division of tokens. Its `gathering` is not read.
         example: arguments of a forward, or None for generated ones.

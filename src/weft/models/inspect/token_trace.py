@@ -31,9 +31,7 @@ _UNIFORM = frozenset((
 
 
 class TensorMarks:
-    """Positions of tokens in tensors, constant tensors, and the tensors that views share memory with, by tensor
-    identity.
-    """
+    """Positions of tokens in tensors, constant tensors, and base tensors of views, by tensor identity."""
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []  # keeps tensors alive so that ids stay unique
@@ -164,7 +162,6 @@ class TokenTrace:
     that ran then, outermost first. called: paths of modules that ran. summed, full: see `TokenRegions`.
 
     Args:
-        model: the full model.
         regions: the regions to check.
         division: the division of tokens.
     """

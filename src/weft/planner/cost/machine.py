@@ -203,7 +203,6 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths
 
     Args:
         m, n, k, batch: sizes; numbers or arrays.
-        peak: dense FLOP/s of the precision.
         widths: the two feature widths, whose alignment decides the rate; None uses n and k. Token counts, and averages
             that are not integers, have no alignment.
     """
@@ -242,7 +241,6 @@ def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> 
         flops: total FLOPs.
         moved: bytes of scores.
         head_dim: width of a head.
-        peak: dense FLOP/s of the precision.
     """
     rate = peak * tables.gemm_ceiling * tables.core_eff * (1.0 if head_dim % 8 == 0 else _MISALIGNED)
     return np.maximum(flops / rate, bytes_s(tables, moved)) + 2 * tables.launch_s
@@ -263,7 +261,6 @@ def flash_s(
         seq_len: maximum number of keys that a query attends to.
         head_dim: width of a head.
         backward: compute backward instead of forward.
-        peak: dense FLOP/s of the precision.
         masked: True for a causal mask, which leaves some tiles partial.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd

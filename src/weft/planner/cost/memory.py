@@ -334,9 +334,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Bytes of an average layer and of the logits in one microbatch, microbatches in flight, and computed share of
-    gradients.
-    """
+    """Bytes of an average layer and the logits in one microbatch, microbatches in flight, computed share of gradients."""
 
     layer: LayerBytes
     logits: Array

@@ -432,7 +432,7 @@ def fullest_moment(
 def _fullest(
     p: Array, v: Array, every: Array, ahead: Array, last_begins: Array, one_pass: Array, gradients: Array
 ) -> tuple[Array, Array]:
-    """Return microbatches in flight and share of gradients, for schedules that are still filling at the first backward."""
+    """Return microbatches in flight and share of gradients, for schedules still filling at the first backward."""
     full = np.maximum(1.0, every - ahead)  # the last backward at which the maximum number of microbatches is in flight
     held, begun = np.zeros(len(p)), np.ones(len(p))
     most = np.full(len(p), -np.inf)
@@ -458,6 +458,6 @@ def sends(columns: Columns) -> Array:
 
 
 def hidden_sends(columns: Columns) -> Array:
-    """Return the number of transfers that delay the step if sends overlap with compute: those of filling and draining."""
+    """Return the number of transfers that delay the step if sends overlap with compute: in filling and draining."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     return np.where(p > 1, 2 * (v * p - 1), 0.0)

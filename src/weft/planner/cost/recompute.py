@@ -122,7 +122,7 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]
 
 
 def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[Array]]:
-    """Return bytes and time (s) of a layer's heavy operations, sorted for each plan by increasing time saved per byte."""
+    """Return bytes and time (s) of a layer's heavy operations, sorted per plan by increasing time saved per byte."""
     if not heavy:
         return [], []
     each_s = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
@@ -166,7 +166,7 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
 
 
 class _Work(NamedTuple):
-    """Matmuls of an average layer per token on a rank: up projection widths of dense layers and of experts, and FLOPs."""
+    """Matmuls of an average layer per token on a rank: up projection widths of dense layers and experts, and FLOPs."""
 
     dense: Array
     experts: Array

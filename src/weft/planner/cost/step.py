@@ -248,7 +248,7 @@ def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: 
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
-    """Return times (s) of one microbatch in one layer: waiting for the host in forward and in backward, and all terms."""
+    """Return times (s) of one microbatch in one layer: waiting for the host in forward and backward, and all terms."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     repeated = np.zeros(len(columns))

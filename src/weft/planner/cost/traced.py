@@ -43,7 +43,7 @@ class PassShare:
 def products_s(
     shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables
 ) -> tuple[Array, Array, Array]:
-    """Return the time (s) of a layer's matmuls (forward, input gradient, weight gradient); None for an average layer."""
+    """Return the time (s) of a layer's matmuls (forward, input gradient, weight gradient). None: an average layer."""
     forward, dgrad, wgrad = (np.zeros_like(cut.batch) for _ in range(3))
     for one, share in _weighted(shape, layer):
         for each in one.matmuls:
@@ -144,7 +144,7 @@ def layer_params(shape: TracedShape, t: Array) -> Array:
 
 
 def end_params(layer: TracedLayer, t: Array) -> Array:
-    """Return the number of parameters outside the repeated layers on one tp rank, without embedding and head matrices."""
+    """Return the number of parameters outside the repeated layers on a tp rank, without embedding and head matrices."""
     return layer.params_cut / t + layer.params_whole
 
 
@@ -153,7 +153,6 @@ def model_flops(shape: TracedShape, seq_len: int, *, causal: bool) -> float:
 
     Args:
         shape: the traced model.
-        seq_len: tokens of a sequence.
         causal: if False, count the full T x T matrix of attention.
     """
     return float(shape.traced.flops(1.0, float(seq_len), causal=causal)) / seq_len

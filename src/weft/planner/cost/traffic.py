@@ -221,7 +221,7 @@ def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Arra
 def _hide(
     travel: Array, compute: Array, units: Array, tables: Tables, hides: bool | NDArray[np.bool_]
 ) -> tuple[Array, Array]:
-    """Return exposed and hidden time (s) if the communication of each unit overlaps with the compute of the next unit."""
+    """Return exposed and hidden time (s) if the communication of each unit overlaps with the next unit's compute."""
     slow = travel * tables.overlap_comm
     first = travel / units
     beside = np.minimum((slow - first).clip(0), compute)
@@ -233,9 +233,7 @@ def _hide(
 def _traffic(
     job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], units: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the time (s) to gather parameters once, to reduce gradients once, and the latter in half-precision
-    formats.
-    """
+    """Return the time (s) to gather parameters once, to reduce gradients once, and the latter in half precision."""
     held, trained = shares
     stack = job.stack
     t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))

@@ -1,4 +1,4 @@
-"""Costs of a layer on a measured host: contention of ranks, layers of the busiest rank, times from fitted cost models."""
+"""Costs of a layer on a measured host: contention of ranks, layers of the busiest rank, fitted cost models."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[lis
 
 
 def _kind(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[float, float, float, float]:
-    """Return the busiest rank's layers, 1 for embedding and head on it, and the average load of ranks relative to it."""
+    """Return the busiest rank's layers, 1 for embedding and head on it, and the average load relative to it."""
     layers, first, last = _divided(job, pp, virtual_stages, schedule)
     layer, head = job.shape.layer_weights, job.shape.head_weights
     work = [count * layer + head * (rank == last) for rank, count in enumerate(layers)]
@@ -146,9 +146,7 @@ class ContendedLaws:
         )
 
     def _by_group(self, ask: Callable[[Array, int, int, int], Array], amount: Any, group: Any, stride: Any) -> Array:
-        """Return the results of `ask`, which is called as ask(amounts, ranks, stride, active ranks) for each kind of
-        group.
-        """
+        """Return the results of `ask`, called as ask(amounts, ranks, stride, active ranks) for each kind of group."""
         rows = np.broadcast_arrays(np.asarray(amount, float), np.asarray(group), np.asarray(stride), self.active)
         amount, group, stride, active = rows
         result = np.zeros(amount.shape)
@@ -164,7 +162,6 @@ def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
 
     Args:
         columns: plans with one number format.
-        laws: fitted cost models of the host's operations.
     """
     [(dtype, _)] = dtype_of(columns)
     return layer_costs(job, columns, laws, columns.world_size.astype(float), dtype)

@@ -195,20 +195,12 @@ FILLED = (
 
 
 def host_parts(job: Job, columns: Columns, laws: Laws) -> Parts:
-    """Return time (s) by term and bytes by class for each plan, in the format of `cost.step.device_parts`.
-
-    Args:
-        laws: fitted cost models of the host's operations.
-    """
+    """Return time (s) by term and bytes by class for each plan, in the format of `cost.step.device_parts`."""
     return host_terms(job, columns, laws), host_memory(job, columns)
 
 
 def host_terms(job: Job, columns: Columns, laws: Laws) -> dict[str, Array]:
-    """Return the time (s) of a step by term (FILLED), for each plan.
-
-    Args:
-        laws: fitted cost models of the host's operations.
-    """
+    """Return the time (s) of a step by term (FILLED), for each plan."""
     terms = {name: np.zeros(len(columns)) for name in FILLED}
     for dtype, rows in dtype_of(columns):
         part = columns[rows]

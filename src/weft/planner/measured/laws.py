@@ -111,9 +111,7 @@ def fit_law(op: str, samples: Sequence[Measurement]) -> Law:
 
 
 def _not_negative(rows: Array) -> Array:
-    """Solve least squares of rows @ x = 1 with x >= 0 exactly: the best non-negative solution over all subsets of
-    terms.
-    """
+    """Solve least squares of rows @ x = 1 with x >= 0 exactly: the best non-negative solution over subsets of terms."""
     count = rows.shape[1]
     scale = np.abs(rows).max(axis=0)
     best, least = np.zeros(count), np.inf

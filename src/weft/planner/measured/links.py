@@ -35,7 +35,6 @@ class RouteChoices:
         """Return the transport to use for a call.
 
         Args:
-            op: the operation.
             num_bytes: bytes of the full buffer.
             fixed: default transport, for unmeasured operations.
         """
@@ -48,7 +47,6 @@ class RouteChoices:
         """Return the measured time (s) of a call; 0 if it was not measured.
 
         Args:
-            op: the operation.
             num_bytes: bytes of the full buffer.
             transport: name of the transport.
         """
@@ -154,9 +152,6 @@ class LinkProfile:
 
     def save(self, path: Path) -> None:
         """Write the file atomically.
-
-        Args:
-            path: the file; its folder is created.
 
         Raises:
             ConfigError: if it cannot be written.

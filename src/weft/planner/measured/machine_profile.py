@@ -50,7 +50,7 @@ class Machine:
 
     @property
     def hash(self) -> str:
-        """Return twelve hex characters of a hash of all fields except memory, whose last digits change with every boot."""
+        """Return 12 hex characters of a hash of all fields except memory, whose last digits change at every boot."""
         import hashlib  # slow to load, and most plans need no profile
 
         told = {name: value for name, value in asdict(self).items() if name != "memory_bytes"}
@@ -125,9 +125,7 @@ class Profile:
         return tuple(sorted({sample.ranks for sample in self.samples}))
 
     def formats(self, num_ranks: int) -> frozenset[str]:
-        """Return the number formats in which compute was measured with `num_ranks` active ranks, or with the maximum
-        number.
-        """
+        """Return the number formats in which compute was measured with `num_ranks` active ranks, or with the most."""
         seen = {(sample.op, sample.dtype, sample.ranks) for sample in self.samples if sample.op in _COMPUTE}
         needed = min(num_ranks, max((ranks for _, _, ranks in seen), default=1))
         reached = {(op, dtype) for op, dtype, ranks in seen if ranks >= needed}

@@ -28,7 +28,6 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[s
     """Return the constants of `tables` that the profile determines, for the measured device.
 
     Args:
-        profile: the measurements.
         device: the measured device.
         tables: constants without the profile.
     """
@@ -171,7 +170,6 @@ def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
     """Return a profile's machine as a cluster of one node.
 
     Args:
-        profile: the measurements.
         text: "here", or "4xhere" for a number of ranks.
 
     Raises:
@@ -285,7 +283,6 @@ def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables
     """Return the cost model's constants for a measured machine. For a host they include the fitted cost models.
 
     Args:
-        profile: the measurements.
         cluster: the cluster to plan for.
         tier: source of unmeasured constants.
 

@@ -204,9 +204,7 @@ def waterfall(one: Candidate) -> list[str]:
 
 
 def memory_bars(one: Candidate) -> list[str]:
-    """Return text lines with the memory by class of the rank with the highest memory use, relative to the device's
-    memory.
-    """
+    """Return text lines with the memory by class of the rank with the highest use, relative to the device's memory."""
     most = one.usable_bytes
     lines = [
         f"memory  {format_bytes(one.total_bytes)} ({format_bytes(one.allocated_bytes)} in tensors) of "

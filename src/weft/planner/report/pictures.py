@@ -145,9 +145,7 @@ CLASS_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerat
 
 
 def pareto(found: Answer[Candidate]) -> Drawing:
-    """Draw memory (of the rank with the highest use) against tokens per second: plans as dots, the Pareto front as a
-    line.
-    """
+    """Draw memory (of the rank with the highest use) against tokens per second: plans as dots, Pareto front as line."""
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
     question = found.question
     title = f"{question.model.name} on {question.cluster}: memory against speed"

@@ -61,9 +61,7 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
 
 
 def answer_table(found: Answer[Candidate], limit: int, hour_price: float | None = None) -> dict[str, Any]:
-    """Return a table of the ranked plans, the Pareto front of memory and speed, and the reasons why others were
-    rejected.
-    """
+    """Return a table of the ranked plans, the Pareto front of memory and speed, and the reasons against other plans."""
     return {
         "question": question_table(found.question),
         "num_plans": found.num_plans,

@@ -41,7 +41,6 @@ def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:
 
     Args:
         shape: shape of the model.
-        seq_len: tokens of a sequence.
         causal: count half of the T x T attention matrix, as for a causal mask. If False, count the full matrix, as PaLM
             (Chowdhery et al. 2022, appendix B) and Megatron-LM do.
     """

@@ -280,9 +280,7 @@ class Columns:
 
     @classmethod
     def of_values(cls, values: Mapping[str, Sequence[Any]], job: Job) -> Columns:
-        """Return the columns of plans from the values of their fields, with "auto" modes of context parallelism
-        resolved.
-        """
+        """Return the columns of plans from the values of their fields, with `cp_mode` "auto" resolved."""
         found: dict[str, NDArray[Any]] = {}
         for name in PLAN_FIELDS:
             found |= encoded(name, values[name])
@@ -294,9 +292,7 @@ class Columns:
         return cls.make(len(passes), **found).with_recompute_share(job.shape.layers)
 
     def with_recompute_share(self, num_layers: int) -> Columns:
-        """Return the columns with `recompute_share` computed from `recompute_blocks` and the layers of the busiest
-        rank.
-        """
+        """Return the columns with `recompute_share` from `recompute_blocks` and the layers of the busiest rank."""
         if not self.recompute_blocks.any():
             return self
         chunks = np.where(self.pp > 1, self.pp * self.virtual_stages, 1)
@@ -415,9 +411,7 @@ def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
 
 
 def separate_bytes(columns: Columns) -> Array:
-    """Return the bytes per parameter of separate fp32 master weights, which exist if weights are gathered as
-    differences.
-    """
+    """Return the bytes per parameter of separate fp32 masters, which exist if weights are gathered as differences."""
     return np.where(columns.gather == GATHERS.index("diff4"), 4.0, 0.0)
 
 

@@ -233,7 +233,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class PlanGrid:
-    """Part of the space: every row of `meshes` with every row of `flags`, except pairs that the remaining rules reject."""
+    """Part of the space: every row of `meshes` with every row of `flags`, except pairs that open rules reject."""
 
     meshes: PartialPlans
     flags: PartialPlans

@@ -128,9 +128,7 @@ def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.
 
 
 def _by_key(rule: Rule, table: PartialPlans, reader: RuleReader) -> tuple[NDArray[np.uint8], Rows, set[int]]:
-    """Return the verdict for each combination of fields, the combination's number for each row, and the set of
-    verdicts.
-    """
+    """Return the verdict of each combination of fields, each row's combination (a number), and the set of verdicts."""
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = known.intersection(table.codes)
@@ -228,9 +226,7 @@ class Crossed:
     grid: NDArray[np.uint8]
 
     def rows(self, part: slice) -> Mask:
-        """Return a mask [left, right] of pairs that break the rule, for some rows of the left table and all of the
-        right.
-        """
+        """Return a mask [left, right] of pairs that break the rule, for some left rows and all right rows."""
         return self.grid[self.left[part]][:, self.right] == BROKEN
 
 
