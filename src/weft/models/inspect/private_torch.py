@@ -1,6 +1,7 @@
 """Private names of torch that models/inspect uses, each with its purpose. Checked against torch 2.11 and 2.13."""
 
 # Private names of torch may be used in this file.
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

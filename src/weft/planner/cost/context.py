@@ -87,7 +87,7 @@ def traffic_s(
 
 
 def _under(steps: Array | int, message: Array, compute: Array, tables: Tables) -> Array:
-    """Return the exposed time (s) of messages that each overlap with one step of compute, plus the compute's slowdown."""
+    """Return the exposed time (s) of messages that each overlap with one step of compute, plus its slowdown."""
     hidden = np.minimum(message, compute)
     return steps * (message - hidden + (tables.overlap_compute - 1) * hidden)
 

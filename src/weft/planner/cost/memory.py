@@ -334,7 +334,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Bytes of an average layer and the logits in one microbatch, microbatches in flight, computed share of gradients."""
+    """Bytes of an average layer and the logits in one microbatch, microbatches in flight, gradients computed."""
 
     layer: LayerBytes
     logits: Array

@@ -229,7 +229,7 @@ def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Arr
 
 
 def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
-    """Return the bytes per token that selective recompute saves in the feed-forward part: up projections, expert outputs."""
+    """Return the bytes per token that selective recompute saves in the feed-forward: up projections, expert outputs."""
     shape = job.shape
     dense, experts = shape.ffn_widths(t)
     ups = 2.0 if shape.gated else 1.0
