@@ -216,7 +216,7 @@ class ClusterSpec:
         rack_nodes and oversubscription describe racks that share slow links. devices_per_host_link is the number of
         devices that share one link to their host, such as behind one PCIe switch.
 
-        A device table with `like = "h100"` changes single numbers of that known device.
+        A device table with `like = "h100"` changes single numbers of that device.
 
         Raises:
             ConfigError: if the table has mistakes; the message lists each with `origin`.
@@ -505,8 +505,7 @@ def _device_of(value: object, described: Mapping[str, str] | None = None) -> Dev
 
 
 def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
-    """Return a device with the matmul rate at its power cap; unchanged if it is not capped or its rate was not
-    measured.
+    """Return a device with the matmul rate at its power cap; unchanged if not capped or not measured.
 
     Args:
         spec: the device, with the power cap as its power.

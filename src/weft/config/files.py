@@ -256,7 +256,7 @@ def _expand_short_forms(tables: dict[str, object]) -> None:
 
 
 def _as_integers(node: object, path: KeyPath = ()) -> object:
-    """Return the tables with floats such as 1e3 converted to integers where a setting is an integer."""
+    """Return the tables with floats such as 1e3 converted to integers for integer settings."""
     if isinstance(node, float):
         types = types_of(node_at(path)) if node.is_integer() else []
         return int(node) if "integer" in types and "number" not in types else node
@@ -303,7 +303,7 @@ def _read_plan(tables: dict[str, object]) -> list[Problem]:
 
 
 def _validated(tables: dict[str, object]) -> tuple[RunConfig, list[Problem]]:
-    """Return the config, with defaults in place of wrong values, and the problems."""
+    """Return the config, with defaults instead of wrong values, and the problems."""
     problems: list[Problem] = []
     while True:
         try:

@@ -38,7 +38,7 @@ _LLAMA = (
     ("norm", "replicate"),
     ("head", "vocab"),
 )
-#: Patterns in addition to those of llama, because a model with experts may also have dense layers.
+#: Patterns in addition to the llama patterns, because a model with experts may also have dense layers.
 _MOE = (
     *_LLAMA,
     ("blocks.*.mlp.router", "replicate"),

@@ -1,7 +1,7 @@
 """Enumerate all plans that satisfy the rules.
 
 Fields are assigned one at a time. A rule that reads only assigned fields applies to all remaining plans, so a broken
-rule prunes them at once. A rule that reads an unassigned field is checked again when that field is assigned.
+rule prunes them. A rule that reads an unassigned field is checked again when that field is assigned.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[_Waiting
 
 
 def _fits(values: Mapping[str, object], facts: Facts) -> bool:
-    """Return True if the assigned axes divide the number of ranks. This prunes before all axes are known."""
+    """Return True if the assigned axes divide the number of ranks. This prunes before all axes are assigned."""
     try:
         rest = facts.world_size
     except UnknownFact:

@@ -10,7 +10,7 @@ from typing import Literal, cast, overload
 from weft.errors import did_you_mean
 from weft.units import parse_bytes, parse_seconds
 
-#: What a metric describes. run: one value for all ranks. rank: one value for each rank. host: one for each machine.
+#: Object that a metric describes. run: one value for all ranks. rank: one value for each rank. host: one for each machine.
 Owner = Literal["run", "rank", "host"]
 
 _SERIES = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*)(?:\{([^{}]*)\})?")
@@ -22,7 +22,7 @@ class Figure:
     """One kind of metric.
 
     name: dotted, as in conditions and events. unit: "s", "bytes", "ratio", ... or "" for a plain number. label: what
-    distinguishes its series, such as "phase", or "" for a single series. owner: what it describes, see `Owner`. grows:
+    distinguishes its series, such as "phase", or "" for a single series. owner: the described object (`Owner`). grows:
     True for a total that only increases during a run. worse: the bad direction, or "".
     """
 

@@ -125,7 +125,7 @@ class DecoderWidths:
 
     @property
     def table_params(self) -> int:
-        """Number of parameters of the embedding table, which is also that of the head."""
+        """Number of parameters of the embedding table, equal to the number for the head."""
         return self.vocab * self.hidden
 
     @property

@@ -315,8 +315,7 @@ def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
 
 def sent_bytes(mode: str, *, cp: int, tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int,
                sum_itemsize: int, backward: bool) -> int:  # fmt: skip
-    """Return the bytes that one layer's attention communicates on one rank, in forward or backward, as recorded by
-    Weft.
+    """Return the bytes that one layer's attention communicates on one rank, in forward or backward.
 
     tokens: tokens of one rank, batch * sequence / cp. sum_itemsize: bytes per value of summed key and value gradients.
     The larger side of each collective is counted: an all_gather's output, a reduce_scatter's input. Forward: ring sends

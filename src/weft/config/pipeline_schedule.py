@@ -30,9 +30,7 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward on two stages of one rank: the communication of one overlaps with the compute of the
-    other.
-    """
+    """A forward and a backward on two stages of one rank: one's communication overlaps with the other's compute."""
 
     forward: Action
     backward: Action
@@ -300,7 +298,7 @@ class Schedule:
         return stages_of(self.name, self.num_ranks, self.virtual_stages, rank)
 
     def in_flight(self, rank: int) -> int:
-        """Return the maximum number of forwards whose activations the rank holds at once, per stage and microbatch.
+        """Return the maximum number of forwards whose activations the rank holds together, per stage and microbatch.
 
         Divide it by `virtual_stages` for a number of microbatches. Activations are freed by W, or by the full backward.
         """

@@ -31,7 +31,7 @@ from weft.config.plan_values import described, descriptions, share_of
 from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, sync_of
 from weft.errors import PlanError, Problem
 
-#: Mesh axes, outermost first by default. `ep` is not an axis of its own: it reuses the ranks of dp_shard x cp x tp.
+#: Mesh axes, outermost first by default. `ep` is not a separate axis: it reuses the ranks of dp_shard x cp x tp.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 #: Precisions that the planner can estimate. Codes are indices, so append new ones. The runtime has no fp4.
 PLANNED_PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp4", "tf32")
@@ -331,7 +331,7 @@ class Plan:
 
     @classmethod
     def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
-        """Read text or a table before the number of ranks is known.
+        """Read text or a table with an unknown number of ranks.
 
         Return the plan with 1 for `*`, and the name of that axis.
 

@@ -350,7 +350,7 @@ def choice(name: str, value: object, known: Sequence[str]) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return the names as a list in words, for the documentation."""
+    """Return the names as text, for the documentation."""
     return ", ".join(f"`{word}`" for word in words)
 
 
@@ -526,15 +526,13 @@ class PlanField:
     """One field of the plan.
 
     kind: reads, checks, prints and encodes its values. default: the value of plans that do not set it. help: its
-    meaning, for the documentation.
-    needs: axes; if none of them is in use, the field has its default.
-    searched: the values that the planner enumerates; None: only the default, or the user's value. If several fields are
-    enumerated together, the values are tuples, and the other fields name this one in `searched_with`.
-    nearby: additional values for refinement. tried: values that tests try. divides_work: True if it decides how ranks
-    divide the work, False if it changes how one rank does its part.
-    asks: restrictions by the model: "" none, "use": the model may reject any value but the default, "value": it may
-    reject single values.
-    probed: True if tests try it alone before they combine it with other fields.
+    meaning, for the documentation. needs: axes; if none of them is in use, the field has its default. searched: the
+    values that the planner enumerates; None: only the default, or the user's value. If several fields are enumerated
+    together, the values are tuples, and the other fields name this one in `searched_with`. nearby: additional values
+    for refinement. tried: values that tests try. divides_work: True if it decides how ranks divide the work, False if
+    it changes how one rank does its part. asks: restrictions by the model: "" none, "use": the model may reject any
+    value but the default, "value": it may reject single values. probed: True if tests try it alone before they combine
+    it with other fields.
     """
 
     name: str
@@ -557,7 +555,7 @@ class PlanField:
 
     @property
     def auto_value(self) -> str:
-        """The value that leaves the choice to the planner, or "" if there is none."""
+        """The value that leaves the choice to the planner, or ""."""
         return self.kind.open if isinstance(self.kind, OneOf) else ""
 
 

@@ -44,7 +44,7 @@ TEXT_TASKS = ("prefer", "distill")
 #: These tasks train networks for images, audio and text, with new weights or from a folder.
 MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast")
 TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
-#: The model that each named task trains: that of a Hugging Face "folder", or the text "decoder".
+#: The model that each named task trains: the model of a Hugging Face "folder", or the text "decoder".
 TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 TaskName = Annotated[
     str,
@@ -415,7 +415,7 @@ _SERVICES = re.compile(
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?P<query>[?#].*)?", re.DOTALL
 )
-#: A readable part of a path: up to three capitalized words and a short number.
+#: A readable part of a path: up to three capitalized terms and a short number.
 _WORD = re.compile(r"([A-Z]?[a-z]{2,20}){1,3}\d{0,3}|[A-Za-z]\d{0,4}|[A-Z]{1,5}\d{0,3}|[A-Z]{2,4}[a-z]{1,12}|\d{1,5}|")
 _BETWEEN_WORDS = re.compile(r"[-_.~ :,+]")
 #: The path part after one of these is a secret, unless it is short and lowercase or one of the names below.

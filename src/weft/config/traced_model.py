@@ -85,7 +85,7 @@ class Matmul:
 class TracedAttention:
     """One fused attention call.
 
-    queries: total number, B S. keys: keys that each query sees. cut: True if t divides the heads.
+    queries: total number, B S. keys: keys visible to each query. cut: True if t divides the heads.
     """
 
     heads: int

@@ -67,7 +67,7 @@ def register(wire: WireSpec) -> WireSpec:
 
 
 def wire_spec(name: str) -> WireSpec:
-    """Return the wire format of a name, including those of GATHERS and with parameters (`powersgd:4`, `top:0.02`)."""
+    """Return the wire format of a name, including GATHERS and with parameters (`powersgd:4`, `top:0.02`)."""
     if name not in _KNOWN and (rank := rank_of(name)) is not None:
         register(_low_rank(rank))
     if name not in _KNOWN and num_values_sent(name) is not None:

@@ -47,7 +47,7 @@ def rotation(positions_BT: Tensor, head_dim: int, theta: float, scale: float, dt
 
 
 def rotate(x_BTNC: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each pair (x[i], x[i + C/2]) by its angle.
+    """Turn each pair (x[i], x[i + C/2]) by its angle.
 
     The result has the dtype of x, computed in the rotation's dtype.
     """
@@ -78,8 +78,8 @@ def find_starts(document_ids_BT: Tensor) -> Tensor | None:
     """Return the start positions of documents, int64 (B, M), from the id of each token, on a CPU.
 
     Return None if ids decrease within a row, because an id may then appear again later, and all tokens with the same id
-    attend to each other. Also return None on a GPU, where the host would have to wait for the result; there the data
-    loader provides the starts.
+    attend to each other. Also return None on a GPU, because the host would have to wait for the result; the
+    data loader then provides the starts.
     """
     plain = type(document_ids_BT) is Tensor and document_ids_BT.device.type == "cpu"
     if not plain or torch.compiler.is_compiling():

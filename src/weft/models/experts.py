@@ -377,7 +377,7 @@ class Router(nn.Module):
     bias_ppm: with balance="bias", bias that is added to the scores for the selection only, in millionths (int64). span:
     distribution of sequences over ranks. aux_scale: gradient of the auxiliary loss, summed over tokens. None: 1 /
     (number of tokens of the call), for losses averaged over tokens. `TrainStep` sets it, as a 0-d tensor if only the
-    device knows the value.
+    device has the value.
     """
 
     bias_ppm: Tensor | None

@@ -551,7 +551,7 @@ def _plan_problems(
 
 
 def in_config(problem: Problem) -> Problem:
-    """Convert a problem of a plan field to one of the config key: "tp" becomes "plan.tp"."""
+    """Change a problem of a plan field to one of the config key: "tp" becomes "plan.tp"."""
     if "." in problem.field:
         return problem
     message = problem.message

@@ -14,7 +14,7 @@ from weft.units import counted
 
 
 def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
-    """Return the sizes that divide the number of experts, and the number of ranks if it is known."""
+    """Return the sizes that divide the number of experts, and the number of ranks if given."""
     if facts.open_axis in ("dp_shard", "cp", "tp"):
         return common_divisors(facts.model.num_experts)
     return common_divisors(facts.model.num_experts, plan.dp_shard * plan.cp * plan.tp)
@@ -82,7 +82,7 @@ LAYER_RULES: tuple[Rule, ...] = (
 
 # Rules that follow from one model, whose modules allow only some values of a field, and from one device.
 
-#: Fields that a model may restrict, and what is required to divide the model along them.
+#: Fields that a model may restrict, and the requirement to divide the model along them.
 _NEEDS = {
     "tp": "Tensor parallelism divides heads and features of the layers, so tp must divide their numbers.",
     "cp": "Context parallelism needs a sequence, and attention that the runtime can replace.",

@@ -79,7 +79,7 @@ class Rule:
     name: for tests and docs. field: the plan field, or the dotted config key, that is reported. predicate: True if the
     plan breaks the rule. reason: one sentence that explains the rule for every plan. finding: the problem of this plan
     in numbers, without a full stop. remedy: what to type instead, without one too. fix: the fields to change, or a
-    function that returns the nearest legal plan; None if there is none.
+    function that returns the nearest legal plan; or None.
     """
 
     name: str

@@ -282,7 +282,7 @@ WIRE_RULES: tuple[Rule, ...] = (
 
 
 def _between(plan: Plan, facts: Facts) -> str:
-    """Return what the host or other ranks do between the kernels of one forward and backward, or "" if nothing."""
+    """Return the work of the host or other ranks between the kernels of one forward and backward, or "" if nothing."""
     if asks(plan, facts, "pp"):
         return "the host orders the passes of a pipeline"
     if plan.zero == 3:

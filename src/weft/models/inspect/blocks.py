@@ -151,7 +151,7 @@ def _is_sibling(site: Site) -> bool:
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module that a pipeline placeholder stands for, or else the module itself."""
+    """Return the module that a pipeline placeholder represents, or else the module itself."""
     return getattr(module, "stands_for", module)
 
 

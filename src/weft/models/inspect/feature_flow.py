@@ -79,7 +79,7 @@ class FeatureFlow(TorchFunctionMode):
     """Marks of all tensors of one forward. `inside` is True in a layer whose own operations are ignored.
 
     broken: reasons why layers cannot be sharded. alone: layers of `broken` whose features mixed only with each other.
-    trusted: above zero while constant head counts and widths in modules are replaced by those of a rank. weights: ids
+    trusted: above zero while constant head counts and widths in modules are replaced by one rank's. weights: ids
     of parameters that a layer may shard. read: parameters that are used outside their layer, and the operation. lookup:
     id of the embedding that a layer is reading.
     """
@@ -114,7 +114,7 @@ class FeatureFlow(TorchFunctionMode):
                 self.segments.setdefault(source, set()).add(mark.segment)
 
     def of(self, value: Any) -> Mark | None:
-        """Return the mark of a value, or None if it has none or its layers are not sharded."""
+        """Return the mark of a value, or None if it is unmarked or its layers are not sharded."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
         if found and not self.inside and id(value) not in self._traced:
             self.inside = True
@@ -227,7 +227,7 @@ class FeatureFlow(TorchFunctionMode):
                     one.misuse(f"uses {{}} in `{name}`")
 
     def _is_written(self, name: str, args: Any, shape: list[int], made: list[int], mark: Mark) -> bool:
-        """Return True if a reshape fits a rank's part when the code's head count is replaced by that of one rank."""
+        """Return True if a reshape fits a rank's part when the code's head count is replaced by one rank's."""
         written, sizes = self.written[-1] if self.written else None, sizes_of(name, args, {})
         if written is None or sizes is None or name not in ("view", "reshape"):
             return False

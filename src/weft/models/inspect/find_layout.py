@@ -20,7 +20,7 @@ from weft.models.inspect.layout_trace import FoundLayout, trace_layout, works_on
 from weft.models.inspect.token_flow import mixing
 from weft.private_torch import named_modules
 
-#: Styles that apply to all parameters of a module, including those of submodules.
+#: Styles that apply to all parameters of a module, including submodules.
 _ANSWERS = ("partial", "replicate", "expert")
 
 

@@ -1,8 +1,8 @@
 """Find modules that mix tokens of a sequence, from their classes and from one forward on small inputs.
 
 Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside modules that
-get all of them. `find_regions` runs the model once and follows the tokens from where they are divided to where they are
-gathered. It accepts the operations in `token_rules.py` and rejects every other operation by name.
+get all of them. `find_regions` runs the model once and follows the tokens from
+their division to their gather. It accepts the operations in `token_rules.py` and rejects every other operation by name.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def find_mixers(
 
 
 def _next_mixers(model: nn.Module, flow: TokenTrace, division: TokenDivision, known: Collection[str]) -> set[str]:
-    """Return the innermost modules of all blocks that mixed tokens in a trace, except those in `known`."""
+    """Return the innermost modules of all blocks that mixed tokens in a trace, except modules in `known`."""
     near = next((at for at, path in enumerate(flow.failed) if division.gathers(path)), len(flow.failed))
     path = next((path for path in reversed(flow.failed[: near + 1]) if path not in known), None)
     return set() if path is None or division.style_of(path) else _same_kind(model, path)

@@ -101,7 +101,7 @@ def _sent_kv(job: Job, c: Array, kv: Array) -> Array:
 
 
 def joined_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Return the memory traffic of context-parallel attention besides attention itself (forward, backward).
+    """Return the memory traffic of context parallelism, without attention itself, (forward, backward).
 
     It merges partial outputs (ring, gather) or rearranges heads (Ulysses). Bytes per value of the queries: the first
     block is copied into the fp32 sum (6). For every other block the sum is scaled (8), and the block is converted to

@@ -84,7 +84,7 @@ class Kernels:
 
     Attributes:
         last: time (s) of the last matmul, as in `LayerCosts.last_f`.
-        sums: tensor-parallel communication relative to that of a decoder layer.
+        sums: tensor-parallel communication relative to a decoder layer's.
     """
 
     gemm_f: Array

@@ -35,8 +35,8 @@ _HARDWARE = ("sms", "flash2_gain", "fp8_share")
 class Tables:
     """Rates that programs achieve on a device, and other constants of the cost model.
 
-    Rates are FLOP/s and bytes/s of one device and one direction. Names that end in `_s` are times in seconds. The names
-    are those of `tables.toml`.
+    Rates are FLOP/s and bytes/s of one device and one direction. Names that end in `_s` are times in seconds. They are named
+    as in `tables.toml`.
 
     Attributes:
         flops: dense peak by precision.

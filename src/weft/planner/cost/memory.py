@@ -212,7 +212,7 @@ def awaits_pass(columns: Columns) -> NDArray[np.bool_]:
 def _gradient_share(columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
     """Return the share of its gradients that a rank stores, and a mask of plans in which backward creates more of them.
 
-    If gradients are communicated once per step, those of several microbatches are accumulated first. This holds for
+    If gradients are communicated once per step, gradients of several microbatches are accumulated first. This holds for
     ZeRO 1 and 2 in Weft's runtime, and for ZeRO 3 that reshards after the step, as in a pipeline. Gradients of a single
     microbatch are communicated bucket by bucket.
 

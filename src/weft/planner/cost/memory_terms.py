@@ -173,7 +173,7 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     q, kv = shape.sharded_widths(cut.t)
     beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
-    # Activation gradients of a traced model are not traced. They are assumed to be as large as what a layer saves.
+    # Activation gradients of a traced model are not traced. They are assumed to be as large as a layer's saved bytes.
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside, passing=kept * width)
 
 

@@ -97,7 +97,7 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
 
 
 def second_job(job: Job) -> Job | None:
-    """Return a job for the second, frozen model on the same sequences, or None if there is none."""
+    """Return a job for the second, frozen model on the same sequences, or None."""
     if job.frozen is None or job.frozen.shape is None:
         return None
     return replace(job, shape=job.frozen.shape, adapter=None, frozen=None)

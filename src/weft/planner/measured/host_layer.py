@@ -66,7 +66,7 @@ def contention_of(job: Job, columns: Columns) -> HostContention:
 def ranks_of(job: Job, columns: Columns) -> list[tuple[NDArray[np.bool_], Array, Array, Array]]:
     """Return (mask of plans with this rank, layers, 1 for the embedding, 1 for the head) for each pipeline rank.
 
-    The ranks are those of the longest pipeline.
+    The ranks are the ones of the longest pipeline.
     """
     longest = int(columns.pp.max()) if len(columns) else 0
     key = np.stack([columns.pp, columns.virtual_stages, columns.schedule.astype(np.int64)])
@@ -306,7 +306,7 @@ def _passes(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: 
     outside = tokens / np.where(columns.sp, t, 1.0)
     add = clock.of("add", outside, h)
     total = 2 * clock.passes("layer_norm" if shape.layer_norm else "norm", outside, h)
-    # Forward: two residual additions. Backward: additions where the residual stream forks, and where matmuls share an
+    # Forward: two residual additions. Backward: additions at forks of the residual stream, and if matmuls share an
     # input.
     whole = np.where(columns.tp > 1, 0.0, clock.of("add", tokens, h))  # sharded layers add inside their matmuls
     total = total + np.stack([2 * add, 2 * add + (3 if shape.gated else 2) * whole])
@@ -321,7 +321,7 @@ def _passes(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: 
 
 
 def _host(clock: ContendedLaws) -> Array:
-    """Return the time (s) of a full layer beyond that of its operations: modules, views, autograd nodes."""
+    """Return the time (s) of a full layer in addition to its operations: modules, views, autograd nodes."""
     t, d, f, heads = map(float, TINY)
     parts = 4 * clock.linear(t, d, d) + 2 * clock.linear(t, f, d) + clock.linear(t, d, f)
     attention = np.stack([clock.of(op, 1.0, heads, t, d / heads) for op in ("attention_f", "attention_b")])

@@ -191,7 +191,7 @@ def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
 
 
 def _cpu(profile: Profile, num_ranks: int) -> DeviceSpec:
-    """Return one rank's share of a CPU. Peak rates are those of the fastest measured matmuls, divided by the ranks."""
+    """Return one rank's share of a CPU. Peak rates are from the fastest measured matmuls, divided by the ranks."""
     machine = profile.machine
     peaks: dict[str, float] = {}
     formats = profile.formats(num_ranks)

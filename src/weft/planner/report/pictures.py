@@ -179,7 +179,7 @@ def _label(
     places: Sequence[tuple[float, float]],
     best: tuple[float, float],
 ) -> None:
-    """Add labels with the plan's axes to points of the Pareto front where there is space."""
+    """Add labels with the plan's axes to points of the Pareto front if there is space."""
     taken = [best]
     for one, (x, y) in zip(plans, places, strict=True):
         if all(abs(x - other) > 150 or abs(y - above) > 16 for other, above in taken):

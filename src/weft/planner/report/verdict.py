@@ -460,7 +460,7 @@ def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Cand
 
 
 def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
-    """Return the smallest changes that make a plan fit: those of the fewest fields first, then the fastest.
+    """Return the smallest changes that make a plan fit: with the fewest fields first, then the fastest.
 
     Changes of single fields are tried first, in small steps. If none suffices, a second change is tried from the
     changed plans that need the least memory.

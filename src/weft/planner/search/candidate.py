@@ -120,7 +120,7 @@ _OFFLOAD_MARGIN = 0.02
 
 
 def rank_seconds(columns: Columns, step_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the step time (s) that plans are ranked by: that of plans with offloading is increased by 2 %."""
+    """Return the step time (s) that plans are ranked by: 2 % more for plans with offloading."""
     offloads = (columns.offload_optimizer > 0) | (columns.offload_params > 0) | (columns.offload_activations > 0)
     return np.where(offloads, 1 + _OFFLOAD_MARGIN, 1.0) * step_s
 
@@ -167,7 +167,7 @@ class Candidate:
 
     @property
     def rank_s(self) -> float:
-        """Step time (s) that plans are ranked by, see `rank_seconds`."""
+        """Step time (s) that plans are ranked by (`rank_seconds`)."""
         return self.step_s * (1 + _OFFLOAD_MARGIN) if self.plan.offload else self.step_s
 
     @property
@@ -285,7 +285,7 @@ def candidates(
 ) -> list[Candidate]:
     """Return rows of columns with their estimates as candidates, in order.
 
-    `plans` are their plans, if already known.
+    `plans` are their plans, if available.
     """
     rows = Estimated(question, columns, found)
     return [rows.candidate(*each) for each in enumerate(columns.plans() if plans is None else plans)]

@@ -131,7 +131,7 @@ class Job:
         return self.global_batch * self.texts * self.seq_len
 
     def sequences(self, dp_size: Any, passes: Any) -> Any:
-        """Return the sequences of one microbatch on one of `dp_size` data-parallel ranks, at least those of one sample.
+        """Return the sequences of one microbatch on one of `dp_size` data-parallel ranks, at least one sample's.
 
         Accepts numbers or numpy arrays.
         """

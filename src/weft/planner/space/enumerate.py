@@ -109,7 +109,7 @@ def default_choice(name: str) -> Any:
 
 
 def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the choices that match all fixed values. If there are none, return the fixed values with defaults."""
+    """Return the choices that match all fixed values. Otherwise, return the fixed values with defaults."""
     kept = tuple(
         one for one in choices
         if all(given.get(member, value) == value for member, value in as_values(name, one).items())
