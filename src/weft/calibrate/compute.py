@@ -78,10 +78,7 @@ _MOST_CALLS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Measured time of one call.
-
-    seconds: time in the median window. spread: relative excess over the fastest window.
-    """
+    """Time of one call. seconds: time in the median window. spread: relative excess over the fastest window."""
 
     seconds: float
     spread: float
@@ -211,10 +208,7 @@ class TensorPlacement:
     dtype: torch.dtype
 
     def normal(self, *shape: int, trained: bool = False) -> Tensor:
-        """Return random numbers.
-
-        Zeros would draw less power, and run faster, than the values of a real training run.
-        """
+        """Return random numbers. Zeros would draw less power, and run faster, than values of a training run."""
         count, drawn = math.prod(shape), _random_tensor(self.device, self.dtype)
         found = drawn[:count].clone() if count <= _DRAWN else drawn.repeat(-(-count // _DRAWN))[:count]
         return found.view(shape).requires_grad_(trained)

@@ -436,10 +436,7 @@ def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
 
 
 def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Problem]) -> DeviceSpec | None:
-    """Return the device with its share of a host link that `count` devices use together.
-
-    Append mistakes to `problems`.
-    """
+    """Return the device with its share of a host link that `count` devices use. Append mistakes to `problems`."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
         rule = "a whole number from 1 to 64 is needed"
         problems.append(Problem("devices_per_host_link", f"devices_per_host_link={shown(count)}: {rule}. Use e.g. 2."))
@@ -544,10 +541,7 @@ def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[s
 
 
 def _number(value: object, factor: float, parse: Callable[[str], float]) -> float:
-    """Return a number in its base unit.
-
-    The value is a number in the file's unit or text with a unit; nan for others.
-    """
+    """Return a number in its base unit, from a number in the file's unit or text with a unit; nan for others."""
     if isinstance(value, str):
         try:  # a size has a unit
             return math.nan if parse is units.parse_bytes and value[-1:].isdigit() else float(parse(value))

@@ -10,7 +10,7 @@ from typing import Literal, cast, overload
 from weft.errors import did_you_mean
 from weft.units import parse_bytes, parse_seconds
 
-#: Object that a metric describes. run: one value for all ranks. rank: one value for each rank. host: one for each machine.
+#: What metrics describe. run: one value for all ranks. rank: one value for each rank. host: one for each machine.
 Owner = Literal["run", "rank", "host"]
 
 _SERIES = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*)(?:\{([^{}]*)\})?")

@@ -20,10 +20,7 @@ _SECRETS = re.compile(r"(?<=://)[^/]*(?=@)|(?<=\?).+", re.DOTALL)
 
 
 def dotted(path: KeyPath) -> str:
-    """Return the path as it is typed in an override: data.train.0.path.
-
-    Parts that are not valid bare keys are quoted.
-    """
+    """Return the path as it is typed in an override: data.train.0.path. Parts that are no bare keys are quoted."""
     is_bare = [isinstance(part, int) or BARE_KEY.fullmatch(part) for part in path]
     return ".".join(str(part) if bare else json.dumps(part) for part, bare in zip(path, is_bare, strict=True))
 

@@ -16,10 +16,7 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
 
 
 class Action(NamedTuple):
-    """Forward or backward of one microbatch through one stage.
-
-    Stages are counted from the embedding, over all ranks.
-    """
+    """Forward or backward of one microbatch on one stage. Stages are counted from the embedding, over all ranks."""
 
     kind: Kind
     stage: int

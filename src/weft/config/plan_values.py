@@ -219,10 +219,7 @@ class Compression(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPolicy(OneOf):
-    """When gathered parameters are freed.
-
-    The first name may include the number of ranks that share secondary shards.
-    """
+    """When gathered parameters are freed. The first name may have the number of ranks that share secondary shards."""
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:

@@ -47,10 +47,7 @@ def rotation(positions_BT: Tensor, head_dim: int, theta: float, scale: float, dt
 
 
 def rotate(x_BTNC: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair (x[i], x[i + C/2]) by its angle.
-
-    The result has the dtype of x, computed in the rotation's dtype.
-    """
+    """Turn each pair (x[i], x[i + C/2]) by its angle, in the rotation's dtype. The result has the dtype of x."""
     low, high = x_BTNC.chunk(2, -1)
     swapped_BTNC = torch.cat((high, low), -1)
     return torch.addcmul(x_BTNC * rotation.cos_BT1C, swapped_BTNC, rotation.sin_BT1C).to(x_BTNC.dtype)

@@ -216,6 +216,4 @@ def fits_chance(room: Array, spread: float, known: Experience | None = None) -> 
 
 
 def _logistic(deviations: Array) -> Array:
-    return 1.0 / (
-        1.0 + np.exp(-1.702 * np.clip(deviations, -40, 40))
-    )  # the logistic curve closest to the normal distribution
+    return 1.0 / (1.0 + np.exp(-1.702 * np.clip(deviations, -40, 40)))  # approximates the normal distribution

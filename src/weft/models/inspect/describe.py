@@ -440,10 +440,7 @@ class _Fit:
         self._trial = np.array(rows[-1])
 
     def growth(self, values: Sequence[float]) -> Growth:
-        """Return the polynomial through all values but the last.
-
-        Raise ModelError if it deviates from the last value.
-        """
+        """Return the polynomial through all values but the last. Raise ModelError if it misses the last value."""
         found = self._inverse @ np.array(values[:-1], dtype=np.float64)
         scale = max(1.0, max(abs(value) for value in values))
         found[np.abs(found) < 1e-9 * scale] = 0.0

@@ -275,9 +275,7 @@ class Inputs:
             raise ModelError("its example has no tensor. Return (model, example), with the arguments of a forward")
         self._batch = tensors[0].shape[0]
         ids = [each for each in tensors if not each.is_floating_point() and each.dim() == 2]
-        bands = {
-            module.in_channels for module in model.modules() if isinstance(module, nn.Conv1d)
-        }  # the first dim is bands, the second is frames
+        bands = {module.in_channels for module in model.modules() if isinstance(module, nn.Conv1d)}  # before frames
         features = [
             each for each in tensors if each.is_floating_point() and each.dim() == 3 and each.shape[1] not in bands
         ]

@@ -1,9 +1,8 @@
 """Follow the output features of linear layers through a forward, and find operations that mix them.
 
-A mark on a tensor records which layers its features come from and in which dim they are. An operation that treats every
-feature (or head) separately copies the mark to its result. An operation that mixes features or is unknown removes the
-mark, and that layer cannot be sharded by columns. If a marked tensor is the input of another linear layer, that layer
-can be sharded by rows.
+Marks on tensors record the layers and the dim of their features. An operation that treats every feature (or head)
+separately copies the mark to its result. An operation that mixes features or is unknown removes the mark, and that
+layer cannot be sharded by columns. A linear layer with a marked input can be sharded by rows.
 """
 
 from __future__ import annotations
@@ -130,10 +129,7 @@ class FeatureFlow(TorchFunctionMode):
         return id(tensor) in self.params
 
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
-        """Record that the layers of a mark cannot be sharded.
-
-        alone: True if their features mixed only with each other.
-        """
+        """Record that layers cannot be sharded. alone: True if their features mixed only with each other."""
         for source in mark.sources:
             self.broken.setdefault(source, reason)
         if alone and len(mark.sources) == 1:
@@ -188,9 +184,7 @@ class FeatureFlow(TorchFunctionMode):
         """Record weights that an operation outside their layers uses, because a shard would not suffice there."""
         if name in _ASKED or name in _FRESH:
             return
-        used = (
-            args[:1] if name in ("to", "type_as") else (args, kwargs)
-        )  # of the second argument only the dtype is used
+        used = args[:1] if name in ("to", "type_as") else (args, kwargs)  # else only its dtype is read
         for leaf in tree_leaves(used):
             if id(leaf) in self.weights and not (name == "embedding" and id(leaf) == self.lookup):
                 self.read.setdefault(id(leaf), name)

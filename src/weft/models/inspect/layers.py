@@ -31,10 +31,7 @@ class KnownModel(Protocol):
 
     @property
     def has_routers(self) -> bool:
-        """True if routing depends on values (MoE).
-
-        A forward on the meta device then does not show which experts run.
-        """
+        """True if routing depends on values (MoE): a forward on the meta device does not show which experts run."""
         ...
 
     def tensor_layout(self) -> Layout:
@@ -260,9 +257,7 @@ class WrittenHeads:
             return None
         found: list[list[int]] = []
         for at, size in enumerate(sizes):
-            stays = (
-                at - 1 if at and sizes[at - 1] == 3 else at
-            )  # after the dim for queries, keys and values of a fused layer
+            stays = at - 1 if at and sizes[at - 1] == 3 else at  # after the dim for q, k and v of a fused layer
             before, after = [*sizes[:at]], [*sizes[at + 1 :]]
             if before[:stays] != [*shape[:stays]]:
                 continue

@@ -35,7 +35,7 @@ _HARDWARE = ("sms", "flash2_gain", "fp8_share")
 class Tables:
     """Rates that programs achieve on a device, and other constants of the cost model.
 
-    Rates are FLOP/s and bytes/s of one device and one direction. Names that end in `_s` are times in seconds. They are named
+    Rates are FLOP/s and bytes/s of one device and one direction. Names that end in `_s` are times in seconds. Names are
     as in `tables.toml`.
 
     Attributes:

@@ -58,10 +58,7 @@ class RowDeduplicator:
         return cls(Columns({name: array[first] for name, array in arrays.items()}), first, index)
 
     def __getitem__(self, part: slice) -> RowDeduplicator:
-        """Return the same kinds with the index of some of the rows.
-
-        If every row is its own kind, return only these rows.
-        """
+        """Return the same kinds for some of the rows. If every row is its own kind, return only these rows."""
         return self if isinstance(self.index, slice) else RowDeduplicator(self.rows, self.first, self.index[part])
 
 

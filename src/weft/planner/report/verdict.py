@@ -120,10 +120,7 @@ def remedies(
 
 
 def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) -> list[dict[str, object]]:
-    """Return candidate changes, least disruptive first.
-
-    Each is the smallest of its kind that suffices, or the largest.
-    """
+    """Return changes, least disruptive first. Each is the smallest of its kind that suffices, or the largest."""
     ranks = plan.dp_size
     changes: list[dict[str, object]] = []
     field, passes = ("microbatches", plan.microbatches) if plan.pp > 1 else ("accumulation", plan.accumulation)

@@ -132,10 +132,7 @@ def _pipeline(plan: Plan) -> tuple[object, ...]:
 
 
 def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return the plans, fastest first.
-
-    If times agree in four digits, plans are ordered by text, as on every machine.
-    """
+    """Return the plans, fastest first. If times agree in four digits, plans are ordered by their text."""
     times = defaultdict[float, list[Candidate]](list)
     for one in found:
         times[float(f"{one.rank_s:.3e}")].append(one)

@@ -283,10 +283,7 @@ def layouts(ranked: Iterable[One]) -> list[One]:
 def candidates(
     question: Question, columns: Columns, found: Estimates, plans: Sequence[Plan] | None = None
 ) -> list[Candidate]:
-    """Return rows of columns with their estimates as candidates, in order.
-
-    `plans` are their plans, if available.
-    """
+    """Return rows of columns with estimates as candidates, in order. `plans` are their plans, if available."""
     rows = Estimated(question, columns, found)
     return [rows.candidate(*each) for each in enumerate(columns.plans() if plans is None else plans)]
 

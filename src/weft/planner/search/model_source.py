@@ -32,7 +32,7 @@ _FAMILIES = {
 
 
 class UnknownFamily(ModelError):
-    """Raised for a config.json of a family whose layers the planner does not support. Tracing the model works instead."""
+    """Raised for a config.json of a family that the planner does not support. Tracing the model works instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

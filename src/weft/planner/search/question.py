@@ -238,10 +238,7 @@ def _stack(planned: PlannedModel) -> Stack:
 
 @functools.lru_cache(maxsize=8)
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
-    """Return the constants of the cost model.
-
-    Cached, because cost models are fitted to the measurements of a profile.
-    """
+    """Return the constants of the cost model. Cached, because it is fitted to the measurements of a profile."""
     return (
         Tables.of(cluster.device, tier) if profile is None else profile_tables.measured_tables(profile, cluster, tier)
     )

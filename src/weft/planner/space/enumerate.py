@@ -354,10 +354,7 @@ def _few_splits(dp: Counts, inner: Counts, sizes: Counts, cluster: ClusterSpec) 
 
 
 def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str, Counts]:
-    """Add expert-parallel sizes.
-
-    For a mixture of experts, they divide the number of experts and the number of ranks.
-    """
+    """Add expert-parallel sizes. For a mixture of experts, they divide the numbers of experts and of ranks."""
     if not job.shape.num_experts or "ep" in space.fixed:
         return found | {"ep": np.full(len(found["tp"]), space.fixed.get("ep", 1))}
     sizes = np.array(common_divisors(job.shape.num_experts))

@@ -109,10 +109,7 @@ class TracedShape(Shape):
 
     @staticmethod
     def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-        """Return heads, widths and layers of a traced model for plan rules.
-
-        All other restrictions are in its limits.
-        """
+        """Return heads, widths and layers of a traced model for plan rules. Other restrictions are in its limits."""
         attention = traced.attention
         legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
         return DecoderSpec(
