@@ -39,7 +39,8 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 def is_worth_saving(op: Any, made: float, read: float) -> bool:
     """Return True if selective recompute should save the result of a matmul instead of recomputing it.
 
-    All results are saved except outputs of batched matmuls that are larger than their inputs: attention scores, which are expensive to save and cheap to recompute.
+    All results are saved except outputs of batched matmuls that are larger than their inputs: attention scores, which
+    are expensive to save and cheap to recompute.
 
     Args:
         op: the operation, or its name without the overload.
