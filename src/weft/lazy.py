@@ -41,9 +41,10 @@ def named_object(source: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     module = _module_in(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     if not hasattr(module, name):
-        from weft.errors import did_you_mean
+        import difflib
 
-        raise AttributeError(f"{module_name} has no {name!r}.{did_you_mean(name, dir(module))}")
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        raise AttributeError(f"{module_name} has no {name!r}" + (f". Did you mean {near[0]!r}?" if near else ""))
     return getattr(module, name)
 
 

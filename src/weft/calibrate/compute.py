@@ -1,6 +1,6 @@
-"""Sizes at which each primitive is measured, timing of calls, and the primitives that one rank computes.
+"""Measured sizes of each primitive operation, timing of calls, and the operations that one rank computes.
 
-Fitted laws interpolate between the sizes.
+Fitted cost models interpolate between the sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.planner.measured import profile_tables as here
 from weft.planner.measured.laws import TINY
 from weft.planner.measured.machine_profile import Machine
 
-#: Rows, columns, inner width: each of the three varied alone, and products of typical layers.
+#: Rows, columns and inner width of matmuls: each of the three varied alone, and matmuls of typical layers.
 PRODUCTS = (
     (512, 512, 512),
     (64, 512, 512),
@@ -56,9 +56,9 @@ PARAMS = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
 TRANSFERS, HOST_PARAMS = (1 << 20, 1 << 23), (1 << 20,)
 #: Bytes of a collective: the full buffer, before it is sharded.
 MESSAGES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-#: Products between two synchronizations of ranks.
+#: Matmuls between two synchronizations of ranks.
 MEETINGS = (1, 8, 64)
-#: Larger sizes for GPUs, which small ones do not fill.
+#: Larger sizes for GPUs, which small matmuls do not fill.
 LARGE_PRODUCTS = tuple((m, n, k) for m in (1024, 4096, 8192) for n, k in ((4096, 4096), (8192, 1024), (1024, 8192)))
 LARGE_ATTENTION = ((1, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128), (2, 16, 2048, 64))
 LARGE_PASSES = ((4096, 4096), (8192, 8192))
@@ -67,26 +67,27 @@ LARGE_TRANSFERS, LARGE_HOST_PARAMS = (1 << 20, 1 << 26, 1 << 28), (1 << 25,)
 LARGE_MESSAGES = (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28)
 
 
-# Seconds of one call, measured in windows of many, while the other ranks work at the same time.
+# Time (s) of one call, measured in windows of many calls while the other ranks run the same work.
 
 Call = Callable[[], object]
-#: Windows of one measurement. The median is used, because steps also run on a machine with its usual disturbances.
+#: Windows of one measurement. The result is the median, because training steps also run under the usual background
+#: load.
 WINDOWS = 4
 _MOST_CALLS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds: time of one call, in the median window. spread: its relative excess over the fastest window."""
+    """Time of one call. seconds: time in the median window. spread: relative excess over the fastest window."""
 
     seconds: float
     spread: float
 
 
 class ColdCalls:
-    """The same call on different memory buffers, created on demand: creating them takes longer than calling.
+    """Calls of one operation, each on its own buffers, so that caches are cold when timed.
 
-    most: number of buffers.
+    Buffers are allocated on first use. most: maximum number of buffers.
     """
 
     def __init__(self, make: Callable[[], Call], most: int):
@@ -101,30 +102,30 @@ class ColdCalls:
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Measures calls on this rank. axis: the ranks that run the same work concurrently. window_s: window length."""
+    """Measures calls on this rank. axis: the ranks that run the same work concurrently. window_s: window length (s)."""
 
     axis: Axis
     device: torch.device
     window_s: float
 
     def time(self, calls: ColdCalls) -> Timing:
-        """Measure `calls` in turn, repeatedly. Each uses other memory, so that caches stay cold."""
+        """Measure `calls` in turn, repeatedly. Each call uses other buffers, so that caches stay cold."""
         for call in calls.first(2):
             call()
         count = self._count(calls.first(1)[0])
-        # Windows are short, so the next one continues with the calls after the last one.
+        # Windows are short, so the next window continues with the calls after the last one of this window.
         turns = itertools.cycle(calls.first(WINDOWS * count))
         return _median([self._window(turns, count) for _ in range(WINDOWS)])
 
     def time_after(self, work: Call, call: Call) -> Timing:
-        """Measure `call` after `work`, as a collective follows compute. Waiting for other ranks is included."""
+        """Measure `call` after `work`, as a collective follows compute. The time includes waiting for other ranks."""
         work()
         call()
         count = self._count(lambda: (work(), call()))
         return _median([self._windows_after(work, call, count) for _ in range(WINDOWS)])
 
     def _window(self, turns: Iterator[Call], count: int) -> float:
-        """Return seconds of a call on the slowest rank: if ranks share cores, a faster rank slowed the others down."""
+        """Return the time (s) of a call on the slowest rank: if ranks share cores, the faster ranks slowed it down."""
         self._finalize()
         barrier(self.axis)
         start = time.perf_counter()
@@ -134,7 +135,7 @@ class Stopwatch:
         return self._joined((time.perf_counter() - start) / count, "max")
 
     def _windows_after(self, work: Call, call: Call, count: int) -> float:
-        """Return seconds of a call, averaged over ranks: while one rank waits for another, the other does not wait."""
+        """Return the time (s) of a call, averaged over ranks: while one rank waits for another, the other does not."""
         self._finalize()
         barrier(self.axis)
         spent = 0.0
@@ -189,23 +190,25 @@ def this_machine(kind: str = "auto") -> Machine:
     )
 
 
-# The primitives that one rank computes: products, attention, passes over memory, the optimizer's step, transfers.
+# Operations that one rank computes: matmuls, attention, element-wise kernels, the optimizer's step, transfers.
 
-#: Minimum total bytes of a probe's copies: about the memory that a step touches between two uses of one tensor.
+#: Minimum total bytes of all buffers of a measured call: about the memory that a step touches between two uses of a
+#: tensor.
 _COLD_BYTES, _MOST_COPIES = 64 * 2**20, 64
-#: Number of random values that a probe's tensors repeat: drawing all values would take longer than the windows.
+#: Number of random values that are repeated to fill test tensors, because drawing all values would take longer than
+#: timing.
 _DRAWN = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """Device and dtype of the tensors."""
+    """Device and dtype of the test tensors."""
 
     device: torch.device
     dtype: torch.dtype
 
     def normal(self, *shape: int, trained: bool = False) -> Tensor:
-        """Return random numbers. Zeros would draw less power, and run faster, than numbers of training."""
+        """Return random numbers. Zeros would draw less power, and run faster, than values of a training run."""
         count, drawn = math.prod(shape), _random_tensor(self.device, self.dtype)
         found = drawn[:count].clone() if count <= _DRAWN else drawn.repeat(-(-count // _DRAWN))[:count]
         return found.view(shape).requires_grad_(trained)
@@ -220,12 +223,12 @@ def _random_tensor(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def copies(make: Callable[[], Call], num_bytes: int) -> ColdCalls:
-    """Return as many copies of a probe's call, each on separate memory, as are needed to keep caches cold."""
+    """Return as many copies of a measured call, each on separate buffers, as are needed to keep caches cold."""
     return ColdCalls(make, max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes))))
 
 
 def _backward(output: Tensor, *inputs: Tensor) -> Call:
-    """Return a repeatable call of the backward of `output`."""
+    """Return a call that runs the backward of `output` and can be repeated."""
     grad = torch.randn_like(output) if output.dim() else torch.ones_like(output)
     return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
@@ -246,7 +249,7 @@ def linear_dw(place: TensorPlacement, m: int, n: int, k: int) -> Call:
 
 
 def _attention(place: TensorPlacement, b: int, h: int, s: int, c: int, trained: bool) -> tuple[Tensor, list[Tensor]]:
-    # As in the model: heads are adjacent in memory.
+    # Heads are adjacent in memory, as in the model.
     inputs = [place.normal(b, s, h, c, trained=trained) for _ in range(3)]
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs
@@ -319,13 +322,13 @@ def gelu_b(place: TensorPlacement, t: int, d: int) -> Call:
 
 
 def add(place: TensorPlacement, t: int, d: int) -> Call:
-    """Return a call that adds into new memory, as in residual streams and gradients of branches."""
+    """Return a call that adds into new memory, as residual streams and the gradients of branches do."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x + y
 
 
 def add_to(place: TensorPlacement, t: int, d: int) -> Call:
-    """Return a call that adds in place, as gradients of several passes do."""
+    """Return a call that adds in place, as gradient accumulation over microbatches does."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x.add_(y)
 
@@ -346,14 +349,14 @@ def loss_b(place: TensorPlacement, t: int, v: int) -> Call:
 
 
 def sharded_loss(place: TensorPlacement, t: int, v: int) -> Call:
-    """Return a call of the vocabulary-parallel loss without its products: hidden states have width 1."""
+    """Return a call of the vocabulary-parallel loss without its matmuls: hidden states have width 1."""
     x, weight = place.normal(1, t, 1, trained=True), place.normal(v, 1, trained=True)
     labels, line = place.labels(t, v).view(1, t), SharedLayer(Axis("tp", 1, 0, (0,)))
     return lambda: token_loss(x, weight, None, labels, line, v, -100)
 
 
 def embedding(place: TensorPlacement, t: int, d: int, v: int) -> Call:
-    """Return a call of a look-up and its gradient, which is as large as the table."""
+    """Return a call of an embedding lookup and its gradient, which is as large as the embedding table."""
     table, ids = place.normal(v, d, trained=True), place.labels(t, v)
     return lambda: torch.autograd.grad(
         F.embedding(ids, table), table, torch.ones(t, d, device=place.device).to(place.dtype)
@@ -396,13 +399,13 @@ def _both_sides(place: TensorPlacement, num_bytes: int) -> tuple[Tensor, Tensor]
 
 
 def host_adamw(place: TensorPlacement, params: int) -> Call:
-    """Return a call of an optimizer step on the host: masters in fp32, with this rank's threads."""
+    """Return a call of an optimizer step on the host, with fp32 master weights and this rank's threads."""
     del place
     return adamw(TensorPlacement(torch.device("cpu"), torch.float32), params)
 
 
 def _block(place: TensorPlacement) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return a layer so small that its time is the overhead of calls: modules, views and autograd's nodes."""
+    """Return a layer so small that its time is call overhead: modules, views and autograd nodes."""
     tokens, width, ffn, heads = TINY
     spec = DecoderSpec(
         vocab_size=8, dim=width, num_layers=1, num_heads=heads, num_kv_heads=heads, ffn_dim=ffn, max_seq_len=tokens
@@ -424,7 +427,7 @@ def block_b(place: TensorPlacement, t: int, d: int) -> Call:
     return _backward(forward(), *inputs)
 
 
-#: Operation -> (factory of its call, number of values that it works on as a function of its size).
+#: Operation -> (function that makes its call, number of values that the operation reads or writes, from its size).
 PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
     **{name.__name__: (name, lambda m, n, k: m * n + n * k + m * k) for name in (linear_f, linear_dx, linear_dw)},
     **{name.__name__: (name, lambda b, h, s, c: 4 * b * h * s * c) for name in (attention_f, attention_b)},
@@ -455,6 +458,6 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
 
 
 def calls_of(op: str, size: tuple[int, ...], place: TensorPlacement) -> ColdCalls:
-    """Return the calls that measure an operation at a size."""
+    """Return the calls that measure an operation at one size."""
     make, values = PROBES[op]
     return copies(lambda: make(place, *size), values(*size) * place.dtype.itemsize)

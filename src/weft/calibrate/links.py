@@ -1,7 +1,8 @@
 """Cost of collectives in a step, measured through Weft's communication layer and its transports.
 
-Each collective is measured after a product, as in training. The result includes waiting for the slower rank and waking
-up. The extra wait after longer compute is measured separately: with more ranks than cores it grows with the compute.
+Each collective is measured after a matmul, as in training. The result includes waiting for the slower rank and the
+wake-up of threads. The extra wait after longer compute is measured separately: with more ranks than cores it grows with
+the compute.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shif
 
 
 def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
-    """Measure the seconds that a collective adds after a product.
+    """Measure the time (s) that a collective adds after a matmul.
 
-    The op "meeting" is a synchronization after `size` products. For others, size is the bytes of the full buffer,
-    before it is sharded. For all_to_all, it is the bytes that each rank sends, including its own share. For a shift or
-    a send, it is the bytes of the message.
+    The op "meeting" is a synchronization after `size` matmuls. For other operations, size is the bytes of the full
+    buffer, before it is sharded. For all_to_all, it is the bytes that each rank sends, including its own share. For a
+    shift or a send, it is the bytes of the message.
     """
     work = linear_f(TensorPlacement(watch.device, torch.float32), *BETWEEN)
     if op == "meeting":
@@ -42,7 +43,7 @@ def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
 
 
 def _sync_s(watch: Stopwatch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
-    """Measure a synchronization after `num_products` products."""
+    """Measure a synchronization after `num_products` matmuls."""
     meet = _collective(axis, "all_reduce", 64, watch.device)
 
     def works() -> None:
@@ -57,7 +58,7 @@ def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Ca
     whole = torch.randn(shard * axis.size, device=device)
     part = torch.randn(shard, device=device)
     if op == "all_reduce":
-        return lambda: all_reduce(whole, axis, "max")  # sums of many calls would overflow
+        return lambda: all_reduce(whole, axis, "max")  # the maximum, because sums of many calls would overflow
     if op == "all_gather":
         return lambda: all_gather(part, axis, out=whole)
     if op == "reduce_scatter":
@@ -80,7 +81,7 @@ def _message(axis: Axis, whole: torch.Tensor) -> Callable[[], object]:
     turn = [is_first]
 
     def call() -> None:
-        # Calls alternate in direction, so that a call is one message.
+        # The direction alternates, so that each call sends one message.
         if turn[0]:
             start_send(whole, axis, partner).wait()
         else:
@@ -90,16 +91,16 @@ def _message(axis: Axis, whole: torch.Tensor) -> Callable[[], object]:
     return call
 
 
-# One chapter of the calibration, on all connected ranks: some work at the same time, the others are idle.
+# One group of measurements on all connected ranks: some ranks work at the same time, the others are idle.
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """Measurements that run together. points: (operation, size). ranks: number of ranks that work at the same time.
+    """Measurements on the same ranks. points: (operation, size). ranks: number of ranks that work at the same time.
 
-    group: ranks of a collective. stride: distance between them. Both are 1 for compute.
+    group: ranks of a collective. stride: distance in ranks between its members. Both are 1 for compute.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Chapter:
 
 
 def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "cpu") -> list[Measurement]:
-    """Return this rank's measurements, or [] if it is idle. A collective: all ranks call it."""
+    """Return this rank's measurements, or [] if it is idle. Collective: all ranks must call it."""
     here = torch.device(device, torch.distributed.get_rank() if device == "cuda" and world_size > 1 else 0)
     if here.type == "cuda":
         torch.cuda.set_device(here)
@@ -130,7 +131,7 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
 
 
 def joined(ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """Return the mean of the ranks' concurrent measurements."""
+    """Return concurrent measurements of several ranks, averaged over the ranks."""
     at_work = [each for each in ranks if each]
     samples: list[Measurement] = []
     for alike in zip(*at_work, strict=True):
@@ -168,12 +169,12 @@ def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) ->
 
 #: Bytes of the full buffer, before it is sharded.
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
-#: A size and all larger ones are omitted if one call would take more than this share of the budget.
+#: Maximum share of the budget for one call: sizes that take longer, and all larger sizes, are skipped.
 _MOST_OF_BUDGET = 0.01
-#: Overhead of a measurement in addition to its windows, in windows.
+#: Overhead of a measurement, in units of one window.
 _BESIDE = 3
-#: Transports in addition to the default for the ranks' hosts. The backend sums in another order: it is measured for
-#: comparison only, and never used for sums.
+#: Transports measured in addition to the default of the ranks' hosts. The backend adds in another order, so it is
+#: measured for comparison only and never used for reductions.
 _TRANSPORTS = ("shared memory", "two levels", "gloo exchange", "backend")
 ROUNDS = 2
 MOST_BUDGET_S = 1800.0
@@ -184,7 +185,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class HostSpan:
-    """An axis over `hosts` hosts with `ranks` adjacent ranks on each, including this rank."""
+    """An axis over `hosts` hosts with `ranks` adjacent ranks on each host, which include this rank."""
 
     hosts: int
     ranks: int
@@ -194,18 +195,18 @@ class HostSpan:
 def calibrate_links(
     budget_s: float, report: Report = lambda what, done, total: None, timeout_s: float = 600.0
 ) -> tuple[LinkProfile, bool]:
-    """Measure the links between the ranks that were started. A collective: all of them call it.
+    """Measure the links between the ranks that were started. Collective: all ranks must call it.
 
     Args:
         budget_s: approximate time limit, at least 5 s.
         report: called with (current measurement, number done, total).
-        timeout_s: time that a rank waits for the others.
+        timeout_s: maximum time (s) that a rank waits for the others.
 
     Returns:
         The profile, the same on all ranks, and True if this rank is the first of its host, which writes the file.
 
     Raises:
-        ConfigError: if no ranks were started, or hosts have different numbers of them.
+        ConfigError: if no ranks were started, or hosts have different numbers of ranks.
         CommError: if ranks cannot connect.
     """
     if not 5.0 <= budget_s <= MOST_BUDGET_S:
@@ -233,9 +234,9 @@ def calibrate_links(
 def _measured(
     size: int, start: float, budget_s: float, report: Report
 ) -> tuple[tuple[LinkSample, ...], int, int, bool]:
-    """Return (samples of the fastest round, hosts, ranks of each host, True if this rank is the first of its host)."""
+    """Return (samples of the fastest round, hosts, ranks per host, True if this rank is the first of its host)."""
     crowd = build_mesh(Plan(dp_replicate=size))["dp_replicate"]
-    barrier(crowd)  # ranks then have each other's hosts
+    barrier(crowd)  # after this, ranks know each other's hosts
     marks = [crowd.hosts[rank] for rank in crowd.ranks]
     numbers = [list(dict.fromkeys(marks)).index(mark) for mark in marks]
     counts = {numbers.count(number) for number in numbers}
@@ -266,9 +267,9 @@ def _measured(
 
 
 def _layouts(hosts: int, ranks: int) -> Iterator[HostSpan]:
-    """Yield the axes that ranks on these hosts can have.
+    """Yield the rank groups to measure, each within one host and spanning all hosts.
 
-    They have all or 2^k adjacent ranks of each host, on one host and on all.
+    The groups are blocks of adjacent ranks of a host: powers of two that divide its ranks, and all of its ranks.
     """
     for inside in dict.fromkeys([*(1 << k for k in range(ranks.bit_length()) if ranks % (1 << k) == 0), ranks]):
         mesh = build_mesh(Plan(dp_replicate=hosts, dp_shard=inside, tp=ranks // inside))
@@ -281,7 +282,7 @@ def _layouts(hosts: int, ranks: int) -> Iterator[HostSpan]:
 def _of_transport(
     layout: HostSpan, transport: str, crowd: Axis, left_s: float, budget_s: float
 ) -> Iterator[LinkSample]:
-    """Measure a transport on this axis, if its ranks can use it. The result is the same on all ranks."""
+    """Measure a transport on the ranks of `layout`, if they can use it. The result is the same on all ranks."""
     try:
         join(layout.axis, "cpu", transport)
         can = 1
@@ -293,8 +294,8 @@ def _of_transport(
     for op in OPS:
         before: LinkSample | None = None
         for size in SIZES:
-            # A window has at least one call, so large sizes could take too long. The law of smaller sizes predicts
-            # them.
+            # A window has at least one call, so large sizes could take too long. The cost model fitted to smaller sizes
+            # predicts them.
             if before and before.seconds * size / before.size > _MOST_OF_BUDGET * budget_s:
                 break
             timing = extra_s(watch, layout.axis, op, size)

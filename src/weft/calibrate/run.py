@@ -1,4 +1,4 @@
-"""Calibration of this machine: the needed measurements, the most valuable first, within a time budget."""
+"""Calibration of this machine: runs the most valuable measurements for the planner within a time budget."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from weft.verify.rank_pool import RankPool
 
 #: report(what, done, total).
 Report = Callable[[str, int, int], None]
-#: Maximum and minimum seconds of one window, and the overhead of a measurement in windows.
+#: Maximum and minimum length (s) of one window, and the overhead of a measurement in units of one window.
 _LONGEST_S, _SHORTEST_S, _BESIDE = 0.06, 0.001, 2.0
-#: Number of times that everything is measured, some time apart: machines have slow minutes.
+#: Number of rounds over all measurements: a machine may be slow for minutes, which a second, later round detects.
 ROUNDS = 2
 #: The first round may take this many times the budget before dtypes other than fp32 are omitted.
 _PATIENCE = 2.0
@@ -35,7 +35,7 @@ def calibrate(
     dtypes: Sequence[str] = ("fp32", "bf16"),
     report: Report = lambda what, done, total: None,
 ) -> Profile:
-    """Measure this machine. Nothing is written: the caller saves the full profile or nothing.
+    """Measure this machine. Return the profile without writing a file.
 
     Args:
         budget_s: approximate time limit, at least 1 s. With a short budget windows become shorter, and the least
@@ -66,10 +66,11 @@ def calibrate(
         for place, chapter in enumerate(chapters * ROUNDS):
             report(chapter.name, place, len(chapters) * ROUNDS)
             spent = time.monotonic() - start
-            # The first round is complete, up to twice the budget: an incomplete dtype is useless to the planner.
+            # The first round may take up to twice the budget to complete: the planner cannot use a dtype with missing
+            # measurements.
             limit = _PATIENCE * budget_s if place < len(chapters) else budget_s
-            # Windows as long as the remaining time allows: a slow chapter shortens the next ones instead of ending the
-            # run.
+            # Windows are as long as the remaining time allows: a slow measurement shortens the next ones instead of
+            # ending the run.
             window_s = min(_LONGEST_S, max(_SHORTEST_S, (budget_s - spent) / (left * (WINDOWS + _BESIDE))))
             left -= len(chapter.points)
             if chapter.dtype != "fp32" and spent > limit:
@@ -85,10 +86,10 @@ def _nothing() -> None:
 
 
 def typical(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """Return the median of equal measurements, in the order of the first ones.
+    """Return the median of repeated measurements, in the order of first occurrence.
 
-    The median represents a step better than the fastest: steps run under the machine's usual load, and wait for other
-    ranks.
+    The median represents a training step better than the minimum: steps run under the machine's usual load, and wait
+    for other ranks.
     """
     alike: dict[tuple[object, ...], list[Measurement]] = {}
     for sample in samples:
@@ -103,7 +104,7 @@ def _median(alike: Sequence[Measurement]) -> Measurement:
 
 
 def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
-    """Return the numbers of concurrent ranks, ascending."""
+    """Return the numbers of concurrent ranks to measure, ascending."""
     most = machine.count if machine.kind == "cuda" else max(4, machine.cores)
     wanted = sorted(set(ranks)) or [1 << place for place in range(most.bit_length()) if 1 << place <= min(most, 16)]
     limit = most if machine.kind == "cuda" else 8 * machine.cores
@@ -122,7 +123,7 @@ def _dtypes(names: Sequence[str]) -> Sequence[str]:
 
 
 def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
-    """Return the measurements, most valuable first."""
+    """Return the groups of measurements, most valuable first."""
     large = machine.kind == "cuda"
     products = sizes.LARGE_PRODUCTS if large else sizes.PRODUCTS
     passes = (*sizes.PASSES, *sizes.LARGE_PASSES) if large else sizes.PASSES

@@ -18,23 +18,23 @@ from typing import cast
 from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean, shown
 
-#: fp32 FLOP/s of a CPU core, with vectors of eight and fused multiply-add.
+#: fp32 FLOP/s of a CPU core, with vectors of eight values and fused multiply-add.
 _CORE_FLOPS = 2.5e9 * 16
 #: Fraction of host memory that all ranks of a host may pin; the default of `memory.pinned_limit`.
 _PINNED_SHARE = 0.6
-#: Names of this machine's cores as a device: as measured by `weft calibrate`, and by rough figures.
+#: Device names of this machine's CPU cores: with rates measured by `weft calibrate`, and with rough estimates.
 HERE, CPU = "here", "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """Specification of one device. None is unknown. Every rate is for one device and one direction.
+    """Specification of one device. None: unknown. Every rate is for one device and one direction.
 
-    peaks: dense peak FLOP/s by precision. measured_flops: the best measured bf16 matmul, in FLOP/s.
-    scale_up_bytes_per_s: the fast links between the devices of one domain of `scale_up_domain` devices.
-    nic_bytes_per_s: its share of the network between nodes. host_bytes_per_s: the link to host memory.
-    host_memory_bytes: its share of the memory of its host.
-    sources: D data sheet, S published measurements, W press and web (uncertain).
+    peaks: dense peak FLOP/s by precision. measured_flops: FLOP/s of the fastest measured bf16 matmul.
+    scale_up_bytes_per_s: rate of the fast links (such as NVLink) within a domain of `scale_up_domain` devices.
+    nic_bytes_per_s: the device's share of the network between nodes. host_bytes_per_s: the link to host memory.
+    host_memory_bytes: the device's share of host memory. sources: origin of each number: D data sheet, S published
+    measurements, W press and web (uncertain).
     """
 
     name: str
@@ -57,12 +57,12 @@ class DeviceSpec:
 
     @property
     def is_cpu(self) -> bool:
-        """True for a rank's share of a host's cores."""
+        """True for a CPU rank, whose device is its share of a host's cores."""
         return self.name in (HERE, CPU)
 
     @property
     def pinnable_bytes(self) -> float:
-        """Host memory that a rank may pin. Unknown host memory counts as twice the device's."""
+        """Host memory (bytes) that a rank may pin. Unknown host memory is assumed to be twice the device memory."""
         return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
@@ -71,12 +71,12 @@ class DeviceSpec:
 
 
 def slowest_of(kinds: Sequence[tuple[DeviceSpec, int]]) -> DeviceSpec:
-    """Return a device that is as slow and as small as the worst of these in each respect, named after the slowest.
+    """Return a device with the lowest rate and the least memory of all `kinds`, named after the slowest.
 
-    Collectives, stages and barriers wait for the slowest of them at every turn. Its power is the mean.
+    Collectives, pipeline stages and barriers always wait for the slowest device. The power is the average.
 
     Args:
-        kinds: devices, and how many there are of each.
+        kinds: (device, number of these devices).
     """
     specs = [spec for spec, _ in kinds]
     base = min(specs, key=lambda spec: spec.measured_flops or spec.peak_flops("bf16") or spec.peak_flops("fp16") or 0.0)
@@ -110,15 +110,15 @@ def _least(values: Iterable[float | None]) -> float | None:
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
-#: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
+#: Exponent of the clock rate as a function of the power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
 _POWER_EXPONENT = 0.85
-#: A memory size behind the name of a device, as in "a100-40gb"; sizes are GB or GiB, so they may differ by 7 %.
+#: A memory size after a device name, as in "a100-40gb"; sizes are GB or GiB, so they may differ by 7 %.
 _MEMORY_SUFFIX = re.compile(r"(.+?)-?([0-9]{1,3})-?gi?b")
 _MEMORY_TOLERANCE = 0.07
-#: Numbers and multiplication signs around the name of a device.
+#: Numbers and multiplication signs around a device name.
 _BESIDE = re.compile(r"[0-9]{1,7}")
 _BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
-#: Number of a device file -> (field of DeviceSpec, factor to its base unit, parser of text with a unit, example).
+#: Key of a device file -> (field of DeviceSpec, factor to its base unit, parser of text with a unit, example).
 _NUMBERS: dict[str, tuple[str, float, Callable[[str], float], str]] = {
     "memory_gib": ("memory_bytes", 2**30, units.parse_bytes, "24GiB"),
     "memory_gb_s": ("memory_bytes_per_s", 1e9, units.parse_rate, "800GB/s"),
@@ -144,7 +144,7 @@ _TEXTS = ("title", "scale_up_topology", "sources", "note")
 _LISTS = ("aliases", "torch_names")
 _MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-#: Peaks of which a described device needs one.
+#: Peak rates of which the description of a device needs at least one.
 _PEAKS = ("bf16", "fp16", "fp32")
 _DEVICE_KEYS = (*_NUMBERS, *_TEXTS, *_LISTS, "tflops")
 _CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link", "rack_nodes", "oversubscription")
@@ -154,9 +154,9 @@ _CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link",
 class ClusterSpec:
     """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` returns the shorthand.
 
-    rack_nodes: nodes of a rack (one leaf switch of the network), or 0 for a flat network. oversubscription: ratio of
-    the bandwidth of a rack's adapters to its links to other racks. kinds: number of devices of each kind in a mixed
-    cluster; `device` then has the slowest rate of all kinds in every respect.
+    rack_nodes: nodes per rack (one leaf switch of the network), or 0 for a flat network. oversubscription: ratio of the
+    bandwidth of a rack's adapters to its links to other racks. kinds: number of devices of each kind in a mixed
+    cluster; `device` then has the lowest rates of all kinds.
     """
 
     nodes: int
@@ -168,16 +168,17 @@ class ClusterSpec:
 
     @property
     def num_devices(self) -> int:
-        """All devices of all nodes."""
+        """Number of devices of all nodes."""
         return self.nodes * self.devices_per_node
 
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
-        A single count above the largest node of the device is divided into such nodes: "64xh100" is "8x8xh100".
-        "8xh100+2x8xa100" has nodes of several kinds; all work at the pace of the slowest. "4xcpu" is four ranks on this
-        machine's cores. A device may be described: "8xnpu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s link=25GB/s".
+        A single count larger than the device's largest node is divided into nodes of that size: "64xh100" is
+        "8x8xh100". "8xh100+2x8xa100" has nodes of several kinds; all run at the speed of the slowest. "4xcpu" is four
+        ranks on this machine's cores. A device may be described: "8xnpu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s
+        link=25GB/s".
 
         Raises:
             ConfigError: for text that cannot be read, and for an unknown device.
@@ -210,15 +211,15 @@ class ClusterSpec:
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
-        """Read a table: nodes (default 1), devices_per_node, and device, which is a name or a table of numbers.
+        """Read a table with nodes (default 1), devices_per_node, and device, which is a name or a table of numbers.
 
         rack_nodes and oversubscription describe racks that share slow links. devices_per_host_link is the number of
         devices that share one link to their host, such as behind one PCIe switch.
 
-        A device's table starts from a known device if it has `like = "h100"`.
+        A device table with `like = "h100"` changes single numbers of that device.
 
         Raises:
-            ConfigError: with every mistake in the table, each with `origin`.
+            ConfigError: if the table has mistakes; the message lists each with `origin`.
         """
         problems = _unknown_keys(table, _CLUSTER_KEYS, "cluster")
         counts: dict[str, int] = {}
@@ -248,7 +249,7 @@ class ClusterSpec:
         """Read a TOML file in the form of `from_mapping`.
 
         Raises:
-            ConfigError: for a file that cannot be read, and as `from_mapping`.
+            ConfigError: if the file cannot be read, or as in `from_mapping`.
         """
         try:
             table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
@@ -276,7 +277,7 @@ def devices() -> Mapping[str, DeviceSpec]:
 def device(name: str) -> DeviceSpec:
     """Return a device by its name or an alias, or by a description such as "npu memory=24GiB bf16=120TFLOPS ...".
 
-    A description of a built-in device changes its numbers.
+    Numbers after the name of a built-in device replace that device's numbers.
 
     Raises:
         ConfigError: for any other name; the message lists the built-in ones.
@@ -302,7 +303,7 @@ def _split_description(text: str) -> tuple[str, dict[str, str]]:
     """Return the name and the fields of a device's description.
 
     Raises:
-        ConfigError: for text that is not name=value, and a repeated field.
+        ConfigError: for text that is not name=value, or a repeated field.
     """
     start = re.search(r"(?:^|\s)\S+\s*=", text)
     name = re.sub(r"[\s_]+", "-", text[: start.start()].strip().lower()) if start else ""
@@ -320,7 +321,7 @@ def _split_description(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _described(text: str) -> DeviceSpec:
-    """Return the device of a description. Raise ConfigError with every mistake."""
+    """Return the described device. Raise ConfigError with every mistake."""
     name, fields = _split_description(text)
     known, problems = [*_FIELDS, *_DTYPES], list[Problem]()
     table: dict[str, object] = {_FIELDS[field]: value for field, value in fields.items() if field in _FIELDS}
@@ -343,10 +344,10 @@ def _described(text: str) -> DeviceSpec:
 
 
 def described_clusters(description: str, clusters: str | None) -> str:
-    """Replace the name of a described device in a list of clusters. No list is one device.
+    """Replace the name of a described device in a list of clusters. Without a list, return one device.
 
     Raises:
-        ConfigError: for a description that cannot be read, or that no cluster uses.
+        ConfigError: if the description cannot be read, or no cluster uses it.
     """
     name = _split_description(description)[0]
     parts = re.split(r"([,+])", name if clusters is None else clusters)
@@ -361,7 +362,7 @@ def described_clusters(description: str, clusters: str | None) -> str:
 
 
 def this_cpu(num_ranks: int) -> DeviceSpec:
-    """Return one rank's share of this machine's cores and memory, in rough figures. `weft calibrate` measures them."""
+    """Return one rank's share of this machine's cores and memory, estimated roughly. `weft calibrate` measures them."""
     import psutil
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -381,13 +382,13 @@ def this_cpu(num_ranks: int) -> DeviceSpec:
 
 
 def device_by_torch_name(name: str) -> DeviceSpec | None:
-    """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3", or None if it is not in the table."""
+    """Return the device that torch reports as `name`, such as "NVIDIA H100 80GB HBM3", or None if unknown."""
     wanted = " ".join(word for word in name.split() if word not in _MAKERS)
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
 
 
 def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
-    """One cluster of the nodes of all parts. ConfigError where these are of different sizes."""
+    """Return one cluster with the nodes of all parts. Raise ConfigError if their nodes differ in size."""
     size = math.gcd(*(part.devices_per_node for part in parts))
     if any(part.devices_per_node != size for part in parts):
         written = "+".join(f"{part.num_devices // size}x{size}x{part.device.name}" for part in parts)
@@ -403,13 +404,13 @@ def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
 
 
 def linked(spec: DeviceSpec, count: int) -> DeviceSpec:
-    """Return the device with a domain of `count` devices if it has links and its domain is not given."""
+    """Return the device with a scale-up domain of `count` devices if it has fast links but no given domain size."""
     is_open = spec.scale_up_bytes_per_s > 0 and spec.scale_up_domain == 1
     return replace(spec, scale_up_domain=count) if is_open else spec
 
 
 def _known_device(name: str) -> DeviceSpec | None:
-    """Return the device with this name or alias; a size of memory behind it ("h100-80gb") must be the device's."""
+    """Return the device with this name or alias. A memory size after the name ("h100-80gb") must match the device."""
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
     sized = _MEMORY_SUFFIX.fullmatch(wanted)
     for candidate in [wanted, *([f"{sized[1]}-{sized[2]}", sized[1]] if sized else [])]:
@@ -423,7 +424,7 @@ def _known_device(name: str) -> DeviceSpec | None:
 
 
 def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
-    """Return (nodes, devices per node) of a cluster that was written as one count."""
+    """Return (nodes, devices per node) for a cluster that is given as a single count."""
     most = spec.scale_up_domain
     if most <= 1 or count <= most:
         return 1, count
@@ -435,7 +436,7 @@ def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
 
 
 def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Problem]) -> DeviceSpec | None:
-    """Return the device with its share of a host link that `count` devices share. Append mistakes to `problems`."""
+    """Return the device with its share of a host link that `count` devices use. Append mistakes to `problems`."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
         rule = "a whole number from 1 to 64 is needed"
         problems.append(Problem("devices_per_host_link", f"devices_per_host_link={shown(count)}: {rule}. Use e.g. 2."))
@@ -452,7 +453,7 @@ def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Pr
 
 
 def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int, float]:
-    """Return (nodes of a rack, oversubscription) of a cluster table. Append mistakes to `problems`."""
+    """Return (nodes per rack, oversubscription) from a cluster table. Append mistakes to `problems`."""
     nodes, factor = table.get("rack_nodes", 0), table.get("oversubscription", 1.0)
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
         problems.append(Problem("rack_nodes", f"rack_nodes={shown(nodes)}: a whole number is needed. Use e.g. 16."))
@@ -468,7 +469,7 @@ def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int
 
 
 def _expect_order(text: str) -> None:
-    """Raise ConfigError for "h100x8", "8h100" and similar text, with the right form."""
+    """Raise ConfigError for text in the wrong order, such as "h100x8" or "8h100", and show the right form."""
     low = text.strip().lower()
     names = [each for one in devices().values() for each in (one.name, *one.aliases)]
     for name in sorted(names, key=len, reverse=True):
@@ -497,15 +498,15 @@ def _device_of(value: object, described: Mapping[str, str] | None = None) -> Dev
     changed = _changed(base, table, described)
     if "watts" in table and "measured_tflops" not in table:
         changed = capped(changed, base.watts)
-    return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
+    return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: differs from the known device
 
 
 def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
-    """Return a device with the matmul rate of its power cap, or the device if it is not capped or was never measured.
+    """Return a device with the matmul rate at its power cap; unchanged if not capped or not measured.
 
     Args:
-        spec: the device, with the cap as its power.
-        rated_watts: power of the device as sold.
+        spec: the device, with the power cap as its power.
+        rated_watts: rated power of the device.
     """
     if not rated_watts or not spec.watts or not spec.measured_flops or spec.watts >= rated_watts:
         return spec
@@ -540,7 +541,7 @@ def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[s
 
 
 def _number(value: object, factor: float, parse: Callable[[str], float]) -> float:
-    """Return a number in its base unit, from a number in the file's unit or from text with a unit; nan for others."""
+    """Return a number in its base unit, from a number in the file's unit or text with a unit; nan for others."""
     if isinstance(value, str):
         try:  # a size has a unit
             return math.nan if parse is units.parse_bytes and value[-1:].isdigit() else float(parse(value))

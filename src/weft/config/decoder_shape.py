@@ -11,7 +11,7 @@ from weft.errors import Problem
 FAMILIES = ("llama", "gpt2")
 ROUTERS = ("softmax", "sigmoid")
 BALANCES = ("aux_loss", "bias", "none")
-#: Fields that mean something only in a model with experts.
+#: Fields that are used only by models with experts.
 EXPERT_FIELDS = (
     "top_k", "expert_ffn_dim", "num_shared_experts", "first_moe_layer", "moe_every", "router", "normalise_top_k",
     "route_scale", "balance", "balance_rate", "capacity_factor",
@@ -23,23 +23,19 @@ class DecoderSpec:
     """Shape of one decoder transformer.
 
     family: "llama" (RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases) or "gpt2" (learned positions, LayerNorm,
-    GELU, biases).
-    ffn_dim: width of the feed-forward hidden layer. num_kv_heads: key-value heads (num_heads = no grouping).
-    max_seq_len: longest sequence; the size of the position table in the gpt2 family.
-    tied: the output head shares the embedding's weight.
-    rope_theta: base of the rotary frequencies (llama family).
-    rope_scale: factor by which the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192
-    tokens; 1 leaves them unchanged.
-    norm_eps: added to the mean square (or the variance) inside the norms.
+    GELU, biases). ffn_dim: width of the feed-forward hidden layer. num_kv_heads: key-value heads; equal to num_heads
+    for no grouping. max_seq_len: longest sequence; the size of the position table in the gpt2 family. tied: the output
+    head shares the embedding's weight. rope_theta: base of the rotary frequencies (llama family). rope_scale: factor by
+    which the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192 tokens; 1 leaves them
+    unchanged. norm_eps: added to the mean square (or the variance) inside the norms.
 
-    With experts (llama family), some feed-forward layers are a router and `num_experts` SwiGLU layers:
-    num_experts: 0 for a dense model. top_k: experts per token.
-    expert_ffn_dim: hidden width of one expert; 0: ffn_dim. num_shared_experts: number of experts that all tokens use.
-    first_moe_layer, moe_every: layer i has experts from first_moe_layer on, every moe_every-th; the others are dense.
-    router: scores are the "softmax" over the experts, or a "sigmoid" each. normalise_top_k: the chosen scores are
-    divided by their sum. route_scale: factor on the scores after that.
-    balance: "aux_loss" adds balance_rate times the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17);
-    "bias" moves each expert's selection bias by balance_rate a step (arXiv 2408.15664); "none".
+    With experts (llama family), some feed-forward layers are a router and `num_experts` SwiGLU layers: num_experts: 0
+    for a dense model. top_k: experts per token. expert_ffn_dim: hidden width of one expert; 0: ffn_dim.
+    num_shared_experts: number of experts that all tokens use. first_moe_layer, moe_every: layer i has experts from
+    first_moe_layer on, every moe_every-th; the others are dense. router: function of the scores, "softmax" over the
+    experts or "sigmoid" of each. normalise_top_k: divide the chosen scores by their sum. route_scale: factor on the
+    scores after that. balance: "aux_loss" adds balance_rate times the sequence-wise loss of DeepSeek-V3 (arXiv
+    2412.19437, eq. 17); "bias" moves each expert's selection bias by balance_rate a step (arXiv 2408.15664); "none".
     capacity_factor: an expert accepts at most this many times its even share of a sequence, and later tokens skip it;
     0: no token is dropped.
     """
@@ -81,13 +77,16 @@ class DecoderSpec:
 
     @property
     def moe_layers(self) -> range:
-        """The layers that have experts; none in a dense model."""
+        """Indices of the layers that have experts; empty in a dense model."""
         return range(self.first_moe_layer, self.num_layers if self.num_experts else 0, self.moe_every)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeRule:
-    """A requirement of a decoder shape. `text` is the rule and the remedy of a shape that breaks it."""
+    """A requirement on decoder shapes.
+
+    text: returns the message, with the rule and the fix, for a shape that breaks it.
+    """
 
     field: str
     holds: Callable[[DecoderSpec], bool]
@@ -184,14 +183,14 @@ def _nearest_divisors(number: int, wanted: int) -> str:
 
 
 _COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
-#: Least values of counts in models with experts.
+#: Minimum values of counts in models with experts.
 _EXPERT_COUNTS = {
     "num_experts": 0, "top_k": 1, "expert_ffn_dim": 0, "num_shared_experts": 0, "first_moe_layer": 0, "moe_every": 1,
 }  # fmt: skip
 
 
 def shape_problems(spec: DecoderSpec) -> tuple[Problem, ...]:
-    """Return everything that makes a shape unusable, by dotted key ("model.num_heads"); () if it can be built."""
+    """Return all reasons why a shape is invalid, by dotted key ("model.num_heads"); () if it is valid."""
     problems: list[Problem] = []
     for name, least in {**dict.fromkeys(_COUNTS, 1), **_EXPERT_COUNTS}.items():
         value = getattr(spec, name)

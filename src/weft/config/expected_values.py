@@ -1,4 +1,4 @@
-"""Error texts for wrong config values, generated from the JSON schema of `RunConfig`."""
+"""Error messages for wrong config values, generated from the JSON schema of `RunConfig`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _ALIASES = {
 }
 OTHER_NAMES = {name: setting for setting, names in _ALIASES.items() for name in names.split()}
 
-#: Values of other tools for a Weft setting, and the setting to write instead.
+#: Values that other tools use for a Weft setting, and the setting to write instead.
 OTHER_VALUES = {
     "optimizer.name": {
         **dict.fromkeys(
@@ -117,7 +117,7 @@ def _resolved(node: Node) -> Node:
 
 
 def keys_of(node: Node) -> dict[str, Node]:
-    """Return the keys of a table with their schemas; empty if the node is not a table with fixed keys."""
+    """Return the schemas of a table's keys by name; empty if the node is not a table with fixed keys."""
     return cast(dict[str, Node], _resolved(node).get("properties", {}))
 
 
@@ -143,7 +143,7 @@ def _child(node: Node, part: str | int) -> Node | None:
 
 
 def types_of(node: Node | None) -> list[object]:
-    """Return the JSON types of a key's values, without null."""
+    """Return the JSON types that a key accepts, without null."""
     return [branch.get("type") for branch in _branches(node or {})]
 
 
@@ -161,7 +161,7 @@ def wrong_value(path: KeyPath, value: object) -> str:
 
 
 def unknown_key(path: KeyPath) -> str:
-    """Return the message for a key that no section has."""
+    """Return the message for a key that does not exist."""
     parent, name = path[:-1], str(path[-1])
     text = f"unknown key {shown(dotted(path), 120)!r}."
     node = node_at(parent) or {}
@@ -180,7 +180,7 @@ def unknown_key(path: KeyPath) -> str:
 
 
 def _branches(node: Node) -> list[Node]:
-    """Return the schemas of a key's values, without null."""
+    """Return the alternative schemas of a key's value, without null."""
     options = cast(list[Node], node.get("anyOf", [node]))
     return [_resolved(option) for option in options if option.get("type") != "null"]
 
@@ -262,7 +262,7 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
 
 
 def first_line(table: KeyPath, name: str = "") -> str:
-    """Return a line of TOML for a key that a table requires."""
+    """Return an example line of TOML for a key that is required in a table."""
     node = node_at(table) or {}
     name = name or cast(list[str], node.get("required", ["key"]))[0]
     examples = cast(list[object], keys_of(node).get(name, {}).get("examples", ["..."]))
@@ -270,7 +270,7 @@ def first_line(table: KeyPath, name: str = "") -> str:
 
 
 def _unquoted(value: str, branches: list[Node]) -> str:
-    """Return the text without quotes if a number or a boolean was meant, else ""."""
+    """Return the text without quotes if a number or a boolean was probably meant, else ""."""
     text = value.strip().lower()
     if len(text) > 40 or not text.isprintable():
         return ""

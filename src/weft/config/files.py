@@ -34,7 +34,7 @@ from weft.errors import ConfigError, PlanError, Problem, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A config with the origin of each value.
+    """A config and the origin of each value.
 
     origins: dotted key of every value -> "default", "train.toml:12" or "command line".
     """
@@ -43,7 +43,7 @@ class LoadedConfig:
     origins: Mapping[str, str]
 
     def check(self, *, world_size: int | None = None, device: DeviceSpec | None = None) -> None:
-        """Check the rules that need the number of ranks. Raise ConfigError with every problem and its origin."""
+        """Check the rules that depend on the number of ranks. Raise ConfigError with every problem and its origin."""
         problems = config_problems(self.config, origins=self.origins, world_size=world_size, device=device)
         if problems:
             raise ConfigError(sorted(problems, key=by_line))
@@ -54,7 +54,7 @@ class LoadedConfig:
 
 
 def leaves(config: RunConfig) -> list[tuple[KeyPath, object]]:
-    """Return every value of a config that is set, with its path, in the order of the sections."""
+    """Return all values of a config that are not None, with their paths, in the order of the sections."""
     found: list[tuple[KeyPath, object]] = []
 
     def visit(path: KeyPath, value: object) -> None:
@@ -89,7 +89,7 @@ def format_config(config: RunConfig) -> str:
     if config.task.name is None and not config.task.options:
         del tables["task"]
     if config.train.epochs is not None:
-        del tables["train"]["steps"]  # a file may have one of the two; epochs decide
+        del tables["train"]["steps"]  # a file may have only one of steps and epochs; epochs win
     for name in ("train", "eval"):  # a table for each source reads better than one long line
         for source in tables["data"][name]:
             if not source["columns"]:
@@ -98,7 +98,7 @@ def format_config(config: RunConfig) -> str:
 
 
 def config_schema() -> dict[str, object]:
-    """Return the JSON Schema of a config file, short forms included; editors use it to complete and check."""
+    """Return the JSON Schema of a config file, including short forms, for completion and checks in editors."""
     schema = cast(dict[str, object], RunConfig.model_json_schema())
     properties = cast(dict[str, dict[str, object]], schema["properties"])
     plan = properties["plan"]
@@ -117,8 +117,8 @@ def config_schema() -> dict[str, object]:
 _TEXT = {"type": "string"}
 
 
-# Reading: a TOML file, with dotted overrides on top and defaults below. All mistakes are reported together, with
-# lines.
+# Reading: a TOML file, dotted overrides that replace its values, and defaults for the rest. All mistakes are reported
+# together, with their lines.
 
 
 _NOT_TOML = (".yaml", ".yml", ".json")
@@ -128,7 +128,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     """Read a config file (None: the built-in defaults) with overrides such as "optimizer.lr=1e-4".
 
     Raises:
-        ConfigError: holds every problem found.
+        ConfigError: if there are problems; the message lists all of them.
     """
     if path is None:
         return parse_config("", "", overrides)
@@ -141,9 +141,9 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
 
     Args:
         text: TOML.
-        name: the file's name, for the origins of mistakes.
+        name: name of the file in messages.
         overrides: key=value arguments of the command line, applied in order.
-        file: names the run if nothing else does.
+        file: path whose name becomes the name of the run if no setting names it.
 
     Raises:
         ConfigError: with every problem found, in the order of the file's lines.
@@ -167,7 +167,7 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
         problems.append(replace(problem, origin=origin_of(named, [problem.field], name)))
     broken = {problem.field for problem in problems}
     if config.train.epochs is not None:
-        broken.add("train.steps")  # available with the data; the rules are checked again then
+        broken.add("train.steps")  # the steps are known after the data is read; the rules are checked again then
     problems += config_problems(config, broken=broken, origins=named, fallback=name)
     if problems:
         raise ConfigError(sorted(dict.fromkeys(problems), key=by_line))
@@ -223,12 +223,12 @@ def _read_tables(text: str, name: str) -> tuple[dict[str, object], dict[KeyPath,
 
 
 def run_name(path: Path) -> str:
-    """Return the name of a run after its file's name, without letters that a folder should not have; may be empty."""
+    """Return a run name made from a file's name, without characters that folder names should not have; may be empty."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", path.stem).strip("._-")[:100]
 
 
 def _name_run(tables: dict[str, object], path: Path) -> bool:
-    """Name the run after its file unless something else names it, so that two files never share a run folder."""
+    """Name the run after its file if no setting names it, so that two files never use the same run folder."""
     section = tables.setdefault("run", {})
     if not isinstance(section, dict) or "name" in section:
         return False
@@ -239,7 +239,7 @@ def _name_run(tables: dict[str, object], path: Path) -> bool:
 
 
 def _expand_short_forms(tables: dict[str, object]) -> None:
-    """Turn a task that is a text, and sources such as "a.txt" and ["a.txt", {path = ...}], into tables."""
+    """Replace short forms by tables: a task given as text, and sources such as "a.txt" and ["a.txt", {path = ...}]."""
     if isinstance(tables.get("task"), str):
         tables["task"] = {"name": tables["task"]}
     data = tables.get("data")
@@ -256,7 +256,7 @@ def _expand_short_forms(tables: dict[str, object]) -> None:
 
 
 def _as_integers(node: object, path: KeyPath = ()) -> object:
-    """Return the tables with 1e3 as 1000 for integer settings; TOML reads 1e3 as a float."""
+    """Return the tables with floats such as 1e3 converted to integers for integer settings."""
     if isinstance(node, float):
         types = types_of(node_at(path)) if node.is_integer() else []
         return int(node) if "integer" in types and "number" not in types else node
@@ -269,7 +269,7 @@ def _as_integers(node: object, path: KeyPath = ()) -> object:
 
 
 def _resolve_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> list[Problem]:
-    """Keep steps or epochs: the command line wins over the file, and both in one source are a mistake."""
+    """Keep either steps or epochs: the command line wins over the file, and setting both in one source is a mistake."""
     train = tables.get("train")
     if not isinstance(train, dict) or not {"steps", "epochs"} <= train.keys():
         return []
@@ -316,7 +316,7 @@ def _validated(tables: dict[str, object]) -> tuple[RunConfig, list[Problem]]:
 
 
 def _wrong_paths(error: ValidationError, tables: dict[str, object]) -> dict[KeyPath, str]:
-    """Return the values that validation refuses: path -> kind of error. A path is kept instead of its parent."""
+    """Return the values that validation rejects: path -> kind of error. A nested path is kept instead of its parent."""
     kinds: dict[KeyPath, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         path, is_whole = _existing(tables, detail["loc"])
@@ -324,14 +324,17 @@ def _wrong_paths(error: ValidationError, tables: dict[str, object]) -> dict[KeyP
         if kind == "missing" and isinstance(detail["loc"][-1], str):
             path = detail["loc"]
         elif not is_whole or kind == "missing":
-            kind = "value"  # of a list that is too short, or of a union of kinds
+            kind = "value"  # a list that is too short, or a value that fits no type of a union
         kinds.setdefault(path, kind)
     parents = {path[:end] for path in kinds for end in range(len(path))}
     return {path: kind for path, kind in kinds.items() if path not in parents}
 
 
 def _existing(tables: dict[str, object], location: KeyPath) -> tuple[KeyPath, bool]:
-    """Return the typed part of pydantic's location (a union adds names of its branches), and True if that is all."""
+    """Return the part of pydantic's location that exists in the config, and True if that is the full location.
+
+    For a union, pydantic appends names of its branches.
+    """
     node: object = tables
     for depth, part in enumerate(location):
         if isinstance(node, dict) and part in node:
@@ -356,7 +359,10 @@ def _type_problem(path: KeyPath, kind: str, tables: dict[str, object]) -> Proble
 
 
 def _remove(tables: dict[str, object], path: KeyPath) -> None:
-    """Remove a refused value, so that the rest can be checked; of an array all of it, so that no index changes."""
+    """Remove a rejected value, so that the rest can be checked.
+
+    An array is removed as a unit, so that no index changes.
+    """
     node: object = tables
     for depth, part in enumerate(path):
         if not isinstance(node, dict):
@@ -383,18 +389,18 @@ def apply_override(tables: dict[str, object], text: str, problems: list[Problem]
         is_index = part.isascii() and part.isdigit() and len(part) < 9
         path = (*path, int(part) if is_index and (node_at(path) or {}).get("type") == "array" else part)
     if path == ("task",):
-        path = ("task", "name")  # options that the file gives stay
+        path = ("task", "name")  # keep the options that the file sets
     parsed = override_value(path, value)
     plan = tables.get("plan", RunConfig().plan)
     if path[0] == "plan" and len(path) > 1 and isinstance(plan, str):
         table, wrong = split_plan(plan)
-        if not wrong:  # else the text stays, and is refused with the line it was typed on
+        if not wrong:  # else keep the text, and reject it with the line where it was typed
             tables["plan"] = table
     return path if _put(tables, path, parsed, problems) else None
 
 
 def override_value(path: KeyPath, text: str) -> object:
-    """Return the value of an override as TOML reads it, else its text. Keys of type text need no quotes."""
+    """Return the value of an override, parsed as TOML or else as text. Keys of type text need no quotes."""
     try:
         read = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -450,12 +456,12 @@ def _put(tables: dict[str, object], path: KeyPath, value: object, problems: list
 
 
 def _start(path: KeyPath) -> object:
-    """Return the initial value that an override changes: the default's elements of an array, else an empty table."""
+    """Return the initial value that an override changes: the default's elements for an array, else an empty table."""
     schema = node_at(path)
     if schema is None or schema.get("type") == "object" or path == ("plan",):
         return {}
     if schema.get("type") != "array":
-        return None  # a value with nothing inside
+        return None  # a value without keys inside
     default: object = RunConfig().model_dump(by_alias=True, exclude_none=True)
     for part in path:
         default = cast(dict[str, object], default)[str(part)]

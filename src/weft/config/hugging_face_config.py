@@ -1,6 +1,6 @@
-"""Numbers of a Hugging Face config under the names of all model families, from config.json or a config object.
+"""Sizes from a Hugging Face config.json or config object, under the key names of all model families.
 
-This is the only module that has those names. It needs no torch.
+This is the only module with these names. It needs no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from weft.config.decoder_shape import DecoderSpec
 from weft.errors import ModelError
 
-#: Numbers of a model's shape, under the names that configs have for them. The first name that is there counts.
+#: Names that configs use for each size of a model's shape. The first name that exists in a config is used.
 _NAMES = {
     "vocab": ("vocab_size",),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -33,7 +33,7 @@ _NAMES = {
     "window": ("sliding_window",),
 }
 
-#: Further names that `resize` gives a value to: halves of encoder-decoders, vision towers, parts of attention, states.
+#: Additional names that `resize` also sets: halves of encoder-decoders, vision towers, parts of attention, states.
 _BESIDE = {
     "layers": ("depth", "encoder_layers", "decoder_layers", "num_decoder_layers", "n_layers"),
     "hidden": ("dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
@@ -56,10 +56,10 @@ _BESIDE = {
 
 
 def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of a model's shape from the table of a config.json; `name` appears in errors.
+    """Return the sizes of a model's shape from the contents of a config.json; `name` is used in error messages.
 
     Raises:
-        ModelError: if a number is not an integer, or a required one is missing.
+        ModelError: if a size is not an integer, or a required one is missing.
     """
     found: dict[str, int] = {}
     for field, keys in _NAMES.items():
@@ -82,9 +82,10 @@ def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
 
 
 def number(config: object, field: str) -> int | None:
-    """Return one number of a config's shape: "vocab", "hidden", "layers", "heads", "positions" and so on.
+    """Return one size of a config's shape: "vocab", "hidden", "layers", "heads", "positions" and so on.
 
-    config: a config object of transformers, or any object with its attributes. Returns None without a positive integer.
+    config: a config object of transformers, or any object with its attributes. Return None if the size is no positive
+    integer.
     """
     for key in _NAMES[field]:
         value = getattr(config, key, None)
@@ -94,7 +95,7 @@ def number(config: object, field: str) -> int | None:
 
 
 def decoder_shape(config: object) -> DecoderSpec | None:
-    """Return the shape that rules need of a transformers model, or None if its config lacks width, layers or heads."""
+    """Return the shape of a transformers model for plan rules, or None if its config lacks width, layers or heads."""
     hidden, layers, heads = (number(config, field) for field in ("hidden", "layers", "heads"))
     if hidden is None or layers is None or heads is None:
         return None
@@ -113,13 +114,13 @@ def decoder_shape(config: object) -> DecoderSpec | None:
 
 
 def resize(config: Any, **sizes: int) -> None:
-    """Change numbers of a transformers config under all names that the config uses.
+    """Change sizes in a transformers config, under all names that the config uses for them.
 
-    sizes: by the keys of `number`, or by the keyword names. Numbers that the config leaves to its model (None) or
-    derives from others are unchanged.
+    sizes: new values by the keys of `number`, or by the config's names. Sizes that the config leaves to its model
+    (None) or derives from others are unchanged.
     """
     for field, value in sizes.items():
-        # Models without dense layers use the name of a layer's width for the width of an expert.
+        # Models without dense layers use the name of the feed-forward width for the width of an expert.
         names = _NAMES.get(field, ())[: 1 if field == "expert_ffn" else None]
         for name in (*names, *_BESIDE.get(field, ())):
             with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
@@ -128,7 +129,7 @@ def resize(config: Any, **sizes: int) -> None:
 
 
 def image_shape(config: object) -> tuple[int, int, int] | None:
-    """Return channels, height and width of a model's images, or None if it reads no images."""
+    """Return channels, height and width of a model's images, or None if it has no image input."""
     for part in (config, getattr(config, "vision_config", None)):
         size: Any = getattr(part, "image_size", None)
         if size:
@@ -138,7 +139,7 @@ def image_shape(config: object) -> tuple[int, int, int] | None:
 
 
 def config_of_decoder(spec: DecoderSpec) -> dict[str, Any]:
-    """Return the config.json of a decoder without experts: of Llama or GPT-2."""
+    """Return the config.json of a decoder without experts, as a Llama or GPT-2 config."""
     common = {
         "vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied, }  # fmt: skip
     if spec.family == "gpt2":

@@ -1,8 +1,8 @@
-"""Layout: how each module is sharded, by module path. Pure data; `parallel/` applies it.
+"""Layout: how each module is sharded, by module path. Only data; `parallel/` applies it.
 
-Text form: `pattern=style` items in order; the first matching pattern decides. In a pattern `*` matches one part
-of a path and `{q,k,v}` one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise". A fused
-layer has its segments after the style: "h.*.attn.c_attn=colwise:3".
+Text form: a sequence of `pattern=style` items; the first matching pattern applies. In a pattern `*` matches one part of
+a path and `{q,k,v}` one of several names: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise". For a
+fused layer, the number of its segments follows the style: "h.*.attn.c_attn=colwise:3".
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import NamedTuple
 from weft.errors import LayoutError, did_you_mean
 
 #: colwise: shard the output features; rowwise: shard the input features, outputs are partial sums; vocab: shard the
-#: rows of an embedding or head; replicate: every rank has all of it; partial: every rank has all of it but uses its own
-#: heads or features only, so gradients are summed; expert: distribute experts; spread: every rank has the full encoder
-#: and computes some of its items; spread:data: also items of other data ranks.
+#: rows of an embedding or head; replicate: full copy on every rank; partial: full copy on every rank, each rank uses
+#: only its own heads or features, so gradients are summed; expert: distribute experts; spread: full encoder on every
+#: rank, each rank computes some of its inputs; spread:data: also inputs of other data ranks.
 STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert", "spread", "spread:data")
-#: The style of a fused layer has the number of equal segments, or their sizes: colwise:3, colwise:64+16+16.
+#: The style of a fused layer includes the number of equal segments, or their sizes: colwise:3, colwise:64+16+16.
 _FUSED = re.compile(r"colwise:(?:[1-9][0-9]*)(?:\+[1-9][0-9]*)*", re.ASCII)
 
 _PART = r"(?:\*|[A-Za-z0-9_]+|\{[A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)*\})"
@@ -38,7 +38,7 @@ _LLAMA = (
     ("norm", "replicate"),
     ("head", "vocab"),
 )
-#: Beside the patterns of a llama, whose dense layers a model with experts may have too.
+#: Patterns in addition to the llama patterns, because a model with experts may also have dense layers.
 _MOE = (
     *_LLAMA,
     ("blocks.*.mlp.router", "replicate"),
@@ -60,7 +60,7 @@ _GPT2 = (
 
 
 class Style(NamedTuple):
-    """A style and, for a fused layer, its segments: how many equal ones, or the size of each."""
+    """A style and, for a fused layer, its segments: the number of equal segments, or the size of each."""
 
     name: str
     segments: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Style(NamedTuple):
         """Return the rows of each segment of a layer with `total` rows, or () for a layer that is not fused.
 
         Raises:
-            LayoutError: if they do not add up to the layer.
+            LayoutError: if the segments do not add up to `total`.
         """
         if not self.segments:
             return ()
@@ -112,31 +112,31 @@ class Layout:
         return Style(name, tuple(int(part) for part in parts.split("+")) if parts and name != "spread" else ())
 
     def divided_modules(self, paths: Iterable[str]) -> dict[str, bool]:
-        """Return the modules whose items are divided, each with True if over data ranks too."""
+        """Return the encoders whose inputs are distributed over ranks, each with True if also over data ranks."""
         found = {path: self.match(path) for path in paths}
         return {path: style == "spread:data" for path, style in found.items() if style and style.startswith("spread")}
 
     @property
     def without_distributed(self) -> Layout:
-        """The layout without encoders that ranks share."""
+        """Return the layout without encoders that are distributed over ranks."""
         return Layout(tuple(pair for pair in self.pairs if not pair[1].startswith("spread")))
 
     def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
-        """Return the patterns that fit none of the module paths: a layout made for another model."""
+        """Return the patterns that match none of the module paths, as in a layout made for another model."""
         known = list(paths)
         return tuple(pattern for pattern, _ in self.pairs if not any(map(_compiled(pattern).fullmatch, known)))
 
     def fitted(self, paths: Iterable[str]) -> Layout:
-        """Return the same without patterns that fit none of the module paths."""
+        """Return the layout without patterns that match none of the module paths."""
         unused = self.unused(paths)
         return Layout(tuple(pair for pair in self.pairs if pair[0] not in unused))
 
     @classmethod
     def named(cls, name: str) -> Layout:
-        """Return the layout of one of the project's own families: "llama", "gpt2", or "moe", a llama with experts.
+        """Return the layout of a model family of Weft: "llama", "gpt2", or "moe" (llama with experts).
 
         Raises:
-            LayoutError: for a name that no family has.
+            LayoutError: for an unknown family.
         """
         known = {"llama": _LLAMA, "gpt2": _GPT2, "moe": _MOE}
         if name not in known:
@@ -163,9 +163,9 @@ class Layout:
 
     @classmethod
     def read(cls, source: str | Path) -> Layout:
-        """Return the layout of a setting: its text, or the text of a file that `weft layout MODEL --save` writes.
+        """Return the layout from the value of a setting: its text, or the path of a file that contains the text.
 
-        In a file, '#' starts a comment.
+        `weft layout MODEL --save` writes such files, in which '#' starts a comment.
 
         Raises:
             LayoutError: for a file that cannot be read, or an item that is not pattern=style.
@@ -213,11 +213,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(r"\.".join(r"[^.]+" if name == "*" else name for name in names))
 
 
-# Divisors, for rules about numbers that must divide evenly.
+# Divisors, for rules that require even division.
 
 
 def common_divisors(*numbers: int) -> list[int]:
-    """Return the whole numbers that divide all of `numbers`, ascending; of an absurdly large number, some of them."""
+    """Return the common divisors of `numbers`, ascending; only some of them for extremely large numbers."""
     smallest = min(numbers)
     low = [divisor for divisor in range(1, min(math.isqrt(smallest), 10_000) + 1) if smallest % divisor == 0]
     every = sorted({*low, *(smallest // divisor for divisor in low)})
@@ -225,5 +225,5 @@ def common_divisors(*numbers: int) -> list[int]:
 
 
 def nearest(values: Iterable[int], wanted: int) -> int:
-    """Return the value closest to the wanted one; the smaller of two."""
+    """Return the value closest to the wanted one; of two equally close values, the smaller."""
     return min(values, key=lambda value: (abs(value - wanted), value))

@@ -1,7 +1,7 @@
-"""Enumeration of all legal plans with given values of the fields, pruned by the rules.
+"""Enumerate all plans that satisfy the rules.
 
-Fields are decided one after another. A rule that reads decided fields only decides for all plans that agree in them,
-so it prunes the branch. A rule that reads an undecided field is checked again when that field is decided.
+Fields are assigned one at a time. A rule that reads only assigned fields applies to all remaining plans, so a broken
+rule prunes them. A rule that reads an unassigned field is checked again when that field is assigned.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from weft.config.rules.plan_rules import RULES
 from weft.config.rules.rule import Facts, Rule, UnknownFact
 
 Choices = Mapping[str, Sequence[object]]
-#: A rule without a verdict, and the field that it asked for in vain; "" before it was asked.
+#: A rule without a verdict, and the unassigned field that it tried to read; "" before its first check.
 _Waiting = tuple[Rule, str]
 
 
 class _Values(OpenPlan):
-    """The plan of the fields decided so far."""
+    """The plan with the fields that are assigned so far."""
 
     __slots__ = ("_values",)
 
@@ -32,17 +32,17 @@ class _Values(OpenPlan):
 
 
 def legal_plans(choices: Choices, facts: Facts, rules: Sequence[Rule] = RULES) -> Iterator[Plan]:
-    """Yield all plans whose fields have one of their `choices`, and that break none of the rules, in a fixed order.
+    """Yield all plans whose fields have one of their `choices` and that break none of the rules, in a fixed order.
 
     Args:
-        choices: by field; other fields have their default.
-        facts: facts that rules may read. The mesh axes are pruned by the number of ranks as they are decided.
+        choices: allowed values by field; other fields have their default.
+        facts: context that rules may read. Mesh axes are also pruned by the number of ranks as they are assigned.
         rules: the rules to check.
     """
     usual = Plan()
     columns: list[tuple[str, list[object]]] = []
     for name in plan_fields():
-        # Through Plan, so that values are in their normal form, as rules expect them.
+        # Construct a Plan, so that values are in the normal form that rules expect.
         given = choices.get(name, (getattr(usual, name),))
         columns.append((name, [getattr(Plan(**cast(Any, {name: value})), name) for value in given]))
     values: dict[str, object] = {}
@@ -65,7 +65,7 @@ def _decide(
 
 
 def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[_Waiting]) -> list[_Waiting] | None:
-    """Return the rules without a verdict, or None if a rule is broken for all remaining choices."""
+    """Return the rules without a verdict so far, or None if a rule is broken for all remaining choices."""
     plan = cast(Plan, _Values(values))
     waiting: list[_Waiting] = []
     for rule, field in rules:
@@ -83,7 +83,7 @@ def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[_Waiting
 
 
 def _fits(values: Mapping[str, object], facts: Facts) -> bool:
-    """Return True if the axes decided so far divide the number of ranks. This prunes earlier than their product."""
+    """Return True if the assigned axes divide the number of ranks. This prunes before all axes are assigned."""
     try:
         rest = facts.world_size
     except UnknownFact:

@@ -1,4 +1,4 @@
-"""Metrics of runs and machines, and alert conditions over them: their data types, grammar, and the standard alerts."""
+"""Metrics of runs and machines and alert conditions over them: data types, grammar, and the standard alerts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, cast, overload
 from weft.errors import did_you_mean
 from weft.units import parse_bytes, parse_seconds
 
-#: Whose number it is. run: one for all ranks. rank: each rank has one. host: each machine has one.
+#: What metrics describe. run: one value for all ranks. rank: one value for each rank. host: one for each machine.
 Owner = Literal["run", "rank", "host"]
 
 _SERIES = re.compile(r"([a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*)(?:\{([^{}]*)\})?")
@@ -21,9 +21,9 @@ _PLAIN = re.compile(r"[^a-zA-Z0-9_]")
 class Figure:
     """One kind of metric.
 
-    name: dotted, as in conditions and events. unit: "s", "bytes", "ratio", ... or "" for a plain number. label: the
-    label of its series, such as "phase", or "" for a single series. owner: the rank, machine or run that it measures.
-    grows: it is a total that only rises during a run. worse: the bad direction, or "".
+    name: dotted, as in conditions and events. unit: "s", "bytes", "ratio", ... or "" for a plain number. label: what
+    distinguishes its series, such as "phase", or "" for a single series. owner: the described object (`Owner`). grows:
+    True for a total that only increases during a run. worse: the bad direction, or "".
     """
 
     name: str
@@ -37,7 +37,7 @@ class Figure:
 
     @property
     def exported(self) -> str:
-        """Its name for Prometheus and OpenTelemetry: one prefix, base units, "_total" for what grows."""
+        """Return the name for Prometheus and OpenTelemetry: one prefix, base units, "_total" for increasing totals."""
         unit = {"bytes/s": "bytes_per_second", "s": "seconds", "W": "watts", "C": "celsius", "Hz": "hertz"}
         stem = _PLAIN.sub("_", self.name.removesuffix("_s") if self.unit == "s" else self.name)
         suffix = unit.get(self.unit, self.unit if self.unit in ("bytes", "ratio") else "")
@@ -51,12 +51,12 @@ class Figure:
 
 
 def series(name: str, label: str = "") -> str:
-    """Return the text that names one series: "step_s" or "phase_s{forward}"."""
+    """Return the name of one series: "step_s" or "phase_s{forward}"."""
     return f"{name}{{{label}}}" if label else name
 
 
 def split_series(text: str) -> tuple[str, str]:
-    """Return (name, label) of a series' text; the label may be "".
+    """Return (name, label) of a series' name such as "phase_s{forward}"; the label may be "".
 
     Raises:
         ValueError: if the text is neither `name` nor `name{label}`.
@@ -67,7 +67,7 @@ def split_series(text: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
-# Every figure of a run: the one list that events, sinks, alerts, the page and the docs read.
+# All metrics of a run: the only list, used by events, sinks, alerts, the dashboard and the docs.
 
 _TRAINING = (
     Figure("loss", "", "Mean training loss of the step, before its update.", worse="high"),
@@ -139,13 +139,13 @@ _RUN = (
            "alert: " "plan.drift{over dp} > 1.15." ), label="part", worse="high"),
 )  # fmt: skip
 
-#: By name, in the order of the docs.
+#: Metrics by name, in the order of the docs.
 FIGURES: Mapping[str, Figure] = {each.name: each for each in (*_TRAINING, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_RUN)}
-#: Short names in conditions, and the full names of their metrics.
+#: Short names that conditions may use, and the full names of their metrics.
 SHORT: Mapping[str, str] = {"disk.free": "disk.free_bytes", "host.memory_free": "host.memory_free_bytes"}
 
 
-#: Events that a condition may wait for.
+#: Events that a condition may test.
 EVENTS = ("failure", "held", "go_on", "end", "start", "warning", "checkpoint", "hang", "slow_rank", "trace")
 Operator = Literal[">", ">=", "<", "<="]
 Unit = Literal["s", "steps", "evaluations"]
@@ -153,7 +153,7 @@ Unit = Literal["s", "steps", "evaluations"]
 
 @dataclass(frozen=True, slots=True)
 class RunSpan:
-    """A span of a run: seconds, or readings of a step or an evaluation."""
+    """A time span of a run: a number of seconds, or a number of steps or evaluations."""
 
     amount: float
     unit: Unit
@@ -169,7 +169,7 @@ class RunSpan:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A metric and one of its labels; "" without labels, or for all of them."""
+    """A metric and one of its labels; the label is "" for a metric without labels, or for all labels."""
 
     name: str
     label: str = ""
@@ -182,9 +182,9 @@ class Series:
 class Compare:
     """A metric compared with a number.
 
-    of: "" compares with a value; "plan" with a factor on the planned value; "median" with a factor on the median of a
-    span; "sigma" with deviations from that median. For ranks and machines the worst series counts: the largest for ">",
-    the smallest for "<". hold: time for which the comparison must be true.
+    of: "" compares with a value; "plan" with a multiple of the planned value; "median" with a multiple of the median
+    over a span; "sigma" with the deviation from that median. For ranks and machines the worst series is compared: the
+    largest for ">", the smallest for "<". hold: time for which the comparison must be true.
     """
 
     series: Series
@@ -197,7 +197,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A figure that is no finite number. state: "nan", "inf", or "not finite" for either."""
+    """A metric that is not a finite number. state: "nan", "inf", or "not finite" for either."""
 
     series: Series
     state: Literal["nan", "inf", "not finite"]
@@ -206,9 +206,9 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class NoImprovement:
-    """A metric without a new best for a span.
+    """A metric without a new best value over a span.
 
-    `by` is the minimum gain, as a fraction if `relative`.
+    `by` is the minimum improvement, as a fraction if `relative`.
     """
 
     series: Series
@@ -220,7 +220,7 @@ class NoImprovement:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A metric that rises or falls over a span by an amount, as a fraction of its start if `relative`."""
+    """A metric that rises or falls over a span by at least an amount, a fraction of its initial value if `relative`."""
 
     series: Series
     rises: bool
@@ -231,7 +231,7 @@ class Trend:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A figure that had no reading for a span of time, while the run trains."""
+    """A metric without a value for a span of time while the run trains."""
 
     series: Series
     span: RunSpan
@@ -246,7 +246,7 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Conjunction of several conditions."""
+    """All of several conditions."""
 
     parts: tuple[Condition, ...]
 
@@ -261,9 +261,9 @@ class Any_:
 Condition = Compare | State | NoImprovement | Trend | Missing | Happened | Every | Any_
 
 
-# The grammar of conditions: clauses of six forms, joined by "and" and "or". Nothing of a config is evaluated as code.
+# The grammar of conditions: six kinds of clauses, joined by "and" and "or". No config text is evaluated as code.
 
-#: Readings that a span may ask for at most: they are kept in memory.
+#: Maximum number of values that a span may need, since they are kept in memory.
 _MOST_READINGS = 100_000
 _LONGEST_S = 30 * 86400.0
 _EXAMPLE = "'eval.loss no better for 3 evaluations' or 'gpu.temperature > 87 for 60s'"
@@ -271,15 +271,15 @@ _FORMS_TEXT = (
     "METRIC > VALUE [sigma over 200 steps | of median over 200 steps | of plan] [for 60s], METRIC is nan, METRIC no "
     "better for 3 evaluations, METRIC rises by 20% over 1h, no METRIC for 10m, or event failure, joined by and, or"
 )
-# Words between braces belong to a label.
+# Words between braces are part of a label.
 _OR, _AND = (re.compile(rf" {word} (?![^{{]*\}})") for word in ("or", "and"))
 
 
 def parse_condition(text: str) -> Condition:
-    """Read a condition.
+    """Parse a condition.
 
     Raises:
-        ValueError: with the mistake and the remedy, without the text and its position.
+        ValueError: with the mistake and the fix, without the text and its position.
     """
     if len(text) > 1000:
         raise ValueError("a condition has at most 1000 letters. Make several alerts of it")

@@ -1,4 +1,4 @@
-"""A decoder as widths and counts, dense or with experts, and the number of parameters of each of its parts."""
+"""A decoder as widths and counts, dense or with experts, and the parameter count of each of its parts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWidths:
-    """Widths and counts of a decoder, in values (no bytes).
+    """Widths and counts of a decoder, in values, not bytes.
 
     head_dim: width of one head; heads x head_dim may differ from hidden. ffn: width of the feed-forward layer (0 if
-    every layer is a mixture). gated: True for two up projections (SwiGLU), else one. num_experts, top_k, expert_ffn:
-    sizes of the mixture layers; shared_ffn: width of the shared experts, which every token uses. dense_layers: layers
-    without experts.
-    window: tokens that a windowed layer attends to (0: all); windowed_layers: number of layers with the window.
-    q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: not latent). With these,
-    head_dim is the part of a head without positions and rope_dim the part with them.
-    tied: True if the head shares the embedding's weight. biases: True if linear layers have biases.
-    layer_norm: True for LayerNorm (always one kernel), else RMSNorm. learned_positions: rows of the position table (0:
-    rotary or no positions).
+    every layer has experts). gated: True for two up projections (SwiGLU), else one. num_experts, top_k, expert_ffn:
+    sizes of the layers with experts; shared_ffn: width of the shared experts, which every token uses. dense_layers:
+    layers without experts. window: tokens that a windowed layer attends to (0: all); windowed_layers: number of layers
+    with the window. q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: not latent).
+    With these, head_dim is the part of a head without rotary positions and rope_dim the part with them. tied: True if
+    the head shares the embedding's weight. biases: True if linear layers have biases. layer_norm: True for LayerNorm
+    (always one kernel), else RMSNorm. learned_positions: rows of the position table (0: rotary or no positions).
     """
 
     vocab: int
@@ -80,12 +78,12 @@ class DecoderWidths:
 
     @property
     def moe_layers(self) -> int:
-        """Layers whose feed-forward part is a mixture of experts."""
+        """Number of layers with experts."""
         return self.layers - self.dense_layers if self.num_experts else 0
 
     @property
     def attention_params(self) -> int:
-        """Parameters of one layer's projections to queries, keys, values and from the heads."""
+        """Number of parameters of one layer's attention projections (query, key, value, output)."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         if self.kv_rank:
             down = self.hidden * (self.q_rank + self.kv_rank + self.rope_dim)
@@ -96,7 +94,7 @@ class DecoderWidths:
 
     @property
     def norm_params(self) -> int:
-        """Parameters of one layer's two norms."""
+        """Number of parameters of one layer's two norms."""
         return 2 * self.hidden * (2 if self.biases else 1)
 
     def mlp_params(self, width: int) -> int:
@@ -106,38 +104,38 @@ class DecoderWidths:
 
     @property
     def dense_layer_params(self) -> int:
-        """Parameters of one layer without experts."""
+        """Number of parameters of one layer without experts."""
         return self.attention_params + self.norm_params + self.mlp_params(self.ffn)
 
     @property
     def moe_shared_params(self) -> int:
-        """Parameters of one mixture layer outside its experts."""
+        """Number of parameters of one layer with experts, without the experts."""
         router = self.hidden * self.num_experts
         return self.attention_params + self.norm_params + self.mlp_params(self.shared_ffn) + router
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one expert."""
+        """Number of parameters of one expert."""
         return self.mlp_params(self.expert_ffn)
 
     @property
     def moe_layer_params(self) -> int:
-        """Parameters of one mixture layer, all experts counted."""
+        """Number of parameters of one layer with experts, including all experts."""
         return self.moe_shared_params + self.num_experts * self.expert_params
 
     @property
     def table_params(self) -> int:
-        """Parameters of the embedding, and as many of the head."""
+        """Number of parameters of the embedding table, equal to the number for the head."""
         return self.vocab * self.hidden
 
     @property
     def last_norm_params(self) -> int:
-        """Parameters of the norm before the head."""
+        """Number of parameters of the norm before the head."""
         return self.norm_params // 2
 
     @property
     def num_params(self) -> int:
-        """All parameters, each counted once."""
+        """Number of all parameters; shared ones are counted once."""
         ends = self.table_params * (1 if self.tied else 2) + self.learned_positions * self.hidden
         layers = (self.layers - self.moe_layers) * self.dense_layer_params + self.moe_layers * self.moe_layer_params
         return ends + layers + self.last_norm_params
@@ -165,12 +163,12 @@ class ModelSpec:
 
     @property
     def num_params(self) -> int:
-        """All parameters, each counted once."""
+        """Number of all parameters; shared ones are counted once."""
         return sum(layer.num_params * layer.count for layer in self.layers)
 
     @property
     def num_active_params(self) -> int:
-        """Parameters used by one token: all except the experts that it is not routed to."""
+        """Number of parameters that one token uses: all except the experts that it is not routed to."""
         if self.shape is None:
             return self.num_params
         widths = DecoderWidths.of_decoder(self.shape)
@@ -178,7 +176,7 @@ class ModelSpec:
 
     @classmethod
     def named(cls, name: str) -> ModelSpec:
-        """Count the parameters of a named size, by formula.
+        """Return the spec of a named size, with parameter counts computed from its shape.
 
         Raises:
             ModelError: for an unknown name.
@@ -187,7 +185,7 @@ class ModelSpec:
 
     @classmethod
     def of_decoder(cls, spec: DecoderSpec, name: str = "Decoder") -> ModelSpec:
-        """Count the parameters of any decoder shape, by formula."""
+        """Return the spec of a decoder, with parameter counts computed from its shape."""
         return cls(name=name, layers=tuple(_decoder_layers(spec)), shape=spec)
 
 
@@ -207,7 +205,7 @@ def _decoder_layers(spec: DecoderSpec) -> Iterator[LayerSpec]:
 
 
 def _block_path(layers: list[int], num_layers: int) -> str:
-    """Return the path of equal blocks: "blocks.*" for all, "blocks.0" for one, else "blocks.{1-3,5}"."""
+    """Return the path of identical blocks: "blocks.*" for all, "blocks.0" for one, else "blocks.{1-3,5}"."""
     if len(layers) == num_layers:
         return "blocks.*"
     runs: list[list[int]] = []
@@ -265,7 +263,7 @@ def named_sizes() -> tuple[NamedSize, ...]:
         expert_ffn_dim=1408, num_shared_experts=2, normalise_top_k=False,
     )  # fmt: skip
     return (
-        # Made for this project: heads and layers split evenly by 2 and 4, so that every plan can be tried on them.
+        # Made for this project: heads and layers divide evenly by 2 and 4, so that every plan can be tried on them.
         NamedSize("tiny", replace(_llama(256, 6, 8, 4, 768, 4096, 1024), tied=True), open_vocab=True),
         NamedSize("gpt2-tiny", _gpt2(256, 6, 8, 4096), open_vocab=True),
         NamedSize("moe-tiny", tiny_moe, open_vocab=True),
@@ -291,7 +289,7 @@ def named_sizes() -> tuple[NamedSize, ...]:
         NamedSize("mixtral-8x22b", _mixtral(6144, 56, 48, 16_384, 32_000, 65_536)),
         # Brown et al. 2020 (arXiv 2005.14165), table 2.1; its sparse attention layers are dense here.
         NamedSize("gpt3-175b", _gpt2(12_288, 96, 96, max_seq_len=2048)),
-        # There is no 405B before Llama 3.1, which stretched the context.
+        # Llama 3.0 had no 405B; Llama 3.1 has, with its extended context.
         NamedSize("llama3-405b", _llama3(16_384, 126, 128, 53_248, scale=8)),
     )
 
@@ -302,9 +300,9 @@ def model_names() -> tuple[str, ...]:
 
 
 def size_hides(source: str) -> str:
-    """Return a note for users if `source` names both a built-in size and a file or folder, else "".
+    """Return a note for users if `source` is the name of both a built-in size and a file or folder, else "".
 
-    The size wins: a folder with that name must not change the meaning of a command.
+    The size wins, so that a folder with that name does not change the meaning of a command.
     """
     if source not in model_names() or not os.path.exists(source):
         return ""
@@ -329,9 +327,10 @@ def _named_size(name: str) -> NamedSize:
 
 
 def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
-    """Return the shape of a [model] section: a named size with single fields changed.
+    """Return the shape of a [model] section: a named size with some fields changed.
 
-    tokenizer_vocab: entries of the tokenizer: the vocabulary of sizes that leave it open, the minimum for all others.
+    tokenizer_vocab: entries of the tokenizer. They set the vocabulary of sizes that do not define one, and are the
+    minimum for others.
 
     Raises:
         ConfigError: with every problem found.
@@ -367,7 +366,7 @@ def _with_overrides(size: NamedSize, section: ModelSection, tokenizer_vocab: int
     changes: dict[str, object] = {name: value for name, value in section if name in known and value is not None}
     if size.open_vocab:
         changes.setdefault("vocab_size", tokenizer_vocab)
-    # A size without grouping stays without it when only the number of heads is changed.
+    # A size without grouped heads stays so if only the number of heads is changed.
     if size.spec.num_kv_heads == size.spec.num_heads and "num_heads" in changes:
         changes.setdefault("num_kv_heads", changes["num_heads"])
     if changes.get("family") == "gpt2":

@@ -1,6 +1,6 @@
 """Keys and values in TOML notation, the line of each key (which tomllib does not report), and origins of values.
 
-The scanner of lines expects text that tomllib has accepted, and never decides if a file is valid.
+The line scanner expects text that tomllib has accepted. It never decides whether a file is valid.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _SECRETS = re.compile(r"(?<=://)[^/]*(?=@)|(?<=\?).+", re.DOTALL)
 
 
 def dotted(path: KeyPath) -> str:
-    """Return the path as it is typed in an override: data.train.0.path; a part that is no bare key is quoted."""
+    """Return the path as it is typed in an override: data.train.0.path. Parts that are no bare keys are quoted."""
     is_bare = [isinstance(part, int) or BARE_KEY.fullmatch(part) for part in path]
     return ".".join(str(part) if bare else json.dumps(part) for part, bare in zip(path, is_bare, strict=True))
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """Return a value as TOML text, on one line and cut to `limit` characters."""
+    """Return a value as TOML text, on one line and truncated to `limit` characters."""
     text = _plain_toml(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -48,11 +48,11 @@ def _plain_toml(value: object) -> str:
 
 
 def as_toml(value: object) -> str:
-    """Return a value as TOML on one line, texts in quotes."""
+    """Return a value as TOML on one line, with texts in quotes."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else _plain_toml(value)
 
 
-#: A model named by its code: module:name, such as timm.models:resnet50.
+#: A model named by Python code: module:name, such as timm.models:resnet50.
 MODEL_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -61,8 +61,8 @@ _AT_LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
 
 
 def error_line(error: Exception, text: str) -> tuple[int, str]:
-    """Return the line of a TOML syntax error, and its reason without the position."""
-    if not isinstance(error, tomllib.TOMLDecodeError):  # Python reads no number of thousands of digits
+    """Return the line of a TOML syntax error, and its message without the position."""
+    if not isinstance(error, tomllib.TOMLDecodeError):  # Python cannot read a number with thousands of digits
         number = _HUGE_NUMBER.search(text)
         line = text.count("\n", 0, number.start() if number else 0) + 1
         return line, "a number has too many digits"
@@ -73,7 +73,7 @@ def error_line(error: Exception, text: str) -> tuple[int, str]:
 
 
 def _unfinished_line(text: str) -> int:
-    """Return the first line of the statement that is cut off by the end of the text."""
+    """Return the first line of the statement that is unfinished at the end of the text."""
     lines = text.split("\n")
     for count in range(min(len(lines) - 1, 5000), 0, -1):
         try:
@@ -111,8 +111,8 @@ class _Scanner:
         self.at = 0
         self.lines: dict[KeyPath, int] = {}
         self._line = 1
-        self._line_at = 0  # the position up to which line breaks were counted
-        self._lengths: dict[KeyPath, int] = {}  # of arrays of tables
+        self._line_at = 0  # the position up to which line breaks are counted
+        self._lengths: dict[KeyPath, int] = {}  # number of elements of arrays of tables
 
     def scan(self) -> None:
         table: KeyPath = ()
@@ -126,7 +126,7 @@ class _Scanner:
         return self.text[self.at : self.at + 1]
 
     def _skip_blank(self) -> bool:
-        """Skip spaces, line breaks and comments; False at the end of the text."""
+        """Skip spaces, line breaks and comments. Return False at the end of the text."""
         while self.at < len(self.text):
             if self._peek() == "#":
                 end = self.text.find("\n", self.at)
@@ -164,7 +164,7 @@ class _Scanner:
         return tuple(place)
 
     def _key(self) -> list[str]:
-        """Read a dotted key and return its parts; the position is after it."""
+        """Read a dotted key, move the position to its end, and return its parts."""
         parts: list[str] = []
         while True:
             self._skip_blank()
@@ -204,7 +204,7 @@ class _Scanner:
                 self.at += 1
 
     def _items(self, close: str, path: KeyPath) -> None:
-        """An inline table or an array."""
+        """Read the items of an inline table or an array."""
         self.at += 1
         index = 0
         while self._skip_blank() and self._peek() != close:
@@ -223,7 +223,7 @@ class _Scanner:
         if self.text.startswith(mark * 3, self.at):
             self.at += 3
             self._skip_to(mark * 3, mark == '"')
-            while self._peek() == mark:  # up to two more quotes belong to the text
+            while self._peek() == mark:  # up to two more quotes are part of the text
                 self.at += 1
         else:
             self.at += 1
@@ -242,11 +242,11 @@ DEFAULT = "default"
 
 
 def origin_of(origins: Mapping[str, str], keys: Sequence[str], fallback: str = "") -> str:
-    """Return the origin of the first of these dotted keys, or of its table, that was typed; else `fallback`.
+    """Return the origin of the first of these dotted keys that was set, itself or by its table; else `fallback`.
 
     Args:
         origins: dotted key -> origin.
-        keys, fallback: keys in order of preference, and the origin if none was typed.
+        keys, fallback: keys in order of preference, and the result if none was set.
     """
     typed = {key: origin for key, origin in origins.items() if origin != DEFAULT}
     for key in keys:

@@ -1,6 +1,6 @@
 """Partitioning: chunk sizes, layers to stages, samples to microbatches, sequences to ranks.
 
-Runtime and planner share these functions.
+The runtime and the planner both use these functions.
 """
 
 from __future__ import annotations
@@ -14,41 +14,46 @@ from typing import Any, overload
 
 from weft.config.layout import common_divisors
 
-#: Bytes of fp32 masters in a bucket under ZeRO 0 to 2 on CPUs: large enough to amortize a collective's latency, small
-#: enough for several to be in flight.
+#: Bytes of fp32 master weights per bucket under ZeRO 0 to 2 on CPUs: large enough to amortize a collective's latency,
+#: small enough for several to be in flight.
 _BUCKET_BYTES = 16 * 2**20
-#: On GPUs, whose links reach half their rate at some MiB for each rank, and whose hosts launch each collective.
+#: The same on GPUs, whose links need some MiB per rank to reach half their rate, and whose hosts launch each
+#: collective.
 _GPU_BUCKET_BYTES = 128 * 2**20
-#: Buckets whose gradients are in flight together.
+#: Number of buckets that are reduced concurrently.
 BUCKETS_UNDER_WAY = 3
 
 
-#: Logits, in the format of the sum, that the loss of a head holds at a time: on a CPU, and at most on a GPU.
+#: Number of logits, in the accumulation dtype, that a chunk of the head's loss may have: on a CPU, and at most on a
+#: GPU.
 _LOSS_CHUNK, _MOST_LOSS_CHUNK = 2**26, 2**30
-#: A GPU gives logits this share of its memory at most.
+#: Logits use at most 1 / this share of a GPU's memory.
 _LOSS_SHARE = 64
 
 
 def bucket_bytes(device: str) -> int:
-    """Return the bytes of fp32 masters in a bucket.
+    """Return the bytes of fp32 master weights in a bucket.
 
-    device: "cpu" or "cuda"; the first bucket of a backward is smaller on CUDA.
+    device: "cpu" or "cuda". On CUDA the first bucket of a backward is smaller.
     """
     return _GPU_BUCKET_BYTES if device == "cuda" else _BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class LossChunk:
-    """Number of tokens per chunk of a head's loss, given by num_bytes of logits in the format of the sum."""
+    """Size of the chunks in which a head computes its loss.
+
+    num_bytes: bytes of logits per chunk, in the accumulation dtype.
+    """
 
     num_bytes: int = _LOSS_CHUNK
 
     @classmethod
     def of_device(cls, device_bytes: int = 0) -> LossChunk:
-        """Choose by the memory of a GPU in bytes; 0 for a CPU, whose caches should hold the logits.
+        """Return the chunk size for a GPU with this much memory, or for a CPU (0), whose caches should hold the logits.
 
-        A GPU needs large products, because each chunk reads and writes the gradient of the weight. The result is a
-        power of two, so that sizes reported by vendors and drivers give the same result.
+        A GPU needs large matmuls, because each chunk reads and writes the gradient of the weight. The result is a power
+        of two, so that sizes reported by vendors and drivers give the same result.
         """
         if not device_bytes:
             return cls(_LOSS_CHUNK)
@@ -59,9 +64,9 @@ class LossChunk:
         """Return the number of tokens per chunk, for as few equal chunks as possible. The last one may be smaller.
 
         Args:
-            tokens: tokens of one microbatch on a rank. Arrays give an array.
+            tokens: tokens of one microbatch on a rank; arrays are accepted and give an array.
             vocab: vocabulary entries on a rank.
-            sum_bytes: bytes of one logit in the format of the sum.
+            sum_bytes: bytes of one logit in the accumulation dtype.
         """
         most = self.num_bytes // (vocab * sum_bytes)
         most = most + (most < 1)
@@ -74,7 +79,7 @@ class LossChunk:
 
 
 def batch_unit(data_ranks: int, num_microbatches: int) -> int:
-    """Return the number of samples of which a global batch is a multiple: one for each microbatch of each rank."""
+    """Return the number of samples that must divide a global batch: one for each microbatch of each rank."""
     return data_ranks * num_microbatches
 
 
@@ -86,29 +91,29 @@ def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches:
     """Return the number of samples in one microbatch of one rank, rounded down.
 
     Args:
-        global_batch: samples of a step.
+        global_batch: samples of an optimizer step.
         data_ranks, num_microbatches: ranks with different samples, and microbatches per rank; arrays give an array.
     """
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
 
 def even_passes(global_batch: int, data_ranks: int) -> list[int]:
-    """List the numbers of microbatches that divide the samples of each rank evenly; may be empty."""
+    """Return the numbers of microbatches that divide the samples of each rank evenly; may be empty."""
     return [] if global_batch % data_ranks else common_divisors(global_batch // data_ranks)
 
 
 def share_out(count: int, num_parts: int) -> list[range]:
-    """Divide 0 to count - 1 into ranges in order. The first ones may be longer by one. Ranges may be empty."""
+    """Divide 0 ... count - 1 into consecutive ranges. The first ranges may be longer by one. Ranges may be empty."""
     size, rest = divmod(count, num_parts)
     starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[range]:
-    """Return the samples of each microbatch of a rank, by their numbers in the global batch.
+    """Return the samples of each microbatch of a rank, as indices in the global batch.
 
-    The batch is distributed as the first microbatch of every rank, then the second of every rank, and so on. So ranks
-    differ by at most one sample, as do microbatches. The last ones may be empty.
+    The batch is distributed in order: the first microbatch of every rank, then the second of every rank, and so on. So
+    ranks differ by at most one sample, as do microbatches. The last ones may be empty.
     """
     return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
 
@@ -116,13 +121,13 @@ def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int
 def divide_layers(
     costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage that minimizes the cost of the most expensive stage; at least one each.
+    """Return the number of layers per stage (at least one) that minimizes the cost of the most expensive stage.
 
     Among equally good divisions, later stages get more layers, because they hold fewer activations.
 
     Args:
         costs: cost of each layer, in any unit.
-        num_stages: number of stages of the full model.
+        num_stages: number of stages of the full pipeline.
         before: additional cost of the first stage (the embedding).
         after: additional cost of the last stage (norm, head, loss).
 
@@ -139,7 +144,7 @@ def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: fl
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")
     sums = [0.0, *accumulate(costs)]
-    # least[n]: the smallest cost of the most expensive stage when the first n layers are in the stages so far.
+    # least[n]: the smallest possible cost of the most expensive stage when the stages so far hold the first n layers.
     least = [0.0] + [float("inf")] * num_layers
     cuts: list[list[int]] = []
     for stage in range(num_stages):
@@ -148,7 +153,7 @@ def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: fl
         for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
             for start in range(stage, end):
                 if least[start] >= following[end]:
-                    break  # the cost does not decrease with more layers before
+                    break  # more layers in earlier stages never lower the cost
                 cost = max(least[start], sums[end] - sums[start] + extra)
                 if cost < following[end] * (1 - 1e-12):
                     following[end], cut[end] = cost, start
@@ -165,7 +170,7 @@ def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: fl
 def _evened(
     counts: tuple[int, ...], costs: Sequence[float], limit: float, before: float, after: float
 ) -> tuple[int, ...]:
-    """Move layers to a lighter neighbor while that evens both stages, without exceeding the limit."""
+    """Move layers to a cheaper neighboring stage while that balances the two, without exceeding the limit."""
     ends = list(accumulate(counts))
     stages = len(counts)
 
@@ -194,14 +199,14 @@ def _evened(
 def divide_by_rank(
     num_layers: int, stages: Sequence[Sequence[int]], *, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """Divide equal layers among stages to minimize the load of the busiest rank, if ranks hold several stages.
+    """Divide identical layers among stages to minimize the load of the busiest rank, if ranks hold several stages.
 
     The bound on the load is found by bisection, and ranks are filled up to it (the classic linear partition). Stages
     are counted from the embedding. Every stage holds at least one layer if there are enough.
 
     Args:
         num_layers: number of layers of the full model.
-        stages: stages of each rank.
+        stages: indices of the stages of each rank.
         first: additional load of the first stage, in units of a layer's time.
         last: additional load of the last stage, in units of a layer's time.
     """
@@ -213,7 +218,7 @@ def divide_by_rank(
     most = _layers_by_rank(num_layers, [len(own) for own in stages], extra)
     found = [0] * num_stages
     for rank, own in enumerate(stages):
-        # Stages next to embedding and head are relieved first.
+        # Stages next to the embedding and the head give up layers first.
         order = sorted(own, key=lambda stage: (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0))
         for index in range(most[rank]):
             found[order[index % len(order)]] += 1
@@ -221,7 +226,7 @@ def divide_by_rank(
 
 
 def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[float]) -> list[int]:
-    """Return the layers of each rank that minimize the longest rank."""
+    """Return the number of layers per rank that minimizes the time of the slowest rank."""
 
     def room(bound: float) -> list[int]:
         return [max(count, math.floor(bound - more + 1e-9)) for count, more in zip(num_stages, extra, strict=True)]
@@ -232,7 +237,7 @@ def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[
         low, high = (low, middle) if sum(room(middle)) >= num_layers else (middle, high)
     found = room(high)
     surplus = sum(found) - num_layers
-    while surplus > 0:  # take from the longest, and the last of equal ones: late ranks hold the fewest activations
+    while surplus > 0:  # late ranks hold the fewest activations, so the last of equals gives
         able = [rank for rank, count in enumerate(found) if count > num_stages[rank]]
         if not able:
             break
@@ -242,22 +247,22 @@ def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[
     return found
 
 
-# Context parallelism as arithmetic: the mode for a shape, and the chunks of a sequence on a rank.
+# Context parallelism as arithmetic: the mode for a shape, and the chunks of a sequence on each rank.
 
 #: Values in a plan; "auto" selects one of the others by the shape.
 CP_MODES = ("auto", "gather", "ring", "ulysses")
-#: The modes, first the one that a search never omits.
+#: The modes that a search tries. The first is never omitted.
 CP_WAYS = ("ring", "gather", "ulysses")
-#: From this many tokens on a rank the attention of one step outlasts the message around the ring (at 8 query heads
-#: for each key-value head and 2,500 FLOP for each byte of the link), and gathered keys of all ranks grow large.
+#: From this many tokens per rank, the attention of one ring step takes longer than its message (at 8 query heads per
+#: key-value head and a link with 1 byte per 2,500 FLOP), and the gathered keys of all ranks become large.
 RING_TOKENS = 4096
 
 
 def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> bool:
     """Return True if the heads of one tensor-parallel rank can be divided over cp ranks.
 
-    The number of query heads must be divisible. Key-value heads are divided, or each is repeated on several ranks if
-    there are fewer heads than ranks.
+    The number of query heads must be divisible. Key-value heads are divided too, or repeated on several ranks if there
+    are fewer heads than ranks.
 
     Args:
         cp, tp: ranks that share a sequence, and those that share the heads.
@@ -271,9 +276,9 @@ def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_le
     """Return the context-parallel mode of a plan. "auto" selects a mode by the shape.
 
     "auto" selects Ulysses if it sends no more than the others: each rank sends its queries, keys, values and outputs
-    once, while gather and ring receive every other rank's keys and values. Otherwise it selects the ring from
-    RING_TOKENS tokens on a rank, and gather, which has fewer calls, below that. Only Ulysses supports sequences that
-    are no multiple of 2 * cp.
+    once, while gather and ring receive every other rank's keys and values. Otherwise it selects ring for at least
+    RING_TOKENS tokens per rank, and gather, which has fewer calls, below that. Only Ulysses supports sequence lengths
+    that are not a multiple of 2 * cp.
 
     Args:
         mode: the plan's `cp_mode`.
@@ -299,23 +304,23 @@ def num_chunks(mode: str, cp: int) -> int:
 
 
 def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
-    """Return the numbers of the chunks that a rank of cp holds, in order of the sequence.
+    """Return the indices of the chunks that a rank of cp holds, in sequence order.
 
     Args:
         mode: "gather", "ring" or "ulysses".
-        cp, rank: ranks that share a sequence, and this rank on the axis cp.
+        cp, rank: size of the cp axis, and this rank's index on it.
     """
     return (rank,) if mode == "ulysses" else (rank, 2 * cp - 1 - rank)
 
 
 def sent_bytes(mode: str, *, cp: int, tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int,
                sum_itemsize: int, backward: bool) -> int:  # fmt: skip
-    """Return the bytes that the ledger counts for one layer's attention on one rank, in forward or in backward.
+    """Return the bytes that one layer's attention communicates on one rank, in forward or backward.
 
     tokens: tokens of one rank, batch * sequence / cp. sum_itemsize: bytes per value of summed key and value gradients.
-    The ledger counts the larger side of each collective: an all_gather's result, a reduce_scatter's input.
-    Forward: ring sends (cp - 1) messages of keys and values, gather all ranks' keys and values, and ulysses queries,
-    keys, values and outputs. Backward: the same again, plus the gradients of keys and values (ring, gather).
+    The larger side of each collective is counted: an all_gather's output, a reduce_scatter's input. Forward: ring sends
+    (cp - 1) messages of keys and values, gather all ranks' keys and values, and ulysses queries, keys, values and
+    outputs. Backward: the same again, plus the gradients of keys and values (ring, gather).
     """
     kv = 2 * tokens * num_kv_heads * head_dim
     if mode == "ulysses":

@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple
 from weft.config.plan import SCHEDULES, Plan
 from weft.errors import PlanError, Problem
 
-#: F forward, B gradient of the input, W gradient of the weights, BW both gradients in one go.
+#: F: forward. B: gradient of the input. W: gradient of the weights. BW: both gradients in one backward.
 Kind = Literal["F", "B", "W", "BW"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
 
 
 class Action(NamedTuple):
-    """One pass of one microbatch through one stage. Stages are counted from the embedding, over all ranks."""
+    """Forward or backward of one microbatch on one stage. Stages are counted from the embedding, over all ranks."""
 
     kind: Kind
     stage: int
@@ -27,7 +27,7 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward on two stages of one rank: the communication of one hides behind the other."""
+    """A forward and a backward on two stages of one rank: one's communication overlaps with the other's compute."""
 
     forward: Action
     backward: Action
@@ -47,7 +47,7 @@ def parts(step: Step) -> tuple[Action, ...]:
 class Writer:
     """Appends actions to one rank's list. The n-th forward (or backward) of a stage is for microbatch n.
 
-    num_microbatches: actions of microbatches from here on are counted but not appended.
+    num_microbatches: actions of microbatches from this index on are counted but not appended.
     """
 
     def __init__(self, num_microbatches: int):
@@ -62,26 +62,26 @@ class Writer:
         return self._forwards.get(stage, 0)
 
     def forward(self, stage: int) -> None:
-        """Append F of the stage's next microbatch."""
+        """Append the forward (F) of the stage's next microbatch."""
         self._append(self._next_forward(stage))
 
     def backward(self, stage: int) -> None:
-        """Append BW of the stage's next microbatch."""
+        """Append the full backward (BW) of the stage's next microbatch."""
         self._append(self._next_backward(stage, whole=True))
 
     def input_gradient(self, stage: int) -> None:
-        """Append B of the stage's next microbatch, and delay its W."""
+        """Append the input gradient (B) of the stage's next microbatch, and delay its weight gradient (W)."""
         action = self._next_backward(stage, whole=False)
         self._append(action)
         self._held.append(Action("W", stage, action.microbatch))
 
     def pair(self, forward_stage: int, backward_stage: int) -> None:
-        """Append F on one stage in parallel with BW on the other."""
+        """Append a forward on one stage in parallel with a backward on the other."""
         forward = self._next_forward(forward_stage)
         self.steps.append(Pair(forward, self._next_backward(backward_stage, whole=True)))
 
     def weight_gradient(self, stage: int | None = None) -> None:
-        """Append the oldest delayed W (of this stage), if any."""
+        """Append the oldest delayed weight gradient (of `stage`, if given), if there is one."""
         for action in self._held:
             if stage is None or action.stage == stage:
                 self._held.remove(action)
@@ -89,7 +89,7 @@ class Writer:
                 return
 
     def weight_gradients(self, stage: int | None = None, *, but: int = 0) -> None:
-        """Append every delayed W (of this stage), except the last `but`."""
+        """Append every delayed weight gradient (of `stage`, if given) except the last `but`."""
         held = sum(stage is None or action.stage == stage for action in self._held)
         for _ in range(held - but):
             self.weight_gradient(stage)
@@ -115,7 +115,8 @@ class Writer:
 def _looped(p: int, m: int, v: int, r: int, *, warmup: int, held: int | None = None) -> list[Step]:
     """Return the steps of rank r of p, with m microbatches and v stages on each rank.
 
-    warmup: forwards before the first backward. held: number of delayed weight gradients, or None for full backwards.
+    warmup: forwards before the first backward. held: maximum number of delayed weight gradients, or None for full
+    backwards.
     """
     forwards = [chunk * p + r for chunk in _chunks(p, m, v)]
     backwards = [(v - 1 - chunk) * p + r for chunk in _chunks(p, m, v)]
@@ -136,7 +137,7 @@ def _looped(p: int, m: int, v: int, r: int, *, warmup: int, held: int | None = N
 
 
 def _chunks(p: int, m: int, v: int) -> list[int]:
-    """Return a rank's chunks in the order of its forwards: p microbatches through each chunk, then the next p."""
+    """Return the chunk of each of a rank's forwards in order: p microbatches through each chunk, then the next p."""
     if v == 1:
         return [0] * m
     return [chunk for _ in range(m // p) for chunk in range(v) for _ in range(p)]
@@ -146,9 +147,9 @@ def _chunks(p: int, m: int, v: int) -> list[int]:
 
 
 def zb_v(p: int, m: int, v: int, r: int) -> list[Step]:
-    """ZB-V (Qi et al. 2023, arXiv 2401.10241, section 6). In flight: p on each rank.
+    """Return the steps of ZB-V (Qi et al. 2023, arXiv 2401.10241, section 6). In flight: p microbatches on each rank.
 
-    The pattern needs 2p - 1 microbatches. With fewer, the steps of the missing ones are left out.
+    The pattern needs 2p - 1 microbatches. With fewer, the steps of the missing ones are omitted.
     """
     down, up = r, 2 * p - 1 - r
     total = max(m, 2 * p - 1)
@@ -167,7 +168,7 @@ def zb_v(p: int, m: int, v: int, r: int) -> list[Step]:
         _split_backward(writer, down)
         writer.forward(up)
         _split_backward(writer, up)
-    # The rest of the backwards is a chain over the ranks: weight gradients wait until the chain has passed.
+    # The remaining backwards form a chain over the ranks: weight gradients wait until the chain has passed.
     for _ in range(r):
         writer.input_gradient(down)
         writer.input_gradient(up)
@@ -185,9 +186,9 @@ def _split_backward(writer: Writer, stage: int) -> None:
 
 
 def dualpipe_v(p: int, m: int, v: int, r: int) -> list[Step]:
-    """DualPipeV: overlaps forwards of one stage with backwards of the other; m is at least 2p. In flight: p + 1/2.
+    """Return the steps of DualPipeV: forwards of one stage overlap with backwards of the other; m is at least 2p.
 
-    Source: DualPipe (DeepSeek-AI 2024, arXiv 2412.19437), folded in half.
+    In flight: p + 1/2 microbatches. Source: DualPipe (DeepSeek-AI 2024, arXiv 2412.19437), folded in half.
     """
     down, up = r, 2 * p - 1 - r
     writer = Writer(m)
@@ -201,7 +202,7 @@ def dualpipe_v(p: int, m: int, v: int, r: int) -> list[Step]:
         writer.forward(up)
     for index in range(m - 2 * p + r + 1):
         if index == 0 and r == p - 1:
-            # As a pair, the two would begin later than the first of them can.
+            # As a pair, both would start later than this forward alone can.
             writer.forward(down)
             writer.backward(up)
         else:
@@ -210,7 +211,8 @@ def dualpipe_v(p: int, m: int, v: int, r: int) -> list[Step]:
     for _ in range(p - r - 1):
         writer.backward(up)
         writer.pair(up, down)
-    # The last backwards: full ones first; from the middle on, weight gradients are delayed to fill the end.
+    # The last backwards: full ones first. From the middle on, weight gradients are delayed to fill idle time at the
+    # end.
     for index in range(2 * (r + 1)):
         stage = (up, down)[index % 2]
         (writer.backward if index <= r else writer.input_gradient)(stage)
@@ -221,7 +223,7 @@ def dualpipe_v(p: int, m: int, v: int, r: int) -> list[Step]:
     return writer.steps
 
 
-# The order of a pipeline: a list of actions in one optimizer step for each rank of `pp`.
+# The order of a pipeline: one list of actions per rank of `pp`, for one optimizer step.
 
 Generator = Callable[[int, int, int, int], list[Step]]
 
@@ -231,31 +233,33 @@ class Form:
     """Requirements of a schedule: its generator, stages per rank, and supported numbers of microbatches."""
 
     generator: Generator
-    #: Stages go down the ranks and up again; otherwise around.
+    #: True if stages are placed down the ranks and back up (a V); False if they are placed round-robin.
     is_v: bool = False
-    #: One stage on each rank, two, or (None) any number from two.
+    #: Required stages per rank: 1, 2, or None for any number from 2.
     virtual_stages: int | None = 1
-    #: Microbatches come in groups of the number of ranks.
+    #: True if the number of microbatches must be a multiple of the number of ranks.
     in_groups: bool = False
     #: Minimum number of microbatches per rank.
     least_per_rank: int = 0
 
 
 FORMS: dict[str, Form] = {
-    # All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965). In flight: m.
+    # All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965). Microbatches in flight: m.
     "gpipe": Form(lambda p, m, v, r: _looped(p, m, 1, r, warmup=m)),
-    # Each backward as early as possible (Narayanan et al. 2019, arXiv 1806.03377). In flight: min(m, p - r).
+    # Each backward as early as possible (Narayanan et al. 2019, arXiv 1806.03377). Microbatches in flight: min(m, p -
+    # r).
     "1f1b": Form(lambda p, m, v, r: _looped(p, m, 1, r, warmup=p - r - 1)),
-    # 1F1B with several stages on each rank (Narayanan et al. 2021, arXiv 2104.04473); m is a multiple of p.
-    # In flight, of v chunks to a microbatch: 2(p - r - 1) + (v - 1)p + 1.
+    # 1F1B with several stages on each rank (Narayanan et al. 2021, arXiv 2104.04473); m is a multiple of p. In flight,
+    # in chunks (1/v of a microbatch): 2(p - r - 1) + (v - 1)p + 1.
     "interleaved": Form(
         lambda p, m, v, r: _looped(p, m, v, r, warmup=2 * (p - r - 1) + (v - 1) * p),
         virtual_stages=None,
         in_groups=True,
     ),
-    # 1F1B in which a rank delays r weight gradients (ZB-H1, Qi et al. 2023, arXiv 2401.10241). In flight: p.
+    # 1F1B in which a rank delays r weight gradients (ZB-H1, Qi et al. 2023, arXiv 2401.10241). Microbatches in flight:
+    # p.
     "zb_h1": Form(lambda p, m, v, r: _looped(p, m, 1, r, warmup=p - r - 1, held=r)),
-    # ZB-H1 with several stages on each rank; m is a multiple of p. In flight: p.
+    # ZB-H1 with several stages on each rank; m is a multiple of p. Microbatches in flight: p.
     "zb_interleaved": Form(
         lambda p, m, v, r: _looped(p, m, v, r, warmup=(v - 1) * p + p - r - 1, held=r),
         virtual_stages=None,
@@ -269,7 +273,7 @@ assert tuple(FORMS) == SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The lists of all ranks. Stages are counted from the embedding: num_ranks * virtual_stages of them."""
+    """The steps of all ranks. Stages are counted from the embedding: num_ranks * virtual_stages stages."""
 
     name: str
     num_ranks: int
@@ -279,7 +283,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
+        """Number of stages over all ranks."""
         return self.num_ranks * self.virtual_stages
 
     def owner(self, stage: int) -> int:
@@ -291,9 +295,9 @@ class Schedule:
         return stages_of(self.name, self.num_ranks, self.virtual_stages, rank)
 
     def in_flight(self, rank: int) -> int:
-        """Return the maximum number of forwards whose activations the rank holds, counted in stages of one microbatch.
+        """Return the maximum number of forwards whose activations the rank holds together, per stage and microbatch.
 
-        Divide it by `virtual_stages` for microbatches. Activations are freed by W, or by the full backward.
+        Divide it by `virtual_stages` for a number of microbatches. Activations are freed by W, or by the full backward.
         """
         held = most = 0
         for step in self.ranks[rank]:
@@ -326,11 +330,11 @@ def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tupl
 
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """Return the lists of all ranks under the schedule `name`, one of SCHEDULES.
+    """Return the steps of all ranks under the schedule `name`.
 
     Args:
         name: one of SCHEDULES.
-        num_ranks, num_microbatches, virtual_stages: size of the axis pp, microbatches and stages per rank.
+        num_ranks, num_microbatches, virtual_stages: size of the axis pp, number of microbatches, and stages per rank.
 
     Raises:
         PlanError: if the schedule does not support these numbers.
@@ -352,7 +356,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int) -> list[Problem]:
-    """Return why a schedule is impossible, in terms of the plan, or an empty list."""
+    """Return the reasons why a schedule does not support these numbers, in terms of the plan; may be empty."""
     form, found = FORMS[name], list[Problem]()
     legal = form.virtual_stages
     if virtual_stages != legal if legal is not None else virtual_stages < 2:
@@ -371,7 +375,7 @@ def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_
     return found
 
 
-# Inputs that an action needs from others, and its outputs.
+# The actions whose outputs an action needs, and its own outputs.
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
@@ -385,19 +389,19 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def makes(action: Action) -> tuple[Action, ...]:
-    """Return the actions whose outputs this action provides. BW provides those of B and W."""
+    """Return the actions (F and B) whose outputs this action computes: itself, or B and W for BW."""
     if action.kind != "BW":
         return (action,)
     return action._replace(kind="B"), action._replace(kind="W")
 
 
-# Transfers: a rank's list with its sends and receives.
+# Transfers: the steps of a rank with its sends and receives.
 
 
 class Transfer(NamedTuple):
-    """One end of a transfer. peer: the other rank (on the axis pp).
+    """A send or receive of one microbatch. peer: the other rank (on the axis pp).
 
-    content: "activation", the input of `stage`, or "gradient", of the output of `stage`; of one microbatch.
+    content: "activation" for the input of `stage`, or "gradient" for the gradient of its output.
     """
 
     way: Literal["send", "receive"]
@@ -411,23 +415,24 @@ class Transfer(NamedTuple):
         return f"{arrow}{'x' if self.content == 'activation' else 'g'}{self.stage}.{self.microbatch}@{self.peer}"
 
 
-#: A rank's list with its transfers; of a pair, the forward and then the backward.
+#: A rank's actions and transfers in order. A pair is listed as its forward and then its backward.
 Program = list[Action | Transfer]
 
 
 def with_transfers(schedule: Schedule) -> list[Program]:
-    """Return the ranks' lists with transfers: each action after its receives and before its sends.
+    """Return the ranks' steps with transfers: each action after its receives and before its sends.
 
-    A receive is inserted among the receiver's steps at the time of the send, if all steps take one unit of time.
+    A receive is inserted at the position in the receiver's list at which the send happens, if all steps take equally
+    long.
 
     Raises:
-        ValueError: if the lists wait for each other in a circle.
+        ValueError: if the ranks wait for each other in a cycle.
     """
     programs: list[Program] = [[] for _ in schedule.ranks]
     place, done = [0] * schedule.num_ranks, set[Action]()
     remaining = sum(map(len, schedule.ranks))
     while remaining:
-        # All ranks that can take one step, and then send their outputs.
+        # All ranks that can take one step. They send their outputs after it.
         ready = [
             (rank, steps[place[rank]])
             for rank, steps in enumerate(schedule.ranks)
@@ -441,7 +446,7 @@ def with_transfers(schedule: Schedule) -> list[Program]:
             raise ValueError(f"schedule {schedule.name}: deadlock, its ranks wait for each other at {waiting}")
         for rank, _ in ready:
             place[rank] += 1
-        # A pair's forward is sent before its backward begins.
+        # The output of a pair's forward is sent before its backward starts.
         for half in range(2):
             acting = [(rank, parts(step)[half]) for rank, step in ready if half < len(parts(step))]
             for rank, action in acting:
@@ -456,11 +461,11 @@ def with_transfers(schedule: Schedule) -> list[Program]:
 def receiving_early(program: Program) -> Program:
     """Move each receive before the action that runs during its transfer.
 
-    The message has then arrived when that action ends. Use it only if transfers delay neither computations nor other
-    messages of another content, sender or receiver: two ranks may each post a receive before they send.
+    The message has then arrived when that action ends. Use it only if transfers delay neither computations nor messages
+    of another content, sender or receiver, since two ranks may both post a receive before they send.
     """
     found: Program = []
-    place = 0  # position for the next receives: before the last action
+    place = 0  # position of the next receives: before the last action
     for step in program:
         if isinstance(step, Transfer) and step.way == "receive":
             found.insert(place, step)
@@ -473,7 +478,7 @@ def receiving_early(program: Program) -> Program:
 
 
 def flows(schedule: Schedule, rank: int) -> list[tuple[str, int, int]]:
-    """List the transfers of this rank in a step as (content, sender, receiver), each once."""
+    """Return the kinds of transfers of this rank in a step, each once, as (content, sender, receiver)."""
     found: dict[tuple[str, int, int], None] = {}
     for stage in range(1, schedule.num_stages):
         above, below = schedule.owner(stage - 1), schedule.owner(stage)
@@ -482,15 +487,15 @@ def flows(schedule: Schedule, rank: int) -> list[tuple[str, int, int]]:
     return list(found)
 
 
-#: Names a message: content, stage and microbatch of its transfer.
+#: Identifies a message by the content, stage and microbatch of its transfer.
 Key = tuple[str, int, int]
 
 
 def arrived_by(programs: list[Program], rank: int) -> dict[Key, list[Key]]:
-    """Return, for each message that this rank receives, the sent messages that have certainly arrived by then.
+    """Return, for each message that this rank receives, the messages it sent that must have arrived by then.
 
-    This rank can free those. A message from another rank implies that all inputs of that rank's earlier actions have
-    arrived there.
+    This rank can free their buffers. A message from another rank implies that the inputs of that rank's earlier actions
+    have arrived there.
     """
     sent = {(step.peer, *step[1:4]) for step in programs[rank] if isinstance(step, Transfer) and step.way == "send"}
     found: dict[Key, list[Key]] = {}
@@ -508,7 +513,7 @@ def arrived_by(programs: list[Program], rank: int) -> dict[Key, list[Key]]:
 
 
 def _send(schedule: Schedule, programs: list[Program], rank: int, action: Action) -> None:
-    """Add the transfer of the output of `action` to both ranks' lists, if another rank needs it."""
+    """Add the transfer of the output of `action` to the lists of both ranks, if another rank needs it."""
     kind, stage, microbatch = action
     if kind == "W" or (kind == "F" and stage == schedule.num_stages - 1) or (kind != "F" and stage == 0):
         return

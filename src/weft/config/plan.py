@@ -1,7 +1,7 @@
-"""The Plan: how one model is distributed over the ranks. A frozen value without torch; everything else derives from it.
+"""The Plan: how one model is distributed over the ranks. An immutable dataclass without torch.
 
-Text form: fields that differ from their defaults, in the order of the fields, such as "dp_shard=4 tp=2 zero=3".
-`Plan.parse(plan.format()) == plan` for every plan. The rules of combinations are in `plan_rules.py`.
+Text form: the fields that differ from their defaults, in field order, such as "dp_shard=4 tp=2 zero=3".
+`Plan.parse(plan.format()) == plan` for every plan. `plan_rules.py` has the rules for combinations.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from weft.config.plan_values import described, descriptions, share_of
 from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, sync_of
 from weft.errors import PlanError, Problem
 
-#: Mesh axes, outermost first by default. `ep` is a second view over dp_shard x cp x tp: no factor of the world size.
+#: Mesh axes, outermost first by default. `ep` is not a separate axis: it reuses the ranks of dp_shard x cp x tp.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-#: Precisions that the planner estimates. Codes are indices in this tuple, so append new ones. The runtime has no fp4.
+#: Precisions that the planner can estimate. Codes are indices, so append new ones. The runtime has no fp4.
 PLANNED_PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp4", "tf32")
 PRECISIONS = tuple(name for name in PLANNED_PRECISIONS if name != "fp4")
 #: Wire formats of gradients, including those registered later; "fp32" is the format of the master weights.
 REDUCES = WIRES
 RECOMPUTES = ("none", "full", "attention", "selective")
 OFFLOADS = ("optimizer", "params", "activations")
-#: When zero=3 lets gathered parameters go: from the least memory to the least communication.
+#: When zero=3 frees gathered parameters: from the least memory to the least communication.
 RESHARDS = ("after_forward", "after_backward", "after_step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model is distributed: one field per choice, described at its declaration.
+    """How a model is distributed, with one field per choice.
 
-    `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
+    `PLAN_FIELDS` has the descriptions of the fields by name. docs/reference/settings.md is generated from them.
 
     Raises:
-        PlanError: at construction, with every invalid field.
+        PlanError: at construction; the message names every invalid field.
     """
 
-    # One field after another, in the order in which they are printed.
+    # The fields in the order in which they are printed.
     # fmt: off
     pp: int = described(
         kinds.Integer(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
@@ -131,7 +131,7 @@ class Plan:
     )
     split: tuple[int, ...] = described(kinds.Counts(), (),
         "Number of the model's blocks in each stage, in order (`3+4+4+3`); by default stages of equal work.",
-        needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
+        needs=("pp",), tried=((),), asks="value",  # uneven splits depend on the model: tests/parity/test_pipeline.py
     )
     accumulation: int = described(
         kinds.PassCount(), 1, "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
@@ -178,7 +178,7 @@ class Plan:
         "sends it in bytes. diloco:50/4: in four fragments, each sent while the next step computes. It is another "
         "algorithm; `auto` never chooses it.",
         needs=("dp_replicate",), tried=("step",),
-        divides_work=False,  # it trains otherwise: tests/parity/test_sync.py
+        divides_work=False,  # it changes training: tests/parity/test_sync.py
     )
     recompute: str = described(
         kinds.PolicyOrBudget(RECOMPUTES), "none",
@@ -197,12 +197,12 @@ class Plan:
     )
     compile: bool = described(
         kinds.Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
-        tried=(False,),  # few plans compile deep models: tests/parity/test_compile.py
+        tried=(False,),  # compiling deep models is slow, so few plans do: tests/parity/test_compile.py
     )
     graphs: bool = described(
         kinds.Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so "
         "small that the host takes longer to launch kernels than the GPU to run them.", divides_work=False,
-        tried=(False,),  # it needs a GPU, or a recorder: tests/parity/test_graphs.py
+        tried=(False,),  # needs a GPU, or a recorder: tests/parity/test_graphs.py
     )
     # fmt: on
 
@@ -221,17 +221,17 @@ class Plan:
 
     @property
     def microbatches_per_step(self) -> int:
-        """Forward passes per optimizer step on one data-parallel rank."""
+        """Number of microbatches per optimizer step on one data-parallel rank."""
         return self.microbatches if self.pp > 1 else self.accumulation
 
     @property
     def second_shards(self) -> int:
-        """Number of neighboring ranks of dp_shard on which zero=3 keeps secondary shards for backward; 0: none."""
+        """Number of adjacent ranks of dp_shard that share secondary shards for backward (zero=3); 0: none."""
         return int(self.reshard.partition(":")[2] or 0)
 
     @property
     def sync_method(self) -> str:
-        """Synchronization of replicas: "step", "average" or "diloco"."""
+        """When replicas synchronize: "step" (gradients in every step), "average" or "diloco"."""
         return sync_of(self.sync)[0]
 
     @property
@@ -241,21 +241,21 @@ class Plan:
 
     @property
     def sync_fragments(self) -> int:
-        """Number of fragments that are synchronized one after another during steps.
+        """Number of fragments of the parameters that are synchronized one after another during steps.
 
-        0: all together, while no rank computes.
+        0: all parameters are synchronized together, while no rank computes.
         """
         return sync_of(self.sync)[2]
 
     @property
     def recompute_policy(self) -> str:
-        """One of RECOMPUTES, or "budget"."""
+        """The recompute policy, one of RECOMPUTES, or "budget"."""
         name = self.recompute.partition(":")[0]
         return name if name in RECOMPUTES else "budget"
 
     @property
     def recompute_blocks(self) -> int:
-        """Number of a rank's blocks, from the first, that have the policy; 0: all."""
+        """Number of each rank's first blocks that use the policy; 0: all blocks."""
         return int(self.recompute.partition(":")[2] or 0)
 
     def offload_share(self, name: str) -> float:
@@ -275,18 +275,18 @@ class Plan:
         """Return a new plan with some fields changed.
 
         Raises:
-            PlanError: for a name that is no field, and a value that its field does not accept.
+            PlanError: for an unknown field, or a value that its field does not accept.
         """
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
-        found = Plan.of_normal(_all_values(self))  # what stays was checked before
+        found = Plan.of_normal(_all_values(self))  # the other values were checked before
         _fill(found, changes)
         return found
 
     @classmethod
     def of_normal(cls, values: Iterable[object]) -> Plan:
-        """Return the plan of values that are in their normal form already, in the order of the fields."""
+        """Return the plan with the given values, one per field in order, which are already in normal form."""
         found = object.__new__(cls)
         for name, value in zip(PLAN_FIELDS, values, strict=True):
             object.__setattr__(found, name, value)
@@ -294,10 +294,10 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str, world_size: int | None = None) -> Plan:
-        """Read the text form. One mesh axis may be `*`: it takes the ranks that the others leave.
+        """Read the text form. One mesh axis may be `*`: it gets the ranks that the other axes leave.
 
-        If they leave one rank for `dp_shard=*`, zero becomes 0, so "dp_shard=* zero=3" fits any number of ranks.
-        zero=3 with offload=params stays, since it loads parameters block by block on one rank too.
+        If that is one rank for `dp_shard=*`, zero becomes 0, so "dp_shard=* zero=3" works for any number of ranks.
+        zero=3 with offload=params is kept, since it loads parameters block by block on one rank too.
 
         world_size: number of ranks; required if the text has a `*`.
 
@@ -319,7 +319,7 @@ class Plan:
         if world_size is None:
             rule = "the number of ranks is not known here. Write the number."
             raise PlanError([Problem.of(open_axis, "*", rule)])
-        rest = plan.world_size  # the open axis counts as 1 in it
+        rest = plan.world_size  # the open axis has size 1 in the plan
         if world_size < 1 or world_size % rest:
             rule = f"the other axes need {rest} ranks, and {world_size} is not a multiple of {rest}. Change them, or "
             raise PlanError([Problem.of(open_axis, "*", f"{rule}start a multiple of {rest} ranks.")])
@@ -331,7 +331,9 @@ class Plan:
 
     @classmethod
     def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
-        """Read text or a table while the number of ranks is unknown: the plan with its `*` as 1, and that axis's name.
+        """Read text or a table with an unknown number of ranks.
+
+        Return the plan with 1 for `*`, and the name of that axis.
 
         Raises:
             PlanError: with every mistake found.
@@ -368,11 +370,11 @@ def plan_fields() -> tuple[str, ...]:
 
 
 def _fill(plan: Plan, values: Mapping[str, object]) -> None:
-    """Set fields of a plan to values in their normal form, or raise PlanError with every one that cannot be used."""
+    """Set fields of a plan to values in their normal form. Raise PlanError with every invalid value."""
     problems: list[Problem] = []
     for name, value in values.items():
         try:
-            # Of tuples each time, because (1, 2) and (True, 2) are equal.
+            # Tuples are checked without the cache, because (1, 2) == (True, 2).
             check = _checked_once if isinstance(value, (str, int)) else _checked
             object.__setattr__(plan, name, check(name, value))
         except PlanError as error:
@@ -385,23 +387,23 @@ def _checked(name: str, value: object) -> Any:
     return PLAN_FIELDS[name].kind.check(name, value)
 
 
-_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)  # a search checks the values of thousands
+_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)  # a search checks thousands of values
 
 
-# Plans with undecided fields, for rules.
+# Plans with unassigned fields, for rules.
 
-#: Result of `OpenPlan.decided` for a field that is not decided yet.
+#: Result of `OpenPlan.decided` for a field that is not assigned yet.
 MISSING = object()
 
 
 class Undecided(Exception):
-    """Raised when a rule reads a field that is not decided yet."""
+    """Raised when a rule reads a field that is not assigned yet."""
 
 
 class OpenPlan:
-    """A plan that looks its fields up when they are read, with the properties and methods of Plan.
+    """A plan that looks up its fields on access, with the properties and methods of Plan.
 
-    reads: the decided fields that were read. A field that is not decided raises Undecided.
+    reads: the assigned fields that were read. Reading an unassigned field raises Undecided.
     """
 
     __slots__ = ("reads",)
@@ -427,7 +429,7 @@ class OpenPlan:
 
 
 def auto_fields(text: str) -> dict[str, object]:
-    """Return the fields that an auto plan decides, with their values.
+    """Return the fields that the user fixed in an auto plan ("auto zero=3"), with their values.
 
     Raises:
         PlanError: if they cannot be read.

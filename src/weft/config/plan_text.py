@@ -1,4 +1,4 @@
-"""Reading the text of a plan, and the values that searches and tests try."""
+"""Parsing of a plan's text, and the values of fields that searches and tests try."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weft.errors import PlanError, Problem, did_you_mean
 
 
 def is_auto(text: str) -> bool:
-    """Return True if the planner chooses: "auto", or "auto" and fields that are decided ("auto zero=3")."""
+    """Return True if the planner chooses: "auto", or "auto" followed by fixed fields ("auto zero=3")."""
     return text.split()[:1] == ["auto"]
 
 
 def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
-    """Return the items of a plan's text as a table of unchecked values, and the problems of the items.
+    """Return the items of a plan's text as a table of unchecked values, and the problems found.
 
-    "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Problems: an item without a value, a repeated field, and "auto".
+    "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Problems are items without a value, repeated fields, and "auto".
     """
     table: dict[str, object] = {}
     problems: list[Problem] = []
@@ -43,7 +43,7 @@ def read_values(
 ) -> tuple[dict[str, Any], str | None]:
     """Return the values of a plan's text or table in normal form, and the axis that is `*`, or None.
 
-    Raises PlanError with every mistake found.
+    Raise PlanError with every mistake found.
     """
     table, problems = split_plan(source) if isinstance(source, str) else (source, [])
     problems += unknown_fields(table, known)
@@ -66,7 +66,7 @@ def read_values(
     return values, stars[0] if stars else None
 
 
-#: Names in other tools, and the plan's form.
+#: Names of settings in other tools, and the corresponding plan setting.
 _ELSEWHERE = {
     "dp": " Write dp_shard=N (states are shared out) or dp_replicate=N (copies).",
     "fsdp": " Write dp_shard=N zero=3.",
@@ -78,7 +78,7 @@ _ELSEWHERE = {
 
 
 def unknown_fields(names: Iterable[str], known: Collection[str]) -> list[Problem]:
-    """Return the problems of names that are no field."""
+    """Return one problem for each name that is not a field."""
     every = f" Known: {', '.join(known)}."
     return [
         Problem(name, f"unknown plan field {name!r}.{_ELSEWHERE.get(name) or did_you_mean(name, known) or every}")
@@ -87,19 +87,19 @@ def unknown_fields(names: Iterable[str], known: Collection[str]) -> list[Problem
     ]
 
 
-# Values of fields for searches, refinement and tests.
+# Values of fields that searches, refinement and tests try.
 
-#: Fractions of saved activations and optimizer states between all and nothing: round ones, and fine ones.
+#: Fractions of saved activations and optimizer states that are tried: coarse steps, and fine ones.
 _BUDGETS = ("75%", "50%", "25%")
 _FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 5, -5))
 SHARES = ("optimizer:0.5", "activations:0.5")
 FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
-#: Stages on a rank that interleaved schedules try.
+#: Numbers of stages per rank that are tried for interleaved schedules.
 _DEEP = (2, 3, 4, 5, 6, 8, 10, 12)
 
 
 def schedules(facts: SearchFacts) -> list[tuple[str, int]]:
-    """Return schedules with their virtual stages."""
+    """Return the schedules to try, each with a number of virtual stages."""
     deep = [stages for stages in _DEEP if 2 * stages <= facts.layers]
     straight = [(name, 1) for name in ("gpipe", "1f1b", "zb_h1")]
     v_shaped = [(name, 2) for name in ("zb_v", "dualpipe_v")]
@@ -107,12 +107,12 @@ def schedules(facts: SearchFacts) -> list[tuple[str, int]]:
 
 
 def recomputes(facts: SearchFacts) -> tuple[str, ...]:
-    """Return the policies; with flash attention there are no scores that a separate policy could drop."""
+    """Return the policies to try. Flash attention stores no scores, so that a policy for them is not needed."""
     return ("none", "selective", "full", *(() if facts.flash else ("attention",)))
 
 
 def recomputes_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[str]:
-    """Yield values that recompute some layers: by a budget, and under a pipeline by a number of blocks."""
+    """Yield values that recompute some layers: by a budget, and in a pipeline by a number of blocks."""
     if plan.pp == 1:
         yield from _FINE_BUDGETS if fine else _BUDGETS
         if fine and plan.recompute.endswith("%"):
@@ -128,7 +128,7 @@ def recomputes_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[str]:
 
 
 def orders_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str, ...]]:
-    """Yield other orders of the axes in use: all of up to three, else those with two neighbors swapped."""
+    """Yield other orders of the axes in use: all orders of up to three axes, else those with two neighbors swapped."""
     now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
     if len(now) <= 3:
         yield from itertools.permutations(now)
@@ -138,5 +138,5 @@ def orders_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str
 
 
 def sizes_tried(num_ranks: int, passes: Sequence[int]) -> Sequence[int]:
-    """Return every size of an axis that the ranks allow."""
+    """Return every size of an axis that divides the number of ranks."""
     return common_divisors(num_ranks)

@@ -1,6 +1,6 @@
-"""Kinds of plan values: how each is read, checked, printed, and encoded for the planner.
+"""Kinds of plan values: how each kind is parsed, checked, printed, and encoded for the planner.
 
-A kind is independent of the plan. `plan_field.py` has the other properties of a field; `plan.py` has the fields.
+A kind is independent of the plan. `PlanField` has the other properties of a field; `plan.py` has the fields.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Schema = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class PlanColumn:
-    """One array of the planner, with a number for each plan. dtype: as numpy names it."""
+    """One array of the planner, with one number per plan. dtype: numpy name of its type."""
 
     name: str
     dtype: str
@@ -54,33 +54,33 @@ class PlanColumn:
 class Kind(ABC):
     """Type of a field's values. `check` returns the normal form, which all other methods accept.
 
-    By default the planner has one array of the type `dtype` for a field, and none if it is "".
+    By default the planner has one array of type `dtype` for a field, or none if `dtype` is "".
     """
 
     dtype: str = ""
 
     def read(self, value: object) -> object:
-        """Convert a value of a text or table to the field's type if possible; `check` refuses the rest."""
+        """Convert a value from text or a table to the field's type if possible; `check` rejects other values."""
         return value
 
     @abstractmethod
     def check(self, name: str, value: object) -> Any:
-        """Return the value of the field `name` in its normal form. Raises PlanError."""
+        """Return the value of the field `name` in its normal form. Raise PlanError for an invalid value."""
 
     def write(self, value: Any) -> str:
-        """Return the value as it is typed."""
+        """Return the value as text, in the form in which users type it."""
         return str(value)
 
     @abstractmethod
     def words(self) -> str:
-        """Return the values that may be typed, for the documentation."""
+        """Return a description of the allowed values, for the documentation."""
 
     @abstractmethod
     def schema(self) -> Schema:
         """Return the JSON Schema of the value in a TOML table."""
 
     def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        """Return the planner's arrays for the field `name`; () if its estimates do not depend on the field."""
+        """Return the planner's arrays for the field `name`; () if estimates do not depend on the field."""
         return (PlanColumn(name, self.dtype),) if self.dtype else ()
 
     def encode(self, value: Any) -> tuple[float, ...]:
@@ -88,13 +88,13 @@ class Kind(ABC):
         return (value,) if self.dtype else ()
 
     def decode(self, *numbers: Any) -> Any:
-        """Return the value of these numbers."""
+        """Return the value that `encode` encoded as these numbers."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Integer(Kind):
-    """An integer. rule: text for errors about the limits. star: True if `*` may be used for the remaining ranks."""
+    """An integer. rule: the limits, for error messages. star: True if `*` may be used for the remaining ranks."""
 
     low: int = 1
     high: int = LARGEST
@@ -125,14 +125,14 @@ class Integer(Kind):
 
 @dataclass(frozen=True, slots=True)
 class PassCount(Integer):
-    """Passes of a step. The planner counts them separately, by the same rule for every plan."""
+    """Number of microbatches of a step. The planner computes it separately, by the same rule for every plan."""
 
     dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Switch(Kind):
-    """On or off."""
+    """True or False."""
 
     dtype: str = "bool"
 
@@ -161,8 +161,8 @@ class Switch(Kind):
 class OneOf(Kind):
     """One of several names.
 
-    open: the name that leaves the choice to the machine. codes: the names that the planner encodes, if different; it
-    resolves an open name before it encodes a plan. instead: the name to use for one of `codes` that no plan has.
+    open: the name that leaves the choice to Weft. codes: the names that the planner encodes, if different; an open name
+    is resolved before a plan is encoded. instead: the name to use for a name in `codes` that no plan has.
     """
 
     known: Sequence[str]
@@ -192,7 +192,7 @@ class OneOf(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Compression(OneOf):
-    """A wire that rounds, by name; low rank with its rank, the largest values with their share."""
+    """A lossy wire format, by name; low-rank formats include the rank, and top-k formats the fraction of values."""
 
     def check(self, name: str, value: object) -> str:
         kind = value.partition(":")[0] if isinstance(value, str) else ""
@@ -219,7 +219,7 @@ class Compression(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPolicy(OneOf):
-    """When gathered parameters are freed; the first name may have the number of ranks that share secondary shards."""
+    """When gathered parameters are freed. The first name may have the number of ranks that share secondary shards."""
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
@@ -253,7 +253,7 @@ class ReshardPolicy(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class SyncEvery(Kind):
-    """Synchronization of replicas: "step", or a method with a number of steps ("diloco:50") and of fragments ("/4")."""
+    """When replicas synchronize: "step", or a method with a number of steps ("diloco:50") and of fragments ("/4")."""
 
     def check(self, name: str, value: object) -> str:
         try:
@@ -287,7 +287,7 @@ class SyncEvery(Kind):
 
 @dataclass(frozen=True, slots=True)
 class PolicyOrBudget(Kind):
-    """A policy, one of the first blocks of a rank alone ("full:8"), or a budget of bytes ("12GiB", "50%")."""
+    """A recompute policy, a policy for the first N blocks of each rank ("full:8"), or a budget ("12GiB", "50%")."""
 
     known: tuple[str, ...]
 
@@ -301,7 +301,7 @@ class PolicyOrBudget(Kind):
                 if not value.isdigit() and units.parse_bytes(value) > 0:
                     return "".join(value.split())
             except ValueError:
-                pass  # neither a name nor a size: rejected below with the legal values
+                pass  # neither a name nor a size: rejected below with the list of allowed values
         rule = f"not one of {', '.join(self.known)}, nor a budget. Use one of them, or e.g. {name}=full:8, "
         raise PlanError([Problem.of(name, shown(value), f"{rule}{name}=12GiB or {name}=50%.")])
 
@@ -317,7 +317,7 @@ class PolicyOrBudget(Kind):
         return tuple(PlanColumn(*column) for column in columns)
 
     def encode(self, value: Any) -> tuple[float, ...]:
-        """Return the policy, the number of blocks (0: all), and bytes (inf: no budget; below 1: a fraction)."""
+        """Return (policy, number of blocks or 0 for all, bytes): inf for no budget, below 1 for a fraction."""
         policy, _, blocks = str(value).partition(":")
         if policy in self.known:
             return self.known.index(policy), int(blocks or 0), math.inf
@@ -331,7 +331,7 @@ class PolicyOrBudget(Kind):
 
 
 def _budget(text: str) -> float:
-    """Return the number of a budget: "50%" is 0.5, and "12GiB" its bytes."""
+    """Return the number of a budget: 0.5 for "50%", and the bytes for "12GiB"."""
     if text.endswith("%"):
         return float(text[:-1]) / 100
     return float(text) if text.startswith(("0.", ".")) else float(units.parse_bytes(text))
@@ -347,18 +347,18 @@ def choice(name: str, value: object, known: Sequence[str]) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return the names for the documentation."""
+    """Return the names as text, for the documentation."""
     return ", ".join(f"`{word}`" for word in words)
 
 
-# Kinds of values of which a plan's field holds several, joined by "+": counts, axes, shares.
+# Kinds of values that are lists joined by "+": counts, axes, shares.
 
 _COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
 _SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
 
 
 class _Listed(Kind):
-    """Several values, joined by "+"; "none" for none of them."""
+    """Several values, joined by "+"; "none" if empty."""
 
     def read(self, value: object) -> object:
         if isinstance(value, str):
@@ -375,7 +375,7 @@ class _Listed(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Counts(_Listed):
-    """Whole numbers from 1, one for each stage of a pipeline."""
+    """Positive integers, one for each pipeline stage."""
 
     def read(self, value: object) -> object:
         if isinstance(value, str) and value != "none" and not _COUNTS.fullmatch(value):
@@ -432,7 +432,7 @@ class AxisOrder(_Listed):
 
 @functools.cache
 def orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return every order of the axes, first the usual one."""
+    """Return every order of the axes, the default order first."""
     return tuple(itertools.permutations(axes))
 
 
@@ -461,7 +461,7 @@ class NamedShares(_Listed):
         return tuple(chosen[word] for word in self.known if word in chosen)
 
     def _shared(self, name: str, part: object) -> tuple[str, str]:
-        """Return "optimizer" and "optimizer:0.5": the name, and the name with its fraction."""
+        """Return the name, and the name with its fraction: "optimizer" and "optimizer:0.5"."""
         if not isinstance(part, str):
             return choice(name, part, self.known), ""
         word, colon, share = part.partition(":")
@@ -492,16 +492,16 @@ class NamedShares(_Listed):
 
 
 def share_of(value: Sequence[str], word: str) -> float:
-    """Return the fraction of a name in a value of `NamedShares`: 0.0 to 1.0."""
+    """Return the fraction for a name in a value of `NamedShares`: 0.0 to 1.0."""
     shares = [part.partition(":")[2] or "1" for part in value if part.partition(":")[0] == word]
     return float(shares[0]) if shares else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFacts:
-    """Facts that decide which values are searched.
+    """Context that decides which values are worth searching.
 
-    layers: number of layers. half_formats: which of bf16 and fp16 the device computes in. flash: attention stores no
+    layers: number of layers. half_formats: which of bf16 and fp16 the device supports. flash: attention stores no
     scores.
     """
 
@@ -512,9 +512,9 @@ class SearchFacts:
 
 #: The values that a search tries.
 Searched = Callable[[SearchFacts], Sequence[Any]]
-#: Further values near a plan, in round steps or in fine ones.
+#: Additional values near a plan's value, with coarse or fine steps.
 Nearby = Callable[[Any, SearchFacts, bool], Iterable[Any]]
-#: The values that tests try, of a number of ranks and of numbers of passes.
+#: The values that tests try, from the number of ranks and the numbers of microbatches.
 Tried = Callable[[int, Sequence[int]], Sequence[Any]]
 
 
@@ -522,16 +522,14 @@ Tried = Callable[[int, Sequence[int]], Sequence[Any]]
 class PlanField:
     """One field of the plan.
 
-    kind: reads, checks, prints and encodes its values. default: the value of plans that do not set it.
-    help: its meaning, for the documentation.
-    needs: axes; if none of them is in use the field has its default.
-    searched: the values that the planner enumerates; None: the default, or the user's value. If it decides several
-    fields together it has tuples, and these fields name it in `searched_with`.
-    nearby: additional values for refinement. tried: values that tests try. divides_work: True if it decides how ranks
-    divide the work, and not how one rank does its part.
-    asks: restrictions by the model: "" none, "use" it may reject any value but the default, "value" it may reject
-    single values.
-    probed: True if tests try it alone before they combine it.
+    kind: reads, checks, prints and encodes its values. default: the value of plans that do not set it. help: its
+    meaning, for the documentation. needs: axes; if none of them is in use, the field has its default. searched: the
+    values that the planner enumerates; None: only the default, or the user's value. If several fields are enumerated
+    together, the values are tuples, and the other fields name this one in `searched_with`. nearby: additional values
+    for refinement. tried: values that tests try. divides_work: True if it decides how ranks divide the work, False if
+    it changes how one rank does its part. asks: restrictions by the model: "" none, "use": the model may reject any
+    value but the default, "value": it may reject single values. probed: True if tests try it alone before they combine
+    it with other fields.
     """
 
     name: str
@@ -549,7 +547,7 @@ class PlanField:
 
     @property
     def columns(self) -> tuple[PlanColumn, ...]:
-        """The planner's arrays of the field."""
+        """The planner's arrays for the field."""
         return self.kind.columns(self.name)
 
     @property
@@ -582,7 +580,7 @@ def described(
 
 
 def descriptions(plan: type[Any]) -> Mapping[str, PlanField]:
-    """Return the described fields of a dataclass by name, in their order."""
+    """Return the `PlanField` descriptions of a dataclass by field name, in order."""
     declared = dataclasses.fields(plan)
     return MappingProxyType(
         {each.name: dataclasses.replace(each.metadata["weft"], name=each.name) for each in declared}

@@ -1,7 +1,7 @@
-"""RunConfig: one training run as typed data. Unknown keys are errors. Every field documents its unit and meaning.
+"""RunConfig: typed settings of one training run. Unknown keys are errors. Every field documents its unit and meaning.
 
-The defaults are a complete run: `weft train` with no arguments trains the `tiny` decoder on the sources of
-Python's standard library. `files.py` reads config files and overrides.
+The defaults define a complete run: `weft train` with no arguments trains the `tiny` decoder on the sources of Python's
+standard library. `files.py` reads config files and overrides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weft.config.sections import (
     Width,
 )
 
-#: The source that every machine already has: Python's standard library.
+#: A data source that every machine already has: Python's standard library.
 STDLIB_SOURCE = "builtin:python-stdlib"
 
 
@@ -59,18 +59,18 @@ class TaskSection(Section):
     name: TaskName | None = None
     """masked_lm, classify_text, classify_tokens, seq2seq, embed or transcribe, with the Hugging Face folder of
     model.path; prefer, which learns from preferred answers; distill, which follows a teacher; classify_images and
-    classify_audio, with pictures and recordings; or your own task as package.module:Class, importable from this folder,
+    classify_audio, with images and audio clips; or your own task as package.module:Class, importable from this folder,
     or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
 
 class ModelSection(Section):
-    """A named size, of which single fields may be changed."""
+    """A named size, with some fields changed."""
 
     path: str = ""
     """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config sets the
-    shape, so leave out the other settings of [model] and [tokenizer]."""
+    shape, so omit the other settings of [model] and [tokenizer]."""
     name: str = "tiny"
     """A built-in size, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
@@ -184,78 +184,80 @@ class DataSection(Section):
     max_bad_fraction: Fraction = 0.01
     """Maximum share of invalid records; a larger share stops the run."""
     check: Literal["refuse", "warn", "off"] = "refuse"
-    """Action before the first step if answers could not be learned; see the fractions below."""
+    """What to do before the first step if answers could not be learned; see the fractions below."""
     max_untrained: Fraction = 0.1
-    """Maximum share of documents with a mask that have no trained token."""
+    """Maximum share of documents with a loss mask that have no trained token."""
     max_cut: Fraction = 0.25
-    """Maximum share of documents with a mask whose answers train.seq_len truncates."""
+    """Maximum share of documents with a loss mask whose answers train.seq_len truncates."""
     cache_dir: str = ""
     """Folder for tokenized data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
     batching: Literal["fixed", "cost"] = "fixed"
-    """fixed: ranks and microbatches have the same number of samples; cost: equal work, so that short samples are not
-    padded to long ones. Results are the same."""
+    """fixed: ranks and microbatches have the same number of samples; cost: they have equal computation, so that short
+    samples are not padded to long ones. Training results do not differ."""
     microbatch_cost: PositiveFloat | Literal["auto"] = "auto"
-    """For batching=cost: the cost limit of a microbatch, in tokens: its FLOPs, padded to its longest sample, divided by
-    those of a single token. auto: the cost of the plan's microbatches of train.seq_len tokens."""
+    """For batching=cost: maximum cost of a microbatch, in tokens: its FLOPs after padding to the longest sample,
+    divided by the FLOPs of a single token. auto: the cost of the plan's microbatches of train.seq_len tokens."""
     workers: Count | None = None
-    """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
-    one for each core that the machine's ranks leave, 1 to 8."""
+    """Processes of each rank that decode images or audio; 0 decodes in the rank. Results do not depend on it. By
+    default one for each core that the machine's ranks do not use, 1 to 8."""
     cache_features: bool = False
     """Compute the outputs of frozen image and audio encoders before the first step, and store them in `cache_dir` for
-    later runs and epochs. It changes no number. It needs `lr = 0` for the encoder (optimizer.groups) and no random
-    change of the encoder's inputs."""
+    later runs and epochs. Results do not change. It requires `lr = 0` for the encoder (optimizer.groups) and no random
+    augmentation of the encoder's inputs."""
 
 
 class EarlyStopSection(Section):
     patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without a better loss; by default never."""
     min_delta: NonNegative = 0.0
-    """Smallest improvement that counts, in nats per token."""
+    """Smallest decrease of the loss that counts as an improvement, in nats per token."""
 
 
 class TrainSection(Section):
     steps: PositiveInt = 300
     """Optimizer steps of the whole run, including those before a resume."""
     epochs: PositiveFloat | None = None
-    """Passes over the training data, instead of `steps`."""
+    """Number of passes over the training data, instead of `steps`."""
     seq_len: Extent = 256
     """Tokens in one sequence."""
     global_batch: Extent = 8
     """Sequences in one optimizer step, over all ranks and microbatches."""
     global_cost: PositiveFloat | None = Field(default=None, examples=[8192.0])
-    """For data.batching=cost, instead of global_batch in training: a step takes samples in their order up to this total
-    cost, in tokens as in data.microbatch_cost, each by its own length. Evaluation, the planner and rules still count
-    global_batch samples."""
+    """For data.batching=cost, instead of global_batch in training: a step takes samples in order up to this total cost,
+    in tokens as in data.microbatch_cost, without padding. Evaluation, the planner and rules still count global_batch
+    samples."""
     max_bad_steps: Count = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run stops."""
     on_bad: Literal["stop", "restart", "leave_out"] = "stop"
-    """After more bad steps than that, or when data raises an error. restart: go back to the newest good checkpoint and
-    repeat the same steps; leave_out: go back and skip the data of those steps. Both need launch.restarts."""
+    """What to do after more than max_bad_steps bad steps, or when data raises an error. stop: end the run; restart: go
+    back to the newest good checkpoint and repeat the same steps; leave_out: go back and skip the data of those steps.
+    Both need launch.restarts."""
     max_time: Duration | None = None
     """Time limit such as 3h30m or 90s, counted from the start of the command. Before it expires, the run saves and
     stops with exit code 0; the same command resumes it. By default no limit."""
     collect_every: Count = 50
-    """Steps between runs of Python's garbage collector, at the same step on all ranks; 0 leaves the time to Python, on
-    each rank independently."""
+    """Steps between runs of Python's garbage collector, at the same step on all ranks; 0: Python decides when, on each
+    rank independently."""
     compress_after: Count = 100
-    """First steps of a run that plan.compress=powersgd:R leaves exact, as gradients change fast there. Set more where
-    the learning rate warms up for longer."""
+    """Number of first steps of a run without the compression of plan.compress=powersgd:R, since gradients change fast
+    there. Increase it for a longer learning rate warm-up."""
     outer_lr: PositiveFloat = 0.7
-    """Of plan.sync=diloco:H: the outer step's learning rate (arXiv 2311.08105)."""
+    """For plan.sync=diloco:H: learning rate of the outer step (arXiv 2311.08105)."""
     outer_momentum: Fraction = 0.9
-    """Of plan.sync=diloco:H: the outer step's Nesterov momentum (arXiv 2311.08105)."""
+    """For plan.sync=diloco:H: Nesterov momentum of the outer step (arXiv 2311.08105)."""
     norm_group: Count = 0
-    """Batch norms take the statistics of groups of this many samples of the global batch, the same under every plan; 0:
-    of the samples of one microbatch on one rank, which depend on the plan."""
+    """Batch norms use statistics of groups of this many samples of the global batch, which do not depend on the plan;
+    0: statistics of one microbatch on one rank, which do."""
     check_batch: bool = True
-    """Run a few samples some more times in the first step and warn of results that depend on how the plan divides a
-    batch: samples that interact, noise in forward, buffers that forward changes."""
+    """In the first step, run a few samples several times and warn if results depend on how the plan divides a batch:
+    samples that interact, noise in forward, buffers that forward changes."""
     bf16_layers: tuple[str, ...] = Field(default=(), strict=False, examples=[["first:1", "last:1", "*.down_proj"]])
-    """Of plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the
-    layers of N blocks at an end of the model."""
+    """For plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the
+    layers of the first or last N blocks."""
     fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
-    """Of plan.precision=fp8: what shares a scale. rowwise: each token, and each output feature of a weight; tensorwise:
-    each weight, and all tokens of a microbatch on a rank, so that results depend on how the plan cuts the batch."""
+    """For plan.precision=fp8: which values share a scale. rowwise: each token, and each output feature of a weight, has
+    a scale; tensorwise: each weight, and all tokens of a microbatch on a rank, have one, so that results depend on how
+    the plan divides the batch."""
     early_stop: EarlyStopSection = EarlyStopSection()
 
 
@@ -303,8 +305,8 @@ class CheckpointSection(Section):
 
 class ResumeSection(Section):
     step: PositiveInt | None = None
-    """Resume from the checkpoint of this step and set newer ones aside. Leave it out of the next command, or that goes
-    back again. By default the newest valid checkpoint."""
+    """Resume from the checkpoint of this step and set newer ones aside. Omit it in the next command, which would
+    otherwise go back again. By default the newest valid checkpoint."""
 
 
 class SampleSection(Section):

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, WithJsonSchema
 
-# TOML has 64-bit integers. Sizes have generous limits that still catch typing errors.
+# Largest integer of TOML (64 bits). Sizes have generous limits that still catch typing errors.
 PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Extent = Annotated[int, Field(gt=0, le=10**9)]
@@ -37,14 +37,14 @@ ShareOrSize = Annotated[
     ),
 ]
 CodeName = Annotated[str, _text(r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$", "a class as package.module:Class")]
-#: Named tasks; `find_task` maps them to classes. These train the model of a Hugging Face folder.
+#: Named tasks; `find_task` maps them to classes. These tasks train the model in a Hugging Face folder.
 FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
-#: These train the text decoder by another loss.
+#: These tasks train the text decoder with another loss.
 TEXT_TASKS = ("prefer", "distill")
-#: These train networks for pictures, sound and text, from new weights or a folder's.
+#: These tasks train networks for images, audio and text, with new weights or from a folder.
 MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast")
 TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
-#: The goal of each named task on preferences and tables.
+#: The model that each named task trains: the model of a Hugging Face "folder", or the text "decoder".
 TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 TaskName = Annotated[
     str,
@@ -92,7 +92,7 @@ ColumnPart = Literal[
 ]  # fmt: skip
 
 
-# What differs between two configs, by dotted key.
+# Differences between two configs, by dotted key.
 
 
 def value_at(tables: Any, key: str) -> Any:
@@ -103,12 +103,12 @@ def value_at(tables: Any, key: str) -> Any:
 
 
 def changed_keys(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Return (old, new) by dotted key, of all values below `key` that differ.
+    """Return (old, new) for all values below `key` that differ, by dotted key.
 
     Args:
         key: dotted key of both values.
         old: a value, or nested dicts of them.
-        new: the same; what only one of them has counts as None in the other.
+        new: the same for the new config. A value that only one of them has is None in the other.
     """
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return {} if old == new else {key: (old, new)}
@@ -125,7 +125,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        strict=True,  # "300" is no number, and true is not 1
+        strict=True,  # "300" is not a number, and true is not 1
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         validate_default=True,
@@ -147,12 +147,13 @@ class AdapterSection(Section):
     """Layers with an adapter: patterns of paths or of their ends, such as "attn.q" or "blocks.0.*"; `*` matches any
     text. By default all linear layers but the head and the routers of experts."""
     dropout: Fraction = 0.0
-    """Share of the adapter's inputs that training drops, chosen by position, so every plan drops the same."""
+    """Dropout rate of the adapter's inputs in training. The mask depends on the position, so it is the same under every
+    plan."""
     kind: Literal["lora", "rslora", "dora"] = "lora"
     """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
     base: Literal["stored", "int8", "nf4"] = "stored"
     """Storage of frozen linear weights. stored: in the plan's precision; int8, nf4: quantized in blocks of 64, to 1.06
-    and 0.56 byte a weight, and unpacked in each product (QLoRA)."""
+    and 0.56 bytes per weight, and dequantized for each matmul (QLoRA)."""
 
 
 # Resources of the machine: ranks and devices, pinned memory, GPU kernels.
@@ -170,13 +171,13 @@ class LaunchSection(Section):
     timeout: Duration = "30m"
     """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
     warn_after: Literal["auto"] | Duration = "auto"
-    """Report a wait that has lasted this long: which rank is missing, in which collective, since when. auto: 20 usual
-    or planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work.
+    """Report a rank that has waited this long: which rank is missing, in which collective, and since when. auto: 20
+    usual or planned steps, at least 10 s; 1 minute before the step time is known, and for saves and other long work.
     `timeout` or more: no reports."""
     route: Literal["auto", "flat", "two_level"] = "auto"
     """Route of bytes between hosts of CPU ranks. auto: first within each host, then between hosts, if hosts have equal
-    blocks of 2, 4, 8 ... neighboring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
-    but an error if that is impossible. No result depends on it. GPUs use NCCL's choice."""
+    blocks of 2, 4, 8 ... adjacent ranks of an axis, else flat; flat: each rank to all others; two_level: as auto, but
+    an error if that is impossible. Results do not depend on it. GPUs use NCCL's choice."""
     links: str | None = Field(default=None, examples=["links.json"])
     """Profile of the links between ranks, from `weft calibrate --hosts`: route=auto then uses the faster measured route
     for each collective of CPU ranks, by operation and size. Default: links.json in the cache folder (WEFT_HOME), if it
@@ -230,7 +231,7 @@ class KernelSection(Section):
 
 
 class MonitorSection(Section):
-    """Figures of ranks and machines."""
+    """Metrics of ranks and machines."""
 
     figures: bool = True
     """Report metrics of each rank and machine (CPU, memory, GPU, disk, network, step phases); events.jsonl has their
@@ -241,7 +242,7 @@ class MonitorSection(Section):
     """Steps between measurements of the relative size of the weight update (`update_ratio`). 0: never."""
 
     def measures_update(self, step: int) -> bool:
-        """Return whether a step, counted from 1, measures its update."""
+        """Return True if this step (counted from 1) records the update ratio."""
         return self.update_ratio_every > 0 and step % self.update_ratio_every == 0
 
 
@@ -257,7 +258,7 @@ class SinkSection(Section):
     """tensorboard: event files in the run folder; wandb, trackio: through their packages; mlflow, pushgateway, otlp (an
     OpenTelemetry collector) and http (JSON): posted to `url`; prometheus: /metrics on `port`, to be scraped."""
     name: Name | None = None
-    """Its name in messages, and of the file that keeps how far it is; by default its kind."""
+    """Name in messages, and of the file that records what was sent; by default the kind."""
     url: Address | None = None
     """Server, such as http://localhost:5000. A secret one is given as env:NAME or file:PATH."""
     host: str = "127.0.0.1"
@@ -280,7 +281,7 @@ class ChannelSection(Section):
     """A recipient of alerts."""
 
     name: Name = Field(examples=["ops"])
-    """What `actions` of an alert call it."""
+    """Name that `actions` of an alert use."""
     kind: Literal["mail", "webhook", "apprise", "command"] = Field(examples=["mail"])
     """mail: by SMTP; webhook: JSON posted to `url`; apprise: Slack, Teams, Feishu, DingTalk, Telegram and 130 more
     (extra `apprise`); command: a program that gets the message as JSON on its standard input."""
@@ -310,7 +311,7 @@ class AlertSection(Section):
     """A condition over metrics, and the actions when it becomes true."""
 
     name: Name = Field(examples=["plateau"])
-    """Its name in messages and events."""
+    """Name in messages and events."""
     when: str = Field(examples=["eval.loss no better for 3 evaluations"])
     """The condition, such as "eval.loss no better for 3 evaluations", "loss > 6 sigma over 200 steps" or "disk.free <
     20GiB"."""
@@ -403,7 +404,7 @@ class ScheduleSection(Section):
         return self.decay_steps or max(1, num_steps // 5)
 
 
-#: Services whose addresses are secrets, by a part of the URL.
+#: Services whose URLs are secrets, recognized by a part of the URL.
 _SERVICES = re.compile(
     r"hooks\.slack\.com|discord(app)?\.com/api/webhooks|webhook\.office\.com|outlook\.office\.com/webhook|"
     r"logic\.azure\.com|powerplatform\.com|open\.feishu\.cn|open\.larksuite\.com|oapi\.dingtalk\.com|qyapi\.weixin|"
@@ -417,14 +418,14 @@ _URL = re.compile(
 #: A readable part of a path: up to three capitalized terms and a short number.
 _WORD = re.compile(r"([A-Z]?[a-z]{2,20}){1,3}\d{0,3}|[A-Za-z]\d{0,4}|[A-Z]{1,5}\d{0,3}|[A-Z]{2,4}[a-z]{1,12}|\d{1,5}|")
 _BETWEEN_WORDS = re.compile(r"[-_.~ :,+]")
-#: A path part after one of these is a secret, unless it is short and lowercase or one of the names below.
+#: The path part after one of these is a secret, unless it is short and lowercase or one of the names below.
 _BEFORE_SECRETS = re.compile(r"(?i)services?|(web)?hooks?|bot|robots?|tokens?|(api)?keys?|secrets?|auth|integrations?")
 _PUBLIC = frozenset({"collector", "event", "events", "metrics", "messages", "training", "monitoring"})
 _SHORT = 8
 
 
 def holds_secret(url: str) -> bool:
-    """Return True if a URL may hold a secret: user info, a query, a listed service, or an unreadable path."""
+    """Return True if a URL may contain a secret: user info, a query, a listed service, or an unreadable path."""
     match = _URL.fullmatch(url)
     if match is None:
         return False
@@ -432,7 +433,7 @@ def holds_secret(url: str) -> bool:
 
 
 def hide_secret(url: str) -> str:
-    """Return a URL without user info, path and query if it holds a secret, else the URL."""
+    """Return a URL without user info, path and query if it may contain a secret, else the full URL."""
     match = _URL.fullmatch(url)
     if match is None or not holds_secret(url):
         return url

@@ -1,6 +1,7 @@
-"""How work and bytes of a layer grow with the batch, the sequence and the layout.
+"""How FLOPs and bytes of a layer depend on the batch, the sequence and the layout.
 
-Letters: B samples in a pass on a rank, S tokens of a sequence on it, t tensor-parallel ranks, c context-parallel ranks.
+Letters: B samples of a microbatch on a rank, S tokens of a sequence on a rank, t tensor-parallel ranks, c
+context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weft.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A number that grows with B and S: one + batch B + seq S + tokens B S + seq_square S^2 + square B S^2."""
+    """A polynomial in B and S: one + batch B + seq S + tokens B S + seq_square S^2 + square B S^2."""
 
     one: float = 0.0
     batch: float = 0.0
@@ -26,7 +27,7 @@ class Growth:
     square: float = 0.0
 
     def at(self, batch: Any, seq: Any) -> Any:
-        """Return its value; numbers or numpy arrays."""
+        """Return the value for a batch and a sequence length, which may be numbers or numpy arrays."""
         linear, square = self.seq + self.tokens * batch, self.seq_square + self.square * batch
         return self.one + self.batch * batch + (linear + square * seq) * seq
 
@@ -39,10 +40,10 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`batch` products of an m x k with a k x n matrix, or a convolution in this form.
+    """`batch` matmuls of m x k and k x n matrices, or a convolution in this form.
 
-    cut: the size that tensor parallelism divides: "columns" n, "rows" k, "inside" the batch, "none" nothing.
-    input_grad, weight_grad: True if backward computes the product for the left side, or for the right side.
+    cut: the size that tensor parallelism divides: "columns": n, "rows": k, "inside": the batch, "none": nothing.
+    input_grad, weight_grad: True if backward computes the gradient of the left matrix, or of the right one.
     """
 
     m: Growth
@@ -54,10 +55,10 @@ class Matmul:
     weight_grad: bool = True
 
     def sizes(self, batch: Any, seq: Any, t: Any) -> tuple[Any, Any, Any, Any]:
-        """Return m, n, k and the number of products on one rank.
+        """Return m, n, k and the number of matmuls on one rank.
 
         Args:
-            batch, seq, t: sequences, tokens of each on this rank, and tensor-parallel ranks of a sharded layer.
+            batch, seq, t: sequences, tokens per sequence on this rank, and tensor-parallel ranks of a sharded layer.
         """
         found = [each.at(batch, seq) for each in (self.m, self.n, self.k, self.batch)]
         place = {"columns": 1, "rows": 2, "inside": 3}.get(self.cut)
@@ -76,13 +77,16 @@ class Matmul:
 
     @property
     def num_backward(self) -> int:
-        """Products of the same size that backward makes."""
+        """Number of matmuls of this size in backward."""
         return self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True, slots=True)
 class TracedAttention:
-    """One fused attention. queries: total number, B S per sequence; keys: visible to each. cut: t divides the heads."""
+    """One fused attention call.
+
+    queries: total number, B S. keys: keys visible to each query. cut: True if t divides the heads.
+    """
 
     heads: int
     kv_heads: int
@@ -106,7 +110,7 @@ class TracedAttention:
 
 @dataclass(frozen=True, slots=True)
 class DividedBytes:
-    """Bytes by what divides them. cut: t does. gathered: t never does, also not under sp. whole: t does under sp."""
+    """Bytes, grouped by what divides them. cut: by t. gathered: never, not even under sp. whole: by t under sp."""
 
     cut: Growth = Growth()
     gathered: Growth = Growth()
@@ -116,7 +120,7 @@ class DividedBytes:
         """Return the bytes on one rank.
 
         Args:
-            batch, seq, t: sequences, tokens of each, and the divisor of sharded tensors.
+            batch, seq, t: sequences, tokens per sequence, and the divisor of sharded tensors.
             between: divisor of activations outside sharded regions: t under sp, else 1.
         """
         return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
@@ -128,7 +132,7 @@ class DividedBytes:
         return DividedBytes(*(getattr(self, each.name) * factor for each in fields(DividedBytes)))
 
 
-# What tracing found of a model: work, memory and parameters of each unique layer, by batch, sequence and layout.
+# Result of tracing a model: FLOPs, memory and parameters of each distinct layer, by batch, sequence and layout.
 
 #: Header of a saved description, with its version.
 FORMAT, VERSION = "weft-traced-model", 3
@@ -136,14 +140,14 @@ FORMAT, VERSION = "weft-traced-model", 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedLayer:
-    """One unique layer, or the part before or after the layers. Bytes are for a half precision.
+    """One distinct layer, or the modules before or after the layers. Bytes are for a half-precision format.
 
-    path: path of its first instance. count: number of identical layers. params_cut: parameters that t divides.
-    params_whole: parameters that every rank of tp has. moved_*: bytes that kernels other than products and attention
-    read and write, kernel by kernel; fused_*: the same with chains fused as by torch.compile. saved: bytes kept for
-    backward by policy: "none", "attention", "selective", "full", and "compiled" for "none" under torch.compile.
-    reduced: values that tensor parallelism sums over its ranks in forward.
-    kernels_forward: launches of forward. fused_kernels: the same, compiled.
+    path: path of the first instance. count: number of identical layers. params_cut: parameters that tensor parallelism
+    divides. params_whole: parameters with a full copy on every tp rank. moved_*: bytes that kernels other than matmuls
+    and attention read and write; fused_*: the same with chains of kernels fused as by torch.compile. saved: bytes saved
+    for backward by recompute policy: "none", "attention", "selective", "full", and "compiled" for "none" under
+    torch.compile. reduced: values that tensor parallelism all-reduces in forward. kernels_forward: kernel launches in
+    forward. fused_kernels: the same, compiled.
     """
 
     path: str
@@ -163,15 +167,15 @@ class TracedLayer:
 
     @property
     def num_params(self) -> int:
-        """Parameters of one instance."""
+        """Number of parameters of one instance."""
         return self.params_cut + self.params_whole
 
     def flops(self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, backward: bool = False) -> Any:
-        """Return the FLOPs of matrix products and attention on one rank, in forward or in backward.
+        """Return the FLOPs of matmuls and attention on one rank, in forward or in backward.
 
         Args:
             batch, seq: sequences, and tokens of each full sequence, of which a rank has 1/cp.
-            tp, cp, backward: ranks of tp and cp; backward counts backward instead of forward.
+            tp, cp, backward: ranks of tp and cp; True for the FLOPs of backward instead of forward.
         """
         part = seq / cp
         products = sum(each.flops(batch, part, tp) * (each.num_backward if backward else 1) for each in self.matmuls)
@@ -181,7 +185,7 @@ class TracedLayer:
     def saved_bytes(
         self, batch: Any, seq: Any, policy: str = "none", *, tp: Any = 1, cp: Any = 1, sp: bool = False
     ) -> Any:
-        """Return the bytes that one pass saves for backward on one rank under a recompute policy.
+        """Return the bytes that one microbatch saves for backward on one rank under a recompute policy.
 
         Args:
             batch, seq, policy: sequences, tokens of each full sequence, and the recompute policy.
@@ -204,7 +208,7 @@ class TracedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Which values a field of a plan may take with a model, and why no other ones."""
+    """The values of a plan field that a model supports, and the reason why it supports no others."""
 
     values: tuple[int, ...]
     reason: str
@@ -214,13 +218,13 @@ class Limit:
 class TracedModel:
     """A traced model.
 
-    layers: the unique repeated layers. before, after: the parts before the first and after the last layer, without
-    the table of the vocabulary and the head, which `vocab` and `tied` describe. vocab: entries of the head, or 0.
-    hidden: values passed from one layer to the next, per token, or per sample if nothing is a sequence.
-    reads_sequence: True if S has a meaning. max_seq_len: longest input. default_seq_len: length of the example.
-    limits: fields of a plan that cannot take every value with it. linears: inputs and outputs of the linear layers that
-    may have an adapter, with their counts. crossings: tensors of `hidden` values per token that are sent from one
-    pipeline stage to the next, averaged over all borders; an encoder's output is sent along with its decoder's.
+    layers: the distinct repeated layers. before, after: the modules before the first and after the last layer, without
+    embedding table and head, which `vocab` and `tied` describe. vocab: entries of the head, or 0. hidden: values passed
+    from one layer to the next, per token, or per sample if the model has no sequences. reads_sequence: True if S has a
+    meaning. max_seq_len: maximum sequence length. default_seq_len: sequence length of the example. limits: restrictions
+    of plan fields for this model. linears: inputs and outputs of the linear layers that may have an adapter, with their
+    counts. crossings: tensors of `hidden` values per token that a pipeline stage sends to the next, averaged over all
+    stage boundaries; an encoder's output is sent along with its decoder's states.
     """
 
     name: str
@@ -240,20 +244,20 @@ class TracedModel:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, counting identical ones."""
+        """Number of layers, including identical ones."""
         return sum(layer.count for layer in self.layers)
 
     @property
     def attention(self) -> TracedAttention | None:
-        """The first attention of its layers, or None."""
+        """The first attention of the layers, or None."""
         return next((each for layer in self.layers for each in layer.attentions), None)
 
     def flops(self, batch: Any, seq: Any, *, causal: bool = True) -> Any:
-        """Return the model's own FLOPs of forward and backward, with the head and without recomputation.
+        """Return the model FLOPs of forward and backward, including the head, without recomputation.
 
         Args:
-            batch, seq: sequences, and tokens of each.
-            causal: False counts the full square of causal attention.
+            batch, seq: sequences, and tokens per sequence.
+            causal: if False, count the full T x T matrix of causal attention.
         """
         total = 6.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):
@@ -266,7 +270,7 @@ class TracedModel:
         return total
 
     def weight_flops(self, batch: Any, seq: Any) -> Any:
-        """Return the FLOPs of backward for gradients of weights, with the head."""
+        """Return the FLOPs of weight gradients in backward, including the head."""
         total = 2.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):
             total = total + layer.count * sum(
@@ -275,16 +279,16 @@ class TracedModel:
         return total
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, from which `weft plan` reads it without torch."""
+        """Write the traced model as JSON, which `weft plan` reads without torch."""
         table = {"format": FORMAT, "version": VERSION, **asdict(self)}
         path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def from_table(cls, source: str, table: Mapping[str, Any]) -> TracedModel:
-        """Return what `save` wrote.
+        """Return the traced model that `save` wrote.
 
         Raises:
-            ModelError: for a table of another version, or of no saved model; it names `source`.
+            ModelError: for a table of another version, or not of a saved model; the message names `source`.
         """
         if table.get("version") != VERSION:
             rule = f"version={table.get('version')} of a saved model; this Weft reads version {VERSION}"

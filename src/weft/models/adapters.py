@@ -52,7 +52,7 @@ class Adapted:
     """Record of the changes that `add_adapter` made to a model.
 
     layers: path -> True if the layer stores its weight transposed. base: "stored", or the format of the frozen weights.
-    packed: path -> number of inputs, for layers whose weight is packed.
+    packed: path -> number of inputs, for layers whose weight is stored quantized.
     """
 
     kind: AdapterKind
@@ -62,7 +62,7 @@ class Adapted:
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Adapted:
-        """Return the record from the JSON value that `said` returned."""
+        """Return the record from a JSON value that `to_json` returned."""
         kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
         return cls(kind, said["layers"], said.get("base_format", "stored"), said.get("packed", {}))
 
@@ -83,7 +83,7 @@ _RECORD = "_weft_adapted"
 
 
 def note_adapted(model: nn.Module, record: Adapted | None) -> None:
-    """Store a record on an unsharded model, for `adapted` to return. None removes the record."""
+    """Store a record on an unsharded model, so that `adapted` returns it. None removes the record."""
     if record is None:
         delattr(model, _RECORD)
     else:
@@ -91,7 +91,7 @@ def note_adapted(model: nn.Module, record: Adapted | None) -> None:
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """Return the record of `add_adapter` on this model or pipeline stage, or None without an adapter."""
+    """Return the record that `add_adapter` stored on this model or pipeline stage, or None without an adapter."""
     return getattr(model, _RECORD, None)
 
 
@@ -99,14 +99,17 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 
 class SingleProcess:
-    """Communication that an adapter needs among the ranks that share its layer. Here one process has the full layer."""
+    """Communication that an adapter needs among the ranks that share its layer.
+
+    In this class, one process has the full layer.
+    """
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """Drop some of the adapter's inputs."""
+        """Apply dropout to the adapter's inputs."""
         return dropout(x)
 
     def into_weight(self, x: Tensor) -> Tensor:
-        """Return the input of a second product with the layer's own weight."""
+        """Return the input of an additional matmul with the layer's own weight."""
         return x
 
     def low(self, h: Tensor) -> Tensor:
@@ -114,7 +117,7 @@ class SingleProcess:
         return h
 
     def squares(self, total_F: Tensor) -> Tensor:
-        """Sum squares of a row's elements over the ranks that share the row."""
+        """Return the sums of squares of rows, summed over the ranks that share the rows."""
         return total_F
 
 
@@ -132,7 +135,7 @@ class AdaptedLinear(nn.Module):
     lora_magnitude: nn.Parameter | None
     lora_dropout: nn.Module | None
     _weft_adapter: AdapterKind
-    #: (F, D) of the whole layer.
+    #: (F, D) of the unsharded layer.
     _weft_whole: tuple[int, int]
     _weft_is_on: bool
 
@@ -141,13 +144,13 @@ class AdaptedLinear(nn.Module):
         return self.adapt(super().forward(x), x)
 
     def adapt(self, product: Tensor, x: Tensor, line: SingleProcess = _ALONE, *, has_bias: bool = True) -> Tensor:
-        """Add the adapter to the layer's own product.
+        """Add the adapter's output to the layer's own output.
 
         Args:
-            product: (..., F), the product with the layer's weight. The caller must not use it afterwards.
+            product: (..., F), the output of the matmul with the layer's weight. The caller must not use it afterwards.
             x: (..., D), input of the adapter.
             line: communication among the ranks that share the layer.
-            has_bias: True if the product includes the layer's bias.
+            has_bias: True if `product` includes the layer's bias.
         """
         if not self._weft_is_on:
             return product
@@ -156,7 +159,7 @@ class AdaptedLinear(nn.Module):
         read = line.drop(self.lora_dropout, x) if self.lora_dropout is not None else x
         read = read.to(self.lora_A.dtype)
         low = line.low(F.linear(read, self.lora_A))
-        if self.lora_magnitude is None and low.dtype == product.dtype:  # one pass over the product instead of three
+        if self.lora_magnitude is None and low.dtype == product.dtype:  # one kernel over the output instead of three
             return torch.addmm(product.flatten(0, -2), low.flatten(0, -2), self.lora_B.t(), alpha=factor).view(
                 product.shape
             )
@@ -172,7 +175,7 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def _norm(self, line: SingleProcess = _ALONE) -> Tensor:
-        """The norm of each row of W + s B A, (F,), without making that matrix; at least in float32."""
+        """Return the norm of each row of W + s B A, (F,), without computing that matrix; at least in float32."""
         kept = torch.promote_types(self.lora_A.dtype, torch.float32)
         weight, a, b = layers.weight_of(self), self.lora_A, self.lora_B.to(kept)
         scale = self._weft_adapter.scale
@@ -203,7 +206,7 @@ class AdaptedLinear(nn.Module):
         elif name == "lora_magnitude":
             weight = layers.weight_of(self)
             if weight.is_meta or tuple(weight.shape) != self._weft_whole:
-                # Cut, or not made yet: the weight is a function of seed and name too.
+                # If the weight is sharded or not allocated yet, it is computed from seed and name too.
                 stored = self._weft_whole[::-1] if layers.is_transposed(self) else self._weft_whole
                 made = torch.empty(stored, dtype=parameter.dtype)
                 initialise_parameter(made, full_name.removesuffix(name) + "weight", self, seed)
@@ -265,7 +268,7 @@ def add_adapter(
         dropout: dropout rate of the adapter's inputs in training.
         kind: "lora", "rslora" or "dora".
         base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
-            "nf4": in blocks of 64 with one scale, unpacked in each product.
+            "nf4": quantized in blocks of 64 with one scale, dequantized for each matmul.
         seed: seed of the initial values of A, combined with each parameter's name.
 
     Returns:
@@ -384,7 +387,7 @@ def _refused(model: nn.Module, linear: dict[str, nn.Module]) -> Iterator[tuple[s
 def _adapt(layer: nn.Module, path: str, adapter: AdapterKind, seed: int) -> None:
     weight = layers.weight_of(layer)
     whole = (weight.shape[0], weight.shape[1])
-    # Trained numbers start unrounded, whatever the frozen weight is kept in.
+    # Trained parameters are not rounded, whatever the dtype of the frozen weight.
     options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
     replace_class(layer, AdaptedLinear, adapter=adapter, whole=whole, is_on=True)
     assert isinstance(layer, AdaptedLinear)
@@ -404,8 +407,8 @@ def _adapt(layer: nn.Module, path: str, adapter: AdapterKind, seed: int) -> None
 def merge_adapter(model: nn.Module) -> nn.Module:
     """Add each adapter to its layer's weight in place and restore the layers' classes from before `add_adapter`.
 
-    Packed weights are unpacked, because the adapter was trained with the quantized values. For a parallelized model,
-    use `merged_tensors` on the full tensors. All parameters stay frozen.
+    Quantized weights are dequantized, because the adapter was trained with the quantized values. For a parallelized
+    model, use `merged_tensors` on the full tensors. All parameters stay frozen.
 
     Returns:
         The same model.

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, arXiv 2104.09864), with the two halves of a head as the pairs that are turned.
+"""Attention with rotary positions (Su et al. 2021, arXiv 2104.09864); pairs are formed from the two halves of a head.
 
 B sequences, T tokens, N heads, C width of one head.
 """
@@ -18,20 +18,20 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 from weft.models.kv_cache import LayerCache
 from weft.models.private_torch import CPU_FLASH, CPU_FLASH_BACKWARD
 
-#: Llama 3.1 was trained on this many tokens before its context was stretched, and keeps the frequencies that turn
-#: more than HIGH times in it; those that turn less than LOW times are divided by rope_scale.
+#: Llama 3.1 was trained with this context before it was extended. It keeps frequencies with more than HIGH turns in it;
+#: those with fewer than LOW turns are divided by rope_scale.
 _TRAINED_LEN, _LOW, _HIGH = 8192, 1.0, 4.0
 
 
 class Rotation(NamedTuple):
-    """cos and sin of every token's angles; the sine's first half is negated, as `rotate` wants it."""
+    """cos and sin of every token's angles. The first half of the sine is negated, as `rotate` expects."""
 
     cos_BT1C: Tensor
     sin_BT1C: Tensor
 
 
 def rotation(positions_BT: Tensor, head_dim: int, theta: float, scale: float, dtype: torch.dtype) -> Rotation:
-    """Return the rotation of the positions, computed once per forward. Angles are float32, the result has `dtype`.
+    """Return cos and sin for the positions, computed once per forward. Angles are float32, the result has `dtype`.
 
     Args:
         positions_BT: position of each token in its document.
@@ -47,14 +47,14 @@ def rotation(positions_BT: Tensor, head_dim: int, theta: float, scale: float, dt
 
 
 def rotate(x_BTNC: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair (x[i], x[i + C/2]) by its angle. Same dtype as x; computed in the rotation's."""
+    """Turn each pair (x[i], x[i + C/2]) by its angle, in the rotation's dtype. The result has the dtype of x."""
     low, high = x_BTNC.chunk(2, -1)
     swapped_BTNC = torch.cat((high, low), -1)
     return torch.addcmul(x_BTNC * rotation.cos_BT1C, swapped_BTNC, rotation.sin_BT1C).to(x_BTNC.dtype)
 
 
 def _frequencies(head_dim: int, theta: float, scale: float, device: torch.device) -> Tensor:
-    """Radians per position of each pair; (head_dim / 2,) in float32."""
+    """Return radians per position for each pair; (head_dim / 2,) in float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
     if scale == 1:
@@ -74,9 +74,9 @@ _ROWS = 512
 def find_starts(document_ids_BT: Tensor) -> Tensor | None:
     """Return the start positions of documents, int64 (B, M), from the id of each token, on a CPU.
 
-    Return None if ids decrease within a row, because an id may then appear again later, and all tokens of one id attend
-    to each other. Also return None on a GPU, where the host would have to wait for the result; there the data loader
-    provides the starts.
+    Return None if ids decrease within a row, because an id may then appear again later, and all tokens with the same id
+    attend to each other. Also return None on a GPU, because the host would have to wait for the result; the
+    data loader then provides the starts.
     """
     plain = type(document_ids_BT) is Tensor and document_ids_BT.device.type == "cpu"
     if not plain or torch.compiler.is_compiling():
@@ -142,7 +142,7 @@ def bordered_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, starts_BM
         k_BHTC: keys.
         v_BHTC: values.
         starts_BM: start positions of images and clips, ascending from 0.
-        longest: number of rows of the longest one.
+        longest: length of the longest image or clip.
     """
     given, kind = (q_BHTC, k_BHTC, v_BHTC), q_BHTC.device.type
     if kind == "cpu":
@@ -153,14 +153,14 @@ def bordered_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, starts_BM
     return _by_rows(*given, ids_of(starts_BM, q_BHTC.shape[2]), is_causal=False)
 
 
-#: What `weft.memory` looks for.
+#: `weft.memory` recognizes attention by this attribute.
 document_attention.is_attention = bordered_attention.is_attention = True
 
 
 def _by_lengths(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor, longest: int, *, is_causal: bool
 ) -> Tensor:
-    """Flash attention by cumulative lengths; empty documents cost a few idle blocks."""
+    """Compute flash attention from cumulative lengths; empty documents cost a few idle blocks."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows, num_tokens = q_BHTC.shape[0], q_BHTC.shape[2]
@@ -185,7 +185,7 @@ def _by_lengths(
 def _by_rows(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor, *, is_causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """Attend by chunks of queries, each with a mask over the keys that any of its queries may attend to."""
+    """Compute attention in chunks of queries, each with a mask over the keys that any of its queries attends to."""
     times = q_BHTC.shape[1] // k_BKTC.shape[1]
     if times > 1:
         k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
@@ -207,7 +207,10 @@ def _by_rows(
 
 
 def _documents(starts_BM: Tensor, num_tokens: int) -> list[tuple[int, int, int, int]]:
-    """(row, first token, tokens of each, number) of documents; neighbours of one length are one entry."""
+    """Return (row, first token, tokens per document, count) of documents.
+
+    Adjacent documents of equal length are one entry.
+    """
     found = list[tuple[int, int, int, int]]()
     for row, starts in enumerate(starts_BM.tolist()):
         for first, end in zip(starts, [*starts[1:], num_tokens], strict=True):
@@ -221,17 +224,17 @@ def _documents(starts_BM: Tensor, num_tokens: int) -> list[tuple[int, int, int, 
 
 
 def _taken(x: Tensor, document: tuple[int, int, int, int]) -> Tensor:
-    """A view of documents of one length as samples: (number, heads, tokens, ...) of (B, H, T, ...)."""
+    """Return a view of equally long documents as samples: (count, heads, tokens, ...) of (B, H, T, ...)."""
     row, first, length, number = document
     return x[row, :, first : first + length * number].unflatten(1, (number, length)).transpose(0, 1)
 
 
-# One operator for torch.compile, which would else make a graph for each set of documents.
+# One operator for torch.compile, which would otherwise compile a graph for each set of documents.
 @torch.library.custom_op("weft::document_attention", mutates_args=())
 def _one_by_one(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Document by document; also the log-sum-exp of scores, (B, H, T)."""
+    """Compute attention document by document, and the log-sum-exp of scores, (B, H, T)."""
     batch, heads, num_tokens, _ = q_BHTC.shape
     out = torch.empty_like(q_BHTC.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     wide = torch.promote_types(q_BHTC.dtype, torch.float32)
@@ -285,7 +288,7 @@ _one_by_one.register_autograd(_differentiate, setup_context=_keep)
 
 @register_flop_formula(torch.ops.weft.document_attention)
 def _flops(q: Any, k: Any, v: Any, starts: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Return the FLOPs as if each row were one document, since document boundaries are not part of the shapes."""
+    """Return the FLOPs as if each row were one document, since shapes do not contain document boundaries."""
     return sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
 
 
@@ -296,9 +299,9 @@ class Visible(NamedTuple):
     """The keys that each query attends to, computed once per forward and passed to every block.
 
     mask_B1TS: 0 if a query attends to a key and -inf otherwise. None: the queries are the last T of the S tokens, and
-    each attends to itself and all earlier tokens.
-    positions_BT, document_ids_BT: the model's inputs, for cores that need no dense mask.
-    starts_BM: start positions of documents, for those cores; see `find_starts`. None: unknown.
+    each attends to itself and all earlier tokens. positions_BT, document_ids_BT: inputs of the model, for attention
+    cores that need no dense mask. starts_BM: start positions of documents, for those cores; see `find_starts`. None:
+    unknown.
     """
 
     mask_B1TS: Tensor | None
@@ -343,7 +346,7 @@ def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
     """Return True if torch has a fused kernel here for fewer key-value heads than query heads.
 
     On a GPU only the flash kernel has it, and that accepts neither masks nor float32. Otherwise torch silently falls
-    back to plain matrix products, which store all (T, S) scores. With repeated heads it uses a fused kernel.
+    back to plain matmuls, which store all (T, S) scores. With repeated heads it uses a fused kernel.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -408,7 +411,7 @@ def see_causally(
     positions_BT: Tensor, document_ids_BT: Tensor | None, num_seen: int, dtype: torch.dtype, *,
     starts_BM: Tensor | None = None, wants_mask: bool = False,
 ) -> Visible:  # fmt: skip
-    """Build the causal mask inputs once per forward.
+    """Return the keys that each query attends to, computed once per forward.
 
     Args:
         positions_BT: position of each token in its document.
@@ -416,7 +419,7 @@ def see_causally(
         num_seen: number of tokens in the cache; they precede all tokens here.
         dtype: dtype of the mask if one is needed: the dtype of the attention computation.
         starts_BM: start positions of documents; None: computed from the ids.
-        wants_mask: build a dense mask for documents.
+        wants_mask: True to build a dense mask for documents.
     """
     num_new = positions_BT.shape[1]
     if document_ids_BT is None and (num_seen == 0 or num_new == 1):

@@ -43,12 +43,12 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Compute the layer: (B, T, D) to (B, T, D)."""
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class GeluFFN(nn.Module):
-    """Feed-forward layer with the tanh form of GELU, as GPT-2 was trained with."""
+    """Feed-forward layer with the tanh approximation of GELU, as in GPT-2."""
 
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
@@ -56,7 +56,7 @@ class GeluFFN(nn.Module):
         self.down = nn.Linear(ffn_dim, dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Compute the layer: (B, T, D) to (B, T, D)."""
         return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
 
 
@@ -99,7 +99,8 @@ class Decoder(KeepsTies):
         self.norm = _norm(spec)
         self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.tie()
-        # Each block adds two branches to the residual stream; without this its variance would grow with the depth.
+        # Each block adds two branches to the residual stream, whose variance would grow with the depth without this
+        # scale.
         for branch_end in [end for block in blocks for end in _branch_ends(block)]:
             setattr(branch_end, _OWN_STD, INIT_STD / math.sqrt(2 * spec.num_layers))
 
@@ -171,7 +172,7 @@ class Decoder(KeepsTies):
         """Return the tensor-parallel layout of the model."""
         if not self.has_routers:
             return Layout.named(self.family)
-        # Which layers have experts, and whether some are shared, differs from model to model.
+        # Which layers have experts, and whether some are shared, depends on the model.
         return Layout.named("moe").fitted(dict(self.named_modules()))
 
     def get_output_embeddings(self) -> nn.Module:
@@ -231,10 +232,10 @@ def _attention_dtype(x_BTD: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if has_autocast else x_BTD.dtype
 
 
-# Models built as shapes, so that large models are sharded before they have values.
+# Models built without values, so that large models are sharded before weights are allocated.
 
-#: Functions that initializers draw with, as methods or in torch.nn.init, whose other functions call these. They are
-#: matched by name because libraries put functions of their own there. On the meta device each call would run a slow
+#: Random functions of initializers, as tensor methods or in torch.nn.init, whose other functions call these. They are
+#: matched by name because libraries replace them by their own functions. On the meta device each call would run a slow
 #: decomposition in Python for nothing.
 _DRAWS = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 
@@ -254,10 +255,10 @@ def as_shapes(*, vectors: bool = False) -> Iterator[None]:
     """Build modules inside the context with their matrices on the meta device, without memory or values.
 
     Vectors (norms, biases) and buffers are small, and only the model's code can compute their values, so they are
-    initialized as usual. Later, `parallelize` with a seed fills each rank's part of the matrices, or a checkpoint does.
+    initialized as usual. Later, `parallelize` with a seed or a checkpoint fills each rank's shard of the matrices.
 
     Args:
-        vectors: put all parameters on the meta device, for models that are filled from files. Buffers keep their
+        vectors: True to put vectors on the meta device too, for models that are loaded from files. Buffers keep their
             values.
     """
     least = 0 if vectors else 2

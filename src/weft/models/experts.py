@@ -1,15 +1,15 @@
-"""Mixture-of-experts layers and load balancing, by a loss for each sequence or by a bias that moves after each step.
+"""Mixture-of-experts layers and load balancing, by a loss per sequence or by a bias that is updated after each step.
 
 Both kinds of balancing give the same result under every plan. The loss is the sequence-wise loss of DeepSeek-V3 (arXiv
 2412.19437, eq. 17-20). It is a sum over sequences, so it does not depend on how a batch is divided into microbatches
 and ranks. If several ranks share the tokens of one sequence, `Span` sums their counts. The bias (Wang et al. 2024,
-arXiv 2408.15664) follows integer counts of a full step.
+arXiv 2408.15664) depends on integer token counts of a full step.
 
 The loss is not part of the model's output. Its gradient is added to the router's gradient in backward, so any loss
 function, pipeline stage or custom training loop includes it without further code. Tokens are also counted in backward,
 once for each backward, even if recompute runs forward several times.
 
-B sequences, T tokens of them on this rank, S tokens in all, K experts per token, E experts.
+B sequences, T tokens per sequence on this rank, S tokens per sequence in total, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ BIAS_UNIT = 1e-6
 
 
 class Span:
-    """Distribution of sequences over ranks. Here each rank has full sequences; `weft.parallel` has a sharded one."""
+    """Distribution of sequences over ranks.
+
+    In this class each rank has full sequences; `weft.parallel` has a sharded one.
+    """
 
     @property
     def num_parts(self) -> int:
@@ -51,7 +54,7 @@ class Span:
 
 
 class Load:
-    """Counts of one router since `clear`: tokens by expert, and the sum of the auxiliary loss over tokens."""
+    """Statistics of one router since `clear`: tokens per expert, and the sum of the auxiliary loss over tokens."""
 
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
@@ -59,7 +62,7 @@ class Load:
         self.aux_sum: Tensor | None = None
 
     def add(self, tokens_E: Tensor, aux_sum: Tensor) -> None:
-        """Count one microbatch."""
+        """Add the token counts and the auxiliary loss of one microbatch."""
         if self.tokens_E is None or self.aux_sum is None:
             self.tokens_E, self.aux_sum = tokens_E.clone(), aux_sum.double().clone()
         else:
@@ -72,19 +75,20 @@ class Load:
 
 
 def count_tokens(ids_BTK: Tensor, num_experts: int) -> Tensor:
-    """Return how many tokens of each sequence visit each expert; int64 (B, E)."""
+    """Return the number of tokens of each sequence that are routed to each expert; int64 (B, E)."""
     flat = ids_BTK.flatten(1)
     counts = torch.zeros(flat.shape[0], num_experts, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(1, flat, torch.ones_like(flat))
 
 
 def sequence_loss(tokens_BE: Tensor, probs_BTE: Tensor, top_k: int, span: Span) -> Tensor:
-    """Sum S * sum over experts of f * P over sequences. It is S for a balanced sequence and at most S * E / K.
+    """Return the load-balancing loss of DeepSeek-V3, S * sum over experts of f * P, summed over sequences.
 
-    f: an expert's tokens divided by its even share. P: its mean probability.
+    f: an expert's tokens divided by its even share. P: its average probability. Per sequence, it is S for a balanced
+    load and at most S * E / K.
 
     Args:
-        tokens_BE: tokens that chose each expert, in this rank's part of each sequence.
+        tokens_BE: number of tokens routed to each expert, in this rank's part of each sequence.
         probs_BTE: probabilities of all experts, float.
         top_k: experts per token.
         span: the ranks that hold other parts of the same sequences.
@@ -97,14 +101,14 @@ def sequence_loss(tokens_BE: Tensor, probs_BTE: Tensor, top_k: int, span: Span) 
 
 
 def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span: Span) -> Tensor:
-    """Return the pairs of token and expert to keep if an expert takes at most `capacity_factor` times its even share.
+    """Return which (token, expert) pairs are kept if experts accept at most `capacity_factor` times their even share.
 
     The result is bool (B, T, K). Earlier tokens of the sequence have priority, so dropping depends on the sequence
     alone: not on the rest of the batch, the ranks, or later tokens. Each expert accepts at least one token.
     """
     ids_BSK = span.gather_ids(ids_BTK)
     batch, num_tokens, top_k = ids_BSK.shape
-    # Rounded first: 1.1 * 10 tokens is 11, not 11.000000000000002 and so 12.
+    # Round first: 1.1 * 10 tokens must give 11, and not 12 from 11.000000000000002.
     share = round(capacity_factor * num_tokens * top_k / num_experts, 6)
     capacity = max(1, int(-(-share // 1)))
     sorted_ids, source = ids_BSK.reshape(batch, -1).sort(dim=1, stable=True)
@@ -116,7 +120,7 @@ def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span:
 
 
 def attach(weights: Tensor, aux_sum: Tensor, scale: float | Tensor, tokens_E: Tensor, load: Load) -> Tensor:
-    """Return the same weights. Their backward passes `scale` to the auxiliary loss and counts tokens.
+    """Return the same weights. In backward, `scale` is the gradient of the auxiliary loss, and tokens are counted.
 
     Args:
         weights: weights of the chosen experts.
@@ -160,23 +164,23 @@ class _Attach(torch.autograd.Function):
         return grad, aux_grad, None, None, None
 
 
-# Products with one matrix per expert, and the order of rows by expert.
+# Matmuls with one matrix per expert, and sorting of rows by expert.
 
 #: Cumulative row counts by expert, on the device (int32) or on the host.
 Ends = Tensor | Sequence[int]
-#: Dtypes that torch's grouped kernel supports, by device. Other dtypes are computed expert by expert. The kernel
-#: rejects float64 everywhere, and on a GPU it loops internally for all dtypes but bfloat16, with the same wait on the
-#: host.
+#: Dtypes that torch's grouped matmul kernel supports, by device. Others are computed expert by expert. The kernel
+#: rejects float64 everywhere. On a GPU it loops internally for all dtypes but bfloat16, and then also makes the host
+#: wait.
 _KERNEL_TYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
-#: Least compute capability of a GPU for the kernel, and the row alignment that the kernel requires.
+#: Minimum compute capability of a GPU for the kernel, and the row alignment that the kernel requires.
 _LEAST_CAPABILITY, _ALIGNMENT_BYTES = (8, 0), 16
 
 
 class ByExpert(NamedTuple):
     """Rows sorted by expert, and by token within an expert.
 
-    source_R: index of each row among the M*K pairs of token and slot. place_MK: row of each pair, or R if the pair was
-    dropped. ends_E: cumulative row counts by expert (int32). top_k: K.
+    source_R: index of each row among the M*K (token, slot) pairs. place_MK: row of each pair, or R if it was dropped.
+    ends_E: cumulative row counts by expert (int32). top_k: K.
     """
 
     source_R: Tensor
@@ -186,13 +190,13 @@ class ByExpert(NamedTuple):
 
 
 def sort_by_expert(ids_MK: Tensor, num_experts: int, drops: bool) -> ByExpert:
-    """Sort pairs of token and expert by expert.
+    """Sort (token, expert) pairs by expert.
 
     Args:
         ids_MK: experts of each token.
         num_experts: E.
-        drops: True if some ids may be `num_experts`, which marks dropped pairs. They get no row, and the host waits for
-            the number of rows.
+        drops: True if some ids may be `num_experts`, which means that the pair is dropped. Dropped pairs get no row,
+            and the host waits for the number of rows.
     """
     flat = ids_MK.reshape(-1)
     sorted_ids, source = flat.sort(stable=True)
@@ -234,9 +238,9 @@ def permute_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
-    """Return the method for the products of all experts.
+    """Return the method for the matmuls of all experts: "kernel" or "loop".
 
-    "kernel" is torch's grouped kernel, and "loop" is one product for each expert.
+    "kernel" is torch's grouped matmul, and "loop" is one matmul for each expert.
     """
     if dtype not in _KERNEL_TYPES.get(device.type, ()):
         return "loop"
@@ -249,11 +253,7 @@ def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> st
 def host_group_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
     """Return `ends_E` for `grouped_linear` on all these stacks.
 
-    <<<<<<< HEAD
-        If all of them use the loop, it is copied to the host once.
-    =======
-        It is copied to the host once if all of them use the loop.
-    >>>>>>> p-models
+    If all of them use the loop, it is copied to the host once.
 
     ends_E: cumulative row counts by expert. stacks: stacked matrices of the experts.
     """
@@ -333,10 +333,10 @@ class _Permute(torch.autograd.Function):
 
 
 class _Loop(torch.autograd.Function):
-    """One matrix product for each expert.
+    """Matmuls computed one expert at a time.
 
-    Forward also runs products for experts without rows, and each product allocates its result: selective recompute
-    stores products by their order and requires them to stay unchanged.
+    Forward also runs matmuls for experts without rows, and each matmul allocates its result: selective recompute
+    identifies stored matmul outputs by their order and requires that they are not modified.
     """
 
     @staticmethod
@@ -374,9 +374,9 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses the experts of each token. It computes logits in float32 at least.
 
-    bias_ppm: with balance="bias", added to the scores for the selection only, in millionths (int64).
-    span: distribution of sequences over ranks. aux_scale: gradient of the auxiliary loss, summed over tokens. None: one
-    over the number of tokens of the call, which suits a mean loss. `TrainStep` sets it, as a 0-d tensor if only the
+    bias_ppm: with balance="bias", bias that is added to the scores for the selection only, in millionths (int64). span:
+    distribution of sequences over ranks. aux_scale: gradient of the auxiliary loss, summed over tokens. None: 1 /
+    (number of tokens of the call), for losses averaged over tokens. `TrainStep` sets it, as a 0-d tensor if only the
     device has the value.
     """
 
@@ -387,7 +387,8 @@ class Router(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.dim))
         has_bias = spec.balance == "bias"
-        # On the CPU even under a meta device: initialization does not fill this buffer, so its zeros would be lost.
+        # On the CPU even under a meta device, because initialization does not fill this buffer and its zeros would be
+        # lost.
         bias_ppm = torch.zeros(spec.num_experts, dtype=torch.int64, device="cpu") if has_bias else None
         self.register_buffer("bias_ppm", bias_ppm)
         self.load = Load(spec.num_experts)
@@ -471,7 +472,7 @@ class MoE(nn.Module):
         self.experts = Experts(spec)
         self.shared = shared
 
-    # The number of rows of each expert depends on the router's output, and the host needs it.
+    # The number of rows of each expert depends on the router's output, and the host must read it.
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Compute the layer: (B, T, D) to (B, T, D)."""

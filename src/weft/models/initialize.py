@@ -13,8 +13,8 @@ from weft.errors import ModelError
 from weft.models.decoder import INIT_STD
 from weft.models.experts import Experts
 
-#: Values drawn from one stream. A matrix is a sequence of such streams, so a part of it can be made separately, and a
-#: large matrix is never in host memory as a whole.
+#: Number of values that are drawn from one random stream. A matrix uses a sequence of streams, so a shard of it can be
+#: computed separately, and a large matrix is never in host memory as a unit.
 _BLOCK = 2**22
 
 #: The base of all batch norms of torch, including lazy and synchronized ones. Their statistics come from the batch.
@@ -25,9 +25,9 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Fill every parameter of `module` in place.
 
-    Matrices are normal with the owning module's `init_std`, or 0.02 without one. Of stacked experts only `down` uses
-    `init_std`, because only `down` ends a residual branch. Norm weights are 1 and biases 0. A tied weight is filled
-    once, under its first name. Modules with buffers reset them.
+    Matrices are normal with the owning module's `init_std`, or 0.02 without one. Of the stacked expert weights only
+    `down` uses `init_std`, because only `down` ends a residual branch. Norm weights are 1 and biases 0. A tied weight
+    is filled once, under its first name. Buffers are reset by their modules.
 
     Args:
         module: the full model or a part of it.
@@ -107,7 +107,7 @@ def uniform_values(seed: int, name: str, count: int) -> Iterator[tuple[int, Tens
 def _streams(seed: int, name: str, count: int) -> Iterator[tuple[int, int, np.random.Generator]]:
     """Yield (offset, size, generator) for each block of a parameter.
 
-    numpy's generator is used because its bits are the same on every kind of CPU; torch's are not.
+    numpy's generator is used because its values are the same on every kind of CPU, unlike torch's.
     """
     for start in range(0, count, _BLOCK):
         digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=16).digest()

@@ -16,7 +16,7 @@ from weft.errors import ModelError, did_you_mean
 from weft.models.decoder import INIT_STD, Decoder
 from weft.models.speech import SpeechBlock, SpeechStem
 
-#: Tokens of the audio encoder, of 40 ms each, that become one token of the text.
+#: Number of audio encoder tokens, of 40 ms each, that are merged into one text token.
 SOUNDS_JOINED = 2
 
 
@@ -114,13 +114,13 @@ def sound_tokens(frames: Any) -> Any:
 
 
 def encoder_tokens(frames: Any) -> Any:
-    """Return the number of encoder tokens of `frames` frames. Each of the two convolutions halves it."""
+    """Return the number of encoder tokens for `frames` frames. Each of the two convolutions halves it."""
     return (frames + 3) // 4
 
 
 # A decoder that reads images and audio among its tokens, as LLaVA does (arXiv 2304.08485).
 
-#: Patches per side of the square that becomes one token of the text.
+#: Patches per side of the square that is merged into one text token.
 PATCHES_JOINED = 2
 
 
@@ -353,7 +353,7 @@ def _towers(shape: MultimodalShape, inputs: ModelInputs) -> tuple[PictureTower, 
 
 
 def _begun(model: Model) -> Model:
-    """Initialize embeddings at the scale of the values that are added to them."""
+    """Initialize embeddings at the scale of the values to which they are added."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=INIT_STD)

@@ -1,8 +1,8 @@
 """Quantized formats of frozen base weights: int8 and NF4, in blocks of 64 weights of one row with one scale each.
 
-A packed weight is one uint8 matrix, (F, blocks * bytes per block). Each block is its codes, followed by the bytes of
-its float32 scale. So a shard of a weight along either dim is a shard of the bytes, including its scales, and the bytes
-are never cast to a plan's precision. An incomplete last block is padded with zeros.
+A quantized ("packed") weight is one uint8 matrix, (F, blocks * bytes per block). Each block has its codes, followed by
+the bytes of its float32 scale. So a shard of a weight along either dim is a shard of the bytes, including its scales,
+and the bytes are never cast to a plan's precision. An incomplete last block is padded with zeros.
 
 Method: Dettmers et al. 2023, arXiv 2305.14314 (QLoRA: NF4 in blocks of 64; the scales are not quantized again here).
 
@@ -26,7 +26,7 @@ from weft.private_torch import Function
 
 #: Weights that share a scale.
 BLOCK = 64
-#: Elements to unpack per chunk, to keep temporary memory small.
+#: Elements to dequantize per chunk, to keep temporary memory small.
 _AT_ONCE = 2**23
 
 #: Quantiles of the normal distribution on both sides of an exact zero, scaled to 1: appendix E of the paper.
@@ -55,7 +55,7 @@ class BaseFormat:
 
     @torch.no_grad()
     def pack(self, weight_FD: Tensor) -> Tensor:
-        """Return a weight's packed bytes, uint8.
+        """Return the quantized bytes of a weight, uint8.
 
         Blocks are rounded independently, so shards of the weight give shards of the same bytes.
         """
@@ -67,7 +67,7 @@ class BaseFormat:
         most = blocks.abs().amax(2, keepdim=True)
         if self.name == "int8":
             scale = most / 127
-            # Rounding can put the largest quotient above 127.
+            # Rounding may increase the largest quotient above 127.
             codes = (blocks / scale.where(scale > 0, 1.0)).round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
         else:
             scale, table = most, torch.tensor(NF4_CODES, device=most.device)
@@ -77,13 +77,12 @@ class BaseFormat:
 
     @torch.no_grad()
     def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Return the unpacked weights, (F, width).
+        """Return the dequantized weights, (F, width).
 
         Args:
             packed: rows of complete blocks.
             width: weights per row.
-            dtype: dtype of the result. The product of code and scale is computed in float32, or in float64 if `dtype`
-                is that.
+            dtype: dtype of the result. Codes are multiplied by scales in float32, or in float64 if that is `dtype`.
         """
         rows = packed.shape[0]
         out = torch.empty(rows, width, dtype=dtype, device=packed.device)
@@ -108,11 +107,11 @@ class BaseFormat:
 BASE_FORMATS = {one.name: one for one in (BaseFormat("int8", BLOCK), BaseFormat("nf4", BLOCK // 2))}
 
 
-# Linear layers that store their frozen weight packed and unpack it in each product.
+# Linear layers that store their frozen weight quantized and dequantize it for each matmul.
 
 
 class PackedLinear(nn.Module):
-    """Base of the classes of packed layers. Each such class also inherits from the layer's own class."""
+    """Base of the classes of quantized linear layers. Each such class also inherits from the layer's own class."""
 
     #: `inspect.layers.is_linear` ignores this class when it looks up the layer's own forward.
     is_adapter = True
@@ -120,7 +119,7 @@ class PackedLinear(nn.Module):
     weight: nn.Parameter
     in_features: int
     _weft_format: BaseFormat
-    #: The dtype of the weight before it was packed.
+    #: The dtype of the weight before it was quantized.
     _weft_stored: torch.dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,18 +127,18 @@ class PackedLinear(nn.Module):
         return self.times_weight(x, layers.bias_of(self))
 
     def times_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with the unpacked weight, which is freed after the product."""
+        """Multiply by the dequantized weight, which is freed afterwards."""
         product: Tensor = _PackedProduct.apply(x, self.weight, self._weft_format, self._width)
         return product if bias is None else product + bias
 
     def unpacked_weight(self) -> Tensor:
-        """Return the unpacked weight, (F, D), in the dtype from before packing, but at least in float32."""
+        """Return the dequantized weight, (F, D), in the dtype before quantization, but at least in float32."""
         kind = torch.promote_types(self._weft_stored, torch.float32)
         return self._weft_format.unpack(self.weight.detach(), self._width, kind)
 
     @property
     def _width(self) -> int:
-        """Number of inputs on this rank. A row-parallel layer has some of the blocks."""
+        """Return the number of inputs on this rank. A row-parallel layer has some of the blocks."""
         return min(self.in_features, self.weight.shape[1] // self._weft_format.block_bytes * 64)
 
 
@@ -158,7 +157,7 @@ class _PackedProduct(Function):
 
 @torch.no_grad()
 def pack_layers(model: nn.Module, chosen: Mapping[str, nn.Module], base: str) -> dict[str, int]:
-    """Pack the weights of linear layers in place.
+    """Quantize the weights of linear layers in place.
 
     Args:
         model: the model of the layers.
@@ -190,7 +189,7 @@ def pack_layers(model: nn.Module, chosen: Mapping[str, nn.Module], base: str) ->
 
 @torch.no_grad()
 def unpack_layer(layer: nn.Module) -> None:
-    """Replace the packed weight of a layer by its unpacked values in place, in the dtype from before packing."""
+    """Replace the quantized weight of a layer by its dequantized values in place, in the dtype before quantization."""
     assert isinstance(layer, PackedLinear)
     layer.weight = nn.Parameter(layer.unpacked_weight().to(layer._weft_stored), requires_grad=False)
 

@@ -44,7 +44,7 @@ class SpeechAttention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x_BTD: Tensor, heard_BT: Tensor) -> Tensor:
-        """Attend; (B, T, D) to (B, T, D). heard_BT: True if a frame belongs to its audio clip."""
+        """Compute attention: (B, T, D) to (B, T, D). heard_BT: True if a frame belongs to its audio clip."""
         q, k, v = (
             layer(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -70,7 +70,7 @@ class SpeechBlock(nn.Module):
         self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, heard_BT: Tensor) -> Tensor:
-        """Return (B, T, D) of (B, T, D). heard_BT: True if a frame belongs to its audio clip."""
+        """Compute the block: (B, T, D) to (B, T, D). heard_BT: True if a frame belongs to its audio clip."""
         x_BTD = x_BTD + self.dropout1(self.attention(self.norm1(x_BTD), heard_BT))
         return x_BTD + self.dropout2(self.down(F.gelu(self.up(self.norm2(x_BTD)))))
 
@@ -78,7 +78,7 @@ class SpeechBlock(nn.Module):
 class SpeechStem(nn.Module):
     """Two convolutions that each halve the number of frames, and a depthwise positional convolution.
 
-    With relative positions, the blocks get the same input for the same audio at any time (wav2vec 2.0, arXiv
+    Positions are relative, so the blocks get the same input for the same audio at any time (wav2vec 2.0, arXiv
     2006.11477).
     """
 
@@ -89,7 +89,7 @@ class SpeechStem(nn.Module):
         self.around = nn.Conv1d(dim, dim, _AROUND, padding=_AROUND // 2, groups=dim)
 
     def forward(self, features_BMS: Tensor, frames_B: Tensor) -> Tensor:
-        """Return (B, T, D) of bands (B, M, S). frames_B: frames of each audio clip."""
+        """Compute states (B, T, D) from mel bands (B, M, S). frames_B: frames of each audio clip."""
         # Subtract the mean of each band over the audio clip: constant noise or a dull microphone is not part of the
         # speech.
         heard_B1S = _frame_mask(frames_B, features_BMS.shape[-1])[:, None]
@@ -119,7 +119,7 @@ class SpeechEncoder(nn.Module):
         self.head = nn.Linear(shape.dim, num_classes)
 
     def forward(self, features: Tensor, frames: Tensor | None = None) -> Tensor:
-        """Return logits (B, K) of features (B, M, S). frames: frames of each audio clip, (B), by default all."""
+        """Return logits (B, K) for features (B, M, S). frames: frames of each audio clip, (B), by default all."""
         if frames is None:
             frames = torch.full(features.shape[:1], features.shape[-1], device=features.device)
         # Computed from the inputs alone, which every pipeline stage has.

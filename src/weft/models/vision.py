@@ -51,7 +51,7 @@ class PlainBlock(nn.Module):
         self.downsample = _shortcut(dim_in, dim, stride, norm)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """(B, dim_in, H, W) to (B, dim, H / stride, W / stride)."""
+        """Compute the block: (B, dim_in, H, W) to (B, dim, H / stride, W / stride)."""
         out = self.relu(self.bn1(self.conv1(x_BCHW)))
         return self.relu(self.bn2(self.conv2(out)) + self.downsample(x_BCHW))
 
@@ -74,7 +74,7 @@ class WideBlock(nn.Module):
         self.downsample = _shortcut(dim_in, wide, stride, norm)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """(B, dim_in, H, W) to (B, 4 dim, H / stride, W / stride)."""
+        """Compute the block: (B, dim_in, H, W) to (B, 4 dim, H / stride, W / stride)."""
         out = self.relu(self.bn1(self.conv1(x_BCHW)))
         out = self.relu(self.bn2(self.conv2(out)))
         return self.relu(self.bn3(self.conv3(out)) + self.downsample(x_BCHW))
@@ -117,7 +117,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, K)."""
+        """Compute logits: (B, 3, H, W) to (B, K)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x_BCHW))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.avgpool(x).flatten(1))
@@ -132,7 +132,7 @@ def _shortcut(dim_in: int, dim: int, stride: int, norm: Norm) -> nn.Module:
 # Networks of plain convolutions, of Simonyan and Zisserman 2014 (arXiv 1409.1556), with torchvision's parameter
 # names.
 
-#: Channels of the convolutions of each stage, between which pooling halves height and width.
+#: Channels of the convolutions of each stage. Pooling between stages halves height and width.
 VGGS = {
     "vgg11": ((64,), (128,), (256, 256), (512, 512), (512, 512)),
     "vgg16": ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)),
@@ -191,7 +191,7 @@ class VGG(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """(B, 3, H, W) to (B, K)."""
+        """Compute logits: (B, 3, H, W) to (B, K)."""
         return self.classifier(self.avgpool(self.features(x_BCHW)).flatten(1))
 
 
@@ -224,7 +224,7 @@ class VisionAttention(nn.Module):
         self.output = nn.ModuleDict({"dense": nn.Linear(dim, dim)})
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return (B, T, D) of (B, T, D)."""
+        """Compute attention: (B, T, D) to (B, T, D)."""
         q, k, v = (
             self.attention[name](x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for name in ("query", "key", "value")
@@ -245,7 +245,7 @@ class VisionBlock(nn.Module):
         self.layernorm_after = nn.LayerNorm(dim, eps=_EPS)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return (B, T, D) of (B, T, D)."""
+        """Compute the block: (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attention(self.layernorm_before(x_BTD))
         hidden = F.gelu(self.intermediate["dense"](self.layernorm_after(x_BTD)))
         return x_BTD + self.output["dense"](hidden)
@@ -264,7 +264,7 @@ class _Embeddings(nn.Module):
 
 
 class _Trunk(nn.Module):
-    """All layers but the head, under the module name of published files."""
+    """All layers but the head, under the module name that published files use."""
 
     def __init__(self, shape: VisionShape, side: int, patch: int):
         super().__init__()
@@ -308,7 +308,7 @@ class VisionTransformer(nn.Module):
         nn.init.zeros_(self.classifier.weight)
 
     def forward(self, x_B3SS: Tensor) -> Tensor:
-        """(B, 3, S, S) to (B, K)."""
+        """Compute logits: (B, 3, S, S) to (B, K)."""
         return self.classifier(self.vit(x_B3SS)[:, 0])
 
 

@@ -1,4 +1,4 @@
-"""Step time and memory of many plans: one numpy array per term, one entry per plan."""
+"""Step time and memory of many plans: one numpy array per term, with one entry per plan."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Estimates:
     """Result of `estimate`: time and memory of each plan.
 
     Attributes:
-        terms: seconds of one optimizer step by name (TERMS); they sum to `step_s`.
-        memory: bytes on the fullest rank by class (CLASSES); they sum to `total_bytes`.
+        terms: time (s) of one optimizer step by name (TERMS); they sum to `step_s`.
+        memory: bytes by class (CLASSES) on the rank with the highest memory use; they sum to `total_bytes`.
         usable_bytes: device memory that a run can use.
         tokens: tokens of one step.
-        memory_spread: scale of the errors of memory, as a logarithm.
+        memory_spread: scale of the logarithmic error of the memory estimate.
         host_bytes: host memory of a rank.
         host_limit: host memory that a rank may pin.
     """
@@ -50,7 +50,7 @@ class Estimates:
 
     @property
     def step_s(self) -> Array:
-        """Seconds of one optimizer step."""
+        """Time (s) of one optimizer step."""
         return _added(self.terms.values())
 
     @property
@@ -71,7 +71,7 @@ class Estimates:
 
     @property
     def total_bytes(self) -> Array:
-        """All bytes on the device, as the driver's tools show them."""
+        """All bytes on the device, as nvidia-smi reports them."""
         return _added(self.memory.values())
 
     @property
@@ -86,7 +86,7 @@ class Estimates:
 
 
 def _added(parts: Iterable[Array]) -> Array:
-    """Return the sum of some arrays. For many rows they are added one by one: a stacked copy would take longer."""
+    """Return the sum of some arrays. For many rows they are added one by one, since stacking them would take longer."""
     first, *others = parts
     if len(first) < _FEW:
         return np.sum([first, *others], axis=0)
@@ -104,12 +104,10 @@ def _joined(parts: Sequence[Array], num_rows: int) -> Array:
 
 
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict every row of `columns`. Invalid rows get numbers too; prune them before the call.
+    """Predict time and memory of every plan in `columns`. Invalid plans get numbers too; prune them before the call.
 
     Args:
-        job: model, sequence and batch.
         cluster: the cluster; defines the size of a node. The rates come from `tables`.
-        columns: the plans.
         tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):
@@ -118,12 +116,9 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
 
 
 def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict the memory of every row, without time terms if that is less work.
+    """Predict the memory of every plan, without time terms if that is faster.
 
     Args:
-        job: model, sequence and batch.
-        cluster: the cluster; defines the size of a node.
-        columns: the plans.
         tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):
@@ -132,12 +127,9 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
 
 
 def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Array:
-    """Predict the step seconds of every row, without memory if that is less work.
+    """Predict the step time (s) of every plan, without memory if that is faster.
 
     Args:
-        job: model, sequence and batch.
-        cluster: the cluster; defines the size of a node.
-        columns: the plans.
         tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):
@@ -151,12 +143,9 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
-    """Return the seconds of one layer, embedding and head by part. The terms of `estimate` are built from them.
+    """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them.
 
     Args:
-        job: model, sequence and batch.
-        cluster: the cluster; defines the size of a node.
-        columns: the plans.
         tables: constants of the device, or of a measured host.
     """
     if isinstance(tables, HostTables):

@@ -1,4 +1,4 @@
-"""Uncertainty of estimates: the context that errors depend on, error bands, and probabilities of fitting."""
+"""Uncertainty of estimates: properties that errors depend on, error bands, and probabilities of fitting into memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.planner.space.shape import Shape, TracedShape
 
 #: Generations with dozens of published runs.
 WELL_KNOWN = frozenset({"ampere", "hopper"})
-#: Tokens of a sequence, and nodes, from which on few runs were published.
+#: Tokens per sequence, and number of nodes, above which few runs were published.
 _LONG, _MANY = 16_384, 256
 
 
@@ -50,7 +50,7 @@ class ErrorContext:
 
     @property
     def uncertainty_terms(self) -> dict[str, float]:
-        """Causes of larger errors by name, each from 0 (as in most published runs) upwards."""
+        """Properties that increase the error, by name, each from 0 (as in most published runs) upwards."""
         return {
             "experts": float(self.experts),
             "narrow": float(self.narrow),
@@ -63,14 +63,13 @@ class ErrorContext:
 
 
 def error_context(job: Job, cluster: ClusterSpec, precision: str, stages: int, num_devices: int) -> ErrorContext:
-    """Return the error context of one plan.
+    """Return the properties of one plan that the error of its estimate depends on.
 
     Args:
-        job: model, sequence and batch.
         cluster: the cluster; defines device and size of a node.
         precision: precision of the plan.
-        stages: pipeline stages of the plan.
-        num_devices: devices that the plan uses.
+        stages: number of pipeline stages of the plan.
+        num_devices: number of devices that the plan uses.
     """
     return ErrorContext(
         generation=generation(cluster.device.name),
@@ -113,11 +112,11 @@ def unmeasured(one: ErrorContext, device: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-# Bands and probabilities from residuals: their width by context, and the quantiles that they need.
+# Error bands and probabilities from prediction errors: their width by context, and quantiles.
 
 Array = NDArray[np.float64]
 
-#: Shares of cases that bands should contain.
+#: Shares of cases that error bands should contain.
 LEVELS = (0.5, 0.8, 0.95)
 TIME_DOUBTS = ("experts", "narrow", "newer", "long", "many", "network", "pipeline")
 MEMORY_DOUBTS = ("experts", "newer")
@@ -131,7 +130,7 @@ class ErrorModel:
     weights: Mapping[str, float]
 
     def scale(self, one: ErrorContext) -> float:
-        """Return the scale of a residual."""
+        """Return the scale of the prediction error."""
         doubts = one.uncertainty_terms
         return self.spread * math.exp(sum(weight * doubts[name] for name, weight in self.weights.items()))
 
@@ -167,13 +166,13 @@ class Experience:
 
 @functools.cache
 def shipped() -> Experience:
-    """Return the error statistics that come with the package."""
+    """Return the error statistics that are part of the package."""
     text = Path(__file__).with_name("experience.toml").read_text(encoding="utf-8")
     return experience_of(tomllib.loads(text))
 
 
 def experience_of(table: Mapping[str, Any]) -> Experience:
-    """Return the error statistics of a table with the format of experience.toml."""
+    """Return the error statistics from a table in the format of experience.toml."""
     time, memory = table["time"], table["memory"]
     return Experience(
         time=ErrorModel(time["spread"], time["doubts"]),
@@ -187,7 +186,7 @@ def experience_of(table: Mapping[str, Any]) -> Experience:
 
 
 def time_bands(one: ErrorContext, known: Experience | None = None) -> dict[float, Band]:
-    """Return the bands of a step time by level, as factors on the estimate."""
+    """Return the error bands of a step time by level, as factors on the estimate."""
     known = shipped() if known is None else known
     scale = known.time.scale(one)
     return {
@@ -197,18 +196,18 @@ def time_bands(one: ErrorContext, known: Experience | None = None) -> dict[float
 
 
 def memory_error_scale(job: Job, cluster: ClusterSpec) -> float:
-    """Return the scale of the errors of memory for a job on a cluster, as a logarithm."""
+    """Return the scale of the logarithmic error of memory estimates for a job on a cluster."""
     return shipped().memory.scale(error_context(job, cluster, "bf16", 1, cluster.num_devices))
 
 
 def fits_chance(room: Array, spread: float, known: Experience | None = None) -> Array:
     """Return the probability that each plan does not run out of memory.
 
-    Most estimates have small errors, some large ones: a fragmented allocator, or another loss than assumed.
+    Most estimates have small errors, but some have large ones: a fragmented allocator, or another loss than assumed.
 
     Args:
         room: log(usable / needed) of each plan.
-        spread: scale of the residuals of memory, as `Experience.memory` has it for the context.
+        spread: scale of memory errors, from `Experience.memory` for the context.
         known: error statistics; None uses the shipped ones.
     """
     known = shipped() if known is None else known
@@ -217,4 +216,4 @@ def fits_chance(room: Array, spread: float, known: Experience | None = None) -> 
 
 
 def _logistic(deviations: Array) -> Array:
-    return 1.0 / (1.0 + np.exp(-1.702 * np.clip(deviations, -40, 40)))  # the logistic curve nearest to the normal one
+    return 1.0 / (1.0 + np.exp(-1.702 * np.clip(deviations, -40, 40)))  # approximates the normal distribution

@@ -1,1 +1,1 @@
-"""Rules of plans and configs: each constraint is one object."""
+"""Rules for plans and configs: each constraint is one object."""

@@ -1,4 +1,4 @@
-"""Rules between the keys of one config, as data, and the plan's rules with the facts of the config."""
+"""Rules between the keys of one config, and the plan rules applied to a config."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from weft.errors import ConfigError, LayoutError, PlanError, Problem, did_you_me
 class ConfigRule:
     """A constraint on a config.
 
-    keys: the dotted keys that the rule reads; the first is the one to blame.
-    predicate: True if the config breaks the rule. reason: why, in one sentence that holds for every config.
-    message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and its equals sign.
+    keys: the dotted keys that the rule reads; the first one is reported as the problem. predicate: True if the config
+    breaks the rule. reason: one sentence that explains the rule for every config. message: `<value>: <rule with the
+    limit>. <what to type instead>.`, without the key and the equals sign.
     """
 
     name: str
@@ -44,13 +44,13 @@ class ConfigRule:
         return Problem(self.keys[0], f"{self.keys[0]}={message}")
 
 
-# Rules of configs whose replicas are separate worlds (`launch.replicas_apart`).
+# Rules for configs whose replicas are separate process groups (`launch.replicas_apart`).
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
-    """Return the plan and its open axis, or None if the planner chooses it or it cannot be read."""
+    """Return the plan and its open axis, or None if the planner chooses the plan or it cannot be read."""
     try:
         return None if is_auto(config.plan) else Plan.read_open(config.plan)
     except PlanError:
@@ -186,7 +186,7 @@ APART_RULES: tuple[ConfigRule, ...] = (
 )
 
 
-# Rules of alerts, channels and sinks: readable conditions, existing actions, required settings of each kind.
+# Rules for alerts, channels and sinks: valid conditions, existing actions, required settings of each kind.
 
 #: Actions that an alert may request of a run.
 RUN_WORDS = ("checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back")
@@ -258,7 +258,7 @@ def _secret_url(key: str, url: str | None, *, everything: bool = False) -> Itera
 
 
 def _layout_problem(config: RunConfig) -> str:
-    """Return why the layout cannot be read, or ""."""
+    """Return the reason why the layout cannot be read, or ""."""
     try:
         Layout.read(config.layout or "x=replicate")
     except LayoutError as error:
@@ -267,7 +267,7 @@ def _layout_problem(config: RunConfig) -> str:
 
 
 def _set_by_model_path(config: RunConfig) -> list[str]:
-    """Return the settings that the folder of model.path decides, and that are set all the same."""
+    """Return the settings that have a value although the folder of model.path decides them."""
     usual, free = RunConfig(), ("model.path", "model.balance", "model.balance_rate")
     tables = (("model", config.model, usual.model), ("tokenizer", config.tokenizer, usual.tokenizer))
     changed = [
@@ -277,7 +277,7 @@ def _set_by_model_path(config: RunConfig) -> list[str]:
 
 
 def _is_on_text(config: RunConfig) -> bool:
-    """Return True if the run trains the text decoder, by any loss."""
+    """Return True if the run trains the text decoder, with any loss."""
     return config.task.name is None or TRAINS.get(config.task.name) == "decoder"
 
 
@@ -482,17 +482,17 @@ def config_problems(
     world_size: int | None = None,
     device: DeviceSpec | None = None,
 ) -> list[Problem]:
-    """Return every rule that a config breaks: rules between keys, rules of the model's shape, and rules of the plan.
+    """Return a problem for every rule that a config breaks: rules for keys, for the model's shape, and for the plan.
 
     Args:
         config: the config, with defaults instead of rejected values.
-        broken: dotted keys that hold a default because their value was rejected; no rule reads them.
+        broken: dotted keys that have a default because their value was rejected. No rule reads them.
         origins: dotted key -> origin of its value.
         fallback: origin of values that were not set.
         world_size: the number of ranks, or None if unknown.
-        device: device kind of the ranks, or None if unknown.
+        device: device of the ranks, or None if unknown.
     """
-    found: list[tuple[Problem, tuple[str, ...]]] = []  # with the keys that may be to blame
+    found: list[tuple[Problem, tuple[str, ...]]] = []  # each with the keys that may cause it
     for rule in CONFIG_RULES:
         problem = None if any(_touches(key, broken) for key in rule.keys) else rule.check(config)
         if problem is not None:
@@ -511,7 +511,7 @@ def config_problems(
 
 
 def least_vocab(config: RunConfig) -> int:
-    """Count the entries of the config's tokenizer: all of one that will be trained, at least one of any other."""
+    """Return the minimum number of tokenizer entries: all entries if the tokenizer will be trained, else 1."""
     return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
 
 
@@ -529,7 +529,7 @@ def _plan_problems(
     open_axis = None
     try:
         if _touches("plan", broken) or is_auto(config.plan):
-            plan, world_size = Plan(), None  # one rank satisfies all plan rules; the other rules are still checked
+            plan, world_size = Plan(), None  # one rank satisfies all plan rules; other rules are still checked
         elif world_size is None:
             plan, open_axis = Plan.read_open(config.plan)
         else:
@@ -542,7 +542,7 @@ def _plan_problems(
         global_batch=None
         if _touches("plan", broken) or _touches("train.global_batch", broken)
         else config.train.global_batch,
-        # The options of a user's task are unknown before its class is loaded.
+        # The options of a user's task are unknown until its class is loaded.
         seq_len=None if not _is_on_text(config) or _touches("train.seq_len", broken) else config.train.seq_len,
         device=device,
         open_axis=open_axis,
@@ -551,7 +551,7 @@ def _plan_problems(
 
 
 def in_config(problem: Problem) -> Problem:
-    """Turn a problem of the plan's field into one of the config's key: "tp" is "plan.tp"."""
+    """Change a problem of a plan field to one of the config key: "tp" becomes "plan.tp"."""
     if "." in problem.field:
         return problem
     message = problem.message

@@ -1,4 +1,4 @@
-"""The rules of plans, as data. One list feeds config errors, the planner's pruning, the docs' table and the tests."""
+"""Rules for plans. One list is used for config errors, the planner's pruning, the table in the docs, and tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weft.units import counted
 
 
 def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
-    """Return the sizes that divide the experts, and the ranks if their number is given."""
+    """Return the sizes that divide the number of experts, and the number of ranks if given."""
     if facts.open_axis in ("dp_shard", "cp", "tp"):
         return common_divisors(facts.model.num_experts)
     return common_divisors(facts.model.num_experts, plan.dp_shard * plan.cp * plan.tp)
 
 
-#: Rules about single layers: experts, and sharded layers that multiply in chunks.
+#: Rules for single layers: experts, and sharded layers that split their matmuls into chunks.
 LAYER_RULES: tuple[Rule, ...] = (
     Rule(
         name="ep-divides-ranks",
@@ -80,9 +80,9 @@ LAYER_RULES: tuple[Rule, ...] = (
 )
 
 
-# The rules of plans that come from one model, whose modules allow some values of a field, and from one device.
+# Rules that follow from one model, whose modules allow only some values of a field, and from one device.
 
-#: Fields that a model may narrow, and what dividing it along them needs.
+#: Fields that a model may restrict, and the requirement to divide the model along them.
 _NEEDS = {
     "tp": "Tensor parallelism divides heads and features of the layers, so tp must divide their numbers.",
     "cp": "Context parallelism needs a sequence, and attention that the runtime can replace.",
@@ -136,7 +136,7 @@ PRECISION_ON_DEVICE = Rule(
 )
 
 
-# The rules of plans that concern the order of the mesh's axes.
+# Rules for the order of the mesh axes.
 
 
 def _in_use(plan: Plan, facts: Facts) -> list[str]:
@@ -174,12 +174,12 @@ ORDER_RULES: tuple[Rule, ...] = (
 )
 
 
-#: Legal plans that the runtime does not support yet. Delete a rule when its technique exists.
+#: Legal plans that the runtime does not support yet. Delete a rule when the runtime supports the plan.
 NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
 
 
 def _with_offload(plan: Plan, name: str, other: str) -> Plan:
-    """Return the plan with `other` on the host instead of `name`, with the larger of the two fractions."""
+    """Return the plan with `other` offloaded instead of `name`, with the larger of the two fractions."""
     share = max(plan.offload_share(name), plan.offload_share(other))
     rest = tuple(part for part in plan.offload if part.partition(":")[0] not in (name, other))
     return plan.replace(offload=(*rest, f"{other}:{share:.6f}" if share < 1 else other))
@@ -199,14 +199,14 @@ def _batch_choices(plan: Plan, facts: Facts) -> list[int]:
 
 
 def _smaller_accumulation(plan: Plan, facts: Facts) -> Plan | None:
-    """Return the same ranks with the nearest number of passes that divides the batch."""
+    """Return the plan with the nearest number of microbatches that divides the global batch, or None."""
     passes = "microbatches" if plan.pp > 1 else "accumulation"
     legal = even_passes(facts.global_batch, plan.dp_size)
     return plan.replace(**{passes: nearest(legal, plan.microbatches_per_step)}) if legal else None
 
 
 def _kv_heads_fit(facts: Facts, tp: int) -> bool:
-    """Return True if each rank has complete key-value heads, or several ranks have the same one."""
+    """Return True if each rank has complete key-value heads, or several ranks share one head."""
     return facts.model.num_kv_heads % tp == 0 or tp % facts.model.num_kv_heads == 0
 
 
@@ -226,7 +226,7 @@ def _tp_choices(facts: Facts) -> list[int]:
 
 
 def _shared_width(facts: Facts) -> int:
-    """Return the hidden width of the experts that all tokens visit. They are sharded as one feed-forward layer."""
+    """Return the hidden width of the shared experts, which are sharded as one feed-forward layer."""
     model = facts.model
     return model.num_shared_experts * model.expert_width if model.num_experts else 0
 
@@ -236,7 +236,7 @@ def _sequence_unit(plan: Plan) -> int:
 
 
 def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
-    """Return the chunks of a sequence under cp ranks, for "auto" in the mode that this shape uses."""
+    """Return the number of chunks of a sequence for cp ranks; "auto" is resolved for this shape."""
     if cp == 1:
         return 1
     mode = plan.cp_mode
@@ -250,7 +250,7 @@ def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
     return [cp for cp in legal if facts.divides_ranks(cp)]
 
 
-#: Combinations that cannot work, whatever is built.
+#: Combinations that can never work.
 LASTING: tuple[Rule, ...] = (
     *LIMIT_RULES,
     Rule(
@@ -516,11 +516,11 @@ RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
 
 
 def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:
-    """Return every rule that the plan breaks, at most one per field: the first in the list.
+    """Return the rules that the plan breaks, at most one per field: the first in the list.
 
     Args:
         plan, rules: the plan, and the rules; None: all of RULES.
-        facts: further facts; a rule that needs an unknown one is skipped.
+        facts: context for the rules; a rule that needs an unknown fact is skipped.
     """
     found: dict[str, Violation] = {}
     for rule in RULES if rules is None else rules:
@@ -534,7 +534,7 @@ def check_plan(plan: Plan, facts: Facts | None = None) -> None:
     """Raise PlanError with every rule that the plan breaks.
 
     Raises:
-        PlanError: with all of them, by the plan's fields.
+        PlanError: if rules are broken; the problems are keyed by the plan's fields.
     """
     violations = check(plan, facts)
     if violations:

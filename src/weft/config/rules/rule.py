@@ -1,4 +1,4 @@
-"""Types of plan rules: the rule, the facts that it may read, and the violation that it finds.
+"""Types of plan rules: the rule, the facts (context) that it may read, and the violation that it returns.
 
 The rules themselves are in `plan_rules.py` and `technique_rules.py`.
 """
@@ -17,30 +17,30 @@ from weft.errors import PlanError
 
 
 class UnknownFact(Exception):
-    """Raised when a rule reads a fact without a value."""
+    """Raised when a rule reads a fact whose value is unknown."""
 
 
 class Facts:
-    """Facts in addition to the plan. None is unknown. Reading an unknown fact ends the rule that reads it.
+    """Context of a plan for rules. None means unknown: a rule that reads an unknown fact is skipped.
 
     Args:
-        model, world_size, global_batch, seq_len, device, limits, open_axis: as described below.
+        model, world_size, global_batch, seq_len, device, limits, open_axis: see the attributes.
     """
 
     model: DecoderSpec
     """The model's shape."""
     world_size: int
-    """Number of ranks that were started."""
+    """Number of ranks."""
     global_batch: int
-    """Sequences in one optimizer step."""
+    """Sequences per optimizer step."""
     seq_len: int
-    """Tokens in one sequence."""
+    """Tokens per sequence."""
     device: DeviceSpec
     """The device of each rank."""
     limits: Mapping[str, Limit]
-    """Values that a traced model allows, by the plan's fields."""
+    """Values that a traced model allows, by plan field."""
     open_axis: str | None
-    """The mesh axis that is still `*`, and 1 in the plan, or None."""
+    """The mesh axis that is `*` and has size 1 in the plan, or None."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Facts:
         return self.__dict__.get("world_size", 0) % count == 0
 
 
-#: This plan's case or remedy: the text, or a function that returns it.
+#: A text, or a function that returns the text for a plan.
 Text = str | Callable[[Plan, Facts], str]
 
 
@@ -76,10 +76,10 @@ Text = str | Callable[[Plan, Facts], str]
 class Rule:
     """A constraint on plans.
 
-    name: for tests and docs. field: the plan's field, or the dotted config key, that is to blame.
-    predicate: True if the plan breaks the rule. reason: why, in one sentence that holds for every plan.
-    finding: this plan's case in numbers, without a full stop. remedy: the text to type instead, likewise.
-    fix: the fields to change, or a function that returns the nearest legal plan; None if no plan can be fixed.
+    name: for tests and docs. field: the plan field, or the dotted config key, that is reported. predicate: True if the
+    plan breaks the rule. reason: one sentence that explains the rule for every plan. finding: the problem of this plan
+    in numbers, without a full stop. remedy: what to type instead, without one too. fix: the fields to change, or a
+    function that returns the nearest legal plan; or None.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Rule:
     fix: Mapping[str, object] | Callable[[Plan, Facts], Plan | None] | None = None
 
     def is_broken(self, plan: Plan, facts: Facts) -> bool:
-        """Return True if the plan breaks the rule; False if a fact is unknown."""
+        """Return True if the plan breaks the rule, False if not or if a fact is unknown."""
         try:
             return self.predicate(plan, facts)
         except UnknownFact:
@@ -109,7 +109,7 @@ class Rule:
             try:
                 fix = self.fix(plan, facts) if callable(self.fix) else plan.replace(**self.fix) if self.fix else None
             except PlanError:
-                fix = None  # numbers so large that no plan can hold the corrected one
+                fix = None  # the corrected value would be too large for any plan
             return Violation(self.name, self.field, message, fix)
         except UnknownFact:
             return None
@@ -125,7 +125,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken rule: the message in the error grammar, and the nearest legal plan if there is one."""
+    """A broken rule: the error message, and the nearest legal plan if there is one."""
 
     rule: str
     field: str
@@ -141,5 +141,5 @@ def alternatives(values: Sequence[object], field: str) -> str:
 
 
 def asks(plan: Plan, facts: Facts, axis: str) -> bool:
-    """Return True if the plan uses this axis: more than one rank on it, or `*`."""
+    """Return True if the plan uses this axis: it has more than one rank, or is `*`."""
     return facts.open_axis == axis or getattr(plan, axis) > 1

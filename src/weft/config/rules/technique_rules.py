@@ -1,4 +1,4 @@
-"""Rules of pipelines, wire formats and graphs. `plan_rules.py` lists them."""
+"""Rules for pipelines, wire formats and CUDA graphs. `plan_rules.py` includes them in its lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _group_choices(plan: Plan, facts: Facts) -> str:
     return f"Use microbatches={f'{below} or ' if below else ''}{below + plan.pp}"
 
 
-#: Not supported by the runtime under a pipeline yet.
+#: Pipeline features that the runtime does not support yet.
 PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
     Rule(
         name="pp-recompute-budget-not-built",
@@ -56,7 +56,7 @@ PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
     ),
 )
 
-#: What cannot work, whatever is built.
+#: Combinations with a pipeline that can never work.
 PIPELINE_LASTING: tuple[Rule, ...] = (
     Rule(
         name="pp-keeps-gathered",
@@ -128,11 +128,11 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
 )
 
 
-# Rules of the formats of gradients and weights, and of how often replicas synchronize.
+# Rules for the formats of gradients and weights, and for how often replicas synchronize.
 
 
 def keeps_residual(plan: Plan) -> bool:
-    """Return True if the plan's compression adds its error to a later sum."""
+    """Return True if the plan's compression uses error feedback: it adds its error to a later reduction."""
     return plan.compress != "none" and wire_spec(plan.compress).state_bytes > 0
 
 
@@ -141,7 +141,7 @@ def _keeps_few(plan: Plan) -> bool:
 
 
 def _incompatible_setting(plan: Plan) -> str:
-    """Return the plan setting that is incompatible with error feedback: an axis, or many replicas of int4."""
+    """Return the plan setting that is incompatible with error feedback: an axis, or int4 with many replicas."""
     sizes = {"tp": plan.tp, "pp": plan.pp, "ep": plan.ep}
     many = "" if plan.dp_replicate <= 2 or wire_spec(plan.compress).rank else "more than 2 replicas"
     return next((name for name, size in sizes.items() if size > 1), many)
@@ -278,11 +278,11 @@ WIRE_RULES: tuple[Rule, ...] = (
 )
 
 
-# The rules of plans whose steps are launched as CUDA graphs.
+# Rules for plans that launch steps as CUDA graphs.
 
 
 def _between(plan: Plan, facts: Facts) -> str:
-    """Return the work of the host or other ranks between the kernels of one forward and backward, or ""."""
+    """Return the work of the host or other ranks between the kernels of one forward and backward, or "" if nothing."""
     if asks(plan, facts, "pp"):
         return "the host orders the passes of a pipeline"
     if plan.zero == 3:

@@ -1,1 +1,1 @@
-"""Reading any model: blocks, layers, layouts, cost. Changes nothing."""
+"""Inspection of any model: blocks, layers, layouts, cost. It does not change the model."""

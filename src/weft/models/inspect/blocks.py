@@ -40,8 +40,8 @@ class Site:
 def outermost(model: nn.Module, is_wanted: Callable[[Site], bool]) -> list[Site]:
     """Return the selected sites below `model` in module order.
 
-    Modules inside a selected one and modules without parameters are left out. A module with several sites has the first
-    selected one.
+    Modules inside a selected one and modules without parameters are excluded. A module with several sites is returned
+    at the first selected one.
     """
     found: dict[nn.Module, Site] = {}
     opened: set[nn.Module] = set()
@@ -65,14 +65,14 @@ def outermost(model: nn.Module, is_wanted: Callable[[Site], bool]) -> list[Site]
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks by module path, in the order of registration. The result is empty without blocks.
 
-    A block is a module that is called. The blocks are the outermost ones of these:
+    A block is a module with a forward. The blocks are the outermost modules among these:
 
     - entries of ModuleLists, and of ModuleDicts with numbers as keys or with two entries of one class;
     - composite children of Sequentials (such as a residual network's stages);
     - composite modules of one class with numbered names (`layer0`, `layer1`) or, without other blocks, any names.
 
     Lists inside a list and modules without a forward are never called, so their entries are the blocks. Blocks are
-    never nested. A block with several paths has the first.
+    never nested. A block with several paths is returned under the first.
     """
     return {site.path: site.module for site in block_sites(model)}
 
@@ -84,19 +84,19 @@ def block_sites(model: nn.Module) -> list[Site]:
     found = listed
     for is_wanted in (_is_in_sequential, _is_numbered):
         around = outermost(model, is_wanted)
-        # One module around all blocks, such as an encoder between two layers, is not repeated.
+        # A single module that contains all blocks, such as an encoder between two layers, is not a repeated block.
         if _inside(found, around) and (len(around) > 1 or (around and not found)):
             found = around
     return found or outermost(model, _is_sibling)
 
 
 def _inside(sites: Sequence[Site], around: Sequence[Site]) -> bool:
-    """Return True if each of the sites is inside one of the others, or without sites."""
+    """Return True if each of the sites is inside one of `around`, or if there are no sites."""
     return all(any(site.path.startswith(f"{outer.path}.") for outer in around) for site in sites)
 
 
 def _open_lists(model: nn.Module) -> set[nn.Module]:
-    """Return the modules whose entries are blocks: lists, and modules inside them that are never called."""
+    """Return the modules whose entries are blocks: lists, and modules inside lists that are never called."""
     found: set[nn.Module] = set()
 
     def open_all(module: nn.Module) -> None:
@@ -112,7 +112,7 @@ def _open_lists(model: nn.Module) -> set[nn.Module]:
 
 
 def _is_repeated(entries: nn.ModuleDict) -> bool:
-    """Return True if a ModuleDict holds blocks, and not parts of different kinds by name."""
+    """Return True if the entries of a ModuleDict are blocks, and not different parts by name."""
     kinds = Counter(type(child) for child in map(original, entries.children()) if _is_composite(child))
     numbers = [key for key in entries if key.isdecimal()]
     return len(numbers) == len(entries) > 0 or max(kinds.values(), default=0) > 1
@@ -174,7 +174,7 @@ def join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-# The class of a module, replaced from outside: paths, parameters, state_dict names and other methods stay.
+# Replacing the class of a module in place: paths, parameters, state_dict names and other methods are unchanged.
 
 #: Returns the members of a new class, from its base class.
 Body = Callable[[type], dict[str, Any]]

@@ -2,9 +2,9 @@
 
     embed -> blocks.0, blocks.1, ... -> norm, head
 
-The chain has the repeated blocks, and the topmost other modules with parameters. Each of these runs before the first
-block, between two blocks, or after the last one. Weights without a single position are in every stage: parameters of no
-such module (`pos_embed`), and modules that are used on both sides of the blocks.
+The chain has the repeated blocks, and the topmost other modules with parameters. Each of the other modules runs before
+the first block, between two blocks, or after the last one. Weights without a single position are in every stage:
+parameters outside these modules (`pos_embed`), and modules that are used on both sides of the blocks.
 
 The order is the order of calls if the model can be called on the meta device (`call_order`), and the order of
 registration otherwise. A stage checks the order again when it runs.
@@ -31,7 +31,8 @@ from weft.private_torch import named_modules
 
 #: The encoder's output as an argument of a decoder's block, in transformers and in torch.
 _FROM_ENCODER = ("encoder_hidden_states", "memory")
-#: Inputs that only towers read. Sizes of images stay: positions of tokens follow from them.
+#: Inputs that only image and audio encoders (towers) read. Image sizes are not listed, because token positions depend
+#: on them.
 _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "audio_values", "input_values")
 
 
@@ -39,11 +40,10 @@ _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "audio_va
 class Chain:
     """The modules of a model in the order of their calls. See the module docstring.
 
-    blocks: in order. before, after: modules that run before the first block and after the last one.
-    between: other modules, each with the number of blocks that run before it.
-    joint: number of the encoder's blocks; 0 without an encoder.
-    everywhere: names of the parameters that every stage holds.
-    towers: arguments of the model's forward that are read before the chain only.
+    blocks: in order. before, after: modules that run before the first block and after the last one. between: other
+    modules, each with the number of blocks that run before it. joint: number of blocks of the encoder; 0 without an
+    encoder. everywhere: names of the parameters that every stage holds. towers: arguments of the model's forward that
+    are only read before the chain.
     """
 
     blocks: tuple[Site, ...]
@@ -60,7 +60,7 @@ class Chain:
         return (*self.before, *self.upto(len(self.blocks)), *self.after)
 
     def upto(self, stop: int, first: int = 0) -> tuple[Site, ...]:
-        """Return the blocks from `first` to before `stop`, each followed by the modules between it and the next one."""
+        """Return the blocks first to stop - 1, each followed by the modules before the next block."""
         found: list[Site] = []
         for number in range(first, stop):
             found.append(self.blocks[number])
@@ -99,7 +99,7 @@ def find_chain(model: nn.Module) -> Chain:
 
 
 def _with_empty(model: nn.Module, units: list[Site]) -> list[Site]:
-    """Return the blocks with their siblings in the same list, such as activations, and with repeats."""
+    """Return the blocks and their siblings in the same list that are repeated or have no parameters (activations)."""
     found: dict[str, Site] = {}
     for site in units:
         is_list = isinstance(site.parent, nn.Sequential | nn.ModuleList | nn.ModuleDict)
@@ -152,7 +152,7 @@ def _encoder_and_decoder(model: nn.Module, paths: set[str]) -> tuple[str, str] |
 
 
 def _part(path: str, name: str) -> str:
-    """Return the path up to the first name that ends with `name`, such as `encoder` or `text_encoder`."""
+    """Return the path up to the first part that ends with `name`, such as `encoder` or `text_encoder`."""
     keys = path.split(".")
     return next((".".join(keys[: place + 1]) for place, key in enumerate(keys) if key.endswith(name)), "")
 
@@ -161,7 +161,7 @@ def _arranged(
     model: nn.Module, units: list[Site], order: CallOrder | None, joint: int, encoder: str, towers: tuple[str, ...],
     *, is_known: bool,
 ) -> Chain:  # fmt: skip
-    """Give every module its position: the order of calls, or else the order of registration."""
+    """Return the chain with a position for every module, from the order of calls or else the order of registration."""
     if order is not None and not joint:
         units = order.called(units)
         if len({site.module for site in units}) == len(units):

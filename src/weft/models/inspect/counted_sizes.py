@@ -1,7 +1,7 @@
-"""Sizes of divided dims as integers that record how code uses them.
+"""Sizes of sharded dims as integers that record how code uses them.
 
-A rank has only its part of a divided dim, so a number computed from its size differs from the result on one process. A
-reshape may use such a size if the part's size gives the part of the reshaped tensor.
+A rank has only its part of a sharded dim, so a number computed from its size differs from the result on one process. A
+reshape may use such a size if the size of the part gives the part of the reshaped tensor.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def _number(name: str) -> Any:
 
 
 class Counted(int):
-    """The size of a divided dim, or a number computed from it. part: its value on one of the ranks."""
+    """The size of a sharded dim, or a number computed from it. part: its value on one of the ranks."""
 
     part: int
     misuse: Misuse
 
     @staticmethod
     def of(full: int, part: int, misuse: Misuse) -> Counted:
-        """Return such a number.
+        """Return a `Counted` with these values.
 
         Args:
             full: value on one process.
@@ -118,14 +118,14 @@ class Counted(int):
 def counted_result(
     name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, dim: int, part: int, misuse: Misuse
 ) -> Any:
-    """Return the result of a size query, with the size of the divided dim as a `Counted`.
+    """Return the result of a size query, with the size of the sharded dim as a `Counted`.
 
     Args:
         name: name of the method or attribute.
         args: positional arguments; the tensor is first.
         kwargs: keyword arguments.
-        result: result of torch.
-        dim: the divided dim.
+        result: result of the query in torch.
+        dim: the sharded dim.
         part: size of the dim on one rank.
         misuse: see `Counted.of`.
     """
@@ -156,7 +156,7 @@ def sizes_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Sup
 
 
 def fits_parts(name: str, args: Sequence[Any], kwargs: dict[str, Any], shape: Sequence[int], made: list[int]) -> bool:
-    """Return True if a reshape of a rank's part gives the part of the reshaped tensor.
+    """Return True if reshaping a rank's part gives the corresponding part of the reshaped tensor.
 
     Args:
         name: name of the method.
@@ -199,7 +199,7 @@ def _is_slice(value: Any) -> TypeGuard[slice[Any, Any, Any]]:
 
 
 def parts_of_index(index: Any, rank: int) -> list[Any] | None:
-    """Return the parts of an index without `...`, or None if a tensor or a list is among them."""
+    """Return the elements of an index without `...`, or None if a tensor or a list is among them."""
     parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
     if any(isinstance(part, torch.Tensor | list) for part in parts):
         return None

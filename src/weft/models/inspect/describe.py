@@ -48,10 +48,10 @@ def describe(module: nn.Module) -> ModelSpec:
 
 
 def _layers(model: nn.Module) -> Iterator[LayerSpec]:
-    """One LayerSpec for each group of like parts, in the order in which the groups first appear."""
+    """Yield one LayerSpec for each group of identical parts, in the order in which groups first appear."""
     sites = _parts(model)
     owners = {inner: site for site in reversed(sites) for inner in site.module.modules()}
-    counts: Counter[str] = Counter()  # a part that shares weights with an earlier one has fewer of its own
+    counts: Counter[str] = Counter()  # a part that shares weights with an earlier one has fewer parameters of its own
     for path, parameter in model.named_parameters():
         site = owners.get(model.get_submodule(path.rpartition(".")[0]))
         counts[site.path if site else path] += parameter.numel()
@@ -67,11 +67,11 @@ def _layers(model: nn.Module) -> Iterator[LayerSpec]:
 
 
 def _parts(model: nn.Module) -> list[Site]:
-    """Return the outermost modules that repeat in their container or contain no repeats."""
+    """Return the outermost modules that are repeated in their container or contain no repeated modules."""
     kinds: dict[nn.Module, Counter[Kind]] = {
         part: Counter(map(_kind, _entries(part))) for part in model.modules() if isinstance(part, CONTAINERS)
     }
-    # A ModuleList has blocks even when it is of length one.
+    # A ModuleList contains blocks even if it has only one entry.
     repeats = {
         part for part, found in kinds.items() if any(n > 1 or isinstance(part, nn.ModuleList) for n in found.values())
     }
@@ -105,7 +105,7 @@ def _group_path(site: Site, paths: list[str]) -> str:
 
 
 def _runs(names: list[str]) -> Iterator[str]:
-    """Shorten numbers in sequence: 0 1 2 5 -> 0-2 5. Other names stay."""
+    """Shorten consecutive numbers: 0 1 2 5 becomes 0-2 5. Other names stay."""
     if not all(name.isdigit() for name in names):
         yield from names
         return
@@ -114,14 +114,14 @@ def _runs(names: list[str]) -> Iterator[str]:
         yield numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
-# The part of the model that runs at each moment of a trace. A repeated layer is replaced by a stand-in.
+# Tracking of the part of the model that runs at each moment of a trace. A repeated layer is replaced by a stub.
 
 
 class Layers:
-    """The parts of one run.
+    """The parts of the model in one traced run.
 
-    blocks: the repeated layers by path. ends: modules at whose call audio clip stops. parts: parts by number; layers
-    count from 0, and the caller numbers `before` and `after`. current: path of the running layer.
+    blocks: the repeated layers by path. ends: modules at whose call recording stops. parts: parts by index; layers
+    count from 0, and the caller chooses the indices of `before` and `after`. current: path of the running layer.
     """
 
     def __init__(
@@ -194,7 +194,10 @@ class Layers:
         return outputs
 
     def _stand_in(self, tensors: list[torch.Tensor], outputs: Any) -> Any:
-        """Return outputs with the shapes of the traced layer's. Gradients reach the inputs without recorded cost."""
+        """Return tensors with the shapes of the traced layer's outputs.
+
+        Gradients reach the inputs without recorded cost.
+        """
         self.recorder.enter(None)
         leaves, tree = tree_flatten(outputs)
         inputs = [each for each in tensors if each.requires_grad]
@@ -219,7 +222,7 @@ class _StandIn(Function):
 
 
 def _own_numbers(blocks: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
-    """Return the settings that hold the layer's index in every layer: path of the module in the layer, and name."""
+    """Return the attributes that contain the layer's index in every layer: (path of the module in the layer, name)."""
     found: set[tuple[str, str]] | None = None
     for path, block in blocks.items():
         place = path.rpartition(".")[2]
@@ -234,7 +237,7 @@ def _own_numbers(blocks: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
 
 
 def _signature(block: nn.Module, ignored: set[tuple[str, str]]) -> Any:
-    """Return the identity of a layer: classes, parameters, and settings except the ignored ones."""
+    """Return the identity of a layer: classes, parameters, and attributes except the ignored ones."""
     return tuple((path, type(module), _parameters(module), _settings(path, module, ignored))
                  for path, module in named_modules(block))  # fmt: skip
 
@@ -249,26 +252,25 @@ def _settings(path: str, module: nn.Module, ignored: set[tuple[str, str]]) -> An
     return tuple((name, value) for name, value in plain if (path, name) not in ignored)
 
 
-# Description of any module by running it on the meta device, with a few batch sizes and sequence lengths to fit its
-# work.
+# Description of any module from runs on the meta device with several batch sizes and sequence lengths, to which
+# polynomials are fitted.
 
-#: Batches and sequences of the runs: with a sequence (in units of its step), and without one. The last run checks the
-#: fit.
+#: Batch and sequence sizes of the runs, with sequences (in units of the step) and without. The last run checks the fit.
 _POINTS = ((2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
 _BATCHES = ((2, 1), (3, 1), (4, 1))
-#: Numbers of the parts that are no repeated layers.
+#: Indices of the parts that are not repeated layers.
 BEFORE, AFTER = -1, -2
-#: Maximum relative deviation of the check.
+#: Maximum relative deviation in the check of the fit.
 _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """Facts about a model's modules that are needed before tracing.
+    """Properties of a model's modules that are needed before tracing.
 
-    blocks: its repeated layers by path; empty: the model is one layer. styles: "columns", "rows" or "vocab" by module
-    path, as tensor parallelism would shard them. head: the output layer of a language model. table: the embedding of
-    its ids.
+    blocks: the repeated layers by path; if empty, the model is one layer. styles: "columns", "rows" or "vocab" by
+    module path, as tensor parallelism would shard them. head: the output layer of a language model. table: the
+    embedding of token ids.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -295,7 +297,7 @@ def trace_model(
         seq_step: shortest sequence to try, in tokens; 0: the model reads no sequence.
 
     Raises:
-        ModelError: if it does not run on the meta device, or its work does not grow as a polynomial.
+        ModelError: if it does not run on the meta device, or its cost is not a polynomial in batch and sequence.
     """
     points = [(batch, seq * seq_step) for batch, seq in _POINTS] if seq_step else list(_BATCHES)
     weights = _weights(model)
@@ -321,9 +323,9 @@ def trace_model(
 
 
 def _width(fit: _Fit, runs: Sequence[_Run], reads_sequence: bool) -> int:
-    """Return the number of values per token, or per sample, of the first layer whose output grows with these.
+    """Return the number of values per token, or per sample, of the first layer whose output size depends on these.
 
-    Layers with a constant output are skipped, because an image encoder may be first.
+    Layers with a constant output size are skipped, because an image encoder may be first.
     """
     found = [fit.growth([run.parts[number].output_values for run in runs]) for number in runs[0].parts if number >= 0]
     widths = [round(growth.tokens if reads_sequence else growth.batch) for growth in found]
@@ -382,7 +384,10 @@ def _backward(output: Any) -> None:
 
 
 def _count_params(model: nn.Module, outline: Outline, recorder: KernelRecorder, parts: dict[int, PartOfRun]) -> None:
-    """Assign each parameter to the part that reads it first. Those of the vocabulary are counted by its size."""
+    """Assign each parameter to the part that reads it first.
+
+    Those of embedding and head are counted by the vocabulary size.
+    """
     vocabulary = {id(weight) for each in (outline.head, outline.table) if outline.head is not None
                   and (weight := _weight_of(each)) is not None}  # fmt: skip
     readers: dict[int, int] = {}
@@ -400,7 +405,7 @@ def _count_params(model: nn.Module, outline: Outline, recorder: KernelRecorder, 
         if id(param) in vocabulary or number is None or number not in parts:
             continue
         style = owners.get(id(param), "")
-        # A row-cut layer's bias is added once, so every rank has it.
+        # The bias of a row-parallel layer is added once, so every rank has it.
         cut = style in ("columns", "vocab") or (style == "rows" and not name.endswith("bias"))
         part = parts[number]
         if cut:
@@ -410,7 +415,7 @@ def _count_params(model: nn.Module, outline: Outline, recorder: KernelRecorder, 
 
 
 def _same_parts(runs: Sequence[_Run]) -> list[int]:
-    """Return the numbers of the parts. Raise ModelError unless the parts and their kernels are the same in all runs."""
+    """Return the indices of the parts. Raise ModelError unless the parts and their kernels are the same in all runs."""
     first = runs[0]
     for run in runs[1:]:
         same = run.parts.keys() == first.parts.keys() and all(
@@ -426,7 +431,7 @@ def _same_parts(runs: Sequence[_Run]) -> list[int]:
 
 
 class _Fit:
-    """Coefficients of a Growth from its values at the points of the runs."""
+    """Fits the coefficients of a Growth to values at the batch and sequence sizes of the runs."""
 
     def __init__(self, points: Sequence[tuple[int, int]], with_sequence: bool):
         self._names = ("one", "batch", "seq", "tokens", "seq_square", "square") if with_sequence else ("one", "batch")
@@ -446,7 +451,7 @@ class _Fit:
         return Growth(**{name: float(f"{value:.10g}") for name, value in zip(self._names, found, strict=True)})
 
     def parts(self, values: Sequence[tuple[float, float, float]]) -> DividedBytes:
-        """Return the same for bytes, by the axes that divide them."""
+        """Return the polynomials for bytes, by the axes that divide them."""
         return DividedBytes(*(self.growth([each[place] for each in values]) for place in range(3)))
 
 

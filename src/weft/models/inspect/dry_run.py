@@ -23,7 +23,7 @@ from weft.models.inspect.layers import is_linear, weight_of
 from weft.models.inspect.private_torch import children
 from weft.private_torch import tree_leaves, tree_map
 
-#: Tokens of the shortest sequence that `Inputs` are made for.
+#: Tokens of the shortest sequence for which `Inputs` are made.
 SHORTEST = 8
 T = TypeVar("T")
 
@@ -42,9 +42,9 @@ def in_some_format(attempt: Callable[[torch.dtype | None], T]) -> T:
 def call_without_numbers(
     model: nn.Module, moved: Any, mode: AbstractContextManager[Any], dtype: torch.dtype | None = None
 ) -> Any:
-    """Return the model's output on the meta device, under a mode and in evaluation. The model is not changed.
+    """Return the model's output on the meta device, in evaluation and under a torch mode. The model is not changed.
 
-    moved: arguments from `without_numbers`. dtype: dtype of all floats; None: the model's own. Raises ModelError if
+    moved: arguments from `without_numbers`. dtype: dtype of all floats; None: the model's own. Raise ModelError if
     forward reads values or fails.
     """
     named = (*model.named_parameters(), *model.named_buffers())
@@ -65,7 +65,7 @@ def call_without_numbers(
 def call_traced(
     model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], *, training: bool = False
 ) -> Any:
-    """Return the output of one forward under a watch, with the autograd graph. The model is not changed.
+    """Return the output of one observed forward, with the autograd graph. The model is not changed.
 
     The forward runs on the meta device, in the model's dtype or else in bfloat16. If that fails, for example because of
     branches that depend on values, it runs with values.
@@ -74,7 +74,7 @@ def call_traced(
         model: any model.
         example: arguments of the forward.
         watch: builds the context manager that observes one forward, from its inputs.
-        training: True to keep the modules' mode; otherwise all are in evaluation.
+        training: True to keep the modules' training mode; otherwise all are set to evaluation.
 
     Raises:
         ModelError: if the forward fails in each of these ways.
@@ -129,7 +129,7 @@ def _same_draws() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Generator[None]:
-    """Restore all attributes of the modules afterwards, including caches of the forward and the training mode."""
+    """Restore all attributes of the modules on exit, including caches of the forward and the training mode."""
     before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
         yield
@@ -148,7 +148,10 @@ def _contents(module: nn.Module) -> list[tuple[dict[Any, Any] | list[Any], Any]]
 
 
 def _is_same(held: dict[Any, Any] | list[Any], content: Any) -> bool:
-    """Return True if nothing was exchanged, since some dicts refuse an update."""
+    """Return True if the container still holds the same objects, so that it need not be restored.
+
+    Some dicts do not allow updates.
+    """
     if len(held) != len(content):
         return False
     if isinstance(held, dict):
@@ -184,7 +187,7 @@ def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_named(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Return True if these are values by name."""
+    """Return True if the example is a dict of values by name."""
     return isinstance(value, dict)
 
 
@@ -208,7 +211,7 @@ class LoadedSamples:
 
 
 def is_placed(value: Any) -> TypeGuard[tuple[Any, ...]]:
-    """Return True if these are positional values."""
+    """Return True if the example is a tuple of positional values."""
     return isinstance(value, tuple)
 
 
@@ -220,7 +223,7 @@ def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
-    """Return arguments that fit the model: all inputs of a transformers model, else ids, an image, audio or vectors."""
+    """Return inputs for the model: all inputs of a transformers model, else token ids, an image, audio or vectors."""
     name = getattr(model, "main_input_name", None)
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):
@@ -311,12 +314,12 @@ class Inputs:
         return step
 
 
-#: Sizes of images that are tried if the model refuses the usual example.
+#: Image sizes that are tried if the model rejects the usual example.
 _SIDES = (224, 32, 28, 16, 8)
 
 
 class CallOrder:
-    """Calls of modules in order, and the modules whose weights were read outside their calls."""
+    """Order of module calls, and the modules whose weights were read outside their calls."""
 
     def __init__(self) -> None:
         self.calls: list[nn.Module] = []
@@ -329,7 +332,7 @@ class CallOrder:
         self.calls.append(module)
 
     def add_use(self, owner: nn.Module, running: tuple[nn.Module, ...]) -> None:
-        """Record that a module was called, or a weight of it read, during these calls."""
+        """Record that a module was called, or its weight read, while the modules in `running` were running."""
         self._uses.add((owner, running))
 
     def is_read(self, module: nn.Module) -> bool:
@@ -338,11 +341,11 @@ class CallOrder:
         return any(owner in inside and module not in running for owner, running in self._uses)
 
     def is_called(self, module: nn.Module) -> bool:
-        """Return True if a module was called, or nothing in it was."""
+        """Return True if the module was called, or if neither it nor a submodule was."""
         return module in self._first or not any(part in self._first for part in module.modules())
 
     def called(self, sites: list[Site]) -> list[Site]:
-        """Return the sites, with each module that is not called replaced by its children that are."""
+        """Return the sites, with each module that is not called replaced by its children that are called."""
         found: list[Site] = []
         for site in sites:
             inside = [
@@ -362,7 +365,7 @@ class CallOrder:
         return [next(ordered) if site.module in self._first else site for site in sites]
 
     def positions(self, site: Site, units: list[Site]) -> list[int]:
-        """Return the numbers of blocks that ran before each call of a module, without repeats."""
+        """Return the number of blocks that ran before each call of a module, without duplicates."""
         modules = {unit.module for unit in units}
         seen: set[nn.Module] = set()
         found: dict[int, None] = {}
@@ -377,7 +380,7 @@ class CallOrder:
 def call_order(model: nn.Module) -> CallOrder | None:
     """Call a model on the meta device and return the order of calls, or None if that fails.
 
-    The example is invented (`example_of`). The model is not changed.
+    The inputs are generated by `example_of`. The model is not changed.
     """
     try:
         example = example_of(model)
@@ -411,7 +414,7 @@ def _only(example: Any) -> torch.Tensor | None:
 
 
 def _with_more(model: nn.Module, example: Any) -> list[Any]:
-    """Return examples that fill the other required arguments with one number per sample: noise steps, classes."""
+    """Return inputs with the missing required arguments added, as one number per sample (noise steps, classes)."""
     takes = inspect.signature(model.forward).parameters.values()
     required = sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in takes)
     given = _only(example)
@@ -427,7 +430,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 class _Watch(TorchFunctionMode):
-    """Records calls and weights that are read outside them. Checks of meta tensors' values return True."""
+    """Records calls of modules and weights that are read outside calls. Checks of meta tensors' values return True."""
 
     def __init__(self, model: nn.Module, order: CallOrder):
         super().__init__()
@@ -468,13 +471,13 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Models by `package.module:function`: import and call the function, and report failures.
+# Models given as `package.module:function`: import and call the function, and report failures.
 
 
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Return the model that a function returns and its other results, with a DataLoader as `LoadedSamples`.
+    """Return the model and the other results of a user's function, with a DataLoader as `LoadedSamples`.
 
-    The current folder is importable.
+    Modules of the current folder can be imported.
 
     Raises:
         ModelError: if the function cannot be imported or called, or does not return a model.

@@ -1,8 +1,8 @@
 """Follow the output features of linear layers through a forward, and find operations that mix them.
 
-Each linear layer's output is marked with the dim of its features. An operation that treats every feature (or head)
-separately passes the mark on. An operation that mixes them or is unknown ends the mark, and that layer cannot be
-sharded by columns. If a mark reaches the input features of another linear layer, that layer can be sharded by rows.
+Marks on tensors record the layers and the dim of their features. An operation that treats every feature (or head)
+separately copies the mark to its result. An operation that mixes features or is unknown removes the mark, and that
+layer cannot be sharded by columns. A linear layer with a marked input can be sharded by rows.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ _ASKED = frozenset((
     "backward_hooks", "_backward_hooks", "register_hook", "retain_grad",
 ))  # fmt: skip
 _SUMS = frozenset(("mean", "sum", "var", "amax", "amin", "norm"))
-#: The result has a shape of its arguments and none of the input's values.
+#: Operations whose result has a shape of the arguments but none of the input's values.
 _FRESH = frozenset(("new_empty", "new_zeros", "new_ones", "new_full"))
 _ALIKE = frozenset(("empty_like", "zeros_like", "ones_like", "full_like"))
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Features of some layers. dim: the dim of the features. count: number of separable parts there (heads, features).
+    """Mark of a tensor with features of some layers.
+
+    dim: the dim of the features. count: number of heads or features there.
 
     segment: first feature and number of features, for a part of a fused layer's output.
     """
@@ -76,9 +78,9 @@ class FeatureFlow(TorchFunctionMode):
     """Marks of all tensors of one forward. `inside` is True in a layer whose own operations are ignored.
 
     broken: reasons why layers cannot be sharded. alone: layers of `broken` whose features mixed only with each other.
-    trusted: above zero if constant numbers of heads and widths are replaced by a rank's.
-    weights: ids of parameters that a layer may shard. read: those that are used outside their layer, and the
-    operation. lookup: id of the embedding that a layer is reading.
+    trusted: above zero while constant head counts and widths in modules are replaced by one rank's. weights: ids
+    of parameters that a layer may shard. read: parameters that are used outside their layer, and the operation. lookup:
+    id of the embedding that a layer is reading.
     """
 
     def __init__(self, is_trusted: bool = False) -> None:
@@ -103,7 +105,7 @@ class FeatureFlow(TorchFunctionMode):
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}  # views of fresh tensors, and their indices
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Mark a tensor."""
+        """Record the mark of a tensor."""
         self._marks[id(tensor)] = (tensor, mark)
         for source in mark.sources:
             self.counts[source] = math.gcd(self.counts.get(source, 0), mark.count)
@@ -111,7 +113,7 @@ class FeatureFlow(TorchFunctionMode):
                 self.segments.setdefault(source, set()).add(mark.segment)
 
     def of(self, value: Any) -> Mark | None:
-        """Return the mark of a value, or None if it has no mark or its layers stay unsharded on every rank."""
+        """Return the mark of a value, or None if it is unmarked or its layers are not sharded."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
         if found and not self.inside and id(value) not in self._traced:
             self.inside = True
@@ -127,15 +129,15 @@ class FeatureFlow(TorchFunctionMode):
         return id(tensor) in self.params
 
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
-        """Record that the layers of a mark cannot be sharded. alone: their features mixed only with each other."""
+        """Record that layers cannot be sharded. alone: True if their features mixed only with each other."""
         for source in mark.sources:
             self.broken.setdefault(source, reason)
         if alone and len(mark.sources) == 1:
             self.alone |= mark.sources
 
     def _trace_backward(self, call: Any, given: list[Any], like: torch.Tensor, mark: Mark, what: str) -> None:
-        """Run code of backward on tensors, of which those in the shape of `like` have its features."""
-        own = copy.copy(self)  # shares what it records
+        """Run a custom backward on tensors; those with the shape of `like` get its mark."""
+        own = copy.copy(self)  # shares the recorded data
         self.inside = True
         for one in given:
             if isinstance(one, torch.Tensor) and one.shape == like.shape and id(one) not in self._marks:
@@ -144,14 +146,14 @@ class FeatureFlow(TorchFunctionMode):
         try:
             with own:
                 call()
-        except Exception:  # user code may need numbers
+        except Exception:  # user code may need values
             self.end(mark, f"{what} cannot be traced")
         self.inside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("__contains__", "__bool__") and args[0].is_meta:
-            return False  # "is there padding in these ids?", "is this mask causal?" have no answer without numbers
+            return False  # questions such as "is there padding in these ids?" have no answer without values
         result = func(*args, **kwargs)
         if self.inside:
             return result
@@ -179,16 +181,16 @@ class FeatureFlow(TorchFunctionMode):
         return result
 
     def _note_reads(self, name: str, args: Any, kwargs: Any) -> None:
-        """Note weights whose numbers an operation outside their layers uses: a shard of one is not enough there."""
+        """Record weights that an operation outside their layers uses, because a shard would not suffice there."""
         if name in _ASKED or name in _FRESH:
             return
-        used = args[:1] if name in ("to", "type_as") else (args, kwargs)  # of the second only the format
+        used = args[:1] if name in ("to", "type_as") else (args, kwargs)  # else only its dtype is read
         for leaf in tree_leaves(used):
             if id(leaf) in self.weights and not (name == "embedding" and id(leaf) == self.lookup):
                 self.read.setdefault(id(leaf), name)
 
     def _counted(self, name: str, args: Any, kwargs: Any, result: Any, mark: Mark) -> Any:
-        """Return a size that ends the mark if code computes with it."""
+        """Return a size that removes the mark if code computes with it."""
 
         def misuse(what: str) -> None:
             if not self.is_over:
@@ -198,7 +200,7 @@ class FeatureFlow(TorchFunctionMode):
         return counted_result(name, args, kwargs, result, mark.dim, size // ranks_of(mark), misuse)
 
     def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, before: Mark | None) -> None:
-        """End marks if a rank's part is reshaped by sizes of the full tensor, or if sizes are used elsewhere."""
+        """Remove marks if a rank's part is reshaped by sizes of the full tensor, or if sizes are used otherwise."""
         after = self.of(result)
         if name in RESHAPES and before is not None and after is not None:
             shape, made, ranks = [*args[0].shape], [*result.shape], ranks_of(before)
@@ -219,7 +221,7 @@ class FeatureFlow(TorchFunctionMode):
                     one.misuse(f"uses {{}} in `{name}`")
 
     def _is_written(self, name: str, args: Any, shape: list[int], made: list[int], mark: Mark) -> bool:
-        """Return True if a reshape fits a rank's part once it uses the number of heads of one rank."""
+        """Return True if a reshape fits a rank's part when the code's head count is replaced by one rank's."""
         written, sizes = self.written[-1] if self.written else None, sizes_of(name, args, {})
         if written is None or sizes is None or name not in ("view", "reshape"):
             return False
@@ -256,7 +258,7 @@ class FeatureFlow(TorchFunctionMode):
         return True
 
     def _fill(self, target: torch.Tensor, index: Any, value: Any) -> None:
-        """Follow a write into part of `target`. It inherits the value's mark if features keep their positions."""
+        """Follow a write into part of `target`, which gets the value's mark if features keep their positions."""
         mark, known = self.of(value), self.of(target)
         if mark is None:
             if known is not None and not (
@@ -281,7 +283,7 @@ class FeatureFlow(TorchFunctionMode):
                     self.end(each, "its features are written into a tensor", known is None)
 
     def _is_all(self, index: Any, target: torch.Tensor, known: Mark) -> bool:
-        """Return True if an index selects all features of a tensor, or each by its own values."""
+        """Return True if an index selects all features of a tensor, or each feature by its own values."""
         if (mask := self.of(index)) is not None:
             return mask.dim == known.dim and index.shape == target.shape
         parts = [part for part in parts_of_index(index, target.dim()) or () if part is not None]
@@ -289,7 +291,7 @@ class FeatureFlow(TorchFunctionMode):
 
 
 def ranks_of(mark: Mark) -> int:
-    """Return the smallest number of ranks above one that could share the parts of a mark."""
+    """Return the smallest number of ranks above one among which the heads or features of a mark can be divided."""
     return next((each for each in range(2, mark.count) if mark.count % each == 0), max(mark.count, 1))
 
 
@@ -310,7 +312,7 @@ def plain_name(func: Any) -> str:
 
 
 class FlowStep:
-    """One operation on marked tensors."""
+    """One operation on tensors with marks."""
 
     def __init__(
         self, flow: FeatureFlow, name: str, args: Any, kwargs: Any, marks: list[Mark], outputs: list[torch.Tensor]
@@ -343,7 +345,7 @@ class FlowStep:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def _is_part(self, size: Any) -> bool:
-        """Return True if a number of features becomes the number of a rank's part."""
+        """Return True if a number of features is replaced by the number of a rank's part."""
         written = self.flow.written[-1] if self.flow.written else None
         return (
             self.flow.trusted > 0
@@ -565,7 +567,7 @@ class FlowStep:
 def track_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
     """Return the dim that holds the parts of `dim` in order after a reshape, or None if no single dim does.
 
-    A dim does if only dims of size 1 precede `dim` among the dims that it is joined with.
+    That is the case if only dims of size 1 precede `dim` among the dims that it is merged with.
     """
     i = j = 0
     while i < len(old) or j < len(new):
@@ -583,7 +585,7 @@ def track_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int |
             if any(size != 1 for size in old[first_i:dim]):
                 return None
             while len(old) == 1 and first_j < j - 1 and new[first_j] == 1:
-                first_j += 1  # one number per head in the shape of scores; else the 1 is the number of heads
+                first_j += 1  # one number per head in the shape of scores; otherwise the 1 is the number of heads
             return first_j if first_j < len(new) else None
     return None
 

@@ -1,8 +1,8 @@
 """Find the layout of a model, and check that it covers the modules between sharded layers.
 
-Parameters of such modules work on a part of the features. Their gradient is a partial sum (the norm of queries is the
-common case), which the shape does not show. If the layout omits such a parameter or replicates it, training continues
-with wrong gradients.
+Such modules may process only a part of the features on each rank. The gradient of their parameters is then a partial
+sum (for example the norm of queries), which shapes do not show. If the layout omits such a parameter or replicates it,
+training continues with wrong gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.models.inspect.layout_trace import FoundLayout, trace_layout, works_on
 from weft.models.inspect.token_flow import mixing
 from weft.private_torch import named_modules
 
-#: Styles that answer for whatever a module holds.
+#: Styles that apply to all parameters of a module, including submodules.
 _ANSWERS = ("partial", "replicate", "expert")
 
 
@@ -57,10 +57,10 @@ def says_too_little(layout: Layout, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) -> None:
-    """Check that a manual layout has the style partial for modules that work on a part of sharded features.
+    """Check that a manual layout has the style partial for modules that process sharded features.
 
     Args:
-        model: the full model. It is called once on the meta device if a module may work on a part.
+        model: the full model. It is called once on the meta device if a module may process sharded features.
         layout: the layout that the user wrote.
         example: arguments of a forward, for a model that takes neither ids nor images.
 
@@ -127,23 +127,23 @@ def _within(path: str, around: set[str]) -> bool:
     return any(not each or path.startswith(f"{each}.") for each in around)
 
 
-# Find the layout of a model: the project's own families, Hugging Face's own plans, else by tracing.
+# Finding the layout of a model: Weft's own families, the plans of Hugging Face models, else tracing.
 
-#: How the styles of a `base_model_tp_plan` of transformers are called here.
+#: Names of the styles in a transformers `base_model_tp_plan`, and the corresponding styles here.
 _HF_STYLES = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "partial"}
 
 
 def find_layout(model: nn.Module, example: Any = None) -> Layout:
-    """Return the layout of any model. example: arguments of a forward, or None for invented ones.
+    """Return the layout of any model. example: arguments of a forward, or None for generated ones.
 
     Raises:
-        LayoutError: if nothing is found that can be cut.
+        LayoutError: if no layer can be sharded.
     """
     return model.tensor_layout() if isinstance(model, KnownModel) else explain_layout(model, example).layout
 
 
 def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
-    """Return the layout with its reasons.
+    """Return the layout with the reason for each pattern.
 
     example: arguments of a forward, for a model that takes neither ids nor images.
     """
@@ -173,7 +173,7 @@ def _replicated_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
 
 
 def _with_attention(model: nn.Module, example: Any, found: FoundLayout, across_norms: bool = False) -> FoundLayout:
-    """Return the traced layout if it shards all layers that `found` does; else return `found`."""
+    """Return the traced layout if it shards all layers that `found` shards; else return `found`."""
     try:
         traced = trace_layout(model, example, across_norms)
     except LayoutError:
@@ -198,7 +198,7 @@ def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
     reasons: dict[str, str] = {}
     for short, style in plan.items():
         pattern = prefix + short
-        # The table of ids is cut by vocabulary below, experts by expert parallelism.
+        # The embedding of token ids is sharded by vocabulary below, experts by expert parallelism.
         if short.endswith("embed_tokens") or "experts" in short or paths.get(pattern, model) is ids_table:
             continue
         if Layout(((pattern, "replicate"),)).unused(paths):

@@ -52,7 +52,7 @@ def is_hugging_face(model: nn.Module) -> bool:
 def load_model_config(path: Path) -> Any:
     """Return the config of a folder, or of its config.json. It downloads nothing and runs no code of the folder.
 
-    Raises ModelError if transformers cannot read it, and MissingExtra without transformers.
+    Raise ModelError if transformers cannot read it, and MissingExtra without transformers.
     """
     env.set_for_children(HF_HUB_OFFLINE="1")
     try:
@@ -162,9 +162,9 @@ def headed_model(config: Any, head: str, words: str) -> nn.Module:
 
 
 def decoder_start(model: Any) -> int | Literal["last"] | None:
-    """Return the first token of the decoder inputs that a model makes from its labels.
+    """Return the first token of the decoder inputs that a model creates from its labels.
 
-    "last" is the labels' own last token. None: the model makes no such inputs.
+    "last": the last token of the labels. None: the model creates no decoder inputs.
     """
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
     if shift is None:
@@ -266,7 +266,7 @@ def requested_captures() -> frozenset[str]:
 
 
 def take_captures(module: nn.Module) -> list[Capture]:
-    """Remove these hooks from a module and all its submodules, and return them."""
+    """Remove the transformers capture hooks from a module and all its submodules, and return them."""
     found: list[Capture] = []
     for part in module.modules():
         hooks = forward_hooks(part)
@@ -392,9 +392,9 @@ def quiet() -> Generator[None]:
 
 @contextlib.contextmanager
 def experts_at_once(model: nn.Module) -> Generator[None]:
-    """Compute transformers' experts as one batched product inside the context.
+    """Compute transformers' experts with one batched matmul inside the context.
 
-    Their default loop has shapes that depend on values.
+    The shapes in their default loop depend on values.
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     before = [(one, one.__dict__[_EXPERTS]) for one in configs.values() if _EXPERTS in getattr(one, "__dict__", ())]

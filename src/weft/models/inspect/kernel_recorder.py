@@ -1,7 +1,7 @@
 """Record the kernels of one forward and backward on the meta device.
 
-Matrix products and attention get rows with sizes. Everything else is a pass over memory. Values that tensor parallelism
-divides are followed from the outputs of column-parallel layers to the inputs of row-parallel ones, in forward and
+Matmuls and attention are recorded with sizes, everything else as bytes read and written. Values that tensor parallelism
+divides are followed from the outputs of column-parallel layers to the inputs of row-parallel layers, in forward and
 backward.
 """
 
@@ -37,10 +37,10 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
 def is_worth_saving(op: Any, made: float, read: float) -> bool:
-    """Return True if a product should be saved instead of recomputed.
+    """Return True if selective recompute should save the result of a matmul instead of recomputing it.
 
-    All products are saved except batched ones that are larger than their inputs. Those are attention scores, which are
-    expensive to save and cheap to recompute.
+    All results are saved except outputs of batched matmuls that are larger than their inputs: attention scores, which
+    are expensive to save and cheap to recompute.
 
     Args:
         op: the operation, or its name without the overload.
@@ -54,7 +54,7 @@ def is_worth_saving(op: Any, made: float, read: float) -> bool:
 class Row:
     """One kernel.
 
-    part: number of its layer. dims: m, n, k and batch of a product; queries and keys of attention. cut: "columns",
+    part: index of its layer. dims: m, n, k and batch of a matmul; queries and keys of attention. cut: "columns",
     "rows", "inside" or "none". reads, writes: bytes by storage. fixed: values that do not grow with the inputs.
     """
 
@@ -79,7 +79,10 @@ class Row:
 
 @dataclass(slots=True)
 class Saved:
-    """One tensor saved for backward. place: number of rows before it. in_attention: True if only attention saves it."""
+    """One tensor saved for backward.
+
+    place: number of rows recorded before it. in_attention: True if only attention saves it.
+    """
 
     part: int
     num_bytes: int
@@ -261,7 +264,7 @@ class _Attention(Function):
 
 
 def _grouped(args: Any, output: torch.Tensor) -> tuple[float, ...]:
-    """Return the sizes of a grouped product with equal numbers of rows per matrix, or zeros for its backward."""
+    """Return the sizes of a grouped matmul with equal numbers of rows per matrix, or zeros for its backward."""
     left, right = args[0], args[1]
     if left.dim() == 2 and right.dim() == 3:
         return left.shape[0] / right.shape[0], output.shape[-1], left.shape[1], right.shape[0]
@@ -269,7 +272,7 @@ def _grouped(args: Any, output: torch.Tensor) -> tuple[float, ...]:
 
 
 def _convolution(args: Any, output: torch.Tensor) -> tuple[float, ...]:
-    """Return a convolution's sizes as products: one row per position of each sample, one product per group."""
+    """Return a convolution's sizes as a matmul: one row per position of each sample, one matmul per group."""
     weight, transposed, groups = args[1], args[6], args[8]
     if transposed:
         channels = args[0].shape[1]
@@ -283,7 +286,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-# Bytes that one layer moves and saves, from the rows of a traced run: under each recompute policy, plain and compiled.
+# Bytes that one layer moves and saves, computed from the recorded kernels, for each recompute policy, eager and
+# compiled.
 
 #: Bytes of a part in three groups: divided by tp, read in full by a column-parallel layer, and the rest.
 Bytes = tuple[float, float, float]
@@ -291,7 +295,7 @@ Bytes = tuple[float, float, float]
 
 @dataclass(slots=True)
 class PartOfRun:
-    """One layer in one run. inputs: bytes of its input activations, by storage. outputs: storages of its outputs."""
+    """One layer in one run. inputs: bytes of input activations, by storage. outputs: storages of the outputs."""
 
     path: str
     inputs: dict[int, int] = field(default_factory=dict[int, int])
@@ -304,7 +308,7 @@ class PartOfRun:
 
 @dataclass(slots=True)
 class Measured:
-    """Measured values of a part in one run: products and attentions in order, and bytes."""
+    """Measured values of a part in one run: matmuls and attentions in order, and bytes."""
 
     heavy: list[Row]
     moved: dict[str, Bytes]
@@ -314,9 +318,10 @@ class Measured:
 
 
 def makers_of(recorder: KernelRecorder, passed: Set[int]) -> dict[int, int]:
-    """Return the part that made each storage in forward, except storages in `passed`, the layers' input activations.
+    """Return the part that created each storage in forward, except storages in `passed`, the layers' input activations.
 
-    A tensor that one part makes and another saves, such as rotary tables, is counted once, for the part that made it.
+    A tensor that one part creates and another saves, such as rotary tables, is counted once, for the part that created
+    it.
     """
     found: dict[int, int] = {}
     for row in recorder.rows:
@@ -359,7 +364,7 @@ class PartReader:
             "compiled": self.saved.keys() - self.dropped,
         }
         sizes = {key: each.num_bytes for key, each in self.saved.items()}
-        # Inputs of column-parallel products under sp are saved as the rank's own part, and gathered again in backward.
+        # Inputs of column-parallel matmuls under sp are saved as the rank's own part, and gathered again in backward.
         none: frozenset[int] = frozenset()
         kept = {name: self._divided(((key, sizes[key]) for key in keys), none) for name, keys in saved.items()}
         kept["full"] = self._divided(self.part.inputs.items(), none)
@@ -384,7 +389,7 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _selective(self) -> dict[int, int]:
-        """Return the layer's inputs, and the outputs of its heavy operations up to the last tensor that is saved."""
+        """Return the tensors that selective recompute saves: layer inputs, and outputs of matmuls and attention."""
         last = max((each.place for each in self.saved.values()), default=0)
         kept = dict(self.part.inputs)
         for place, row in enumerate(self.recorder.rows):
@@ -451,14 +456,14 @@ class PartReader:
         return found[0], found[1], found[2]
 
     def _with_dropped(self, moved: Bytes) -> Bytes:
-        """Return the bytes that backward moves, including recomputed inputs of products that it writes again."""
+        """Return the bytes that backward moves, including recomputed inputs of matmuls that it writes again."""
         found = list(moved)
         for key in self.dropped & self.operands:
             found[0 if key in self.recorder.cut else 2] += self.saved[key].num_bytes
         return found[0], found[1], found[2]
 
     def _sources(self, key: int, size: int) -> Mapping[int, int]:
-        """Return the tensors that are read instead of one that compiled code does not save."""
+        """Return the tensors that compiled code reads instead of one that it does not save."""
         if key not in self.dropped:
             return {key: size}
         found: dict[int, int] = {}
@@ -469,7 +474,7 @@ class PartReader:
 
 
 def _chains(rows: Iterable[Row]) -> Iterable[list[Row]]:
-    """Yield runs of rows without a product or attention between them."""
+    """Yield sequences of rows without a matmul or attention between them."""
     chain: list[Row] = []
     for row in rows:
         if row.kind == "pass":

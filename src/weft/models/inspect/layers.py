@@ -1,4 +1,4 @@
-"""Single layers, and layers that a model identifies: linear layers, the input embedding, the output layer."""
+"""Single layers, and the layers that a model names itself: linear layers, the input embedding, the output layer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from weft.private_torch import named_modules
 
 @runtime_checkable
 class KnownModel(Protocol):
-    """Protocol of a model that reports properties that are otherwise found by inspection, such as Weft's decoders.
+    """Protocol of models, such as Weft's decoders, that report properties that are otherwise found by inspection.
 
-    Outside of sharded layers it computes each token separately, and its attention can be replaced.
+    Outside sharded layers such a model computes each token separately, and its attention can be replaced.
     """
 
     @property
@@ -31,7 +31,7 @@ class KnownModel(Protocol):
 
     @property
     def has_routers(self) -> bool:
-        """True if values decide which weights a token uses. A forward on the meta device then hides the work."""
+        """True if routing depends on values (MoE): a forward on the meta device does not show which experts run."""
         ...
 
     def tensor_layout(self) -> Layout:
@@ -45,15 +45,15 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True if the module is a product with a matrix plus a bias, and nothing else. An adapter is ignored."""
-    # The layer's forward from before adapter classes were added.
+    """Return True if the module only multiplies by a matrix and adds a bias. An adapter is ignored."""
+    # The layer's forward as it was before adapter classes were added.
     classes = [vars(one) for one in type(module).__mro__]
     own: Any = next(one["forward"] for one in classes if "forward" in one and "is_adapter" not in one)
     return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """Return the weight as (outputs, inputs), unpacked if it is packed."""
+    """Return the weight as (outputs, inputs), dequantized if it is quantized."""
     unpacked = getattr(module, "unpacked_weight", None)
     if unpacked is not None:
         return unpacked()
@@ -62,19 +62,19 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 def stored_weight(module: nn.Module) -> torch.Tensor:
-    """Return the weight as stored: (outputs, inputs), (inputs, outputs) if transposed, or packed bytes."""
+    """Return the weight as stored: (outputs, inputs), (inputs, outputs) if transposed, or quantized bytes."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Return True if a linear layer stores its frozen weight packed."""
+    """Return True if a linear layer stores its frozen weight quantized."""
     return hasattr(module, "times_weight")
 
 
 def product(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the product of x with the layer's weight in the dtype of x, plus a bias."""
+    """Return the matmul of x with the layer's weight in the dtype of x, plus a bias."""
     times: Any = getattr(module, "times_weight", None)
     return nn.functional.linear(x, weight_of(module).to(x.dtype), bias) if times is None else times(x, bias)
 
@@ -138,7 +138,7 @@ def _asked(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def parent_of(path: str) -> str:
-    """Return the path of the module around another."""
+    """Return the path of the parent module of the module at `path`."""
     return path.rpartition(".")[0]
 
 
@@ -154,11 +154,12 @@ def own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 # Attention heads of any module, read from common attribute names.
 
-#: Attribute names of head counts.
+#: Attribute names for the number of heads.
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups")
-#: Widths that scale with the heads. `embed_dim` and `hidden_size` are excluded, because they are often the model's.
+#: Attribute names for widths that are proportional to the heads, unlike `embed_dim` and `hidden_size`, which are often
+#: the model's.
 _WIDTHS = ("split_size", "all_head_size", "inner_dim")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_kv", "dim_head", "key_value_proj_dim", "qk_head_dim")
 
@@ -215,7 +216,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class WrittenHeads:
-    """Heads of a module whose code writes their number, or the width of all of them, into reshapes and splits.
+    """Heads of a module whose code uses their number, or the width of all of them, in reshapes and splits.
 
     counts: numbers of query heads and of key-value heads. width: features of one head.
     """
@@ -225,7 +226,7 @@ class WrittenHeads:
 
     @classmethod
     def of(cls, module: nn.Module) -> WrittenHeads | None:
-        """Return the heads of a module around linear layers, or None if it names no number of heads."""
+        """Return the heads of a module around linear layers, or None if it has no attribute with a number of heads."""
         known = Heads.of(module)
         if known.count:
             return cls(frozenset((known.count, known.kv_count)), known.width)
@@ -237,14 +238,15 @@ class WrittenHeads:
 
     @property
     def totals(self) -> frozenset[int]:
-        """Features of all heads."""
+        """Number of features of all query heads, and of all key-value heads."""
         return frozenset(count * self.width for count in self.counts)
 
     def local_sizes(self, sizes: Sequence[int], shape: Sequence[int], ranks: int) -> list[int] | None:
         """Return the sizes to which a rank's part is reshaped, or None if the code's sizes fit it or it has no heads.
 
         Args:
-            sizes: sizes of the full tensor as the code computes them. Heads are behind the dims that stay.
+            sizes: sizes of the full tensor as the code computes them. Dims for heads follow the dims that do not
+                change.
             shape: shape of the part.
             ranks: number of ranks that share the heads.
         """
@@ -255,7 +257,7 @@ class WrittenHeads:
             return None
         found: list[list[int]] = []
         for at, size in enumerate(sizes):
-            stays = at - 1 if at and sizes[at - 1] == 3 else at  # behind queries, keys and values of a fused layer
+            stays = at - 1 if at and sizes[at - 1] == 3 else at  # after the dim for q, k and v of a fused layer
             before, after = [*sizes[:at]], [*sizes[at + 1 :]]
             if before[:stays] != [*shape[:stays]]:
                 continue
@@ -268,7 +270,7 @@ class WrittenHeads:
         return next((each for each in reversed(found) if math.prod(each) == total), None)
 
     def _splits_heads(self, sizes: Sequence[int], rest: int) -> bool:
-        """Return True if -1 would give a part too few features per head."""
+        """Return True if a size of -1 would give a part with too few features per head."""
         at = sizes.index(-1)
         return at > 0 and sizes[at - 1] in self.counts and rest != self.width
 

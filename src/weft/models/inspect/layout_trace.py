@@ -1,8 +1,8 @@
 """Find the layout of any module by following the features of its linear layers through one forward on the meta device.
 
 Two linear layers are a pair if nothing between them mixes features (pointwise operations, attention by heads). The
-first is sharded by columns and the second by rows. The embedding of the ids, and the linear layer with as many outputs
-as the embedding has entries, are sharded by vocabulary.
+first layer is sharded by columns and the second by rows. The embedding of the token ids, and the linear layer with as
+many outputs as the embedding has entries, are sharded by vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENDS = ("rowwise", "vocab", "partial")
 
 @dataclass(frozen=True, slots=True)
 class FoundLayout:
-    """A layout, a description of its source, and reasons by pattern."""
+    """A layout, a description of its source, and the reason for each pattern."""
 
     layout: Layout
     source: str
@@ -76,9 +76,9 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
 
 
 def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset[str]]:
-    """Return the modules with parameters that treat features of linear layers separately, and those layers.
+    """Map each module with parameters that processes sharded features (such as a norm per head) to their linear layers.
 
-    example: see `trace_layout`. Raises LayoutError if the forward fails on the meta device.
+    example: see `trace_layout`. Raise LayoutError if the forward fails on the meta device.
     """
     example = example_of(model) if example is None else example
     return dict(_Trace(model).run(example).inside)
@@ -110,7 +110,7 @@ class _Trace:
         return self.flow
 
     def run(self, example: Any) -> _Trace:
-        """Call the model and record what `styles` needs."""
+        """Call the model, record what `styles` needs, and return self."""
         handles = [self.model.register_forward_pre_hook(self._before_model)]
         handles += [hook for module in self.model.modules() for hook in self._watch(module)]
         try:
@@ -152,7 +152,7 @@ class _Trace:
                 yield module.register_forward_hook(self._after_around)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        """Weights that are read outside their layers, as a penalty or a tied product does, stay unsharded."""
+        """Do not shard weights that are read outside their layers, as a penalty term or a tied matmul does."""
         del args
         if isinstance(self.model, KnownModel):
             return
@@ -163,7 +163,7 @@ class _Trace:
         self.flow.weights = set(self.weights)
 
     def _before_heads(self, module: nn.Module, args: Any) -> None:
-        """Trust head counts inside this module, because its attributes are set to a rank's counts."""
+        """Accept constant head counts inside this module, because its attributes are set to a rank's counts."""
         del module, args
         self.flow.trusted += 1
 
@@ -195,15 +195,15 @@ class _Trace:
 
     def _before_embedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.flow.lookup = id(module.weight)
-        # The wrapper of meta tensors may have made a new object, so the ids are recognized as the first ones that are
-        # read.
+        # The wrapper of meta tensors may have created a new object, so the token ids are recognized as the first ids
+        # that are read.
         if self.embedding is None and args and any(args[0] is ids for ids in self.ids):
             self.embedding = self.paths[id(module)]
 
     def _after_embedding(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        """Mark the output of a table that does not read the ids.
+        """Mark the output of an embedding that does not read the token ids.
 
-        Such a table may have a column per head, like T5's relative positions.
+        It may have a column per head, like T5's relative positions.
         """
         del args
         assert isinstance(module, nn.Embedding)
@@ -242,7 +242,7 @@ class _Trace:
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
 
     def _before_around(self, module: nn.Module, args: Any) -> None:
-        """Note the module's heads. Mark the module's direct parameters.
+        """Record the module's heads, and mark its direct parameters.
 
         They may have one number per head, like attention sinks, and are then sharded with the heads.
         """
@@ -268,7 +268,7 @@ class _Trace:
         """Return style and reason of each module that is sharded or works on sharded features, in module order."""
         styles: dict[str, str] = {}
         reasons: dict[str, str] = {}
-        # Columns of parameters that are read outside their layers stay together.
+        # Columns of parameters that are read outside their layers are not sharded.
         read = {place for number in self.flow.read for place in self.weights[number]}
         for path, name in read:
             self.flow.broken.setdefault(path, f"its {name} is read outside the layer")
@@ -309,7 +309,7 @@ class _Trace:
         return {path: styles[path] for path in ordered}, reasons
 
     def _between(self, styles: dict[str, str], reasons: dict[str, str], family: frozenset[str], names: str) -> None:
-        """Add modules that work on the features of a family of layers."""
+        """Add modules that process the features of a family of layers."""
         for inner, seen in self.inside.items():
             if seen & family:
                 styles[inner] = "partial"
@@ -364,7 +364,7 @@ class _Trace:
                     styles[path], reasons[path] = "replicate", "works on no features that are divided"
 
     def _families(self) -> dict[str, frozenset[str]]:
-        """Return families of layers whose features combine element by element.
+        """Return families of layers whose features are combined element by element.
 
         A family is sharded together or not at all.
         """
@@ -396,7 +396,7 @@ class _Trace:
         modules = dict(named_modules(self.model))
         table = modules[self.embedding]
         assert isinstance(table, nn.Embedding)
-        for path, module in modules.items():  # T5 reads ids by two tables that are tied to a third
+        for path, module in modules.items():  # T5 reads ids with two embeddings that are tied to a third
             if isinstance(module, nn.Embedding) and module.weight is table.weight and (path, "weight") not in read:
                 styles[path], reasons[path] = "vocab", f"reads the token ids, {table.num_embeddings} entries"
         for path in reversed(self.order):

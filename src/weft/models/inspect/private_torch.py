@@ -1,6 +1,6 @@
 """Private names of torch that models/inspect uses, each with its purpose. Checked against torch 2.11 and 2.13."""
 
-# This file is where private names are used.
+# Private names of torch may be used in this file.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 class CustomBackward:
-    """The backward of a custom autograd function, which can run during forward. It is the function's `ctx` then.
+    """The backward of a custom autograd function, which can be run during forward with this object as `ctx`.
 
     saved_tensors: the same objects in each read. grads: zeros of the shapes of the function's outputs.
     """
@@ -56,7 +56,7 @@ class CustomBackward:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> CustomBackward | None:
-        """Return the backward of the function that made a tensor, or None if torch or Weft defines it."""
+        """Return the backward of the function that created a tensor, or None if torch or Weft defines that function."""
         node: Any = tensor.grad_fn
         kind: Any = getattr(node, "_forward_cls", None)  # torch's own nodes have none
         return None if kind is None or kind.__module__.startswith(("torch.", "weft.")) else cls(node)
@@ -65,6 +65,6 @@ class CustomBackward:
         return getattr(self._node, name)
 
     def __call__(self) -> Any:
-        """Run it on zeros."""
+        """Run the backward on zeros."""
         with torch.no_grad():
             return self._node._forward_cls.backward(self, *self.grads)

@@ -25,13 +25,7 @@ _ROWS, _FEATURES = 3, 8
 class RmsForm:
     """Variant of a norm.
 
-    <<<<<<< HEAD
-        Attributes:
-            from_one: the weight is added to one.
-            rounds_first: the cast to the input's dtype precedes the scale.
-    =======
-        from_one: the weight is added to one. rounds_first: the cast to the input's dtype precedes the scale.
-    >>>>>>> p-models
+    from_one: the weight is added to one. rounds_first: the cast to the input's dtype precedes the scale.
     """
 
     eps: float
@@ -39,7 +33,7 @@ class RmsForm:
     rounds_first: bool
 
     def scaled(self, x: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
-        """Return x over the root of its mean square, times the weight, in the dtype of x.
+        """Return x divided by the root of its mean square, times the weight, in the dtype of x.
 
         Args:
             x: (..., features).

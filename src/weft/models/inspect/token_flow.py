@@ -1,8 +1,8 @@
 """Find modules that mix tokens of a sequence, from their classes and from one forward on small inputs.
 
-Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside modules
-that get all of them. `find_regions` runs the model once and follows the tokens from their division to the gather. It
-accepts the operations in `token_rules.py` and rejects every other operation by name.
+Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside modules that
+get all of them. `find_regions` runs the model once and follows the tokens from
+their division to their gather. It accepts the operations in `token_rules.py` and rejects every other operation by name.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ __all__ = [
     "why_fixed_attention",
 ]
 
-#: Parts of class names of modules that mix tokens: attention, recurrent states, convolutions, and modules that read
-#: several tokens together.
+#: Parts of class names of modules that mix tokens: attention, recurrent states, convolutions, and other modules that
+#: read several tokens.
 _ATTENTION = ("attention", "attn")
 _OTHERS = (
     "mamba", "ssm", "rnn", "lstm", "gru", "mixer", "shortconv", "deltanet", "recurrent", "rglru", "rwkv", "lightning",
     "fourier", "compressor",
 )  # fmt: skip
-#: Suffixes of modules that never mix tokens. Some families have one of the names above in all their class names.
+#: Suffixes of class names of modules that never mix tokens. Some families have one of the names above in all class
+#: names.
 _NEVER = ("norm", "mlp", "embedding", "embeddings")
 
-#: Attempts to let a module that mixes tokens get all of them.
+#: Maximum number of attempts in which another module that mixes tokens gets all of them.
 _MOST_WIDENED = 12
 
 
 def mixing(module: nn.Module) -> str:
     """Return how a module with weights mixes tokens, by its class: "attention", "convolution", "other" or "".
 
-    "convolution" is over two dims or has a causal kernel. "" is any other module.
+    "convolution": over two dims, or with a causal kernel. "": any other module.
     """
     if isinstance(module, nn.Conv1d | nn.RNNBase):
         return "" if isinstance(module, nn.Conv1d) and set(module.kernel_size) == {1} else "other"
@@ -73,10 +74,9 @@ def find_regions(
     block, so that code between the blocks gets all of them. Modules inside a block that mix tokens get all of them.
 
     Args:
-        model: the full model.
         blocks: paths of the blocks of each chain, in module order.
         division: the division of tokens.
-        example: arguments of a forward, or None for invented ones.
+        example: arguments of a forward, or None for generated ones.
 
     Raises:
         LayoutError: if an operation inside a block mixes tokens or is unknown, or the model cannot be traced.
@@ -129,10 +129,9 @@ def find_mixers(
     """Return the modules that must get all tokens so that the blocks treat each token separately outside them.
 
     Args:
-        model: the full model.
         blocks: paths of the blocks of each chain, in module order.
         division: the division of tokens. Its `gathering` is not read.
-        example: arguments of a forward, or None for invented ones.
+        example: arguments of a forward, or None for generated ones.
 
     Raises:
         LayoutError: if a block's own code mixes tokens or has an unknown operation, or the model cannot be traced.
@@ -156,7 +155,7 @@ def find_mixers(
 
 
 def _next_mixers(model: nn.Module, flow: TokenTrace, division: TokenDivision, known: Collection[str]) -> set[str]:
-    """Return the innermost modules that mixed tokens in a trace, of all blocks, without those in `known`."""
+    """Return the innermost modules of all blocks that mixed tokens in a trace, except modules in `known`."""
     near = next((at for at, path in enumerate(flow.failed) if division.gathers(path)), len(flow.failed))
     path = next((path for path in reversed(flow.failed[: near + 1]) if path not in known), None)
     return set() if path is None or division.style_of(path) else _same_kind(model, path)
@@ -174,7 +173,7 @@ def _same_kind(model: nn.Module, path: str) -> set[str]:
 
 
 def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> TokenTrace:
-    """Follow the tokens in evaluation, and also in training if the user's own model trains."""
+    """Follow the tokens in evaluation mode, and also in training mode if the user's model trains."""
     flow = TokenTrace(model, regions, division)
     try:
         flow.trace(example, training=False)

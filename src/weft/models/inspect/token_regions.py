@@ -12,7 +12,7 @@ from weft.config.layout import Style
 class TokensAt(NamedTuple):
     """Position of a tensor with tokens among a call's flattened values, and the dim of the tokens in it.
 
-    samples: number of sequences that are joined with the tokens in that dim. tokens: number of tokens of a sequence.
+    samples: number of sequences that are merged with the tokens in that dim. tokens: number of tokens of a sequence.
     """
 
     position: int
@@ -23,7 +23,7 @@ class TokensAt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FullModule:
-    """Tensors with tokens among the arguments and results of a module that gets all tokens."""
+    """Positions of tensors with tokens among the arguments and results of a module that gets all tokens."""
 
     inputs: tuple[TokensAt, ...]
     output: TokensAt
@@ -49,14 +49,14 @@ class TokenRegions:
 
 @dataclass(frozen=True, slots=True)
 class TokenDivision:
-    """Division of tokens by a technique.
+    """How a parallelism technique divides tokens.
 
     styles: styles of sharded layers. gathering: modules that mix tokens: all tokens are gathered before them and
     divided after them. width: features of the hidden states. where: the setting, for messages. remedy: the fix, for
-    messages. has_own_loss: True if each rank computes a loss for its tokens, so that all gradients are summed
-    anyway. reading: modules that receive an encoder's states, which are divided too. entries: modules around sharded
-    layers that gather the tokens of the first argument with as many features as the value; a row-sharded layer inside
-    or behind them divides tokens again. full: modules that get all tokens and compute them on every rank.
+    messages. has_own_loss: True if each rank computes a loss for its tokens, so that all gradients are summed anyway.
+    reading: modules that receive an encoder's states, which are divided too. entries: modules around sharded layers
+    that gather the tokens of the first argument with as many features as the value; a row-sharded layer inside or
+    behind them divides tokens again. full: modules that get all tokens and compute them on every rank.
     """
 
     styles: Mapping[str, Style]

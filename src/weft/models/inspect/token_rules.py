@@ -3,7 +3,7 @@
 Only listed operations are accepted: `TokenStep` raises `TokensMeet` for every other one. The rules are for `aten`
 operations, which all torch functions are composed of.
 
-If tokens were joined with other dims, the dim that holds them has size outer * count * inner.
+If tokens were merged with other dims, the dim that holds them has size outer * count * inner.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ _POINTWISE = frozenset((
     "frac", "signbit", "hardshrink", "softshrink", "mish", "hardswish", "hardsigmoid", "relu", "relu_", "relu6",
     "mse_loss", "isnan", "isinf", "isfinite", "bitwise_not", "resolve_conj", "resolve_neg", "_neg_view",
 ))  # fmt: skip
-#: Operations that reduce dims, and the index of the dims among their arguments.
+#: Operations that reduce dims, and the index of the dims among the arguments.
 _REDUCTIONS = {
     "sum": 1, "mean": 1, "amax": 1, "amin": 1, "var": 1, "std": 1, "var_mean": 1, "std_mean": 1, "prod": 1, "any": 1,
     "all": 1, "argmax": 1, "argmin": 1, "max": 1, "min": 1, "median": 1, "nanmedian": 1, "logsumexp": 1, "nansum": 1,
     "count_nonzero": 1, "norm": 2, "linalg_vector_norm": 2, "kthvalue": 2, "mode": 1, "aminmax": 1,
 }  # fmt: skip
-#: Operations along one dim that keep the order of the others, and the index of that dim among their arguments.
+#: Operations along one dim that do not change the order in other dims, and the index of that dim among the arguments.
 _ALONG = {
     "_softmax": 1, "_safe_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumsum_": 1, "cumprod": 1, "logcumsumexp": 1,
     "cummax": 1, "cummin": 1, "flip": 1, "roll": 2, "sort": 1, "topk": 2, "glu": 1, "_fft_r2c": 1, "_fft_c2r": 1,
     "_fft_c2c": 1, "split": 2, "split_with_sizes": 2, "slice": 1, "unsafe_split": 2, "unfold": 1,
     "unsafe_split_with_sizes": 2,
 }  # fmt: skip
-#: Default dim of operations if the call does not pass one.
+#: Default dim of operations whose call does not pass one.
 _DIM_DEFAULTS = {"argmax": None, "argmin": None, "sort": -1, "topk": -1, "kthvalue": -1, "median": None, "mode": -1,
                  "split": 0, "split_with_sizes": 0, "slice": 0, "glu": -1}  # fmt: skip
-#: In-place changes of a tensor's shape, which marks do not follow.
+#: In-place changes of a tensor's shape, which are not followed.
 _RESHAPED = frozenset(("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "set_", "as_strided_"))
 _FRESH = frozenset(("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"))
 
@@ -80,7 +80,7 @@ class TokenStep:
 
     @property
     def name(self) -> str:
-        """The operation's name without its overload."""
+        """Name of the operation without its overload."""
         return str(self.func.overloadpacket).rpartition(".")[2]
 
     def marks(self) -> list[tuple[torch.Tensor, TokenDim]]:
@@ -111,7 +111,7 @@ class TokenStep:
 
     @property
     def _source(self) -> tuple[torch.Tensor, TokenDim]:
-        """The first argument and its tokens. No other argument may have tokens."""
+        """Return the first argument and its tokens. No other argument may have tokens."""
         tensor = self.args[0]
         mark = self.of(tensor) if isinstance(tensor, torch.Tensor) else None
         if mark is None or any(self.of(leaf) is not None for leaf in tree_leaves((self.args[1:], self.kwargs))):
@@ -252,7 +252,7 @@ class TokenStep:
         yield from self._give(mark, mark.dim)
 
     def _joined(self, dim: int, rank: int) -> TokenDim:
-        """Check tensors that are joined along a dim other than the tokens'. Return the position of the tokens."""
+        """Check tensors that are concatenated along a dim other than the tokens'. Return the position of the tokens."""
         parts = [part for part in self.args[0] if part.numel()]
         marks = [mark for part in parts if (mark := self.of(part)) is not None]
         for part in parts:
@@ -279,7 +279,7 @@ class TokenStep:
     def _product(self, left: torch.Tensor, right: torch.Tensor) -> TokenDim:
         one, other = self.of(left), self.of(right)
         rank = left.dim()
-        if one is not None and one.dim < rank - 2:  # a batch of products, one per token
+        if one is not None and one.dim < rank - 2:  # a batched matmul, with tokens in a batch dim
             fits = other == one if other is not None else self.is_uniform(right, rank - one.dim)
             if fits:
                 return one

@@ -31,7 +31,7 @@ _UNIFORM = frozenset((
 
 
 class TensorMarks:
-    """Tokens of tensors by identity, tensors that are constant, and the tensors that views share memory with."""
+    """Positions of tokens in tensors, constant tensors, and base tensors of views, by tensor identity."""
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []  # keeps tensors alive so that ids stay unique
@@ -44,17 +44,17 @@ class TensorMarks:
         self._kept += tensors
 
     def of(self, value: Any) -> TokenDim | None:
-        """Return the tokens of a tensor, or None."""
+        """Return the position of the tokens in a tensor, or None."""
         return self._tokens.get(id(value)) if isinstance(value, torch.Tensor) else None
 
     def put(self, tensor: torch.Tensor, tokens: TokenDim) -> None:
-        """Record the tokens of a tensor."""
+        """Record the position of the tokens in a tensor."""
         self._kept.append(tensor)
         self._tokens[id(tensor)] = tokens
 
     @property
     def count(self) -> int | None:
-        """The number of tokens of any tensor, or None without tokens."""
+        """Return the number of tokens in the tensors, or None without tokens."""
         return next((one.count for one in self._tokens.values()), None)
 
     def is_uniform(self, tensor: Any) -> bool:
@@ -104,12 +104,12 @@ class TensorMarks:
 
 
 class Owners:
-    """Tensors and parameters of blocks, and of modules that get all tokens, by identity."""
+    """Which tensors and parameters belong to blocks, or to modules that get all tokens, by identity."""
 
     def __init__(self) -> None:
         self._blocks, self._full = set[int](), set[int]()
         self._running: list[set[int]] = []
-        #: Tensors that blocks made.
+        #: Tensors that blocks created.
         self.made: set[int] = set()
 
     def find(self, model: nn.Module, units: Iterable[str], full: Iterable[str]) -> None:
@@ -119,11 +119,11 @@ class Owners:
         self._full = {id(param) for path in full for param in named[path].parameters()}
 
     def enter(self, block: nn.Module) -> None:
-        """Begin a block."""
+        """Record the start of a block."""
         self._running.append({id(param) for param in block.parameters()})
 
     def leave(self) -> None:
-        """End the last block that began."""
+        """Record the end of the running block."""
         self._running.pop()
 
     def is_own(self, tensor: torch.Tensor) -> bool:
@@ -131,11 +131,11 @@ class Owners:
         return bool(self._running) and id(tensor) in self._running[-1]
 
     def of_blocks(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return True if one is a trained parameter of a block."""
+        """Return True if any of the tensors is a trained parameter of a block."""
         return any(one.requires_grad and id(one) in self._blocks for one in tensors)
 
     def of_full(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return True if one is a trained parameter of a module that gets all tokens."""
+        """Return True if any of the tensors is a trained parameter of a module that gets all tokens."""
         return any(one.requires_grad and id(one) in self._full for one in tensors)
 
 
@@ -151,7 +151,7 @@ class FullRegion:
     made: set[int]
 
     def reads_outside(self, given: Iterable[torch.Tensor], marks: TensorMarks) -> bool:
-        """Return True if one tensor has tokens, or a gradient from outside the module."""
+        """Return True if any of the tensors has tokens, or a gradient from outside the module."""
         return any(marks.of(one) is not None or (one.requires_grad and id(one) not in self.made) for one in given)
 
 
@@ -162,7 +162,6 @@ class TokenTrace:
     that ran then, outermost first. called: paths of modules that ran. summed, full: see `TokenRegions`.
 
     Args:
-        model: the full model.
         regions: the regions to check.
         division: the division of tokens.
     """
@@ -247,7 +246,7 @@ class TokenTrace:
         return tensor.view_as(tensor)
 
     def _full_alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's tokens of all ranks, which have no mark."""
+        """Return an alias of a tensor that represents the tokens of all ranks and has no mark."""
         mark = self.marks.of(tensor)
         assert mark is not None
         if mark.inner > 1 or (mark.dim != TOKENS and (mark.dim or tensor.dim() != 2)):
@@ -293,7 +292,7 @@ class TokenTrace:
         return before
 
     def _gather(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return a module's arguments, of which it gathers the tokens. Code in it gets the number of all tokens."""
+        """Return a module's arguments with gathered tokens. Code in the module gets the number of all tokens."""
         if (counted := next(counted_in((args, kwargs)), None)) is not None:
             counted.misuse("gives {} to a module that gets all of them")
         width, style = self._division.entries.get(path), self._division.style_of(path)
@@ -444,7 +443,7 @@ class TokenTrace:
         return after
 
     def _trust(self, args: Any, output: Any) -> None:
-        """Mark the output of experts of transformers, which treat each token separately."""
+        """Mark the output of transformers' experts, which compute each token separately."""
         self._trusted.pop()
         self._operations.pauses -= 1
         mark = next((mark for leaf in args if (mark := self.marks.of(leaf)) is not None), None)
@@ -456,7 +455,7 @@ class TokenTrace:
     def _check_stored(self, model: nn.Module) -> None:
         """Check that blocks store no numbers with a gradient, such as a loss.
 
-        Such a number would come from a part of the tokens.
+        Such a number would be computed from only a part of the tokens.
         """
         for path, module in named_modules(model):
             for name, value in module.__dict__.items():
@@ -553,7 +552,7 @@ class TokenTrace:
                 )
 
     def note(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Record tensors that blocks made."""
+        """Record tensors that blocks created."""
         self.marks.keep(outputs)
         if self._unit:
             self._owners.made |= {id(output) for output in outputs}

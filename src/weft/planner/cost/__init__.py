@@ -1,1 +1,1 @@
-"""Cost model: seconds and bytes of a step."""
+"""Cost model: time and memory of a step."""

@@ -1,12 +1,12 @@
 """Cost of context parallelism in a layer: exposed communication, blockwise attention, merging of results, buffers.
 
 The model follows `parallel/context/modes.py`. Ring and gather attend to the keys of one rank at a time: causally to
-their own keys, without a mask to the keys of the c - 1 other ranks. Halves that the mask removes are never computed.
+their own keys, without a mask to the keys of the other c - 1 ranks. Halves that the mask removes are never computed.
 Each block gives an output and a log-sum-exp, which are accumulated in fp32. Ulysses runs one attention over all tokens
 for a part of the heads.
 
 Letters: c is the context-parallel size; q and kv are the widths of queries and keys on a rank, both for the `tokens` of
-a pass.
+a microbatch.
 """
 
 from __future__ import annotations
@@ -21,32 +21,29 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 _RING, _GATHER, _ULYSSES = (CP_MODES.index(name) for name in ("ring", "gather", "ulysses"))
-#: Mean share of a rank's queries, and of another rank's keys, that take part in a block. With zigzag it is all of one
-#: and half of the other, and which one depends on the pair of ranks.
+#: Average share of a rank's queries, and of another rank's keys, that take part in a block. With zigzag it is all of
+#: one and half of the other, depending on the pair of ranks.
 _MET = 0.75
-#: Bytes of a key's gradient as ranks exchange it.
+#: Bytes per value of a key's gradient as ranks exchange it.
 _SUM_BYTES = 4.0
-#: Kernels per block in addition to attention (forward), and kernels that pack and unpack the exchange of heads.
+#: Kernels per block in addition to attention (forward), and kernels that rearrange heads for the Ulysses exchange.
 _PIECE_CALLS, _EXCHANGE_CALLS = 10.0, 12.0
 
 
 def is_sharded(columns: Columns) -> Mask:
-    """Return True for rows with blockwise attention."""
+    """Return True for plans with blockwise attention (ring or gather)."""
     return (columns.cp > 1) & (columns.cp_mode != _ULYSSES)
 
 
 def blocks_s(
     job: Job, columns: Columns, tables: Tables, width: Array, backward: bool, peak: Array
 ) -> NDArray[np.float64]:
-    """Return the seconds of one layer's blockwise attention: causal for a rank's own keys, unmasked for others.
+    """Return the time (s) of one layer's blockwise attention: causal for a rank's own keys, unmasked for others.
 
-    Merging needs the log-sum-exp, which torch returns only from its own FlashAttention 2. On devices after Ampere that
-    kernel is slower than the one that full sequences use.
+    Merging needs the log-sum-exp, which torch returns only from its own FlashAttention 2. On devices newer than Ampere
+    that kernel is slower than the one used for full sequences.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
         width: width of the queries on a rank, scaled to their FLOPs.
         backward: compute backward instead of forward.
         peak: dense FLOP/s of attention.
@@ -65,11 +62,11 @@ def traffic_s(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, q: Array, kv: Array, attn_f: Array,
     attn_b: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return the exposed seconds of a layer's context-parallel communication (forward, backward).
+    """Return the exposed time (s) of a layer's context-parallel communication (forward, backward).
 
-    The seconds include the slowdown of attention by communication that it hides. Keys and values are sent in half
-    precision, the sums of their gradients in fp32. In a ring, each message overlaps with the
-    attention of one step. The last gradients have no compute to overlap with.
+    The time includes the slowdown of attention by communication that overlaps with it. Keys and values are sent in half
+    precision, the sums of their gradients in fp32. In a ring, each message overlaps with the attention of one step. The
+    last gradients have no compute to overlap with.
     """
     c, stride = columns.cp.astype(np.float64), columns.stride("cp")
     keys = 2.0 * tokens * kv * 2.0
@@ -90,22 +87,26 @@ def traffic_s(
 
 
 def _under(steps: Array | int, message: Array, compute: Array, tables: Tables) -> Array:
-    """Return the exposed seconds of messages that each overlap with one step of compute, plus its slowdown."""
+    """Return the exposed time (s) of messages that each overlap with one step of compute, plus its slowdown."""
     hidden = np.minimum(message, compute)
     return steps * (message - hidden + (tables.overlap_compute - 1) * hidden)
 
 
 def _sent_kv(job: Job, c: Array, kv: Array) -> Array:
-    """Return the width of the keys that Ulysses sends. With fewer key heads than ranks, each head goes to several."""
+    """Return the width of the keys that Ulysses sends.
+
+    With fewer key heads than ranks, each head is sent to several ranks.
+    """
     return np.maximum(kv, c * job.shape.head_dim)
 
 
 def joined_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Return the bytes that a layer moves to merge its blocks, or to pack and unpack heads (forward, backward).
+    """Return the memory traffic of context parallelism, without attention itself, (forward, backward).
 
-    Bytes per value of the queries: the first block is copied into the fp32 sum (6). For every other block the sum is
-    scaled (8), and the block is widened (6) and added (12). At the end the sum is narrowed (6). One fused kernel scales
-    and adds (10). Backward adds the gradients of every block to fp32 sums (10).
+    It merges partial outputs (ring, gather) or rearranges heads (Ulysses). Bytes per value of the queries: the first
+    block is copied into the fp32 sum (6). For every other block the sum is scaled (8), and the block is converted to
+    fp32 (6) and added (12). At the end the sum is rounded (6). One fused kernel scales and adds (10). Backward adds the
+    gradients of every block to fp32 sums (10).
     """
     c = columns.cp.astype(np.float64)
     met = _MET * (c - 1)

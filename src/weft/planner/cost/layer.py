@@ -1,8 +1,8 @@
-"""Kernels of one layer on one rank: seconds of matmuls and attention, bytes moved by other kernels, and kernel calls.
+"""Kernels of one layer on one rank: time of matmuls and attention, bytes moved by other kernels, and kernel calls.
 
-A decoder layer is computed by formulas, a traced model from its own list of operations.
+A decoder layer is computed by formulas, a traced model from its recorded list of operations.
 
-Letters: t tensor-parallel size, M tokens of a pass on a rank, q and kv widths of queries and keys on a rank.
+Letters: t tensor-parallel size, M tokens of a microbatch on a rank, q and kv widths of queries and keys on a rank.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ Array = NDArray[np.float64]
 
 #: Kernel calls of one layer's forward. Backward takes about as long on the host (autograd's C++ calls).
 _CALLS_FUSED, _CALLS_EAGER = 22, 40
-#: Additional calls in a layer with experts: router, balance, sort, scatter and join (in Weft 75 in all, eager).
+#: Additional calls in a layer with experts: router, balancing, sort, scatter and join (75 in total in Weft, eager).
 _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER = 20, 35
-#: Kernel calls of an expert layer after the host has read the counts of tokens: all of Weft's, which are eager.
+#: Kernel calls of an expert layer after the host has read the token counts: all of Weft's calls, which are eager.
 _DISPATCH_CALLS = 75
-#: Tokens of the rank with most, over the mean, where no loss or bias balances the experts that each rank has (Fedus et
-#: al. 2021, arXiv 2101.03961: a capacity of 1.25 drops few tokens).
+#: Tokens of the most loaded rank relative to the average, if no loss or bias balances the experts of each rank (Fedus
+#: et al. 2021, arXiv 2101.03961: a capacity factor of 1.25 drops few tokens).
 UNBALANCED = 1.25
-#: Bytes/s inside a node that DeepEP's kernels were measured to reach (its README, 8 ranks: 153 to 158 GB/s).
+#: Measured bytes/s of DeepEP's kernels inside a node (its README, 8 ranks: 153 to 158 GB/s).
 _DEEPEP_RATE = 155e9
-#: Speed of the first FlashAttention relative to the second (Dao 2023, arXiv 2307.08691: about half).
+#: Speed of FlashAttention 1 relative to FlashAttention 2 (Dao 2023, arXiv 2307.08691: about half).
 _FLASH_1 = 0.55
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """A rank's share of a pass: tokens M, widths q and kv, FLOP/s, and element width.
+    """A rank's share of a microbatch: tokens M, widths q and kv, FLOP/s, and element width.
 
     Attributes:
         rate: FLOP/s of matmuls.
-        half: FLOP/s of operations that stay in a half format.
+        half: FLOP/s of operations that stay in a half-precision format.
         core: FLOP/s of attention.
-        width: bytes of an element relative to a half format.
+        width: bytes of an element relative to a half-precision format.
     """
 
     tokens: Array
@@ -59,12 +59,12 @@ class RankShare:
 
 def share_of(job: Job, columns: Columns, tables: Tables) -> RankShare:
     shape, t = job.shape, columns.tp.astype(np.float64)
-    # Each narrower format reaches a smaller share of its peak.
+    # Each narrower format reaches a smaller share of its peak rate.
     rows = tables.fp8_row_share if job.stack.row_scales else 1.0
     gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
     rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
     halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
-    # Fused attention in fp32 ignores the TF32 flag. It splits its operands to stay exact.
+    # Fused attention in fp32 ignores the TF32 flag. It splits its operands to keep fp32 accuracy.
     cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in zip(PRECISIONS, halves, strict=True)]
     q, kv = shape.sharded_widths(t)
     return RankShare(
@@ -83,8 +83,8 @@ class Kernels:
     """Kernels of one layer: seconds of matmuls and attention, bytes moved by other kernels, and number of calls.
 
     Attributes:
-        last: seconds of the last matmul, as `LayerCosts.last_f`.
-        sums: tensor-parallel communication relative to a decoder layer.
+        last: time (s) of the last matmul, as in `LayerCosts.last_f`.
+        sums: tensor-parallel communication relative to a decoder layer's.
     """
 
     gemm_f: Array
@@ -101,7 +101,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Seconds before the layers, and seconds of matmuls and other kernels after them, without head and loss."""
+    """Time (s) of the modules before the layers, and of matmuls and other kernels after them, without head and loss."""
 
     embed: Array
     after_gemm: Array | float = 0.0
@@ -109,7 +109,7 @@ class Ends:
 
 
 def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kernels:
-    """Return the kernels of a decoder layer, by formulas."""
+    """Return the kernels of a decoder layer, computed by formulas."""
     shape, tokens = job.shape, cut.tokens
     gemm_f, dgrad, wgrad = _products(job, columns, tables, cut)
     m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
@@ -128,9 +128,9 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> Kerne
 def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
     """Return the kernels of a layer with frozen weights and an adapter.
 
-    There are no gradients of frozen weights. The adapter's matmuls and the unpacking of a packed base are added. The
-    matmuls are thin, so that they take the time to read and write their operands (x and the product that they add to).
-    A packed weight is unpacked in forward and again in backward.
+    Frozen weights have no gradients. The adapter's matmuls and the dequantization of a quantized base are added. The
+    adapter's matmuls are so thin that their time is the time to read and write their operands (x and the output to
+    which they add). A quantized weight is dequantized in forward and again in backward.
     """
     shape = job.shape
     active = (
@@ -151,9 +151,9 @@ def frozen_layer_terms(job: Job, adapter: AdapterSize, made: Kernels, tokens: Ar
 
 
 def partly_trained(job: Job, made: Kernels) -> Kernels:
-    """Return the kernels of a average layer if some weights are frozen.
+    """Return the kernels of an average layer if some weights are frozen.
 
-    Frozen weights have no gradients. Before the first trained weight there is no backward.
+    Frozen weights have no gradients. There is no backward before the first trained weight.
     """
     part = job.trained
     if part is None:
@@ -170,7 +170,7 @@ def partly_trained(job: Job, made: Kernels) -> Kernels:
 def traced_kernels(
     job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: RankShare
 ) -> tuple[Kernels, Ends]:
-    """Return the kernels of a traced model, from its own matmuls, attentions and memory-bound kernels."""
+    """Return the kernels of a traced model, from its recorded matmuls, attentions and memory-bound kernels."""
     own = rank_share(job, columns, rate=cut.rate, half=cut.core)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
     attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.segments)
@@ -178,7 +178,7 @@ def traced_kernels(
         is_cut = context_cost.is_sharded(columns)
         pieces = [context_cost.blocks_s(job, columns, tables, cut.q, backward, cut.core) for backward in (False, True)]
         attn_f, attn_b = np.where(is_cut, pieces[0], attn_f), np.where(is_cut, pieces[1], attn_b)
-    last = np.zeros(len(columns))  # a norm may read what the last product gives: then a replay makes it too
+    last = np.zeros(len(columns))  # a norm may read the output of the last matmul, which a recomputation then repeats
     calls, sums = num_calls(shape, columns.compile), tensor_traffic(shape, own)
     before, after = (end_s(shape, each, own, tables) for each in (shape.traced.before, shape.traced.after))
     made = Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, *moved_bytes(shape, None, own), calls, sums)
@@ -186,7 +186,7 @@ def traced_kernels(
 
 
 def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> PassShare:
-    """Return a rank's share of a pass in the form that traced models use."""
+    """Return a rank's share of a microbatch in the form that traced models use."""
     t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
     peak = np.ones_like(t)
     return PassShare(
@@ -202,7 +202,7 @@ def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Arra
 
 
 def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tuple[Array, Array, Array]:
-    """Return the seconds of the layer's matmuls in their formats (forward, input gradient, weight gradient)."""
+    """Return the time (s) of the layer's matmuls in their formats (forward, input gradient, weight gradient)."""
     times = _linears(job, columns, tables, cut, cut.rate)
     fp8 = columns.precision == PRECISIONS.index("fp8")
     if not fp8.any() or not (job.stack.half_wgrad or job.half):
@@ -217,9 +217,9 @@ def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tup
 
 
 def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: Array) -> tuple[Array, Array, Array]:
-    """Return the seconds of the layer's matmuls at one rate.
+    """Return the time (s) of the layer's matmuls at one FLOP/s rate.
 
-    With `half_experts`, experts stay at the rate of the half format.
+    With `half_experts`, matmuls of experts keep the rate of the half-precision format.
     """
     tokens, q, kv = cut.tokens, cut.q, cut.kv
     shape, t = job.shape, columns.tp.astype(np.float64)
@@ -227,7 +227,7 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
     h = float(shape.hidden)
     one = np.ones_like(tokens)
     dense_share = shape.dense_share
-    # Rows: m, n, k, batch, how often in a average layer.
+    # Entries: m, n, k, batch, number per average layer.
     parts = [(tokens, h * one, q, one, 1.0), *_inputs(shape, tokens, q, kv)]
     ffn = [(float(shape.ffn), dense_share), (float(shape.shared_ffn), 1 - dense_share)]
     for width, share in ffn:
@@ -256,7 +256,7 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
 def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Array, Array, Array, Array, float]]:
     """Return the matmuls that compute queries, keys and values.
 
-    It is one matmul, or several through latent vectors (DeepSeek-AI 2024, arXiv 2405.04434).
+    There is one matmul, or several with latent vectors (DeepSeek-AI 2024, arXiv 2405.04434).
     """
     one = np.ones_like(tokens)
     h = shape.hidden * one
@@ -269,7 +269,7 @@ def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Arra
 
 
 def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array) -> tuple[Array, Array]:
-    """Return the seconds of attention (forward, backward), as the mean over full and windowed layers."""
+    """Return the time (s) of attention (forward, backward), averaged over full and windowed layers."""
     shape, stack, s = job.shape, job.stack, float(job.seq_len)
     rows = columns.microbatch * s / columns.cp  # queries on this rank
     if not stack.flash:
@@ -282,7 +282,7 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
             continue
         share = layers / shape.layers / attention_gain(job, tables)
         pair = [_packed_s(job, tables, window, 4.0 * rows * width, back, peak) for back in (False, True)]
-        if window == s and cut.any():  # pieces of ranks are attended to whole, whatever documents they hold
+        if window == s and cut.any():  # remote parts are attended to in full
             pair = [
                 np.where(cut, context_cost.blocks_s(job, columns, tables, width, back, peak), whole)
                 for back, whole in zip((False, True), pair, strict=True)
@@ -294,10 +294,10 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
 def _packed_s(
     job: Job, tables: Tables, window: float, flops: Array, backward: bool, peak: Array
 ) -> NDArray[np.float64]:
-    """Return the seconds of one attention call over sequences of documents.
+    """Return the time (s) of one attention call over sequences of packed documents.
 
-    A query attends to its own document, up to `window` keys back. `flops` are the FLOPs per key that all queries attend
-    to.
+    A query attends to its own document, up to `window` keys back. `flops` is the number of FLOPs per key that all
+    queries attend to.
     """
     found = np.zeros_like(flops)
     for length, share in job.segments:
@@ -309,7 +309,7 @@ def _packed_s(
 
 
 def attention_gain(job: Job, tables: Tables) -> float:
-    """Return the speed of the stack's attention kernel relative to the one made for the device."""
+    """Return the speed of the stack's attention kernel relative to the kernel that is optimized for the device."""
     kernel = job.stack.attention
     return (1.0 if kernel == "best" else tables.flash2_gain) * (_FLASH_1 if kernel == "flash1" else 1.0)
 
@@ -321,19 +321,19 @@ def _unfused_attention(
     heads = q / shape.head_dim * rows / s  # matrices of s x s
     elements = heads * s * s
     products = core_s(tables, 4.0 * elements * shape.head_dim, 4.0 * elements, shape.head_dim, peak)
-    # One kernel scales, masks and normalises half-precision values (4 bytes forward, 6 backward). Dropout takes 5 more.
+    # One kernel scales, masks and normalizes half-precision values (4 bytes forward, 6 backward). Dropout needs 5 more.
     return products + bytes_s(tables, 9.0 * elements), 2 * products + bytes_s(tables, 11.0 * elements)
 
 
 def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Return the bytes that the element-wise kernels of a average layer move (forward, backward)."""
+    """Return the bytes that the element-wise kernels of an average layer move (forward, backward)."""
     shape, stack = job.shape, job.stack
     h, t = float(shape.hidden), columns.tp.astype(np.float64)
     fused_norm = stack.fused_norm | shape.layer_norm | columns.compile
     fused_mlp = stack.fused | columns.compile
-    outside = np.where(columns.sp, t, 1.0)  # sequence parallel divides what lies between the tensor-parallel parts
-    masks = 0.0 if stack.flash else 1.0  # programs with unfused attention date from models with dropout
-    again = np.where(columns.compile, 2.0, 0.0)  # what products read is written once more
+    outside = np.where(columns.sp, t, 1.0)  # sequence parallelism divides activations between tensor-parallel regions
+    masks = 0.0 if stack.flash else 1.0  # stacks with unfused attention date from models with dropout
+    again = np.where(columns.compile, 2.0, 0.0)  # inputs of matmuls are written once more
     norm_f, norm_b = np.where(fused_norm, 4.0, 36.0), np.where(fused_norm, 8.0, 90.0) + again
     between_f = 2 * (norm_f + 6.0 + masks) * h / outside
     between_b = 2 * (norm_b + 6.0 + 5.0 * masks) * h / outside
@@ -345,26 +345,26 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     turned = rotary * (q + kv) + 4.0 * (0.0 if stack.flash else 1.0) * (q + 2 * kv)
     dense = shape.dense_share
     width = sum(shape.ffn_widths(t))
-    moved = (1 - dense) * 4 * 4.0 * shape.top_k * h / t  # permute and unpermute: each reads and writes
+    moved = (1 - dense) * 4 * 4.0 * shape.top_k * h / t  # permute and unpermute both read and write
     forward = between_f + act_f * width + turned + moved
     backward = between_b + act_b * width + again * shape.ffn_widths(t)[0] + turned + moved
     return tokens * forward, tokens * backward
 
 
-# Seconds of one layer, of the embedding and of the head on one rank, for every distinct sharding.
+# Time (s) of one layer, of the embedding and of the head on one rank, for every distinct sharding.
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Seconds by part, one entry per distinct sharding. A layer is the mean over the model's layers.
+    """Time (s) by part, with one entry per distinct sharding. Layer values are averages over the model's layers.
 
     Names end in _f for forward and _b for backward.
 
     Attributes:
-        last_f: the part of gemm_f for the matmul whose result is the layer's output, in dense layers.
+        last_f: the part of gemm_f for the matmul that computes the layer's output, in dense layers.
         wgrad: the part of gemm_b for weight gradients.
         tp_f, tp_b, cp_f, cp_b, ep_f, ep_b: exposed communication.
-        host_f: host seconds of a layer's forward; 0 with CUDA graphs.
+        host_f: host time of a layer's forward; 0 with CUDA graphs.
         head_gemm, head_memory, head_tp: head and loss, and their communication.
         embed, embed_tp: embedding, and its communication.
     """
@@ -391,7 +391,7 @@ class LayerCosts:
     embed_tp: Array
 
     def rows(self, index: NDArray[np.intp] | slice) -> LayerCosts:
-        """Return the costs of plans, by the index of their sharding."""
+        """Return the costs for plans, given the index of each plan's sharding."""
         return LayerCosts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
@@ -400,29 +400,22 @@ _OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "prec
 
 
 def of_costs(columns: Columns) -> tuple[str, ...]:
-    """Return the columns that decide a layer's costs.
+    """Return the columns that layer costs depend on.
 
-    If any plan has another axis order, sizes of other axes count too: they decide if neighbours share a scale-up
+    If any plan has another axis order, this includes the sizes of other axes: they decide if neighbors share a scale-up
     domain.
     """
     return (*_OF_COSTS, "pp", "dp_replicate", "dp_shard") if columns.order.any() else _OF_COSTS
 
 
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """Return one entry per row of `columns`. Rows with the same sharding of a layer are computed only once.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
-        fabric: links between devices.
-    """
+    """Return one entry per plan in `columns`. Plans with the same sharding of a layer are computed only once."""
     kinds = RowDeduplicator.of(columns, of_costs(columns))
     return distinct_costs(job, kinds.rows, tables, fabric).rows(kinds.index)
 
 
 def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """Return one entry per row of `columns`, computing every row. Reads only the columns of `of_costs`."""
+    """Return one entry per plan in `columns`, computed for every plan. Only the columns of `of_costs` are read."""
     shape, cut = job.shape, share_of(job, columns, tables)
     tokens, q, kv, half, width = cut.tokens, cut.q, cut.kv, cut.half, cut.width
     t = columns.tp.astype(np.float64)
@@ -441,7 +434,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, made.gemm_f, made.dgrad + made.wgrad)
     cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, made.attn_f, made.attn_b)
     ep = _ep(job, columns, tables, fabric, tokens, made.gemm_f)
-    # Each additional chunk adds a collective and a matmul, four times in a layer.
+    # Each additional chunk adds a collective and a matmul, four times per layer.
     calls = made.calls + np.where(t > 1, 8 * columns.tp_chunks - 4, 0) + context_cost.calls(columns)
     gathers_table = (t > 1) & (shape.vocab > 0)
     return LayerCosts(
@@ -471,7 +464,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
 
 
 def _head_share(job: Job) -> float:
-    """Return the share of the head's three matmuls that run. A frozen head has no weight gradient."""
+    """Return how many of the head's three matmuls run, as a share. A frozen head has no weight gradient."""
     trained = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
     return (2 + trained) / 3
 
@@ -479,7 +472,7 @@ def _head_share(job: Job) -> float:
 def _head(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, peak: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the seconds of head and loss, forward and backward together (matmul, memory, communication)."""
+    """Return the time (s) of head and loss, forward plus backward (matmul, memory, communication)."""
     shape, t = job.shape, columns.tp.astype(np.float64)
     vocab = padded_vocab(job, t) / t
     h = shape.hidden * np.ones_like(tokens)
@@ -494,7 +487,7 @@ def _head(
 
 
 def padded_vocab(job: Job, tp: Array) -> Array:
-    """Count the rows of the embedding table after the stack's padding."""
+    """Return the number of rows of the embedding table, padded as the stack does."""
     unit = job.stack.vocab_multiple * tp
     return np.ceil(job.shape.vocab / unit) * unit
 
@@ -502,7 +495,7 @@ def padded_vocab(job: Job, tp: Array) -> Array:
 def _tp(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, gemm_f: Array, gemm_b: Array
 ) -> tuple[Array, Array]:
-    """Return the exposed seconds of a layer's tensor-parallel collectives (forward, backward)."""
+    """Return the exposed time (s) of a layer's tensor-parallel collectives (forward, backward)."""
     t, stride = columns.tp.astype(np.float64), columns.tp_stride
     size = tokens * job.shape.hidden * 2.0
     whole = fabric.ring_s("all_reduce", size, t, stride)
@@ -514,32 +507,31 @@ def _tp(
     if not job.stack.overlap_tp:
         hidden_f = hidden_b = np.zeros_like(whole)
         if (columns.tp_chunks > 1).any():
-            # Forward is chunked in full, in backward only the gathers of row-wise layers. The first chunk is exposed.
+            # All collectives of forward are chunked; in backward only the gathers of row-wise layers. The first chunk
+            # is exposed.
             pieces = np.where(columns.sp, columns.tp_chunks, 1).astype(np.float64)
             piece = fabric.ring_s("all_gather", size / pieces, t, stride)
             later, more = (pieces - 1) * piece, np.where(pieces > 1, pieces * piece - gather, 0.0)
             forward, backward = forward + 4 * more, backward + 2 * more
             hidden_f, hidden_b = np.minimum(4 * later, under_f), np.minimum(2 * later, under_b)
         return forward - hidden_f * (2 - tables.overlap_compute), backward - hidden_b * (2 - tables.overlap_compute)
-    # In chunks: the first is exposed, each other one overlaps with the matmul of the chunk before it.
+    # In chunks: the first is exposed, each other one overlaps with the matmul of the previous chunk.
     slices = np.where(columns.sp, 1.0, 0.0) * (t - 1) / t
     hidden_f, hidden_b = np.minimum(forward, under_f) * slices, np.minimum(backward, under_b) * slices
     return forward - hidden_f * (1 - slow), backward - hidden_b * (1 - slow)
 
 
 def _ep(job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, experts: Array) -> Array:
-    """Return the exposed seconds to send tokens to their experts and back, in a average layer. Backward takes as long.
+    """Return the exposed time (s) to send tokens to their experts and back, in an average layer.
 
-    The host reads the counts of tokens, so that no kernel of the layer is queued before: their launches are exposed.
-    What the stack overlaps hides under expert matmuls.
+    Backward takes as long.
+
+    The host reads the token counts, so that no kernel of the layer is queued earlier: kernel launches are exposed. The
+    communication that the stack overlaps is hidden by expert matmuls.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
-        fabric: links between devices.
-        tokens: tokens of a pass on a rank.
-        experts: seconds of matmuls in a average layer.
+        tokens: tokens of a microbatch on a rank.
+        experts: time (s) of expert matmuls in an average layer.
     """
     shape, stack, t, e = job.shape, job.stack, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     if not shape.moe_layers:

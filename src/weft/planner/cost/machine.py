@@ -27,23 +27,23 @@ _GENERATIONS = (
     ("cdna", ("mi300x", "mi325x", "mi350x", "mi355x")),
     ("tpu", ("tpu-v5p", "tpu-v6e")),
 )
-#: Entries of a device that are facts of its hardware. Every tier reads them.
+#: Device constants that are facts of its hardware. Both tiers read them.
 _HARDWARE = ("sms", "flash2_gain", "fp8_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Rates and constants of a device that programs achieve.
+    """Rates that programs achieve on a device, and other constants of the cost model.
 
-    Rates are FLOP/s and bytes/s of one device and one direction. Names that end in `_s` are seconds. The names are the
-    ones of `tables.toml`.
+    Rates are FLOP/s and bytes/s of one device and one direction. Names that end in `_s` are times in seconds. Names are
+    as in `tables.toml`.
 
     Attributes:
         flops: dense peak by precision.
-        rungs: source of each constant: "here" (measured on this machine), "table" (shipped measurement or fit of this
-            device) or "common" (for every device).
-        learned: factors of terms, from runs.
-        slowdown: factor of all terms by the device's generation, from published runs.
+        rungs: source of each constant: "here" (measured on this machine), "table" (published measurement or fit for
+            this device) or "common" (for every device).
+        learned: correction factors of terms, from runs.
+        slowdown: factor on all terms for the device's generation, from published runs.
     """
 
     flops: Mapping[str, float]
@@ -131,13 +131,13 @@ def _shipped() -> dict[str, Any]:
 
 
 def generation(device: str) -> str:
-    """Return the generation of a device by its name, or "" if no run on a similar device was published."""
+    """Return the generation of a device by its name, or "" if no published run used a similar device."""
     name = device.rstrip("*")
     return next((make for make, names in _GENERATIONS if name.startswith(names)), "")
 
 
 def _base_name(device: DeviceSpec) -> str:
-    return device.name.rstrip("*")  # a known device with changed numbers
+    return device.name.rstrip("*")  # a known device with some changed numbers
 
 
 def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -176,38 +176,35 @@ def _error(field: str, message: str) -> ConfigError:
     return ConfigError([Problem(field, message)])
 
 
-# Seconds of single kernels on one device: matrix products, attention, passes over memory.
+# Time (s) of single kernels on one device: matmuls, attention, memory-bound kernels.
 
 Array = NDArray[np.float64]
 
-#: Output tiles (rows, columns) of matmul kernels. Narrow tiles reuse less of the data that they load.
+#: Output tiles (rows, columns) of matmul kernels. Narrow tiles reuse less of the loaded data.
 _TILES = ((128, 128), (128, 256), (256, 128), (64, 256), (64, 128), (64, 64))
 _FULL_TILE = 128 * 256
-#: Relative rate of a matmul whose inner widths are not multiples of 8 values (16 bytes). Tensor cores are then unused,
-#: or loaded in small chunks.
+#: Relative rate of a matmul whose inner widths are not multiples of 8 values (16 bytes). Tensor cores are then not
+#: used, or loaded in small chunks.
 _MISALIGNED = 0.2
-#: Inner widths that are not multiples of this number of values miss full memory transactions (128 bytes of bf16).
+#: Inner widths that are not multiples of this number of values do not use full memory transactions (128 bytes of bf16).
 _LINE, _UNLINED = 64, 0.92
-#: Exponent by which the rate of fused attention falls for heads narrower than 128.
+#: Exponent by which the rate of fused attention decreases for heads narrower than 128.
 _NARROW = 0.15
-#: Ramp of fused attention without a mask, relative to the ramp under a causal mask (Shah et al. 2024, arXiv
-#: 2407.08608, figures 5 and 6: with 512 tokens 0.84 and 0.66 of the rate with 16,384, forward and backward; masked
-#: 0.57).
+#: Ramp-up length of fused attention without a mask, relative to causal attention (Shah et al. 2024, arXiv 2407.08608,
+#: figures 5 and 6: with 512 tokens 0.84 and 0.66 of the rate with 16,384, forward and backward; causal 0.57).
 _UNMASKED = 0.3
 
 
 def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths: Any = None) -> Array:
-    """Return the seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
+    """Return the time (s) of `batch` matmuls of m x k by k x n matrices in 2-byte elements.
 
-    The result is the slower of arithmetic and memory. It accounts for the quantisation of the output into tiles, of the
-    tiles into waves over the multiprocessors, and for the ramp over the inner width k.
+    The result is the larger of compute and memory time. It accounts for rounding up to full output tiles and to full
+    waves of tiles over the multiprocessors, and for a lower rate with a small inner width k.
 
     Args:
-        tables: constants of the device.
         m, n, k, batch: sizes; numbers or arrays.
-        peak: dense FLOP/s of the precision.
-        widths: the two feature widths, whose alignment decides the rate; None takes n and k. Numbers of tokens, and
-            means that are not whole, have no alignment.
+        widths: the two feature widths, whose alignment decides the rate; None uses n and k. Token counts, and averages
+            that are not integers, have no alignment.
     """
     m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
     best = np.zeros(np.broadcast(m, n, k, batch).shape)
@@ -217,7 +214,7 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths
         filled = tiles / (np.ceil(tiles / tables.sms) * tables.sms)
         covered = (m / (tall * rows)) * (n / (wide * columns))
         np.maximum(best, filled * covered * (rows * columns / _FULL_TILE) ** tables.tile_power, out=best)
-    # Outputs of less than one wave are split along k, which recovers about half of the device.
+    # Outputs of less than one wave are split along k, which uses about half of the device.
     small = m * n * batch < _FULL_TILE / 2 * tables.sms
     best = np.where(small, np.maximum(best, 0.5), best)
     rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + tables.gemm_k0)
@@ -228,7 +225,7 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths
 
 
 def aligned(n: Any, k: Any) -> Array:
-    """Return the share of a matmul's rate that its inner widths allow."""
+    """Return the share of a matmul's rate that the alignment of its inner widths allows."""
     return _line_share(np.asarray(n)) * _line_share(np.asarray(k))
 
 
@@ -238,37 +235,33 @@ def _line_share(width: NDArray[Any]) -> Array:
 
 
 def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> Array:
-    """Return the seconds of the batched products of unfused attention.
+    """Return the time (s) of the batched matmuls of unfused attention.
 
     Args:
-        tables: constants of the device.
         flops: total FLOPs.
         moved: bytes of scores.
         head_dim: width of a head.
-        peak: dense FLOP/s of the precision.
     """
     rate = peak * tables.gemm_ceiling * tables.core_eff * (1.0 if head_dim % 8 == 0 else _MISALIGNED)
     return np.maximum(flops / rate, bytes_s(tables, moved)) + 2 * tables.launch_s
 
 
 def bytes_s(tables: Tables, moved: Any) -> Array:
-    """Return the seconds to stream `moved` bytes through the device's memory."""
+    """Return the time (s) to read or write `moved` bytes of device memory sequentially."""
     return np.asarray(moved, dtype=np.float64) / (tables.memory_rate * tables.memory_eff)
 
 
 def flash_s(
     tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: bool, peak: Any, *, masked: bool = True
 ) -> Array:
-    """Return the seconds of fused attention. Heads narrower than 128 underuse the tensor cores.
+    """Return the time (s) of fused attention. Heads narrower than 128 do not fully use the tensor cores.
 
     Args:
-        tables: constants of the device.
-        flops: FLOPs that are executed, after the causal half or a window.
+        flops: FLOPs that are executed, after a causal mask or a window.
         seq_len: maximum number of keys that a query attends to.
         head_dim: width of a head.
         backward: compute backward instead of forward.
-        peak: dense FLOP/s of the precision.
-        masked: the mask is causal, so that some tiles are partial.
+        masked: True for a causal mask, which leaves some tiles partial.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
     ramp = np.asarray(seq_len) / (np.asarray(seq_len) + tables.attn_s0 * (1.0 if masked else _UNMASKED))
@@ -276,21 +269,21 @@ def flash_s(
     return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp * narrow) + tables.launch_s
 
 
-# Seconds of collectives by the location of their ranks: inside one scale-up domain, or over the network.
+# Time (s) of collectives by the location of their ranks: inside one scale-up domain, or over the network.
 
-#: Volume of a ring over the full buffer, before the factor (n - 1)/n.
+#: Volume of a ring collective in full buffers, before the factor (n - 1)/n.
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-#: Share of the network that all-to-alls of many nodes lose to conflicts (arXiv-free: AutoParallel's H100 fit).
+#: Share of the network bandwidth that all-to-alls over many nodes lose to conflicts (from AutoParallel's H100 fit).
 _ALL_TO_ALL_LOSS = 0.44
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Links of a cluster as collectives use them. Rates are achieved bytes/s.
+    """Links of a cluster, with the rates that collectives achieve in bytes/s.
 
     Attributes:
         rack: devices of a rack; 0 if the network is not divided into racks.
-        thinner: bandwidth of a rack's adapters over the bandwidth of its links to other racks.
+        thinner: bandwidth of a rack's adapters divided by the bandwidth of its links to other racks.
     """
 
     link_rate: float
@@ -305,10 +298,9 @@ class Fabric:
 
     @classmethod
     def of(cls, tables: Tables, devices_per_node: int, rack_nodes: int = 0, oversubscription: float = 1.0) -> Fabric:
-        """Return the links that the tables describe. A node with fewer devices than a scale-up domain is one domain.
+        """Return the links that the tables describe. A node smaller than a scale-up domain is treated as one domain.
 
         Args:
-            tables: constants of the device.
             devices_per_node: devices of one node.
             rack_nodes: nodes of a rack; 0 without racks.
             oversubscription: oversubscription of the links between racks.
@@ -327,16 +319,16 @@ class Fabric:
         )
 
     def in_rack(self, n: Any, stride: Any) -> Array:
-        """Count the ranks of a group of n, `stride` apart, that share a rack."""
+        """Return how many ranks of a group of n, `stride` apart, are in one rack."""
         n = np.asarray(n, dtype=np.float64)
         return np.clip(self.rack // np.maximum(1, np.asarray(stride)), 1, n) if self.rack else n
 
     def inside(self, n: Any, stride: Any) -> Array:
-        """Count the ranks of a group of n, `stride` apart, that share a scale-up domain."""
+        """Return how many ranks of a group of n, `stride` apart, are in one scale-up domain."""
         return np.clip(self.domain // np.maximum(1, np.asarray(stride)), 1, np.asarray(n)).astype(np.float64)
 
     def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:
-        """Return the seconds of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
+        """Return the time (s) of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
 
         Parallel groups are assumed to communicate at the same time, so that each device has its own share of the
         network.
@@ -354,27 +346,28 @@ class Fabric:
         outer = np.ceil(n / inner)
         moved = passes * (n - 1) / n * size
         link = self.link_rate * np.where(self.mesh, (inner - 1) / max(1, self.domain - 1), 1.0)
-        # A ring leaves each rack only once, whatever its number of nodes there: only some of a rack's rings leave it.
+        # A ring leaves each rack only once, however many of its nodes are in that rack. So only some of a rack's rings
+        # leave it.
         near = self.in_rack(n, stride)
         nic = self.nic_rate * np.where(near < n, np.minimum(1.0, near / inner / self.thinner), 1.0)
         rate = np.where(outer > 1, np.minimum(np.maximum(link, nic), nic * inner), link)
-        # Rings over few nodes; trees and similar algorithms over many.
+        # Ring algorithms for few nodes; tree-like algorithms for many.
         hops = np.minimum(outer - 1, (2 if kind == "all_reduce" else 8) * np.log2(np.maximum(2, outer)))
         alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * passes * hops, 0.0)
         ramp = 1.0 + np.sqrt(self.half_bytes / np.maximum(size, 1.0))
         return np.where(n > 1, alpha + moved / np.maximum(rate, 1.0) * ramp, 0.0)
 
     def all_to_all_s(self, size: Any, n: Any, stride: Any, copies: int | None = None) -> Array:
-        """Return the seconds of an all-to-all over n ranks.
+        """Return the time (s) of an all-to-all over n ranks.
 
         Args:
             size: bytes that each rank sends, including its own share.
             n: ranks of a group.
             stride: ranks from one member of the group to the next.
-            copies: copies of each token, of which a node and each rank in it receive at most one, as in DeepEP
+            copies: copies of each token, if a node and each rank in it receive at most one of them, as in DeepEP
                 (DeepSeek-AI 2024, arXiv 2412.19437). Copies are distributed inside a node while others arrive. Its
                 kernels reach 0.87 to 0.89 of an adapter's bandwidth over 4 and 8 nodes, so that no loss by conflicts is
-                counted. None if each copy is sent separately.
+                counted. None: each copy is sent separately.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
@@ -386,7 +379,7 @@ class Fabric:
             token = size / copies
             near = token * _reached(n, copies) * (inner - 1) / inner / self.link_rate
             crossing, lost = token * _reached(outer, copies) * (outer - 1) / outer, np.zeros_like(n)
-        # Share of the crossing traffic that goes to other racks.
+        # Share of the traffic between nodes that goes to other racks.
         leaving = (n - self.in_rack(n, stride)) / np.maximum(1.0, n - inner)
         crossing = crossing * np.maximum(1.0, leaving * self.thinner)
         far = crossing / (self.nic_rate * (1 - lost))
@@ -395,7 +388,7 @@ class Fabric:
         return np.where(n > 1, alpha + travel, 0.0)
 
     def send_s(self, size: Any, stride: Any) -> Array:
-        """Return the seconds to send `size` bytes to the rank `stride` further on."""
+        """Return the time (s) to send `size` bytes to the rank with an index higher by `stride`."""
         near = np.asarray(stride) < self.domain
         leaves = (np.asarray(stride) >= self.rack) if self.rack else False
         rate = np.where(near, self.link_rate, self.nic_rate / np.where(leaves, self.thinner, 1.0))
@@ -403,8 +396,8 @@ class Fabric:
 
 
 def _reached(places: Array, copies: int) -> Array:
-    """Return the expected number of `places` (nodes or ranks) that get at least one of a token's copies.
+    """Return the expected number of `places` (nodes or ranks) that receive at least one copy of a token.
 
-    Each copy may go to any of them.
+    Each copy is equally likely to go to any of them.
     """
     return places * (1 - (1 - 1 / places) ** copies)

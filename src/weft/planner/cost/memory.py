@@ -1,4 +1,4 @@
-"""Bytes of a rank's model state: parameters, gradients, optimizer states and communication buffers."""
+"""Memory of a rank's model state: parameters, gradients, optimizer states and communication buffers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import Columns, Job
 
 Array = NDArray[np.float64]
-#: (layers of a rank, its position in the pipeline, True if it has the embedding, True if it has the head).
+#: (number of layers of a rank, its position in the pipeline, True if it has the embedding, True if it has the head).
 Place = tuple[Array, Any, bool, bool]
 
 _AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
-#: The columns that this module reads. Of num_micro it matters only if there is more than one pass.
+#: The columns that this module reads. Of num_micro only matters if there is more than one microbatch.
 OF_STATES = (
     "pp",
     "dp_replicate",
@@ -61,7 +61,7 @@ OF_STATES = (
 
 
 def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, bool]) -> Array:
-    """Return the bytes of a second model's weights. It has no gradients and no optimizer states."""
+    """Return the bytes of a second model's weights. The second model has no gradients or optimizer states."""
     layers, _, embedding, head = place
     held = second_shares(job, columns, layers, embedding, head)
     if held is None:
@@ -79,17 +79,17 @@ class WeightBytes:
     All fields are bytes except layers, learnt, ends, goes and loose.
 
     Attributes:
-        layers: layers of the rank.
+        layers: number of layers of the rank.
         learnt: number of trained parameters.
         ends: number of trained parameters in embedding and head.
         gradients: gradients that exist at the peak of backward.
-        growing: further gradients; multiplied by the share that is computed by then.
-        carried: state that senders keep from step to step.
+        growing: gradients that backward creates in addition; multiplied by the share that is computed at the peak.
+        carried: compression state that senders keep from step to step.
         second: weights of a second model.
         gathered: gathered parameters.
         reduced: gradients in communication during backward.
-        goes: True if there are no gradients at the loss. If they are loose, it applies to the growing ones only.
-        loose: True if gradients of a pass stay in the tensors that autograd made.
+        goes: True if there are no gradients while the loss is computed. If `loose`, this applies to `growing` only.
+        loose: True if a microbatch's gradients stay in the tensors that autograd created.
     """
 
     layers: Array
@@ -107,19 +107,20 @@ class WeightBytes:
     loose: NDArray[np.bool_]
 
     def rows(self, index: NDArray[Any] | slice) -> WeightBytes:
-        """Return the bytes of plans, by the index of their kind. A field that is zero for every kind stays a scalar."""
+        """Return the bytes for plans, given the index of each plan's kind.
+
+        A field that is zero for every kind stays a scalar.
+        """
         nothing: Any = np.zeros((), dtype=np.bool_)
         values: dict[str, NDArray[Any]] = {each.name: getattr(self, each.name) for each in fields(self)}
         return WeightBytes(**{name: value[index] if value.any() else nothing for name, value in values.items()})
 
 
 def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
-    """Return the model state bytes of the rank at one position of the pipeline, one entry per plan.
+    """Return the model state bytes of the rank at one pipeline position, with one entry per plan.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        place: (layers of the rank, its position, True if it has the embedding, True if it has the head).
+        place: see `Place`.
     """
     layers, _, embedding, head = place
     zero = columns.zero
@@ -142,27 +143,21 @@ def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
         second=_second_bytes(job, columns, place),
         gathered=gathered,
         reduced=reduced,
-        # Under ZeRO 3 there are no gradients before the first backward of a step, but the allocator keeps their
-        # memory.
+        # Under ZeRO 3 there are no gradients before the first backward of a step, but the allocator keeps their memory.
         goes=((zero == 3) & (columns.num_micro == 1)) | loose,
         loose=loose,
     )
 
 
 def unbucketed_width(job: Job, columns: Columns) -> Array:
-    """Return the bytes per value of gradients that stay in the tensors that autograd made.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-    """
+    """Return the bytes per value of gradients that stay in the tensors that autograd created."""
     return np.where(columns.in_fp32, 4.0, job.stack.weight_bytes)
 
 
 def _states(
     job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the bytes of parameters, optimizer states, existing gradients, and gradients that grow in backward."""
+    """Return the bytes of parameters, optimizer states, existing gradients, and gradients that backward creates."""
     stack, zero = job.stack, columns.zero
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
@@ -175,7 +170,7 @@ def _states(
     kept = np.where((zero == 3) & ~full32 & stack.master, main - master, main)
     kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.separate_bytes(columns), 0.0)
     is_loose = stays_unbucketed(columns) | awaits_pass(columns)
-    each = np.where(is_loose, unbucketed_width(job, columns), stack.grad_bytes)  # of those that grow
+    each = np.where(is_loose, unbucketed_width(job, columns), stack.grad_bytes)  # created in backward
     shares = shares_in_format(job, columns, shares, layers, weight)
     parameters += shares.ends * (stack.residual_bytes - 2.0) / np.where(zero == 3, group, 1.0)
     parts = (
@@ -183,7 +178,7 @@ def _states(
         (shares.experts, trained.experts, expert_group),
     )
     for held, count, size in parts[: 2 if job.shape.moe_layers else 1]:
-        if job.adapter is not None:  # frozen weights have no masters
+        if job.adapter is not None:  # frozen weights have no master weights
             parameters += held * weight / np.where(zero == 3, size, 1.0)
         elif job.trained is not None:
             parameters += (held - count) * weight / np.where(zero == 3, size, 1.0)
@@ -192,7 +187,7 @@ def _states(
         gradients += count * stack.grad_bytes * share
         growing += count * each * grows
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
-    # One moment instead of two: SGD for all parameters, Muon for its matrices.
+    # One moment instead of two: SGD for all parameters, Muon for the matrices that it updates.
     single = trained.dense + (trained.ends + trained.experts if job.optimizer == "sgd" else 0.0)
     if job.optimizer in ("sgd", "muon"):
         optimizer -= 4.0 * single / np.where(zero >= 1, group, 1.0)
@@ -200,29 +195,29 @@ def _states(
 
 
 def stays_unbucketed(columns: Columns) -> NDArray[np.bool_]:
-    """Return True for rows whose gradients stay in autograd's tensors and format until the update."""
+    """Return True for plans whose gradients stay in autograd's tensors, in their dtype, until the update."""
     alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
     return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
 
 
 def awaits_pass(columns: Columns) -> NDArray[np.bool_]:
-    """Return True for rows whose gradients stay in autograd's tensors until the pass ends.
+    """Return True for plans whose gradients stay in autograd's tensors until the microbatch ends.
 
-    They are communicated after the pass, because a graph contains no collective.
+    They are communicated afterwards, because a CUDA graph contains no collective.
     """
     ranks = columns.dp_replicate * columns.dp_shard * columns.cp
     return columns.graphs & (columns.num_micro == 1) & (ranks > 1) & (columns.pp == 1) & (columns.zero < 3)
 
 
 def _gradient_share(columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
-    """Return the share of its gradients that a rank stores, and a mask of rows with growing gradients in addition.
+    """Return the share of its gradients that a rank stores, and a mask of plans in which backward creates more of them.
 
-    Gradients of several passes are accumulated before communication if they are communicated once a step. This holds
-    for ZeRO 1 and 2 in Weft's runtime, and for ZeRO 3 that reshards after the step, as a pipeline does. Gradients of
-    one pass are communicated bucket by bucket.
+    If gradients are communicated once per step, gradients of several microbatches are accumulated first. This holds for
+    ZeRO 1 and 2 in Weft's runtime, and for ZeRO 3 that reshards after the step, as in a pipeline. Gradients of a single
+    microbatch are communicated bucket by bucket.
 
     Under ZeRO 2 and in a pipeline, Weft's runtime accumulates them in autograd's tensors and has a separate buffer in
-    addition: for the rank's part, and without ZeRO for all of them.
+    addition: for the rank's shard, or without ZeRO for all gradients.
     """
     zero, several = columns.zero, columns.num_micro > 1
     once = (zero < 3) | columns.reduces_once
@@ -237,7 +232,7 @@ def _gradient_share(columns: Columns, size: Array) -> tuple[Array, NDArray[np.bo
 def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array) -> tuple[Array, Array]:
     """Return the bytes of gathered parameters, and of gradients in communication during backward.
 
-    ZeRO 3 stores the current unit and the next. If it reshards after backward or after the step, it stores all
+    ZeRO 3 stores the current unit and the next one. If it reshards after backward or after the step, it stores all
     parameters of the rank.
     """
     stack, zero = job.stack, columns.zero
@@ -247,7 +242,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     every = shares.dense + shares.experts + shares.ends
     moving = (trained.dense + trained.experts) / np.maximum(1.0, layers)
     held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
-    codes = np.where(columns.gather > 0, wire_columns.weight_bytes(columns, largest, 0.0), 0.0)  # of one unit at a time
+    codes = np.where(columns.gather > 0, wire_columns.weight_bytes(columns, largest, 0.0), 0.0)  # one unit at a time
     held = held + np.where(columns.reshard_within > 0, every / np.maximum(1, columns.reshard_within), 0.0)
     gathered = np.where(zero == 3, stack.gather_bytes * held + codes, 0.0)
     travels = stack.reduce_bytes + wire_columns.copy_bytes(columns, stack.reduce_bytes)
@@ -259,7 +254,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     return gathered, reduced
 
 
-# Bytes of one rank by class, on the pipeline stage that needs most.
+# Bytes of one rank by class, on the pipeline stage with the highest memory use.
 
 CLASSES = (
     "parameters",
@@ -274,13 +269,13 @@ CLASSES = (
 )
 
 
-#: Rows per chunk of computation: their values stay in the processor's cache.
+#: Plans per chunk of computation, so that their values stay in the processor's cache.
 _AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Plans with their kinds: by layer bytes, by model state bytes, and by passes in flight."""
+    """Plans and their kinds: by activation bytes of a layer, by model state bytes, and by microbatches in flight."""
 
     columns: Columns
     layers: RowDeduplicator
@@ -289,7 +284,7 @@ class _Rows:
 
     @classmethod
     def of(cls, job: Job, columns: Columns) -> tuple[_Rows, Stages]:
-        """Return the plans, and the layers of their ranks by the kind of model state."""
+        """Return the plans with their kinds, and the layers per rank for each kind of model state."""
         is_alone = len(columns) > 0 and columns.pp[0] == 1
         offloads = columns.offload_optimizer > 0 if is_alone else np.broadcast_to(np.False_, len(columns))
         chunks = chunks_per_rank(columns)
@@ -304,15 +299,15 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """Bytes of the rank at one position of the pipeline, by kinds of rows.
+    """Bytes of the rank at one pipeline position, by kinds of plans.
 
     Attributes:
         held: model state.
         logits: logits.
         ends: activations before and after the layers.
         rank: position in the pipeline.
-        groups: communicators of Weft over mesh axes, by the kind of model state.
-        lanes: communicators to other stages, by the kind of passes in flight.
+        groups: number of Weft's communicators over mesh axes, by the kind of model state.
+        lanes: number of communicators to other stages, by the kind of microbatches in flight.
     """
 
     held: WeightBytes
@@ -339,7 +334,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Bytes of a average layer and of the logits in one pass, passes in flight, and computed share of the gradients."""
+    """Bytes of an average layer and the logits in one microbatch, microbatches in flight, gradients computed."""
 
     layer: LayerBytes
     logits: Array
@@ -349,14 +344,11 @@ class _Pass:
 
 
 def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) -> dict[str, Array]:
-    """Return the bytes by class on the fullest of the first, second and last rank of the pipeline.
+    """Return the bytes by class of the first, a middle or the last pipeline rank, whichever needs the most.
 
     "host" is the host memory of the first rank.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
         device_bytes: memory of a GPU; 0 for a CPU.
     """
     piped = columns.pp > 1
@@ -373,9 +365,9 @@ def _fill(
     found: dict[str, Array], where: NDArray[np.intp] | slice, job: Job, columns: Columns, tables: Tables,
     device_bytes: int,
 ) -> None:  # fmt: skip
-    """Fill in `memory_bytes` for rows that either all have a pipeline or all lack one.
+    """Compute `memory_bytes` for plans that either all have a pipeline or all lack one.
 
-    `where` is the index of the rows in `found`.
+    `where` is the index of the plans in `found`, which receives the results.
     """
     (rows, layers), p = _Rows.of(job, columns), columns.pp
     places: list[Place] = [(layers.middle, 0, True, True)]
@@ -401,11 +393,11 @@ def _fill(
 
 
 def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
-    """Return the bytes of the rank that needs most. On a tie the first rank wins."""
+    """Return the bytes of the rank with the highest total. If totals are equal, the first rank is used."""
     if len(ranks) == 1:
         return ranks[0]
     totals: list[Array] = [functools.reduce(np.add, each.values()) for each in ranks]
-    totals[1] = np.where(columns.pp == 2, -1.0, totals[1])  # two stages have no middle
+    totals[1] = np.where(columns.pp == 2, -1.0, totals[1])  # two stages have no middle rank
     second, third = totals[1] > totals[0], totals[2] > np.maximum(totals[0], totals[1])
     first, middle, last = ranks
     return {name: np.where(third, last[name], np.where(second, middle[name], first[name])) for name in first}
@@ -414,15 +406,11 @@ def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
 def rank_bytes(
     job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: Place, device_bytes: int
 ) -> dict[str, Array]:
-    """Return the bytes by class of one rank, one entry per plan, at its peak: at the loss or during backward.
+    """Return the bytes by class of one rank, with one entry per plan, at its peak: during the loss or backward.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
-        layer: saved bytes of a average layer.
-        place: (layers of the rank, its position in the pipeline, True if it has the embedding, True if it has the
-            head).
+        layer: saved bytes of an average layer.
+        place: see `Place`.
         device_bytes: memory of a GPU; 0 for a CPU.
     """
     every = RowDeduplicator(columns, slice(None), slice(None))
@@ -445,15 +433,15 @@ def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Ran
 
 
 def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, passing: _Pass) -> dict[str, Array]:
-    """Return the bytes of the classes that change during a step, at the peak."""
+    """Return the bytes at the peak of the classes that change during a step."""
     layer, logits, gathered = passing.layer, passing.logits, held.gathered
     saved = _saved_bytes(columns, held, passing)
     recorded = columns.graphs.any()
-    # With graphs, gradients are communicated from memory outside the graph's pool.
+    # With CUDA graphs, gradients are communicated from memory outside the graph's pool.
     leaving = np.where(columns.graphs, held.reduced, 0.0) if recorded else 0.0
     reduced = held.reduced - leaving + layer.beside
-    # Two moments: the loss with its logits, and backward of a layer with recomputed activations and gradients in
-    # communication.
+    # Two candidates for the peak: the loss with its logits, and backward of a layer with recomputed activations and
+    # gradients in communication.
     kept, again, begun, loose = _while_backward(job, columns, held, passing, saved)
     again = kept + again
     late = again + reduced + loose > saved + logits
@@ -465,7 +453,7 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
     made = begun * held.growing
     gradients = held.gradients + made
     gone = np.where(held.goes & ~late, np.where(held.loose, made, gradients), 0.0)
-    if job.stack.step_bytes:  # a third moment: the update, with all gradients and no activations
+    if job.stack.step_bytes:  # third candidate: the update, with all gradients and no activations
         copies = held.optimizer * (job.stack.step_bytes / job.stack.main_bytes)
         buffers = np.maximum(buffers, gone + copies - activations - logits)
     return {
@@ -480,7 +468,7 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
 
 
 def _saved_bytes(columns: Columns, held: WeightBytes, passing: _Pass) -> Array:
-    """Return the bytes of activations saved on the device for all passes in flight."""
+    """Return the bytes of activations saved on the device for all microbatches in flight."""
     layer, times = passing.layer, held.layers * passing.held
     saved = times * layer.kept
     if np.isfinite(columns.activation_budget).any():
@@ -497,8 +485,8 @@ def _while_backward(
 ) -> tuple[Array, Array, Array, Any]:
     """Return saved bytes, bytes of the current layer, and gradients at the peak of backward.
 
-    Gradients are given by their computed share. Loose gradients are also given in bytes, since they do not exist at the
-    loss.
+    Gradients are returned as their computed share. Gradients in autograd's tensors are also returned in bytes, since
+    they do not exist during the loss.
     """
     layer, loose = passing.layer, held.loose
     if job.adapter is None and not loose.any():

@@ -1,6 +1,6 @@
-"""Bytes of the chunked loss (`parallel/tensor/language_head.py`), activations and host memory; communicator counts.
+"""Bytes of the chunked loss (`parallel/tensor/language_head.py`), activations and host memory; number of communicators.
 
-Letters: N tokens of a pass on a rank, V entries of the vocabulary on a rank, h hidden size.
+Letters: N tokens of a microbatch on a rank, V vocabulary entries on a rank, h hidden size.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from weft.planner.space.shape import TracedShape
 
 Array = NDArray[np.float64]
 
-#: Equal to the value in `parallel/tensor/language_head.py`, which imports torch. A test compares them.
+#: Equal to the value in `parallel/tensor/language_head.py`, which is not imported because it needs torch. A test
+#: compares them.
 LARGE_LOGITS_BYTES = 2**28
-#: Values per token that the chunked loss makes in addition to logits: labels, masks, largest logit, sums.
+#: Values per token that the chunked loss allocates in addition to logits: labels, masks, largest logit, sums.
 _LABELS = 13.0
-#: Bytes of a value in which the runtime accumulates.
+#: Bytes of a value in the dtype in which the runtime accumulates.
 _SUMS = 4.0
 
 
 def is_loss_fused(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
-    """Return True for rows whose head computes the loss directly: under tp, and if full logits would be large.
+    """Return True for plans whose head computes the loss directly: under tp, and if full logits would be large.
 
     Args:
-        columns: the plans.
         tokens: tokens of a microbatch on a rank.
         vocab: vocabulary entries on a rank.
     """
@@ -51,16 +51,16 @@ def fused_loss_bytes(
     *,
     frozen: bool = False,
 ) -> Array:
-    """Return the peak bytes of a chunked loss: gradients of hidden states and weight, and logits of a chunk of tokens.
+    """Return the peak bytes of a chunked loss: gradients of hidden states and of the weight, and logits of one chunk.
 
     Args:
-        columns: the plans.
         tokens: tokens of a microbatch on a rank.
         vocab: vocabulary entries on a rank.
         hidden: width of the hidden state.
-        width: bytes of a weight and of an activation. A narrow format needs rounded copies in addition to its sums.
-        device_bytes: memory of a GPU; 0 for a CPU. It decides the chunks, as the head gets them from `LossChunk`.
-        frozen: the head is not trained, and its weight has no gradient.
+        width: bytes of a weight and of an activation. A narrow format needs rounded copies in addition to the
+            accumulated values.
+        device_bytes: memory of a GPU; 0 for a CPU. It decides the chunk size, as in `LossChunk`.
+        frozen: True if the head is not trained, so that its weight has no gradient.
     """
     sums = np.maximum(_SUMS, width)
     rows = LossChunk.of_device(device_bytes).rows(tokens, vocab, sums)
@@ -71,10 +71,10 @@ def fused_loss_bytes(
     return made + gathered + tokens * (hidden * width + _LABELS * sums)
 
 
-# Bytes of activations: saved by a average layer, needed during its backward, and used by ends and logits.
+# Bytes of activations: saved by an average layer, needed during its backward, and used by embedding, head and logits.
 
-#: Peak bytes per logit of a loss that compares a student's logits with a teacher's (train/tasks/distill.py). A test
-#: measures it.
+#: Peak bytes per logit of a loss that compares a student's logits with a teacher's (train/tasks/distill.py), checked by
+#: a test.
 TWO_LOGITS = 36.0
 #: The columns that this part of the module reads.
 OF_LAYER = (
@@ -92,7 +92,7 @@ OF_LAYER = (
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Activation bytes of a average layer and one pass on a rank.
+    """Activation bytes of an average layer and one microbatch on a rank.
 
     Attributes:
         whole: all bytes that it saves.
@@ -107,12 +107,12 @@ class LayerBytes:
     passing: Array
 
     def rows(self, index: NDArray[Any] | slice) -> LayerBytes:
-        """Return the bytes of plans, by the index of their kind."""
+        """Return the bytes for plans, given the index of each plan's kind."""
         return LayerBytes(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
-    """Return the bytes of activations that a average layer saves, without and with the plan's recompute policy."""
+    """Return the activation bytes that an average layer saves, without and with the plan's recompute policy."""
     shape, stack = job.shape, job.stack
     fp32 = columns.in_fp32
     width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
@@ -123,10 +123,10 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     h = float(shape.hidden)
     q, kv = shape.sharded_widths(t)
     between = np.where(columns.sp, t, 1.0)
-    gathered = np.where(columns.sp, t, 1.0)  # what the matmuls read
+    gathered = np.where(columns.sp, t, 1.0)  # activations that matmuls read
     # Eager RMSNorm saves two fp32 values in addition to a half-precision input, and one in addition to an fp32 input.
     norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
-    if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
+    if job.adapter is not None:  # the normalized activations are saved only for the gradient of the norm's weight
         norms = np.maximum(0.0, norms - np.where(fp32, 2.0, 4.0))
     masks = 0.0 if stack.flash else 2.0
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + _normed_bytes(job, columns, fp32, gathered)
@@ -143,7 +143,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     if stack.selective_half:
         routed = shape.moe_share * shape.top_k * 4.0 * h / t
         selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + product_up + routed
-    else:  # all products but the last one, whose output is the layer's own; that of attention before ranks add it up
+    else:  # all matmul outputs except the layer's own output; attention's output is saved before the all-reduce
         selective = 2.0 * h / between + core + product + 2.0 * h + _selective_ffn_bytes(job, columns, t)
     left = {
         "none": whole,
@@ -154,14 +154,14 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
-    # Gradients of the residual stream and of the up projections, which are the widest.
+    # Gradients of the residual stream and of the up projections, which are the largest.
     passing = 2.0 * h + (2.0 if shape.gated else 1.0) * product_up
     whole, kept, passing = (tokens * each * width for each in (whole, kept, passing))
     return LayerBytes(whole=whole, kept=kept, beside=beside, passing=passing)
 
 
 def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
-    """Return the bytes needed to unpack the largest weight of a packed base."""
+    """Return the temporary bytes to dequantize the largest weight of a quantized base."""
     return np.zeros_like(t) if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
 
 
@@ -173,16 +173,14 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     q, kv = shape.sharded_widths(cut.t)
     beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
-    # Gradients of a traced model's activations are not traced. Assume as much as a layer saves.
+    # Activation gradients of a traced model are not traced. They are assumed to be as large as a layer's saved bytes.
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside, passing=kept * width)
 
 
 def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
-    """Return the bytes that one pass saves before and after the layers. They are 0 unless the model was traced.
+    """Return the bytes that one microbatch saves outside the layers. They are 0 unless the model was traced.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         embedding: True if the rank has the embedding.
         head: True if the rank has the head.
     """
@@ -195,23 +193,23 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
 
 
 def _score_bytes(job: Job, t: Array) -> Array:
-    """Return the bytes per token of saved attention scores, with dropout's mask and product; 0 with flash attention."""
+    """Return the bytes per token of saved attention scores, with dropout's mask and output; 0 with flash attention."""
     if job.stack.flash:
         return np.zeros_like(t)
     return 5.0 * np.ceil(job.shape.heads / t) * job.seq_len
 
 
 def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:
-    """Return the bytes per token of the two norms' saved outputs in a average layer.
+    """Return the bytes per token of the saved outputs of an average layer's two norms.
 
-    They are saved for the matmuls that read them. `gathered` is the number of ranks over which the input of such a
-    matmul is divided.
+    They are saved for the matmuls that read them. `gathered` is the number of ranks over which such an input is
+    divided.
     """
     shape = job.shape
     h, moe, compiled = float(shape.hidden), shape.moe_share, columns.compile
     if not moe:
         return np.where(compiled, 0.0, 2 * 2.0 * h / gathered)
-    # Experts read separate copies. The router reads an fp32 copy, which in fp32 training is the tensor itself. Shared
+    # Each expert reads its own copy. The router reads an fp32 copy, which in fp32 training is the tensor itself. Shared
     # experts in a compiled block keep their gathered input.
     router = np.where(fp32, 2.0 * h, 4.0 * h + 4.0 * shape.num_experts) / gathered
     read = np.where(fp32 | (shape.shared_ffn == 0), 0.0, 2.0 * h) / np.where(columns.compile, 1.0, gathered)
@@ -219,11 +217,11 @@ def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered:
 
 
 def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array]:
-    """Return the bytes per token of the feed-forward part of a average layer: all, and one up projection."""
+    """Return the saved bytes per token of an average layer's feed-forward part: all of them, and one up projection."""
     shape, stack = job.shape, job.stack
     dense, experts = shape.ffn_widths(t)
     per = np.where(stack.fused | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
-    per = per - narrow  # what the down product reads
+    per = per - narrow  # the input of the down projection
     lean = np.where(columns.compile, 4.0 if shape.gated else 2.0, per)
     apart = (8.0 if shape.gated else 4.0) - narrow if not stack.fused else per
     routed = shape.moe_share * shape.top_k * 4.0 * shape.hidden / t
@@ -231,21 +229,19 @@ def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Arr
 
 
 def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
-    """Return the bytes per token of the feed-forward part under selective recompute: up projections, expert outputs."""
+    """Return the bytes per token that selective recompute saves in the feed-forward: up projections, expert outputs."""
     shape = job.shape
     dense, experts = shape.ffn_widths(t)
     ups = 2.0 if shape.gated else 1.0
-    given = shape.moe_share * 2.0 * shape.hidden * (shape.top_k + 1) / t  # by each expert, and all of them together
+    given = shape.moe_share * 2.0 * shape.hidden * (shape.top_k + 1) / t  # output of each expert, and their sum
     seen = ups * 2.0 * experts + given
     return ups * 2.0 * dense + np.where(columns.compile, 0.0, seen)
 
 
 def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
-    """Return the bytes of a pass's logits and of the tensors that the loss makes with them.
+    """Return the bytes of a microbatch's logits and of the tensors that the loss computes from them.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         device_bytes: memory of a GPU; 0 for a CPU.
     """
     tokens = columns.microbatch * (job.seq_len / columns.cp)
@@ -255,7 +251,7 @@ def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
     if job.frozen is not None and job.frozen.whole_logits:
         return tokens * (vocab * t * TWO_LOGITS + 4.0 * h)
     found = tokens * vocab * each
-    # The loss of a traced model is unspecified. A user's own loss gets full logits.
+    # The loss of a traced model is unknown. A user's own loss gets the full logits.
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.in_fp32
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
@@ -265,17 +261,17 @@ def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
     return found + tokens * 4.0 * h
 
 
-# Bytes of a rank in its host's memory.
+# Host memory of a rank.
 
 
 @dataclass(frozen=True, slots=True)
 class HostShares:
-    """Parameters of a pipeline's first rank after ZeRO's division, and its layers.
+    """Parameters of the first pipeline rank after ZeRO's sharding, and its layers.
 
     Attributes:
-        own: parameters that the rank steps.
+        own: parameters that the rank's optimizer updates.
         every: all parameters that it stores.
-        layers: layers of the rank.
+        layers: number of layers of the rank.
     """
 
     own: Array
@@ -283,7 +279,7 @@ class HostShares:
     layers: Array
 
     def rows(self, index: NDArray[Any] | slice) -> HostShares:
-        """Return the shares of plans, by the index of their kind."""
+        """Return the shares for plans, given the index of each plan's kind."""
         return HostShares(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
@@ -296,13 +292,7 @@ def is_offloaded(columns: Columns) -> bool:
 
 
 def host_shares(job: Job, columns: Columns, layers: Array) -> HostShares:
-    """Return the numbers of parameters in host memory if everything is offloaded.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        layers: number of layers on the rank.
-    """
+    """Return the number of parameters in host memory if everything is offloaded. `layers`: layers on the rank."""
     held = rank_shares(job, columns, layers, True, False)
     trained = trained_shares(job, columns, held, layers, (True, False))
     group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
@@ -315,14 +305,12 @@ def host_shares(job: Job, columns: Columns, layers: Array) -> HostShares:
 
 
 def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held: Array) -> Array:
-    """Return the bytes of a rank in its host's memory, for each plan: optimizer states, weights and activations.
+    """Return the host memory (bytes) of a rank for each plan: optimizer states, weights and activations.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         shares: parameters of the rank.
-        kept: activation bytes of one pass in a average layer.
-        held: passes in flight.
+        kept: activation bytes of one microbatch in an average layer.
+        held: microbatches in flight.
     """
     stack, optimizer, params = job.stack, columns.offload_optimizer, columns.offload_params
     states = optimizer * shares.own * (stack.main_bytes + stack.grad_bytes)
@@ -333,13 +321,13 @@ def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held
     return found
 
 
-# Peak of a backward whose gradients stay in autograd's tensors: one process, one pass per step.
+# Peak of a backward whose gradients stay in autograd's tensors: one process, one microbatch per step.
 
 
 def fullest_of_backward(
     layers: Array, saved: Array, gradients: Array, ends: Array, *, tied: bool
 ) -> tuple[Array, Array]:
-    """Return the shares of activations and of gradients that exist when their sum is largest.
+    """Return the shares of activations and of gradients that exist when their total size is largest.
 
     Backward releases activations and creates gradients. The peak is at the last layer, with only the head's gradient,
     or at the first layer, with all gradients except its own and the embedding's.
@@ -349,7 +337,7 @@ def fullest_of_backward(
         saved: bytes that all layers save for backward.
         gradients: bytes of all gradients.
         ends: bytes of the gradients of embedding and head.
-        tied: embedding and head are one parameter.
+        tied: True if embedding and head share one parameter.
     """
     count = np.maximum(1.0, layers)
     head = ends if tied else ends / 2
@@ -359,66 +347,64 @@ def fullest_of_backward(
     return np.where(is_late, 1 / count, 1.0), made
 
 
-# Memory of recorded passes: a CUDA graph keeps the memory of its activations permanently.
+# Memory of captured CUDA graphs: a graph keeps the memory of its activations permanently.
 
-#: Passes per step from which on a middle pass is recorded while the last pass still runs eagerly: it then runs twice
-#: in one step (WARM_UPS of train/step/graphed_passes.py).
+#: With at least this many microbatches per step, a middle one is captured while the last one still runs eagerly: it
+#: then runs twice in one step (WARM_UPS of train/step/graphed_passes.py).
 _EAGER_BESIDE = 4
-#: Recordings of a step: its first pass, the middle passes, and its last pass.
+#: Graphs captured per step: the first microbatch, the middle ones, and the last.
 _PLACES = 3
 
 
 def passes_in_flight(columns: Columns) -> NDArray[np.float64]:
-    """Return how many passes have activations in memory at the same time, one entry per plan.
+    """Return how many microbatches have activations in memory at the same time, with one entry per plan.
 
-    Recordings share their memory. The exception is zero=2 over several ranks: the next pass adds to the gradients of a
-    recording, so that each of the _PLACES recordings has its own memory. While the first steps record, an eager pass
-    uses memory in addition to recorded ones.
+    Graphs share their memory, except with zero=2 over several ranks: the next microbatch adds to the gradients of a
+    graph, so that each of the _PLACES graphs has separate memory. While the first steps are captured, an eager
+    microbatch uses memory in addition to the graphs.
     """
     apart = (columns.zero == 2) & (columns.dp_shard * columns.cp > 1)
     several = np.where(apart, np.minimum(_PLACES, columns.num_micro), np.where(columns.num_micro < _EAGER_BESIDE, 1, 2))
     return np.where(columns.graphs, several, 1).astype(np.float64)
 
 
-# Number of communicators of a rank in Weft: one for each set of ranks with device collectives.
+# Number of a rank's communicators in Weft: one for each set of ranks with device collectives.
 
 Counts = NDArray[np.int64]
 
 _V_SHAPED = tuple(SCHEDULES.index(name) for name in ("zb_v", "dualpipe_v"))
-#: A set of ranks as the axes along which they differ. The last five are for sets that axes alone do not describe.
+#: A set of ranks, as the axes along which they differ. The last five are for sets that axes alone do not describe.
 _REPLICATE, _SHARD, _CP, _TP, _PP, _EXPERTS, _BESIDE, _COPIES, _NEIGHBOURS, _ENDS = (1 << bit for bit in range(10))
 
 
 def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
-    """Return the number of a rank's communicators over axes of the mesh, one entry per plan.
+    """Return the number of a rank's communicators over mesh axes, with one entry per plan.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         end: True if the rank has the embedding or the head.
     """
     t, p = _used(columns.tp, _TP), _used(columns.pp, _PP)
     r, s, c = _used(columns.dp_replicate, _REPLICATE), _used(columns.dp_shard, _SHARD), _used(columns.cp, _CP)
     none = np.zeros_like(t)
     sets = [
-        r | s | c | t | p,  # the norm, and whether a step is taken
+        r | s | c | t | p,  # gradient norm, and the decision to skip a step
         t,
         c,
         s | c,  # gradients and weights
         r,  # gradients between replicas
-        r | s,  # samples
-        r | s | c,  # tokens
-        r | s | c | t,  # of one stage
-        np.where(columns.zero == 3, s | c | t, none),  # the norm of what is sharded
+        r | s,  # number of samples
+        r | s | c,  # number of tokens
+        r | s | c | t,  # ranks of one stage
+        np.where(columns.zero == 3, s | c | t, none),  # norm of sharded gradients
     ]
     if (columns.ep > 1).any():
         sets += _expert_sets(columns, (r, s, c, t))
     kv_heads = job.shape.kv_heads
-    if kv_heads:  # heads of keys that several ranks of tp hold
+    if kv_heads:  # key-value heads that several tp ranks share
         sets.append(np.where(columns.tp > kv_heads, r | s | c | _COPIES, none))
     near = (columns.reshard_within > 1) & (columns.reshard_within < columns.dp_shard)
     sets.append(np.where(near, _NEIGHBOURS, none))
-    if end and job.shape.tied:  # the gradient of the weight that the first and the last stage share
+    if end and job.shape.tied:  # gradient of the weight that the first and the last stage share
         sets.append(np.where(columns.pp > 2, _ENDS, p))
     ordered = np.sort(np.stack(np.broadcast_arrays(*sets)), axis=0)
     return (ordered[0] > 0) + np.count_nonzero(np.diff(ordered, axis=0), axis=0)
@@ -428,13 +414,12 @@ def lanes(columns: Columns, rank: Any) -> Counts:
     """Return the number of a rank's communicators to other stages, one entry per plan.
 
     Args:
-        columns: the plans.
         rank: position in the pipeline; a number, or one for each plan.
     """
     p = columns.pp
     sides = 1 * (rank > 0) + (rank < p - 1)
-    # A V schedule sends in both directions between neighbours. With several consecutive stages per rank, the chain of
-    # ranks becomes a ring.
+    # A V schedule sends in both directions between neighbors. With several virtual stages per rank, the chain of ranks
+    # becomes a ring.
     sides = np.where(np.isin(columns.schedule, _V_SHAPED), 2 * sides, np.where(columns.virtual_stages > 1, 2, sides))
     return np.where(p > 1, 2 * sides, 0)
 

@@ -1,7 +1,7 @@
-"""Cost of a pipeline schedule: a simulation of its steps with one stream of work per rank, and closed forms.
+"""Cost of a pipeline schedule: a simulation of its steps in which each rank runs one step at a time, and closed forms.
 
-The simulation agrees with the closed forms of 1F1B, interleaving and zero bubble if these are exact. In other cases
-(different lengths of forward, input gradient and weight gradient, or uneven stages) use the simulation.
+The simulation agrees with the closed forms of 1F1B, interleaved and zero-bubble schedules where these are exact. In
+other cases (different lengths of forward, input gradient and weight gradient, or uneven stages) use the simulation.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from weft.config.pipeline_schedule import Action, Pair, Schedule, Step, makes, n
 from weft.config.plan import SCHEDULES
 from weft.planner.space.columns import Columns
 
-#: Seconds of one microbatch: one number for all stages, or one for each.
+#: Time (s) of one microbatch: one number for all stages, or one per stage.
 PerStage = float | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds of each kind of action, per stage if a sequence is given.
+    """Time (s) of each kind of action, as one number or per stage.
 
     Attributes:
-        hidden: share of a pair's shorter part that overlaps with the longer one. With 0, as in the runtime, the parts
-            run one after the other.
-        latency_s: time from the end of an action until another rank has its result. It overlaps with the work of both.
+        hidden: share of a pair's shorter action that overlaps with the longer one. With 0, as in the runtime, they run
+            one after the other.
+        latency_s: time from the end of an action until another rank has its result. Both ranks can compute meanwhile.
     """
 
     forward_s: PerStage
@@ -41,7 +41,7 @@ class Durations:
     latency_s: float = 0.0
 
     def of(self, action: Action) -> float:
-        """Return the seconds of one action."""
+        """Return the time (s) of one action."""
         stage = action.stage
         if action.kind == "F":
             return _at(self.forward_s, stage)
@@ -52,7 +52,7 @@ class Durations:
         return _at(self.input_gradient_s, stage) + _at(self.weight_gradient_s, stage)
 
     def of_step(self, step: Step) -> float:
-        """Return the seconds of one step. A pair takes less than the sum of its parts if some work is hidden."""
+        """Return the time (s) of one step. A pair takes less than the sum of its actions if they overlap."""
         lengths = [self.of(action) for action in parts(step)]
         return sum(lengths) - (self.hidden * min(lengths) if isinstance(step, Pair) else 0.0)
 
@@ -66,7 +66,7 @@ class Timeline:
     """Start and end of every step on every rank.
 
     Attributes:
-        makespan_s: seconds of the optimizer step, without the update.
+        makespan_s: time (s) of the optimizer step, without the update.
         idle_s: idle seconds per rank.
         in_flight: per rank, the peak number of stage activations of one microbatch.
         starts_s, ends_s: per rank, in the order of the schedule's list.
@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def bubble_s(self) -> float:
-        """Smallest idle time of any rank: the time that the schedule adds to the work of the busiest rank."""
+        """Smallest idle time (s) of any rank: the time that the schedule adds to the compute of the busiest rank."""
         return min(self.idle_s)
 
 
@@ -94,8 +94,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     if durations.hidden:
         starts, ends = _run(schedule, ranks, durations)
     else:
-        # Nothing is hidden in a pair: its parts run one after the other, and the forward's output is sent before the
-        # backward begins.
+        # The actions of a pair do not overlap: the forward's output is sent before the backward begins.
         starts, ends = _run(schedule, [[one for step in steps for one in parts(step)] for steps in ranks], durations)
         counts = [[len(parts(step)) for step in steps] for steps in ranks]
         starts = [_each(times, count, 0) for times, count in zip(starts, counts, strict=True)]
@@ -112,7 +111,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 
 
 def _each(times: list[float], counts: list[int], place: int) -> list[float]:
-    """Return the first (`place` 0) or last (-1) time of each of some consecutive groups."""
+    """Return the first (`place` 0) or last (-1) time of each consecutive group of `counts` entries."""
     groups = zip(accumulate(counts), counts, strict=True)
     return [times[stop - count : stop][place] for stop, count in groups]
 
@@ -120,7 +119,7 @@ def _each(times: list[float], counts: list[int], place: int) -> list[float]:
 def _run(
     schedule: Schedule, ranks: Sequence[Sequence[Step]], durations: Durations
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the start and end of each step of the ranks' lists."""
+    """Return the start and end times of each step in the ranks' lists."""
     done: dict[Action, float] = {}
     waiting: dict[Action, list[int]] = {}
     starts: list[list[float]] = [[] for _ in ranks]
@@ -150,7 +149,7 @@ def _run(
 
 
 def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float], latency_s: float) -> float | Action:
-    """Return the time when all inputs of a step are available, or an action that it still waits for."""
+    """Return the time when all inputs of a step are available, or an action that it must still wait for."""
     start = 0.0
     for action in parts(step):
         for need in needs(schedule, action):
@@ -161,14 +160,14 @@ def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float],
     return start
 
 
-# Fast path: only the makespan of a schedule, for many thousands of actions.
+# Fast path: computes only the makespan of a schedule, for many thousands of actions.
 
 #: Not computed yet.
 _OPEN = -1.0
 
 
 class _Clock:
-    """End times of forwards and input gradients by stage and microbatch, and the ranks that wait for them."""
+    """End times of forwards and input gradients by stage and microbatch, and the ranks that wait for each of them."""
 
     def __init__(self, schedule: Schedule, durations: Durations):
         self._last = schedule.num_stages - 1
@@ -181,9 +180,9 @@ class _Clock:
         self._waiting: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
 
     def run(self, rank: int, actions: list[Action], now: float, ready: list[int]) -> tuple[int, float]:
-        """Run a rank's next actions until one waits for another rank. Return how many ran, and the time after them.
+        """Run a rank's next actions until one must wait for another rank. Return how many ran, and the time after them.
 
-        Ranks that waited for a result are added to `ready`.
+        Ranks that waited for one of the results are added to `ready`.
         """
         forward, backward, last, seconds, waiting = (
             self._forward, self._backward, self._last, self._seconds, self._waiting,
@@ -212,14 +211,14 @@ class _Clock:
 
 
 def makespan_s(schedule: Schedule, durations: Durations) -> float:
-    """Return the seconds of an optimizer step without the update, equal to `simulate`.
+    """Return the time (s) of an optimizer step without the update, as `simulate` computes it.
 
     Args:
         schedule: the lists of all ranks.
-        durations: seconds of every action, without hidden work in pairs and without latency.
+        durations: time (s) of every action, without overlap in pairs and without latency.
 
     Raises:
-        ValueError: if its ranks wait for each other in a cycle, or `durations` has hidden work or latency.
+        ValueError: if its ranks wait for each other in a cycle, or `durations` has overlap or latency.
     """
     if durations.hidden or durations.latency_s:
         raise ValueError("pairs that hide work, and latency, are simulate's")
@@ -236,34 +235,34 @@ def makespan_s(schedule: Schedule, durations: Durations) -> float:
     return max(ends)
 
 
-# Pipelines in closed form: layers per stage, the bubble of each schedule, passes in flight.
+# Pipelines in closed form: layers per stage, bubble of each schedule, microbatches in flight.
 
 Array = NDArray[np.float64]
 
 _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
-#: By code of schedule: True if it works in rounds over several chunks of each rank; True if it has the form of a V.
+#: By code of schedule: True if it is interleaved (several chunks per rank, in rounds); True if its stages form a V.
 _LOOPED = np.array([name in ("interleaved", "zb_interleaved") for name in SCHEDULES])
 _V_SHAPED = np.array([name in ("zb_v", "dualpipe_v") for name in SCHEDULES])
-#: By code of schedule: index of its count of passes in flight in `in_flight`.
+#: By code of schedule: index of its formula in `in_flight`.
 _KINDS = {"gpipe": 0, "1f1b": 1, "interleaved": 2, "zb_h1": 3, "zb_interleaved": 3, "zb_v": 3, "dualpipe_v": 4}
 _HELD = np.array([_KINDS[name] for name in SCHEDULES])
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Layers of the first rank of a pipeline, of the fullest middle rank, and of the last rank."""
+    """Layers of a pipeline's first rank, of the middle rank with the most layers, and of the last rank."""
 
     first: Array
     middle: Array
     last: Array
 
     def rows(self, index: NDArray[Any] | slice) -> Stages:
-        """Return the layers of plans, by the index of their kind."""
+        """Return the layers for plans, given the index of each plan's kind."""
         return Stages(self.first[index], self.middle[index], self.last[index])
 
 
 def chunks_per_rank(columns: Columns) -> Array:
-    """Count the parts of the model on each rank: virtual stages, or two for schedules with the form of a V."""
+    """Return the number of model chunks on each rank: virtual stages, or two for V schedules."""
     chunks = np.where(_looped(columns), columns.virtual_stages, 1 + _V_SHAPED.take(columns.schedule))
     return np.where(columns.pp > 1, chunks, 1).astype(np.float64)
 
@@ -271,7 +270,7 @@ def chunks_per_rank(columns: Columns) -> Array:
 def split_layers(num_layers: int, columns: Columns) -> Stages:
     """Return the number of layers per rank. If they do not divide evenly, the last rank has fewer, then the first.
 
-    The end ranks also have the head and the embedding. Most frameworks give them fewer layers for this reason.
+    These ranks also have the head and the embedding. Most frameworks give them fewer layers for this reason.
     """
     return even_layers(num_layers, columns.pp, chunks_per_rank(columns))
 
@@ -282,7 +281,7 @@ def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stag
     Args:
         num_layers: layers of the full model.
         num_ranks: ranks of each plan's pipeline.
-        chunks: as `chunks_per_rank` counts them.
+        chunks: result of `chunks_per_rank`.
     """
     p, v = num_ranks.astype(np.float64), chunks
     full = v * np.ceil(num_layers / (p * v))
@@ -296,18 +295,17 @@ def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stag
 
 
 def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: Any) -> Array:
-    """Return the seconds that the fullest rank waits for the others.
+    """Return the time (s) that the busiest rank waits for the others.
 
-    Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024. For equal stages each value
-    is the longest path through the schedule in closed form, as the simulation finds it. It is exact except for zb_v
-    between p and 2 p - 1 passes, where it is interpolated linearly.
+    Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024. For equal stages the value
+    is the longest path through the schedule in closed form, as in the simulation. It is exact except for zb_v between p
+    and 2 p - 1 microbatches, where it is interpolated linearly.
 
     Args:
-        columns: the plans.
-        forward: seconds of one pass on one rank, all its chunks.
+        forward: time (s) of one microbatch on one rank, over all its chunks.
         backward: the same for backward.
         wgrad: the part of backward for weight gradients.
-        slack: sum over the ranks of a pass's seconds, less the fullest rank's; (p - 1)(forward + backward) if all are
+        slack: time of one microbatch summed over all ranks except the busiest; (p - 1)(forward + backward) if all are
             equal.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
@@ -318,7 +316,7 @@ def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: A
         rows = np.flatnonzero((columns.schedule == _CODE[name]) & (p > 1))
         if len(rows):
             share[rows] = form(*(np.broadcast_to(part, p.shape)[rows] for part in parts)) / (p[rows] - 1)
-    # Interleaving works in rounds of p passes. An incomplete round costs the chunks that are not filled.
+    # Interleaved schedules run in rounds of p microbatches. The unused chunks of an incomplete round are idle time.
     ragged = np.where(_looped(columns), (v - 1) * ((-columns.num_micro) % p) * whole / v, 0.0)
     return np.where(p > 1, slack / v * share + ragged, 0.0)
 
@@ -328,7 +326,7 @@ def _longest(*paths: Any) -> Array:
 
 
 def _zb_h1(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
-    """Return the idle time. Each pass except the first lets a rank fill idle time with one more weight gradient."""
+    """Return the idle time. Each microbatch after the first fills idle time with one more weight gradient."""
     return (p - 1) * (f + b) - np.minimum(p - 1, m - 1) * np.minimum(np.minimum(f, b), w)
 
 
@@ -362,12 +360,14 @@ def _zb_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
 
 
 def _dualpipe_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
-    # A pair's forward is sent before its backward begins. The paper's overlapped pairs cost one forward more each.
+    # A pair's forward is sent before its backward begins. With the overlapped pairs of the paper, each costs one more
+    # forward.
     late = np.maximum(0.0, b - w) + np.maximum(0.0, f - b - w)
     return _longest((p - 1) * f, (p - 1) * b - f) + (p - 1) * late
 
 
-#: Idle time of equal stages by the parts of a chunk's pass: forward, input gradient, weight gradient; ranks, passes.
+#: Idle time of equal stages, from the times of one chunk (forward, input gradient, weight gradient), ranks,
+#: microbatches.
 _FORMS = {"zb_h1": _zb_h1, "zb_interleaved": _zb_interleaved, "zb_v": _zb_v, "dualpipe_v": _dualpipe_v}
 
 
@@ -376,7 +376,7 @@ def _looped(columns: Columns) -> NDArray[np.bool_]:
 
 
 def in_flight(columns: Columns, rank: Any) -> Array:
-    """Count the peak number of passes whose activations `rank` of the pipeline stores, in full passes of the rank.
+    """Return the peak number of microbatches whose activations `rank` of the pipeline stores, over all its chunks.
 
     A schedule that defers weight gradients keeps their inputs until then: as many on every rank as on the first.
     """
@@ -390,7 +390,7 @@ def in_flight(columns: Columns, rank: Any) -> Array:
     return np.where(p > 1, np.minimum(m, held), 1.0)
 
 
-#: The columns that decide how many passes are in flight.
+#: The columns that decide how many microbatches are in flight.
 OF_FLIGHT = ("pp", "schedule", "virtual_stages", "num_micro")
 _EVERY = slice(None)
 
@@ -398,26 +398,26 @@ _EVERY = slice(None)
 def fullest_moment(
     columns: Columns, rank: Any, one_pass: Array, gradients: Array, index: NDArray[Any] | slice = _EVERY
 ) -> tuple[Array, Array]:
-    """Return the passes in flight and the share of gradients that exist when their sum of bytes is largest.
+    """Return the microbatches in flight and the share of gradients when activations plus gradients are largest.
 
     Gradients of a chunk are created in its first backward. A schedule that has run most forwards by then releases
-    activations while gradients grow, so that both are never complete at the same time.
+    activations while gradients are created, so that the maxima of both are never reached together.
 
     Args:
         columns: the plans, or one for each kind by OF_FLIGHT.
         rank: position in the pipeline; a number, or one for each row of `columns`.
-        one_pass: activation bytes of a pass on the rank.
-        gradients: bytes of all gradients of the rank, if they are accumulated over the passes.
+        one_pass: activation bytes of a microbatch on the rank.
+        gradients: bytes of all gradients of the rank, if they are accumulated over microbatches.
         index: the kind of each plan.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     kind = _HELD.take(columns.schedule)
     every = columns.num_micro * v
     ahead = np.choose(np.minimum(kind, 2), [every, p - rank - 1, 2 * (p - rank - 1) + (v - 1) * p])
-    last_begins = (v - 1) * p + 1  # the backward, counted from 1, in which the last chunk's gradients are made
+    last_begins = (v - 1) * p + 1  # index, from 1, of the backward that creates the last chunk's gradients
     held = in_flight(columns, rank)[index]
-    # Schedules that defer weight gradients are not modelled this closely. With many passes everything exists at some
-    # moment.
+    # Schedules that defer weight gradients are not modeled in such detail. With many microbatches both maxima are
+    # reached.
     fills = (kind <= 2) & (p > 1) & (every - ahead <= last_begins)
     rows = np.flatnonzero(fills[index]) if fills.any() else np.zeros(0, dtype=np.intp)
     if not len(rows):
@@ -432,8 +432,8 @@ def fullest_moment(
 def _fullest(
     p: Array, v: Array, every: Array, ahead: Array, last_begins: Array, one_pass: Array, gradients: Array
 ) -> tuple[Array, Array]:
-    """Return passes in flight and share of gradients, for schedules that are still filling when gradients begin."""
-    full = np.maximum(1.0, every - ahead)  # the last backward before which as many passes as ever are in flight
+    """Return microbatches in flight and share of gradients, for schedules still filling at the first backward."""
+    full = np.maximum(1.0, every - ahead)  # the last backward at which the maximum number of microbatches is in flight
     held, begun = np.zeros(len(p)), np.ones(len(p))
     most = np.full(len(p), -np.inf)
     for wanted in (full, p * np.ceil(full / p) + 1, last_begins):
@@ -441,7 +441,7 @@ def _fullest(
         chunks = np.minimum(every, ahead + number) - number + 1
         made = np.minimum(v, np.ceil(number / p))
         is_first = ((number - 1) % p == 0) & (number <= last_begins)
-        for less, later in ((0, is_first), (is_first, 0)):  # before and after a backward that makes gradients
+        for less, later in ((0, is_first), (is_first, 0)):  # before and after a backward that creates gradients
             passes, share = (chunks - less) / v, (made - later) / v
             total = passes * one_pass + share * gradients
             held, begun = np.where(total > most, passes, held), np.where(total > most, share, begun)
@@ -450,7 +450,7 @@ def _fullest(
 
 
 def sends(columns: Columns) -> Array:
-    """Count the transfers between stages that the step waits for, one by one, if sends do not overlap with compute."""
+    """Return the number of transfers between stages that delay the step, if sends do not overlap with compute."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     m = columns.num_micro.astype(np.float64)
     once = np.where(columns.schedule == _CODE["gpipe"], 2 * (p - 1), 2 * ((p - 1) * (1 + m / p) - 1))
@@ -458,6 +458,6 @@ def sends(columns: Columns) -> Array:
 
 
 def hidden_sends(columns: Columns) -> Array:
-    """Count the transfers that the step waits for if sends overlap with compute: filling and draining."""
+    """Return the number of transfers that delay the step if sends overlap with compute: in filling and draining."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     return np.where(p > 1, 2 * (v * p - 1), 0.0)

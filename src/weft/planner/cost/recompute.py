@@ -1,11 +1,11 @@
-"""Cost of an activation budget: each layer of a rank gets one of the recompute policies of the runtime's menu.
+"""Cost of an activation budget: each layer of a rank uses one of several options between saving all and nothing.
 
-The menu of a layer (`memory/trace.py`) starts with all tensors that autograd saves. The next options keep the outputs
-of its heavy operations (matmuls and attention), then ever fewer of them: outputs that save the least time for their
-bytes are dropped before others. The last option keeps only the layer's input.
+The first option of a layer (`memory/trace.py`) saves all tensors that autograd saves. The next options save the outputs
+of its heavy operations (matmuls and attention), then ever fewer of them: the outputs that save the least time per byte
+are dropped first. The last option saves only the layer's input.
 
 The runtime combines options over the layers for the least time (`memory/recompute.py`). For identical layers, this is a
-straight line between two options of the menu's lower hull.
+straight line between two options on the lower convex hull.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 
 class RecomputeOption(NamedTuple):
-    """Bytes that a average layer keeps of one pass, and seconds of its recomputation."""
+    """Bytes that an average layer saves for one microbatch, and the time (s) of its recomputation."""
 
     kept: Array
     seconds: Array
@@ -38,9 +38,9 @@ class Heavy(NamedTuple):
 
     Attributes:
         kept: bytes of its output.
-        share: its seconds over the seconds of all matmuls, or of attention.
-        worth: time saved per byte, for comparisons. Tensor parallelism may divide an operation's sums and not its
-            output, as in the matmul after attention. Then it is worth less the more ranks there are.
+        share: its time divided by the time of all matmuls, or of attention.
+        worth: time saved per byte, for comparisons. Tensor parallelism may divide an operation's computation but not
+            its output, as in the matmul after attention. Its worth then decreases with the number of ranks.
     """
 
     kept: Array
@@ -50,13 +50,7 @@ class Heavy(NamedTuple):
 
 
 def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
-    """Return the seconds of recomputation of each policy, for one pass of a layer.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        costs: costs of a layer, one entry per plan.
-    """
+    """Return the recomputation time (s) of each policy, for one microbatch of a layer. `costs`: one entry per plan."""
     summed = _summed_again(columns, costs)
     whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
     half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
@@ -68,9 +62,10 @@ def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
 
 
 def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
-    """Return the seconds that a replay under selective recompute spends on experts.
+    """Return the time (s) that recomputation under the selective policy spends on experts.
 
-    Tokens are sent again. In compiled blocks experts are opaque to the replay, so that their matmuls are recomputed.
+    Tokens are sent to the experts again. In compiled blocks experts are opaque, so that their matmuls are recomputed
+    too.
     """
     if not job.shape.moe_share or isinstance(job.shape, TracedShape):
         return np.zeros(len(columns))
@@ -78,7 +73,7 @@ def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
 
 def _summed_again(columns: Columns, costs: LayerCosts) -> Array:
-    """Return the seconds of tensor-parallel communication in a replay that stops before a layer's last matmul.
+    """Return the tensor-parallel communication time (s) of a recomputation that stops before a layer's last matmul.
 
     The reduction after that matmul is skipped: one of two all-reduces remains, or three of two gathers and two
     reduce-scatters. The input of a sharded matmul is gathered again even if the matmul's output was saved.
@@ -87,13 +82,7 @@ def _summed_again(columns: Columns, costs: LayerCosts) -> Array:
 
 
 def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
-    """Return the seconds of recompute of one pass of one layer under a budget; zero for plans without a budget.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        costs: costs of a layer, one entry per plan.
-    """
+    """Return the recomputation time (s) of one microbatch of one layer under a budget; 0 for plans without a budget."""
     budgets = np.isfinite(columns.activation_budget)
     if not budgets.any():
         return np.zeros(len(columns))
@@ -106,7 +95,7 @@ def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
     options = menu(job, columns, costs)
     whole, budget = options[0].kept, columns.activation_budget
-    # A budget requires a rank without pipeline, so that it covers one pass of all layers.
+    # A budget requires a plan without a pipeline, so it covers one microbatch of all layers.
     allowed = np.where(budget < 1, budget * whole, budget / job.shape.layers)
     allowed = np.maximum(allowed, options[-1].kept)
     found = np.full(len(columns), np.inf)
@@ -121,7 +110,7 @@ def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
 
 def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]:
-    """Return the options of a average layer, from keeping everything to keeping only its input."""
+    """Return the options of an average layer, from saving everything to saving only its input."""
     bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
     kept, seconds = _by_worth(_heavy(job, columns), costs)
@@ -133,7 +122,7 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]
 
 
 def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[Array]]:
-    """Return bytes and seconds of a layer's heavy operations, sorted in each row by increasing time saved per byte."""
+    """Return bytes and time (s) of a layer's heavy operations, sorted per plan by increasing time saved per byte."""
     if not heavy:
         return [], []
     each_s = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
@@ -150,7 +139,7 @@ def _with_policy(columns: Columns, name: str) -> Columns:
 
 
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
-    """Return the heavy operations whose outputs backward needs, without the layer's last matmul."""
+    """Return the heavy operations whose outputs backward needs, except the layer's last matmul."""
     cut = rank_share(job, columns)
     width = np.where(columns.in_fp32, 4.0, 2.0)
     tokens = cut.batch * cut.seq
@@ -159,8 +148,8 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     shape, work, each = job.shape, _work(job, columns), width * tokens
     q, kv = shape.sharded_widths(cut.t)
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
-    # In compiled blocks experts are opaque. Otherwise the output of each expert is saved too, since their sum is
-    # weighted.
+    # In compiled blocks experts are opaque. Otherwise the output of each expert is saved too, because backward of their
+    # weighted sum needs it.
     unseen = columns.compile
     width_up = work.dense + np.where(unseen, 0.0, work.experts)
     given = np.where(unseen, 0.0, shape.moe_share * shape.top_k * h / cut.t)
@@ -177,7 +166,7 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
 
 
 class _Work(NamedTuple):
-    """Matmuls of a average layer per token on a rank: up projection widths of dense layers and of experts, FLOPs."""
+    """Matmuls of an average layer per token on a rank: up projection widths of dense layers and experts, and FLOPs."""
 
     dense: Array
     experts: Array
@@ -195,7 +184,7 @@ def _work(job: Job, columns: Columns) -> _Work:
 
 
 def _traced_heavy(shape: TracedShape, cut: PassShare, width: Array) -> list[Heavy]:
-    """Return the heavy operations of the most common layer of a traced model, which represents all layers."""
+    """Return the heavy operations of a traced model's most common layer, which is used for all layers."""
     layer = max(shape.traced.layers, key=lambda each: each.count)
     work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]
     total = np.sum(work, axis=0) if work else np.ones_like(cut.batch)

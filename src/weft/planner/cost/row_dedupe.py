@@ -1,4 +1,4 @@
-"""Deduplication of rows: a value is computed once per distinct combination of its inputs and expanded to all rows."""
+"""Deduplication of rows: values are computed once per distinct combination of inputs, and expanded to all rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns
 
-#: With fewer rows, finding the kinds takes longer than computing every row.
+#: With fewer rows, finding the distinct combinations takes longer than computing every row.
 _FEW = 1024
-#: Kinds are renumbered without gaps once there could be more than this number.
+#: Combinations are renumbered without gaps once their numbers could exceed this.
 _MOST_KEYS = 2**18
-#: Values below this are used as numbers directly: gaps among them cost less than removing them.
+#: Values below this are used as codes directly: gaps among them cost less than removing them.
 _FEW_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RowDeduplicator:
-    """Distinct kinds of rows. Rows of one kind have the same values in some columns.
+    """Distinct kinds of rows. Rows of one kind have equal values in the given columns.
 
     Attributes:
         rows: one row of each kind, with only the columns that distinguish kinds.
@@ -37,14 +37,14 @@ class RowDeduplicator:
     def of(
         cls, columns: Columns, names: Sequence[str], beside: Sequence[NDArray[np.int64]] = (), **changes: NDArray[Any]
     ) -> RowDeduplicator:
-        """Return the kinds of rows that some columns distinguish.
+        """Return the kinds of rows that the columns `names` distinguish.
 
         A computation that reads any other column fails, because the column is missing from `rows`.
 
         Args:
             columns: all rows.
             names: columns that distinguish kinds.
-            beside: further numbers that distinguish kinds, one for each row.
+            beside: additional arrays that distinguish kinds, with one value per row.
             **changes: replaced values of some of these columns, one for each row.
         """
         arrays: dict[str, NDArray[Any]] = {
@@ -58,12 +58,12 @@ class RowDeduplicator:
         return cls(Columns({name: array[first] for name, array in arrays.items()}), first, index)
 
     def __getitem__(self, part: slice) -> RowDeduplicator:
-        """Return the same kinds with the index of a part of the rows. If every row is a kind, the part is all rows."""
+        """Return the same kinds for some of the rows. If every row is its own kind, return only these rows."""
         return self if isinstance(self.index, slice) else RowDeduplicator(self.rows, self.first, self.index[part])
 
 
 def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np.intp], int]:
-    """Return a number from 0 for every combination of values, row by row, and the count of numbers."""
+    """Return a number from 0 for the combination of values in each row, and the count of distinct numbers."""
     key, span = np.zeros(num_rows, dtype=np.intp), 1
     for array in arrays:
         if array.strides == (0,):
@@ -78,7 +78,7 @@ def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np
 
 
 def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return a number for every value of an array, and the count of numbers."""
+    """Return a code for every value of an array, and the upper bound of the codes."""
     if array.dtype.kind in "bui":
         least, most = int(array.min()), int(array.max())
         if 0 <= least < most < _FEW_VALUES:
@@ -92,7 +92,7 @@ def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
 
 
 def _without_gaps(key: NDArray[np.intp], span: int) -> tuple[NDArray[np.intp], int]:
-    """Renumber numbers below `span` without gaps, and count them."""
+    """Renumber values below `span` without gaps. Return them and their count."""
     if span > 32 * _MOST_KEYS:
         values, codes = np.unique(key, return_inverse=True)
         return codes.reshape(-1), len(values)

@@ -1,4 +1,4 @@
-"""Parameters of one rank: stored, trained, and as communicated and stored in another format."""
+"""Number of parameters on one rank: stored, trained, and as values in another format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Parameters of one rank: dense parameters of its layers, experts, and ends (embedding and head)."""
+    """Number of parameters of one rank: dense parameters of its layers, experts, and ends (embedding and head)."""
 
     dense: Array
     experts: Array
@@ -25,11 +25,9 @@ class Shares:
 
 
 def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
-    """Return the parameters of a rank.
+    """Return the number of parameters of a rank.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         layers: number of layers on the rank, one entry per plan.
         embedding: True if the rank has the embedding.
         head: True if the rank has the head.
@@ -44,7 +42,7 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
     if isinstance(shape, TracedShape):
         dense = layer_params(shape, t) * t
     table = padded_vocab(job, t) * shape.hidden
-    alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has a copy of its own
+    alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has its own copy
     ends = np.zeros(len(columns))
     if embedding:
         ends = ends + table + shape.learned_positions * shape.hidden
@@ -54,18 +52,16 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
     if isinstance(shape, TracedShape):
         ends = ends + embedding * end_params(shape.traced.before, t) + head * end_params(shape.traced.after, t)
     else:
-        ends = ends + (shape.hidden * (2 if shape.biases else 1) if head else 0)  # the last norm, whole on every rank
+        ends = ends + (shape.hidden * (2 if shape.biases else 1) if head else 0)  # last norm, replicated
     return Shares(dense=layers * dense / t, experts=experts, ends=ends)
 
 
 def trained_shares(
     job: Job, columns: Columns, shares: Shares, layers: Array, ends: tuple[bool, bool | NDArray[np.bool_]]
 ) -> Shares:
-    """Return the trained parameters of a rank: all, an adapter's, or the ones whose group does not have lr=0.
+    """Return the number of trained parameters of a rank: all, an adapter's, or those without lr=0.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         shares: all parameters of the rank.
         layers: number of layers on the rank.
         ends: (True if the rank has the embedding, True if it has the head).
@@ -74,7 +70,7 @@ def trained_shares(
     if job.adapter is None:
         if part is None:
             return shares
-        inside = np.where(columns.pp > 1, part.most, part.layers)  # of a stage it may be any layers
+        inside = np.where(columns.pp > 1, part.most, part.layers)  # a stage may have any of the layers
         experts = shares.experts * part.experts
         return Shares(dense=shares.dense * inside, experts=experts, ends=shares.ends * part.of_ends(*ends))
     none = np.zeros(len(columns))
@@ -85,14 +81,12 @@ def trained_shares(
 def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, width: Array | float) -> Shares:
     """Return a rank's parameters as the number of `width`-byte values with the same total bytes.
 
-    The result differs for a packed base, whose parameters take fewer bytes.
+    It differs from the number of parameters only for a quantized base, whose parameters use fewer bytes.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         shares: all parameters of the rank.
         layers: number of layers on the rank.
-        width: bytes of a parameter in the format of a pass.
+        width: bytes of a parameter in the compute format.
     """
     adapter = job.adapter
     if adapter is None or not adapter.packed:
@@ -103,18 +97,16 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
 
 
 def second_job(job: Job) -> Job | None:
-    """Return the job of the second, frozen model on the same sequences, or None."""
+    """Return a job for the second, frozen model on the same sequences, or None."""
     if job.frozen is None or job.frozen.shape is None:
         return None
     return replace(job, shape=job.frozen.shape, adapter=None, frozen=None)
 
 
 def second_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares | None:
-    """Return the parameters of the second model on a rank, or None without a second model.
+    """Return the number of parameters of the second model on a rank, or None without a second model.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
         layers: layers of the trained model on the rank.
         embedding: True if the rank has the embedding.
         head: True if the rank has the head.

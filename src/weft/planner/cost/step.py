@@ -1,4 +1,4 @@
-"""Seconds by term and bytes by class of a step on separate devices, for many plans in one call."""
+"""Time by term and bytes by class of a step on separate devices, for many plans in one call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from weft.planner.cost.traffic import (
 from weft.planner.space.columns import Columns, Job
 
 Array = NDArray[np.float64]
-#: Seconds by term and bytes by class, one entry per plan.
+#: Time (s) by term and bytes by class, with one entry per plan.
 Parts = tuple[Mapping[str, Array], Mapping[str, Array]]
 
 #: The terms of a step, in display order.
@@ -65,9 +65,9 @@ TERMS = (
 ADAM_BYTES = 30.0
 #: Host time of a layer's backward relative to its forward.
 _HOST_BACKWARD = 1.3
-#: Rows per chunk of computation: their columns stay in the processor's cache.
+#: Plans per chunk of computation, so that their columns stay in the processor's cache.
 _CHUNK = 1 << 14
-#: Rows whose kinds are distinguished in one call.
+#: Plans per call that finds their distinct kinds.
 _AT_ONCE = 1 << 17
 #: The columns that decide the terms of a layer in addition to its costs.
 _OF_TERMS = ("recompute", "recompute_share", "activation_budget")
@@ -75,10 +75,10 @@ _OF_TERMS = ("recompute", "recompute_share", "activation_budget")
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Seconds of one pass of a average layer and of embedding and head, one entry per kind.
+    """Time (s) of one microbatch in an average layer and in embedding and head, with one entry per kind of plan.
 
     Attributes:
-        layer, head, embed: seconds by term.
+        layer, head, embed: time by term.
         lay, top, bottom: sums over the terms of layer, head and embed.
         computes: forward without waiting for the host.
         forward, backward: including waiting for the host.
@@ -113,15 +113,15 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """State and traffic of a rank, one entry per kind.
+    """State and communication of a rank, with one entry per kind of plan.
 
     Attributes:
         stages: layers of the ranks.
-        own: parameters that a rank steps.
+        own: parameters that the rank's optimizer updates.
         every: all parameters of a rank, in the format in which they are gathered.
-        each_sum: seconds to accumulate a pass's gradients.
-        optimizer: seconds of the optimizer step.
-        spread: slowdown of the slowest device relative to the mean, in standard deviations.
+        each_sum: time (s) to accumulate a microbatch's gradients.
+        optimizer: time (s) of the optimizer step.
+        spread: slowdown of the slowest device relative to the average, in standard deviations.
     """
 
     stages: Stages
@@ -154,7 +154,7 @@ class _Rank:
         nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
         domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
         around = tables.step_s + tables.barrier_s * np.log2(domains)
-        one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one mean is read and written less
+        one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one moment less is read and written
         optimizer = own * (ADAM_BYTES - one_mean) / (tables.memory_rate * tables.adam_eff) + around
         return cls(
             stages=stages,
@@ -169,7 +169,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Plans with their kinds: by seconds of a layer, and by parameters and traffic of a rank."""
+    """Plans and their kinds: by the time of a layer, and by parameters and communication of a rank."""
 
     columns: Columns
     layers: RowDeduplicator
@@ -187,7 +187,7 @@ class _Rows:
         return cls(columns, layers, ranks, layer, rank)
 
     def parts(self) -> Iterator[_Rows]:
-        """Yield the plans in chunks. If every plan is a kind, there are few, and all are yielded together."""
+        """Yield the plans in chunks. If every plan is its own kind, all are yielded together, because there are few."""
         if isinstance(self.layers.index, slice):
             yield self
             return
@@ -202,12 +202,8 @@ def device_parts(
     """Yield the seconds by term (TERMS) and bytes by class (CLASSES, and "host") of every row, in chunks of rows.
 
     Args:
-        job: model, sequence and batch.
-        cluster: the cluster; defines the size of a node.
-        columns: the plans.
-        tables: constants of the device.
-        timed: include seconds. Without them, the call is much faster.
-        weighed: include bytes.
+        timed: compute the time terms. Without them, the call is much faster.
+        weighed: compute the bytes.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     on_device = cluster.device.memory_bytes
@@ -222,7 +218,7 @@ def device_parts(
 
 
 def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: Fabric) -> dict[str, Array]:
-    """Return the seconds of a step by term."""
+    """Return the time (s) of a step by term."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
     stages = rows.rank.stages.rows(rows.ranks.index)
@@ -252,7 +248,7 @@ def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: 
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
-    """Return the seconds of one pass of one layer: waiting for the host in forward and in backward, and all terms."""
+    """Return times (s) of one microbatch in one layer: waiting for the host in forward and backward, and all terms."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     repeated = np.zeros(len(columns))
@@ -280,10 +276,10 @@ def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, 
 
 
 def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array, slack: Array) -> tuple[Array, Array]:
-    """Return the seconds that the fullest rank of a pipeline waits for other ranks, and for transfers from them."""
+    """Return the time (s) that the busiest pipeline rank waits for other ranks, and for transfers from them."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     forward = layers * each.computes[index]
-    # A compiled block computes all its gradients in one program, so that no weight gradient can be deferred.
+    # A compiled block computes all its gradients in one program, so weight gradients cannot be deferred.
     put_off = np.where(columns.compile, 0.0, layers * each.costs.wgrad[index])
     bubble = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
@@ -294,7 +290,7 @@ def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array
 
 
 def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Return the seconds of a step's forward passes without gradients, of the trained model and of a second one."""
+    """Return the time (s) of a step's forwards without gradients, of the trained model and of a second one."""
     work, second = job.frozen, second_job(job)
     found = np.zeros(len(columns))
     if work is not None and work.own:
@@ -306,10 +302,10 @@ def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs:
 
 
 def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Return the seconds of forward for all passes of a step on the longest stage, with the filling of a pipeline."""
+    """Return the forward time (s) of all microbatches of a step on the slowest stage, with filling of the pipeline."""
     each = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
     each = np.maximum(each, costs.host_f)
-    # Forward has one of the head's three matmuls, or one of two if the head is frozen, and half of its communication.
+    # Forward runs one of the head's three matmuls, or one of two if the head is frozen, and half of its communication.
     head = costs.head_gemm / (3 if job.adapter is None else 2) + costs.head_memory / 3 + costs.head_tp / 2
     first = costs.embed / 2 + costs.embed_tp
     stages, piped = split_layers(job.shape.layers, columns), columns.pp > 1
@@ -325,17 +321,17 @@ def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, cost
 
 
 def _sum_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
-    """Return the seconds to accumulate a pass's gradients. Under ZeRO 3 a rank accumulates only its shard."""
+    """Return the time (s) to accumulate a microbatch's gradients. Under ZeRO 3 a rank accumulates only its shard."""
     stack = job.stack
-    each = 0.0 if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes  # fused: hidden under the arithmetic
+    each = 0.0 if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes  # fused: hidden
     params = np.where(columns.zero == 3, 0.0, shares.dense + shares.ends + shares.experts)
     return bytes_s(tables, params * each)
 
 
 def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
-    """Return the seconds in which Muon orthogonalises the matrices of `layers` layers.
+    """Return the time (s) in which Muon orthogonalizes the matrices of `layers` layers.
 
-    Each matrix is assigned unsharded to one of the ranks that share the optimizer. Ranks of tp all compute the same.
+    Each unsharded matrix is assigned to one of the ranks that share the optimizer. All tp ranks compute the same.
     """
     each = [times * gemm_s(tables, m, n, k, 1.0, tables.flops["bf16"]) for m, n, k, times in job.turning_products]
     return sum((float(one) for one in each), 0.0) * layers
@@ -344,7 +340,7 @@ def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
 def _step_terms(
     job: Job, rows: _Rows, cluster: ClusterSpec, tables: Tables, stages: Stages, terms: dict[str, Array]
 ) -> None:
-    """Fill in the terms that occur once per step, and the straggler term, which depends on all others."""
+    """Compute the terms that occur once per step, and the straggler term, which depends on all others, into `terms`."""
     columns, each, rank, kind = rows.columns, rows.layer, rows.rank, rows.ranks.index
     layers = np.where(columns.pp == 1, stages.middle, stages.first)
     forward, backward = layers * each.forward[rows.layers.index], layers * each.backward[rows.layers.index]

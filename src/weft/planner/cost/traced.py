@@ -1,6 +1,6 @@
-"""Work and memory of a traced model for every distinct sharding: the counterpart of the formulas for model families.
+"""Time and memory of a traced model for every distinct sharding. Other modules have formulas for model families.
 
-A layer is the mean over the model's layers.
+Layer values are averages over the model's layers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from weft.planner.space.shape import TracedShape
 
 Array = NDArray[np.float64]
 
-#: FLOPs of fused attention's backward over its forward: scores are recomputed.
+#: FLOPs of fused attention's backward divided by its forward: scores are recomputed.
 _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
 class PassShare:
-    """Sharding of a rank's share of a pass.
+    """Sharding of a rank's share of a microbatch.
 
     Attributes:
         seq: tokens of each sequence on the rank.
@@ -43,7 +43,7 @@ class PassShare:
 def products_s(
     shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables
 ) -> tuple[Array, Array, Array]:
-    """Return the seconds of matmuls (forward, input gradient, weight gradient) of a layer; None for a average layer."""
+    """Return the time (s) of a layer's matmuls (forward, input gradient, weight gradient). None: an average layer."""
     forward, dgrad, wgrad = (np.zeros_like(cut.batch) for _ in range(3))
     for one, share in _weighted(shape, layer):
         for each in one.matmuls:
@@ -60,14 +60,13 @@ def attention_s(
     shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables, gain: float,
     pieces: Sequence[tuple[int, float]] = (),
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return the seconds of fused attention (forward, backward).
+    """Return the time (s) of fused attention (forward, backward).
 
     Args:
         shape: the traced model.
         layer: one layer; None for the average layer.
-        cut: the rank's share of a pass.
-        tables: constants of the device.
-        gain: speed relative to the table.
+        cut: the rank's share of a microbatch.
+        gain: speed relative to the table's rate.
         pieces: (tokens, share of all tokens) of the documents in a sequence, each of which causal attention treats as a
             separate sequence; empty for full sequences.
     """
@@ -79,7 +78,7 @@ def attention_s(
             for back in (0, 1):  # one launch takes all documents
                 found[back] = found[back] - share / gain * (len(several) - 1) * tables.launch_s
             for length, part in several:
-                # Number of sequences of a document's length that contain its share of the tokens.
+                # Number of sequences with the length of this document that contain its share of the tokens.
                 batch = cut.batch * part * whole / length
                 flops = each.flops(batch, length / cut.c, cut.t, cut.c)
                 keys = each.keys.at(batch, length)
@@ -101,20 +100,23 @@ def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: PassShare) -
 
 
 def num_calls(shape: TracedShape, fused: NDArray[np.bool_]) -> Array:
-    """Return the number of kernels in a mean layer's forward."""
+    """Return the number of kernels in the forward of an average layer."""
     together: float = shape.mean(lambda layer: layer.fused_kernels)
     alone: float = shape.mean(lambda layer: layer.kernels_forward)
     return np.where(fused, together, alone)
 
 
 def tensor_traffic(shape: TracedShape, cut: PassShare) -> Array:
-    """Return the tensor-parallel all-reduce volume of a mean layer's forward, over a decoder's two all-reduces."""
+    """Return the tensor-parallel all-reduce volume of an average layer's forward.
+
+    It is relative to the two all-reduces of a standard decoder layer.
+    """
     values = shape.mean(lambda layer: layer.reduced.at(cut.batch, cut.seq))
     return values / (2.0 * shape.hidden * cut.batch * cut.seq)
 
 
 def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables) -> tuple[Array, Array]:
-    """Return the seconds (matmuls and attention, other kernels) of the part before or after the layers."""
+    """Return the time (s) of the modules before or after the layers (matmuls and attention, other kernels)."""
     none = np.zeros_like(cut.batch)
     products = sum(products_s(shape, layer, cut, tables), none)
     scores = sum(attention_s(shape, layer, cut, tables, 1.0), none)
@@ -123,7 +125,7 @@ def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables
 
 
 def saved_bytes(shape: TracedShape, cut: PassShare, policy: str) -> Array:
-    """Return the bytes that a average layer saves in one pass under a recompute policy."""
+    """Return the bytes that an average layer saves for one microbatch under a recompute policy."""
     name = {"none": "compiled"}.get(policy, policy)
     alone: Array = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
     together: Array = shape.mean(lambda layer: _at(dict(layer.saved)[name], cut))
@@ -131,18 +133,18 @@ def saved_bytes(shape: TracedShape, cut: PassShare, policy: str) -> Array:
 
 
 def end_saved_bytes(layer: TracedLayer, cut: PassShare) -> Array:
-    """Return the bytes that one pass saves before or after the layers."""
+    """Return the bytes that the modules before or after the layers save for one microbatch."""
     saved = dict(layer.saved)
     return _at(saved["none"], cut) if saved else np.zeros_like(cut.batch)
 
 
 def layer_params(shape: TracedShape, t: Array) -> Array:
-    """Return the parameters of a average layer on one rank."""
+    """Return the number of parameters of an average layer on one rank."""
     return shape.mean(lambda layer: layer.params_cut) / t + shape.mean(lambda layer: layer.params_whole)
 
 
 def end_params(layer: TracedLayer, t: Array) -> Array:
-    """Return the parameters before or after the layers on one rank, without the vocabulary's."""
+    """Return the number of parameters outside the repeated layers on a tp rank, without embedding and head matrices."""
     return layer.params_cut / t + layer.params_whole
 
 
@@ -151,14 +153,13 @@ def model_flops(shape: TracedShape, seq_len: int, *, causal: bool) -> float:
 
     Args:
         shape: the traced model.
-        seq_len: tokens of a sequence.
-        causal: False counts the full square of attention.
+        causal: if False, count the full T x T matrix of attention.
     """
     return float(shape.traced.flops(1.0, float(seq_len), causal=causal)) / seq_len
 
 
 def _weighted(shape: TracedShape, layer: TracedLayer | None) -> Iterable[tuple[TracedLayer, float]]:
-    """Return one layer, or all layers with their shares of a average layer."""
+    """Return one layer, or all layers with their shares of an average layer."""
     if layer is not None:
         return [(layer, 1.0)]
     return [(each, each.count / shape.traced.num_layers) for each in shape.traced.layers]

@@ -1,4 +1,4 @@
-"""Seconds of offloading (transfers and the optimizer step on the host) and of data-parallel communication."""
+"""Time (s) of offloading (transfers and the optimizer step on the host) and of data-parallel communication."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _HOST_STEP_BYTES = 28.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """Compute that overlaps with the host's transfers.
+    """Compute that overlaps with transfers from and to the host.
 
     Attributes:
-        forward, backward: seconds of one pass of one layer.
-        layers: layers of a rank.
-        own: parameters that the rank steps.
+        forward, backward: time (s) of one microbatch in one layer.
+        layers: number of layers of a rank.
+        own: parameters that the rank's optimizer updates.
         every: all parameters of the rank, in the format in which they are gathered.
-        kept: activation bytes of one pass in a average layer.
+        kept: activation bytes of one microbatch in an average layer.
     """
 
     forward: Array
@@ -41,16 +41,13 @@ class LayerWork:
 
 
 def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devices_per_node: int) -> Array:
-    """Return the seconds that offloading adds to a step: exposed transfers, and the optimizer step on the host.
+    """Return the time (s) that offloading adds to a step: exposed transfers, and the optimizer step on the host.
 
     Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
-    waits for the part of its transfer that is longer than its compute, and runs slower beside the rest. The devices of
-    a node share the bandwidth of the host's memory, of which the optimizer's step there is one user.
+    waits if its transfer takes longer than its compute, and is slowed down by the transfer otherwise. The devices of a
+    node and the optimizer step on the host share the host's memory bandwidth.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
         work: compute of the rank.
         devices_per_node: devices that share the host's memory bandwidth.
     """
@@ -73,19 +70,19 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     return step + back + late + passes * work.layers * (2 * each - hidden + (tables.overlap_compute - 1) * hidden)
 
 
-# Exposed seconds of data-parallel communication: the part that forward and backward do not hide.
+# Exposed time (s) of data-parallel communication: the part that does not overlap with forward and backward.
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Seconds of compute of one pass on the rank, forward and backward, and its number of layers."""
+    """Compute time (s) of one microbatch on the rank, forward and backward, and its number of layers."""
 
     forward: Array
     backward: Array
     layers: Array
 
 
-#: The columns that decide a rank's communication of gradients and parameters, in addition to its layers.
+#: The columns that a rank's communication of gradients and parameters depends on, in addition to its layers.
 OF_TRAFFIC = (
     "pp",
     "dp_replicate",
@@ -107,13 +104,13 @@ OF_TRAFFIC = (
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Seconds of a rank's data-parallel communication, before overlap, and its number of units.
+    """Time (s) of a rank's data-parallel communication, before overlap, and its number of units.
 
     Attributes:
         gathers: gather of all parameters.
         again: second gather, in backward.
         reduces: reduction of all gradients.
-        short: reduction of all gradients in a half format.
+        short: reduction of all gradients in a half-precision format.
         meetings: one outer step of replicas under local SGD.
         units: layers of the rank, which are communicated one after the other.
     """
@@ -126,17 +123,14 @@ class RankTraffic:
     units: Array
 
     def rows(self, index: NDArray[Any] | slice) -> RankTraffic:
-        """Return the traffic of plans, by the index of their kind."""
+        """Return the communication for plans, given the index of each plan's kind."""
         return RankTraffic(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
-    """Return a rank's communication, one entry per plan. Reads only OF_TRAFFIC.
+    """Return a rank's communication, with one entry per plan. Only the columns of OF_TRAFFIC are read.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        fabric: links between devices.
         shares: (all parameters as communicated (`shares_in_format`), trained parameters).
         layers: layers of the rank in each of its chunks.
     """
@@ -144,7 +138,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
     gathers, reduces, short = _traffic(job, columns, fabric, shares, units)
     again = gathers
     if columns.reshard_within.any():
-        # Gathers from secondary shards, over neighbours, in the compute format.
+        # Gathers from secondary shards, over neighboring ranks, in the compute format.
         has = columns.reshard_within > 0
         near = columns.with_arrays(
             dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
@@ -154,12 +148,9 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
 
 
 def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
-    """Return the exposed seconds of gradient and parameter communication, and the slowdown of compute.
+    """Return the exposed time (s) of gradient and parameter communication, and the slowdown of compute.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
         traffic: communication of the rank.
         window: compute of the rank.
     """
@@ -167,10 +158,11 @@ def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, 
     sharded, once = columns.zero == 3, columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
     gathers_b = np.where(sharded & (columns.reshard == 0), traffic.again, 0.0)
-    # A graph contains no collective: weights are gathered before it begins, and gradients are reduced after it ends.
+    # A CUDA graph contains no collective: weights are gathered before it begins, and gradients are reduced after it
+    # ends.
     beside = ~columns.graphs
     open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_data & beside)
-    # In a pipeline, ZeRO 3 reduces at the end of the schedule, with nothing to overlap.
+    # In a pipeline, ZeRO 3 reduces gradients at the end of the schedule, when there is no compute to overlap with.
     hides_b = stack.overlap_data & ~(sharded & once & (columns.pp > 1)) & beside
     reduces = np.where(_is_short(columns), traffic.short, traffic.reduces)
     open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
@@ -182,9 +174,9 @@ def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, 
 
 
 def _exposed_sync_s(columns: Columns, meeting: Array, window: Window) -> Array:
-    """Return the exposed seconds of local SGD synchronization per step.
+    """Return the exposed time (s) per step of local SGD synchronization.
 
-    Nothing hides an outer step of all parameters together. A fragment is communicated while a step computes.
+    An outer step of all parameters together is fully exposed. A fragment is communicated while a step computes.
     """
     computes = columns.num_micro * (window.forward + window.backward)
     fragments = np.maximum(1, columns.sync_fragments)
@@ -195,15 +187,11 @@ def _exposed_sync_s(columns: Columns, meeting: Array, window: Window) -> Array:
 def gathered_s(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, held: Shares, window: Window
 ) -> Array:  # fmt: skip
-    """Return the exposed seconds of gathering parameters under ZeRO 3 for a forward without backward.
+    """Return the exposed time (s) of gathering parameters under ZeRO 3 for a forward without backward.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        tables: constants of the device.
-        fabric: links between devices.
         held: parameters of a rank, as communicated.
-        window: seconds of the forward, and its layers.
+        window: time of the forward, and its layers.
     """
     if not (columns.zero == 3).any():
         return np.zeros(len(columns))
@@ -215,7 +203,7 @@ def gathered_s(
 
 
 def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
-    """Return the seconds of one outer step of local SGD."""
+    """Return the time (s) of one outer step of local SGD."""
     total = np.zeros(len(columns))
     if not columns.sync.any():
         return total
@@ -233,7 +221,7 @@ def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Arra
 def _hide(
     travel: Array, compute: Array, units: Array, tables: Tables, hides: bool | NDArray[np.bool_]
 ) -> tuple[Array, Array]:
-    """Return exposed and hidden seconds, if the communication of each unit overlaps with the compute of the next."""
+    """Return exposed and hidden time (s) if the communication of each unit overlaps with the next unit's compute."""
     slow = travel * tables.overlap_comm
     first = travel / units
     beside = np.minimum((slow - first).clip(0), compute)
@@ -245,7 +233,7 @@ def _hide(
 def _traffic(
     job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], units: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the seconds to gather parameters once, to reduce gradients once, and the latter in half formats."""
+    """Return the time (s) to gather parameters once, to reduce gradients once, and the latter in half precision."""
     held, trained = shares
     stack = job.stack
     t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
@@ -259,8 +247,8 @@ def _traffic(
     apart = columns.stride("dp_replicate")
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
     for params, learnt, group, stride, most, in_layers in parts[: 3 if job.shape.moe_layers else 2]:
-        # One collective per layer under ZeRO 3. Otherwise in buckets if they overlap with compute, and in one
-        # collective if not.
+        # Under ZeRO 3 there is one collective per layer. Otherwise there is one per bucket if they overlap with
+        # compute, or a single one.
         bucket = np.maximum(stack.bucket_params, stack.bucket_params_per_rank * group)
         buckets = np.ceil(params / bucket) if stack.overlap_data else np.ones_like(t)
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
@@ -274,12 +262,13 @@ def _traffic(
         beside = wire_columns.wire_bytes(columns, part, stack.reduce_bytes, "replicas")
         across = np.where(columns.sync > 0, 0.0, fabric.ring_s("all_reduce", beside, replicas, apart))
         reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
-        # Within a node, in the gradients' format. Under ZeRO 1 and 2 the head's gradients, part of `ends`, are in fp32.
+        # Within a node, gradients are reduced in their own format. Under ZeRO 1 and 2 the head's gradients (in `ends`)
+        # are fp32.
         near = (columns.zero > 0) & (group <= np.minimum(_NODE_RANKS, fabric.inside(group, stride)))
         halved = pieces * fabric.ring_s("reduce_scatter", sent(_HALF_BYTES), group, stride)
         less = np.where(near & ((params is not held.ends) | (columns.zero == 3)), halved - reduced, 0.0)
         shorter += np.where(learnt > 0, less, 0.0)
-        # Under ZeRO 1 and 2 updated parameters are gathered, under ZeRO 3 all parameters that are used.
+        # Under ZeRO 1 and 2 updated parameters are gathered, under ZeRO 3 all parameters.
         brought = np.where(columns.zero == 3, params, learnt)
         weights = wire_columns.weight_bytes(columns, brought / pieces, gather_bytes, in_layers=in_layers)
         gathered = pieces * fabric.ring_s("all_gather", weights, group, stride)
@@ -287,20 +276,20 @@ def _traffic(
     return gathers, reduces, reduces + shorter
 
 
-#: Largest number of ranks in a node that reduce gradients in half formats, and bytes of a value in these.
+#: Maximum number of ranks in a node that reduce gradients in half-precision formats, and bytes of a value in these.
 _NODE_RANKS, _HALF_BYTES = 16, 2.0
 
 
 def _is_short(columns: Columns) -> NDArray[np.bool_]:
-    """Return True for rows that communicate gradients in half formats. Accumulated gradients are not."""
+    """Return True for plans that communicate gradients in half precision, which accumulated gradients never use."""
     halves = np.isin(columns.precision, [PRECISIONS.index(name) for name in ("bf16", "fp16", "fp8")])
     return halves & ((columns.num_micro == 1) | ((columns.zero == 3) & ~columns.reduces_once))
 
 
 def _stride(columns: Columns, fabric: Fabric) -> Array:
-    """Return the distance in ranks between neighbours of a group over dp_shard and cp.
+    """Return the distance in ranks between neighbors of a group over dp_shard and cp.
 
-    If another axis is between these two, it is the stride of a regular group with as many members in a scale-up domain.
+    If another axis is between these two, return the stride of a regular group with as many members per scale-up domain.
     """
     usual = columns.stride("cp").astype(np.float64)
     if not columns.order.any():

@@ -1,4 +1,4 @@
-"""Costs of a layer on a measured host: contention of ranks, layers of the busiest rank, seconds from fitted laws."""
+"""Costs of a layer on a measured host: contention of ranks, layers of the busiest rank, fitted cost models."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class HostContention:
-    """Contention on a host, by row.
+    """Contention of ranks on a host, with one entry per plan.
 
     Attributes:
         layers: layers of the pipeline's busiest rank.
         has_embedding, has_head: 1 if this rank has the embedding, the head.
-        steady: ranks at work in the middle of a step, weighted by their work relative to the busiest stage.
-        bubble_share: share of a full bubble that the schedule leaves.
-        sends: messages that the step waits for.
+        steady: number of active ranks in the middle of a step, weighted by their load relative to the busiest stage.
+        bubble_share: share of a full pipeline bubble that the schedule leaves.
+        sends: number of messages that delay the step.
     """
 
     layers: Array
@@ -40,18 +40,18 @@ class HostContention:
     sends: Array
 
     def rows(self, chosen: NDArray[np.bool_]) -> HostContention:
-        """Return the chosen rows."""
+        """Return the entries of the chosen plans."""
         return HostContention(**{each.name: getattr(self, each.name)[chosen] for each in fields(self)})
 
 
 def contention_of(job: Job, columns: Columns) -> HostContention:
-    """Return the contention of every row. Rows with equal pipelines are computed once."""
+    """Return the contention for every plan. Plans with equal pipelines are computed once."""
     key = np.stack([columns.pp, columns.virtual_stages, columns.schedule.astype(np.int64)])
     kinds, index = np.unique(key, axis=1, return_inverse=True)
     found = np.array([_kind(job, *map(int, kind)) for kind in kinds.T])[index.reshape(-1)]
     count = len(columns)
     one, third = np.ones(count), np.full(count, 1 / 3)
-    # Bubble of one pass, in which forward, input gradients and weight gradients take a third each.
+    # Bubble for microbatches in which forward, input gradients and weight gradients take a third each.
     share = bubble_s(columns, third, 2 * third, third, one)
     return HostContention(
         layers=found[:, 0],
@@ -64,9 +64,9 @@ def contention_of(job: Job, columns: Columns) -> HostContention:
 
 
 def ranks_of(job: Job, columns: Columns) -> list[tuple[NDArray[np.bool_], Array, Array, Array]]:
-    """Return (mask of rows with this rank, layers, 1 for the embedding, 1 for the head) for each rank.
+    """Return (mask of plans with this rank, layers, 1 for the embedding, 1 for the head) for each pipeline rank.
 
-    Ranks are the ones of the longest pipeline.
+    The ranks are the ones of the longest pipeline.
     """
     longest = int(columns.pp.max()) if len(columns) else 0
     key = np.stack([columns.pp, columns.virtual_stages, columns.schedule.astype(np.int64)])
@@ -84,7 +84,7 @@ def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[lis
     """Return the layers of each rank of a pipeline, and the ranks with embedding and head."""
     shape = job.shape
     num_stages = pp * virtual_stages if pp > 1 else 1
-    if shape.layers < num_stages:  # no rule allows it: numbers are needed, and nobody reads them
+    if shape.layers < num_stages:  # no rule allows this case: any number will do, since nobody reads it
         return [shape.layers] * pp, 0, pp - 1
     counts = shape.stage_layers(num_stages)
     owners = [stage_owner(SCHEDULES[schedule], pp, stage) for stage in range(num_stages)]
@@ -93,7 +93,7 @@ def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[lis
 
 
 def _kind(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[float, float, float, float]:
-    """Return the busiest rank's layers, 1 for embedding and head on it, and the ranks' mean work relative to it."""
+    """Return the busiest rank's layers, 1 for embedding and head on it, and the average load relative to it."""
     layers, first, last = _divided(job, pp, virtual_stages, schedule)
     layer, head = job.shape.layer_weights, job.shape.head_weights
     work = [count * layer + head * (rank == last) for rank, count in enumerate(layers)]
@@ -101,9 +101,9 @@ def _kind(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[float,
     return float(layers[busiest]), float(first == busiest), float(last == busiest), sum(work) / pp / work[busiest]
 
 
-# Seconds of one layer, of the embedding and of the head on one rank of a measured host, from laws of its primitives.
+# Time (s) of one layer, of the embedding and of the head on one rank of a measured host, from fitted cost models.
 
-#: Mean share of a rank's queries that attend to the keys of another rank.
+#: Average share of a rank's queries that attend to the keys of another rank.
 _MET = 0.75
 #: Bytes of a value in communication between ranks.
 VALUE = 4.0
@@ -111,42 +111,42 @@ VALUE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ContendedLaws:
-    """Laws with the contention under which they apply: the number of active ranks, by row."""
+    """Fitted cost models with the contention for which they are evaluated: the number of active ranks of each plan."""
 
     laws: Laws
     active: Array
     dtype: str
 
     def of(self, op: str, *size: Any) -> Array:
-        """Return the seconds of a compute operation."""
+        """Return the time (s) of a compute operation."""
         return self.laws.seconds(op, *size, active=self.active, dtype=self.dtype)
 
     def passes(self, op: str, tokens: Any, width: Any) -> Array:
-        """Return the seconds of an element-wise operation, forward and backward."""
+        """Return the time (s) of an element-wise operation, forward and backward."""
         return np.stack([self.of(f"{op}_f", tokens, width), self.of(f"{op}_b", tokens, width)])
 
     def linear(self, m: Any, n: Any, k: Any) -> Array:
-        """Return the seconds of a matmul: forward, input gradient, weight gradient."""
+        """Return the time (s) of a matmul: forward, input gradient, weight gradient."""
         return np.stack([self.of(op, m, n, k) for op in ("linear_f", "linear_dx", "linear_dw")])
 
     def transfer_s(self, op: str, num_bytes: Any, group: Any, stride: Any = 1) -> Array:
-        """Return the seconds of a collective over groups of `group` ranks, by row."""
+        """Return the time (s) of a collective over groups of `group` ranks, for each plan."""
         return self._by_group(
             lambda part, size, step, crowd: self.laws.transfer_s(op, part, group=size, active=crowd, stride=step),
             num_bytes, group, stride,
         )  # fmt: skip
 
     def waiting(self, compute_s: Any, group: Any) -> Array:
-        """Return the seconds that groups of `group` ranks wait at a synchronization, by row.
+        """Return the time (s) that groups of `group` ranks wait at a synchronization, for each plan.
 
-        `compute_s` is the compute since the last one.
+        `compute_s` is the compute time since the last synchronization.
         """
         return self._by_group(
             lambda part, size, _, crowd: self.laws.waiting(part, group=size, active=crowd), compute_s, group, 1
         )
 
     def _by_group(self, ask: Callable[[Array, int, int, int], Array], amount: Any, group: Any, stride: Any) -> Array:
-        """Return the results of `ask` for each kind of group, called with (amounts, ranks, stride, active ranks)."""
+        """Return the results of `ask`, called as ask(amounts, ranks, stride, active ranks) for each kind of group."""
         rows = np.broadcast_arrays(np.asarray(amount, float), np.asarray(group), np.asarray(stride), self.active)
         amount, group, stride, active = rows
         result = np.zeros(amount.shape)
@@ -158,26 +158,24 @@ class ContendedLaws:
 
 
 def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
-    """Return the costs of every row with all ranks active.
+    """Return the costs of every plan while all ranks are active.
 
     Args:
-        job: model, sequence and batch.
         columns: plans with one number format.
-        laws: laws of the host's primitives.
     """
     [(dtype, _)] = dtype_of(columns)
     return layer_costs(job, columns, laws, columns.world_size.astype(float), dtype)
 
 
 def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: str) -> LayerCosts:
-    """Return the costs of every row with `active` ranks."""
+    """Return the costs of every plan while `active` ranks are active."""
     clock = ContendedLaws(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
     shape = job.shape
     t, c = columns.tp.astype(float), columns.cp.astype(float)
     tokens = columns.microbatch * (job.seq_len / c)
     q, kv = shape.sharded_widths(t)
     products = _products(job, columns, clock, tokens, q, kv)
-    if job.adapter is not None:  # no gradients of frozen weights
+    if job.adapter is not None:  # frozen weights have no gradients
         thin, unpacked = _adapter_time(job, job.adapter, clock, tokens, t)
         products = products * np.array([1.0, 1.0, 0.0])[:, None] + thin
     else:
@@ -216,7 +214,7 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
 
 
 def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:
-    """Return the rows of each measured number format: fp32, and bf16 for all narrower ones."""
+    """Return the plans of each measured number format: fp32, and bf16 for all narrower formats."""
     narrow = ~(columns.in_fp32 | (columns.precision == PRECISIONS.index("fp64")))
     return [(name, rows) for name, rows in (("fp32", ~narrow), ("bf16", narrow)) if rows.any()]
 
@@ -247,14 +245,14 @@ def _products(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q
 
 
 def _adapter_time(job: Job, adapter: AdapterSize, clock: ContendedLaws, tokens: Array, t: Array) -> tuple[Array, Array]:
-    """Return the seconds of an adapter's matmuls in a average layer, and of unpacking a packed base once.
+    """Return the time (s) of an adapter's matmuls in an average layer, and of dequantizing a quantized base once.
 
-    The former (forward, input gradient, weight gradient) include the addition to the layer's outputs. Forward and
-    backward each unpack the base.
+    The former (forward, input gradient, weight gradient) includes the addition to the layer's outputs. Forward and
+    backward both dequantize the base.
     """
     if not adapter.products:
         return np.zeros((3, len(tokens))), np.zeros(len(tokens))
-    side, rank = adapter.width / 2 / adapter.products, float(adapter.rank)  # tensor parallelism cuts one of the two
+    side, rank = adapter.width / 2 / adapter.products, float(adapter.rank)  # tensor parallelism shards one of the two
     made = clock.linear(tokens, rank, side) + clock.linear(tokens, side / t, rank)
     added = clock.of("add", tokens, side / t)
     made = adapter.products * (made + np.stack([added, added, np.zeros_like(added)]))
@@ -264,7 +262,7 @@ def _adapter_time(job: Job, adapter: AdapterSize, clock: ContendedLaws, tokens: 
 
 
 def _embed(job: Job, clock: ContendedLaws, tokens: Array, t: Array) -> Array:
-    """Return the seconds of the embedding, forward and backward. A frozen table is only read."""
+    """Return the time (s) of the embedding, forward and backward. A frozen table is only read."""
     h = float(job.shape.hidden)
     if job.adapter is not None or (job.trained is not None and not job.trained.embedding):
         return clock.of("copy", tokens, h)
@@ -272,7 +270,7 @@ def _embed(job: Job, clock: ContendedLaws, tokens: Array, t: Array) -> Array:
 
 
 def _attention(job: Job, columns: Columns, clock: ContendedLaws, q: Array, kv: Array) -> Array:
-    """Return the seconds of attention (forward, backward).
+    """Return the time (s) of attention (forward, backward).
 
     Ring and gather process the keys in blocks, without a mask for the keys of other ranks. Ulysses processes full
     sequences.
@@ -282,10 +280,10 @@ def _attention(job: Job, columns: Columns, clock: ContendedLaws, q: Array, kv: A
     ulysses = columns.cp_mode == CP_MODES.index("ulysses")
     heads = q / shape.head_dim / np.where(ulysses, c, 1.0)
     rows = np.where(ulysses, s, s / c)
-    # A causal call over its own rows counts as a square. Blocks of other ranks are rectangles without a mask, with
-    # twice the work.
+    # A causal call over a rank's own rows is modeled as a square. Blocks of other ranks are unmasked rectangles with
+    # twice the computation.
     cut = (c > 1) & ~ulysses
-    pieces = np.where(cut, c + 0.5 * (c - 1), 1.0)  # what a rank meets of each other one is one rectangle or two
+    pieces = np.where(cut, c + 0.5 * (c - 1), 1.0)  # the block of each other rank is one rectangle or two
     width = float(shape.head_dim)
     calls = np.stack(
         [
@@ -302,14 +300,15 @@ def _attention(job: Job, columns: Columns, clock: ContendedLaws, q: Array, kv: A
 
 
 def _passes(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Array, kv: Array) -> Array:
-    """Return the seconds of a mean layer's element-wise kernels (forward, backward)."""
+    """Return the time (s) of an average layer's element-wise kernels (forward, backward)."""
     shape, t = job.shape, columns.tp.astype(float)
     h = float(shape.hidden)
     outside = tokens / np.where(columns.sp, t, 1.0)
     add = clock.of("add", outside, h)
     total = 2 * clock.passes("layer_norm" if shape.layer_norm else "norm", outside, h)
-    # Forward: two residual sums. Backward: sums at the forks of the stream, and where several matmuls share one input.
-    whole = np.where(columns.tp > 1, 0.0, clock.of("add", tokens, h))  # cut layers add inside their products
+    # Forward: two residual additions. Backward: additions at forks of the residual stream, and if matmuls share an
+    # input.
+    whole = np.where(columns.tp > 1, 0.0, clock.of("add", tokens, h))  # sharded layers add inside their matmuls
     total = total + np.stack([2 * add, 2 * add + (3 if shape.gated else 2) * whole])
     if not shape.learned_positions:
         total = total + clock.passes("rope", tokens, q) + clock.passes("rope", tokens, kv)
@@ -322,7 +321,7 @@ def _passes(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: 
 
 
 def _host(clock: ContendedLaws) -> Array:
-    """Return the seconds of a full layer beyond the calls of its parts: modules, views, autograd nodes."""
+    """Return the time (s) of a full layer in addition to its operations: modules, views, autograd nodes."""
     t, d, f, heads = map(float, TINY)
     parts = 4 * clock.linear(t, d, d) + 2 * clock.linear(t, f, d) + clock.linear(t, d, f)
     attention = np.stack([clock.of(op, 1.0, heads, t, d / heads) for op in ("attention_f", "attention_b")])
@@ -333,7 +332,7 @@ def _host(clock: ContendedLaws) -> Array:
 
 
 def _head(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> tuple[Array, Array, Array]:
-    """Return the seconds of the head, forward and backward: matmuls, other kernels (norm, loss), communication."""
+    """Return the time (s) of the head, forward and backward: matmuls, other kernels (norm, loss), communication."""
     shape, t = job.shape, columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
     learnt = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
@@ -358,12 +357,12 @@ def _embed_tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -
 
 
 def _tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
-    """Return the seconds of a layer's collectives over tp (forward, backward). Sp gathers inputs again in backward."""
+    """Return the time (s) of a layer's tp collectives (forward, backward). Under sp, backward gathers inputs again."""
     wide = tokens * job.shape.hidden * VALUE
     whole = 2 * clock.transfer_s("all_reduce", wide, columns.tp)
     gather = clock.transfer_s("all_gather", wide, columns.tp)
     scatter = clock.transfer_s("reduce_scatter", wide, columns.tp)
-    # With several sequences, the ranks' parts are joined and split by copies.
+    # With several sequences, the ranks' parts are concatenated and split by copies.
     moved = np.where(
         (columns.microbatch > 1) & (columns.tp > 1), clock.of("copy", tokens, float(job.shape.hidden)), 0.0
     )
@@ -372,7 +371,7 @@ def _tp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Arra
 
 
 def _cp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Array, kv: Array) -> Array:
-    """Return the seconds of a layer's communication over cp (forward, backward)."""
+    """Return the time (s) of a layer's communication over cp (forward, backward)."""
     c = columns.cp
     stride = columns.tp
     both = 2 * tokens * kv * VALUE
@@ -388,7 +387,7 @@ def _cp(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array, q: Arra
 
 
 def _ep(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Array:
-    """Return the seconds to send tokens to their experts and back, in a average layer."""
+    """Return the time (s) to send tokens to their experts and back, in an average layer."""
     shape = job.shape
     if not shape.moe_layers:
         return np.zeros(len(columns))
@@ -398,24 +397,22 @@ def _ep(job: Job, columns: Columns, clock: ContendedLaws, tokens: Array) -> Arra
 
 # Time that ranks of a host wait for each other, in addition to the time of the collectives.
 
-#: Synchronizations of ZeRO 3 ranks per layer for its parameters and gradients, by `reshard`.
+#: Synchronizations per layer of ZeRO 3 ranks for parameters and gradients, by the plan's `reshard`.
 _GATHERS = {"after_forward": 3, "after_backward": 2, "after_step": 2}
 
 
 def waiting_s(
     job: Job, columns: Columns, clock: ContendedLaws, layers: Array, compute_s: Array, pieces: Array
 ) -> dict[str, Array]:
-    """Return the waiting seconds of a step by the term that they extend.
+    """Return the waiting time (s) of a step by the term that it extends.
 
     The compute between synchronizations of all axes is assumed to be equal, which is an approximation.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        clock: laws with contention.
+        clock: fitted cost models with contention.
         layers: layers of the busiest rank.
-        compute_s: compute of a full step.
-        pieces: number of buckets in which gradients are communicated below ZeRO 3.
+        compute_s: compute time of a full step.
+        pieces: number of buckets in which gradients are communicated under ZeRO 0 to 2.
     """
     often = _sync_terms(job, columns, layers, pieces)
     between = np.sum([np.where(size > 1, times, 0.0) for size, times in often.values()], axis=0)
@@ -424,7 +421,7 @@ def waiting_s(
 
 
 def _sync_terms(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[str, tuple[NDArray[np.int64], Array]]:
-    """Return, by term, the ranks that synchronize and how often they do it per step."""
+    """Return the synchronizing ranks and their number of synchronizations per step, by term."""
     full = columns.recompute == RECOMPUTES.index("full")
     selective = columns.recompute == RECOMPUTES.index("selective")
     passes = columns.num_micro.astype(float)
@@ -433,12 +430,12 @@ def _sync_terms(job: Job, columns: Columns, layers: Array, pieces: Array) -> dic
     by_unit = columns.zero == 3
     gathers = np.select([columns.reshard == RESHARDS.index(name) for name in _GATHERS], list(_GATHERS.values()))
     once = columns.reduces_once
-    # Attention and feed-forward, each in forward and backward. Recompute repeats the first of two reductions.
+    # Attention and feed-forward, both in forward and backward. Recompute repeats the first of two reductions.
     tp = every * (4 + columns.recompute_share * (full | selective))
     cp = every * (2 + columns.recompute_share * full)
     ep = every * 4 * job.shape.moe_layers / job.shape.layers
     units = gathers * np.where(once, layers, every)
-    # Replicas under local SGD wait for each other at outer steps, and in each step for its five numbers.
+    # Replicas under local SGD wait for each other at outer steps, and in each step to exchange five numbers.
     pieces = np.where((columns.sync > 0) & (shard == 1), pieces / columns.sync_every, pieces)
     # One more for the norm of all gradients.
     data = 1 + np.where(by_unit, units, pieces)

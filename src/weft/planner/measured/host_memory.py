@@ -1,14 +1,14 @@
 """Bytes of live tensors on a rank of a host, by class, as Weft's decoders save them with unfused kernels.
 
-Values per token, as autograd of single kernels saves them in fp32:
+Values per token that autograd saves in fp32 for single kernels:
 
-    norm        its input, the normalised input, its output, and one number           3 h + 1
+    norm        its input, the normalized input, its output, and one number           3 h + 1
     attention   q, k, v and output, and one number for each head                      2 q + 2 kv + heads
     SwiGLU      gate, up, silu and product                                            4 f
     loss        log-softmax, and the gradients of it and of the logits                3 V, in full only at the loss
 
 The peak is at one of three moments: the loss, backward of the last layer, or backward of the first layer. The CPU
-allocator has no reserve to count.
+allocator has no reserved memory to add.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 
 def host_memory(job: Job, columns: Columns) -> dict[str, Array]:
-    """Return the bytes by class on the fullest rank."""
+    """Return the bytes by class on the rank with the highest memory use."""
     found: dict[str, Array] = {name: np.zeros(len(columns)) for name in CLASSES}
     fullest = np.zeros(len(columns))
     for rank, (rows, layers, embedding, head) in enumerate(ranks_of(job, columns)):
@@ -72,13 +72,13 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     saved = tokens * layers * passes * kept
     norm = (3 * h + 1) / outside
     ends = tokens * (head * norm + (0.0 if shape.learned_positions else 2.0 * shape.head_dim))
-    # At the loss.
+    # Moment 1: the loss.
     cut = is_loss_fused(columns, tokens, vocab)
     parts = fused_loss_bytes(columns, tokens, vocab, h, width, frozen=adapter is not None) / width
     logits = head * np.where(cut, parts, tokens * 3 * vocab)
-    # Backward of the last layer: the head's gradients of a chunked loss, and the layer's recomputed activations. The
-    # last norm is already released. Backward of the first layer: the other layers have released their activations and
-    # left gradients.
+    # Moment 2, backward of the last layer: the head's gradients of a chunked loss, and the layer's recomputed
+    # activations; the last norm is already released. Moment 3, backward of the first layer: the other layers have
+    # released their activations and hold gradients.
     ffn = (shape.ffn or shape.top_k * shape.expert_ffn) / t
     working = tokens * (h + (2 if shape.gated else 1) * ffn) - tokens * head * norm
     if adapter is not None and adapter.packed:
@@ -100,7 +100,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     in_backward = np.where(is_first, first, last)
     states["gradients"] = gradients + np.where(is_first, made_late, 0.0)
     states["buffers"] = _gathered(columns, params, unit, head * table, is_late) * width
-    # Encoded weights of the unit that is being gathered, which is the head at the loss.
+    # Encoded weights of the unit that is being gathered, which is the head during the loss.
     codes = wire_columns.weight_bytes(columns, np.where(is_late, unit, head * table), 0.0)
     states["buffers"] = states["buffers"] + np.where((columns.zero == 3) & (columns.gather > 0), codes, 0.0)
     return {
@@ -111,9 +111,9 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
 
 
 def _trained(job: Job, columns: Columns, layers: Array, held: tuple[Array, Array], ends: tuple[Array, Array]) -> Array:
-    """Return the parameters that a rank trains.
+    """Return the number of parameters that a rank trains.
 
-    `held` is (parameters of its layers, parameters at the ends). `ends` is (1 for the embedding, 1 for the head).
+    `held` is (parameters of its layers, of embedding and head). `ends` is (1 for the embedding, 1 for the head).
     """
     part = job.trained
     if job.adapter is not None:
@@ -137,10 +137,10 @@ def _frozen_bytes(
 
 
 def _pending_values(columns: Columns, layers: Array, units: tuple[Array, Array], head: Array) -> tuple[Array, Array]:
-    """Return the gradient values in communication during backward of the last layer and of the first layer.
+    """Return the number of gradient values in communication during backward of the last and of the first layer.
 
-    Gradients of a single pass are sent from autograd's tensors, several buckets at a time. ZeRO 3 has the gradients of
-    one unit. If it keeps gathered weights until then, it also has that unit's weights.
+    Gradients of a single microbatch are sent from autograd's tensors, several buckets at a time. ZeRO 3 has the
+    gradients of one unit, and also that unit's weights if it keeps them gathered until then.
 
     `units` is (parameters of a layer, trained parameters of a layer). `head` is the number of trained parameters of the
     head.
@@ -154,7 +154,8 @@ def _pending_values(columns: Columns, layers: Array, units: tuple[Array, Array],
     by_unit = (columns.zero == 3) & one_pass
     keeps = by_unit & ~lets_go
     first = np.where(by_bucket, made, np.where(by_unit, unit, 0.0))
-    # Gathered weights are released unit by unit and exceed everything else, so that the first layer is never the peak.
+    # Gathered weights are released unit by unit and are larger than everything else, so the first layer is never the
+    # peak.
     return np.where(keeps, weights + unit, 0.0), np.where(keeps, -np.inf, first)
 
 
@@ -176,7 +177,7 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     whole: Array = (
         2 * norm / outside + attention + (ups + 2 if shape.gated else 2.0) * width + moe * 4 * shape.top_k * h / t
     )
-    selective = h / outside + h + attention + ups * width  # attention's product before ranks add it up is whole
+    selective = h / outside + h + attention + ups * width  # the output of attention is unsharded before the all-reduce
     left = {"none": whole, "full": h / outside, "attention": whole - attention + q, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     budget = np.where(columns.activation_budget < 1, columns.activation_budget * whole, whole)
@@ -186,10 +187,10 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
 def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str, Array]:
     """Return the bytes of parameters and optimizer states.
 
-    `params` is the number of the rank's trained parameters before ZeRO's division.
+    `params` is the number of the rank's trained parameters before ZeRO's sharding.
     """
-    moments = (job.stack.main_bytes - 4.0) / 4.0  # as a share of fp32's for each parameter: 2, or 1 in bf16
-    moments = 1.0 if job.optimizer == "sgd" else moments  # Muon's matrices have one, embedding and head two: not less
+    moments = (job.stack.main_bytes - 4.0) / 4.0  # in fp32 values per parameter: 2, or 1 in bf16
+    moments = 1.0 if job.optimizer == "sgd" else moments  # upper bound for Muon: 1 for its matrices, 2 for others
     group = (columns.dp_shard * columns.cp).astype(float)
     master = np.where(width < 4, 4.0, 0.0)
     main = np.maximum(width, 4.0)
@@ -205,10 +206,10 @@ def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str
 
 
 def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late: NDArray[np.bool_]) -> Array:
-    """Return the parameters that ZeRO 3 has gathered.
+    """Return the number of parameters that ZeRO 3 has gathered.
 
-    At the loss it has released all units except the head. In backward it has two. With other values of `reshard` it has
-    all of them.
+    During the loss it has released all units except the head. In backward it has two units. With other values of
+    `reshard` it has all of them.
     """
     lets_go = columns.reshard == RESHARDS.index("after_forward")
     here = np.where(lets_go, np.where(is_late, 2 * unit, head), params)
@@ -219,18 +220,18 @@ def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late
 def _gradients(columns: Columns, params: Array, width: Array, begun: Array) -> tuple[Array, Array]:
     """Return the bytes of gradients in the engine and in autograd's tensors, and the bytes that exist only late.
 
-    Gradients of a single pass are sent from autograd's tensors, so that a stage stores only its part. Gradients of
-    several passes are accumulated in full, except under ZeRO 3. In a pipeline they are accumulated in autograd's
-    tensors, of which a share `begun` exists. With more than one data rank, the engine's buffer is added.
+    Gradients of a single microbatch are sent from autograd's tensors, so that a stage stores only its shard. Gradients
+    of several microbatches are accumulated in full, except under ZeRO 3. In a pipeline they are accumulated in
+    autograd's tensors, of which a share `begun` exists. With more than one data rank, the engine's buffer is added.
 
-    ZeRO 3 that reduces once per step has full gradients until then. On a single data rank, gradients of a single pass
-    stay in autograd's tensors until the next step.
+    ZeRO 3 that reduces once per step has full gradients until then. On a single data rank, gradients of a single
+    microbatch stay in autograd's tensors until the next step.
     """
     group = (columns.dp_shard * columns.cp).astype(float)
     piped = columns.pp > 1
     several = (columns.num_micro > 1) & ~piped
     stay = stays_unbucketed(columns)
-    late = ((columns.zero == 3) & (columns.num_micro == 1)) | stay  # a step begins without
+    late = ((columns.zero == 3) & (columns.num_micro == 1)) | stay  # they do not exist at the start of a step
     kept_whole = (columns.zero == 0) | ((columns.zero == 1) & several)
     kept = params / np.where(kept_whole, 1.0, group)
     kept = np.where(piped & (group * columns.dp_replicate == 1), 0.0, kept)

@@ -1,4 +1,4 @@
-"""Seconds of a step on a measured host: passes, pipeline, gradients, parameters and the optimizer."""
+"""Time of a step on a measured host: microbatches, pipeline, gradients, parameters and the optimizer."""
 
 from __future__ import annotations
 
@@ -36,22 +36,20 @@ _OF_ONE_MEAN = 5 / 7
 def data_parallel_s(
     job: Job, columns: Columns, clock: ContendedLaws, crowd: HostContention
 ) -> tuple[Array, Array, Array]:
-    """Return the data-parallel seconds of a step.
+    """Return the data-parallel time (s) of a step.
 
-    The results are: communication over the data-parallel axes with its copies; accumulation, norm, scaling and update;
+    The results are: communication over the data-parallel axes including copies; accumulation, norm, scaling and update;
     and the number of buckets in which gradients are communicated under ZeRO 0 to 2.
 
     Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        clock: laws with contention.
-        crowd: contention of the rows.
+        clock: fitted cost models with contention.
+        crowd: contention of ranks for each plan.
     """
     held = _params(job, columns, crowd)
     dense, ends = _trained(job, columns, crowd, held)
     params = dense + ends
     shard = (columns.dp_shard * columns.cp).astype(float)
-    # cp ranks reduce gradients too: without sharding they are replicas.
+    # cp ranks reduce gradients too: without sharding they act as replicas.
     group = np.where(columns.zero > 0, shard, 1.0)
     replicas = columns.dp_replicate * np.where(columns.zero > 0, 1.0, shard)
     stride = columns.tp
@@ -63,8 +61,8 @@ def data_parallel_s(
     alone = (columns.zero == 0) & (columns.compress == 0) & (columns.sync == 0)
     beside = wire_columns.replica_bytes(columns, params / group, VALUE)
     apart = np.where(alone, replicas, columns.dp_replicate)
-    # A fragment of local SGD is at least one call. It is exposed, as all communication on a host: the cores that would
-    # hide it are the ones that move it.
+    # A fragment of local SGD needs at least one call. Like all communication on a host it is exposed, because the same
+    # cores compute and move data.
     calls = np.maximum(pieces, columns.sync_fragments)
     across = calls * clock.transfer_s("all_reduce", beside / calls, apart, stride * group)
     reduce = reduce + across / columns.sync_every
@@ -73,7 +71,7 @@ def data_parallel_s(
     reduce = reduce + _encoding(columns, clock, params, float(job.shape.hidden))
     whole = wire_columns.weight_bytes(columns, params, VALUE)
     gather = pieces * clock.transfer_s("all_gather", whole / pieces, group, stride)
-    # Each rank encodes the differences of its part, and decodes all parts.
+    # Each rank encodes the differences of its shard, and decodes all shards.
     width = float(job.shape.hidden)
     coded = clock.of("copy", params * (1 + 1 / group) / width, width)
     flat = reduce + gather + np.where((columns.gather > 0) & (group > 1), coded, 0.0)
@@ -85,10 +83,9 @@ def data_parallel_s(
 
 
 def _update_s(job: Job, clock: ContendedLaws, own: Array, layers: Array) -> Array:
-    """Return the seconds of the optimizer's update of `own` parameters, with Muon matrices of `layers` layers.
+    """Return the time (s) of the optimizer's update of `own` parameters, with Muon matrices of `layers` layers.
 
-    AdamW was measured. SGD and Muon have one moment less, so that they read and write 5 values per parameter instead of
-    7.
+    AdamW was measured. SGD and Muon have one moment less, so they read and write 5 values per parameter instead of 7.
     """
     found = clock.of("adamw", own) * (1.0 if job.optimizer == "adamw" else _OF_ONE_MEAN)
     for *sizes, times in job.turning_products:
@@ -97,7 +94,7 @@ def _update_s(job: Job, clock: ContendedLaws, own: Array, layers: Array) -> Arra
 
 
 def _params(job: Job, columns: Columns, crowd: HostContention) -> tuple[Array, Array]:
-    """Return the busiest rank's parameters (layers, embedding and head)."""
+    """Return the busiest rank's number of parameters (layers, embedding and head)."""
     inside = rank_shares(job, columns, crowd.layers, False, False)
     table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
     both = crowd.has_embedding + crowd.has_head
@@ -107,7 +104,7 @@ def _params(job: Job, columns: Columns, crowd: HostContention) -> tuple[Array, A
 
 
 def _trained(job: Job, columns: Columns, crowd: HostContention, held: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return the trained parameters: all, an adapter's, or the ones whose group does not have lr=0."""
+    """Return the number of trained parameters: all, an adapter's, or those whose optimizer group does not have lr=0."""
     part = job.trained
     if part is not None:
         return held[0] * part.layers, held[1] * part.of_ends(crowd.has_embedding, crowd.has_head)
@@ -117,16 +114,16 @@ def _trained(job: Job, columns: Columns, crowd: HostContention, held: tuple[Arra
 
 
 def _encoding(columns: Columns, clock: ContendedLaws, params: Array, width: float) -> Array:
-    """Return the seconds to encode and decode gradients, one copy each, if a wire format encodes them."""
+    """Return the time (s) to encode and decode gradients, with one copy each, if a wire format encodes them."""
     encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
-    plain = columns.reduce == 0  # `compress` alone encodes: what meets rarely, and of replicas each rank's part
+    plain = columns.reduce == 0  # only `compress` encodes: rare outer steps, and each replica rank's shard
     every = np.where(plain, columns.sync_every, 1)
     parts = np.where(plain & (columns.dp_replicate > 1) & (columns.zero > 0), columns.dp_shard * columns.cp, 1)
     values = np.where(encodes, 2 * clock.of("copy", params / parts / width, width) / every, 0.0)
     rank = wire_columns.low_rank(columns)
     if not rank.any():
         return values
-    # Low rank: M Q, M^T P, P Q^T, and the residual of M. Over replicas each rank has its part of the sums.
+    # Low rank: matmuls M Q, M^T P, P Q^T, and the residual of M. Over replicas each rank computes its shard.
     divided = (columns.dp_replicate > 1) & (columns.zero > 0)
     rows = params / np.where(divided, columns.dp_shard * columns.cp, 1) / _SIDE
     thin = np.maximum(rank, 1.0)
@@ -137,10 +134,10 @@ def _encoding(columns: Columns, clock: ContendedLaws, params: Array, width: floa
 def _sharded(
     job: Job, columns: Columns, clock: ContendedLaws, held: tuple[Array, Array], trained: tuple[Array, Array], m: Array
 ) -> Array:
-    """Return the seconds of ZeRO 3.
+    """Return the time (s) per step of ZeRO-3 communication and its copies.
 
-    Units are gathered for forward and for backward, and gradients scattered, in every pass. `held` is (parameters of
-    the layers, parameters of the ends). `trained` is the same for trained parameters.
+    For each microbatch, every unit is gathered for forward and for backward, and its gradients are reduce-scattered.
+    `held` is (parameters of the layers, of embedding and head). `trained` is the same for trained parameters.
     """
     group = (columns.dp_shard * columns.cp).astype(float)
     stride = columns.tp
@@ -151,13 +148,13 @@ def _sharded(
     layers = float(job.shape.layers) / columns.pp
     for params, learnt, units, in_layers in zip(held, trained, (layers, 2.0), (True, False), strict=True):
         each = wire_columns.weight_bytes(columns, params / units, VALUE, in_layers=in_layers)
-        # A gather copies into one buffer and from it to the parameters. A reduce-scatter copies gradients into one
+        # A gather copies into one buffer and from there to the parameters. A reduce-scatter copies gradients into one
         # buffer.
         moved = clock.of("copy", params / units / h, h)
         gather = clock.transfer_s("all_gather", each, group, stride) + moved
-        # If encoded weights are gathered, each rank encodes its part and decodes all parts.
+        # If encoded weights are gathered, each rank encodes its shard and decodes all shards.
         gather = gather + np.where(columns.gather > 0, clock.of("copy", params / units * (1 + 1 / group) / h, h), 0.0)
-        # Backward gathers from secondary shards without encoding, if there are any.
+        # Backward gathers from secondary shards, if there are any, without encoding.
         near = (
             clock.transfer_s("all_gather", params / units * VALUE, np.maximum(1.0, columns.reshard_within), stride)
             + moved
@@ -171,7 +168,7 @@ def _sharded(
         reduce = reduce + np.where(columns.sync > 0, 0.0, across)
         total = total + np.where(columns.sync > 0, units * across / columns.sync_every, 0.0)
         encoding = _encoding(columns, clock, learnt / units, h)
-        # Once per outer step of local SGD, whatever `reduce` does in each microbatch.
+        # Once per outer step of local SGD, independent of the format `reduce` in each microbatch.
         rarely = (columns.sync > 0) & (columns.reduce == 0)
         total = total + np.where(rarely, units * encoding, 0.0)
         reduce = reduce + np.where(rarely, 0.0, encoding)
@@ -198,24 +195,12 @@ FILLED = (
 
 
 def host_parts(job: Job, columns: Columns, laws: Laws) -> Parts:
-    """Return seconds by term and bytes by class of every row, in the format of `cost.step.device_parts`.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        laws: laws of the host's primitives.
-    """
+    """Return time (s) by term and bytes by class for each plan, in the format of `cost.step.device_parts`."""
     return host_terms(job, columns, laws), host_memory(job, columns)
 
 
 def host_terms(job: Job, columns: Columns, laws: Laws) -> dict[str, Array]:
-    """Return the seconds of a step by term (FILLED), for every row.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        laws: laws of the host's primitives.
-    """
+    """Return the time (s) of a step by term (FILLED), for each plan."""
     terms = {name: np.zeros(len(columns)) for name in FILLED}
     for dtype, rows in dtype_of(columns):
         part = columns[rows]
@@ -227,7 +212,7 @@ def host_terms(job: Job, columns: Columns, laws: Laws) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True)
 class PassTerms:
-    """Seconds of one microbatch on the busiest rank, by term."""
+    """Time (s) of one microbatch on the busiest rank, by term."""
 
     terms: dict[str, Array]
 
@@ -237,7 +222,7 @@ class PassTerms:
 
     @property
     def compute(self) -> Array:
-        """Seconds of compute, without communication except for recomputed communication."""
+        """Time (s) of compute, including recomputed communication but no other communication."""
         return np.sum([self.terms[name] for name in ("gemm", "attention", "memory_bound", "recompute")], axis=0)
 
 
@@ -258,7 +243,7 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: HostConten
 
 
 def _pass(job: Job, columns: Columns, crowd: HostContention, laws: Laws, active: Array, dtype: str) -> PassTerms:
-    """Return the seconds of one microbatch on the busiest rank, forward and backward, including recompute."""
+    """Return the time (s) of one microbatch on the busiest rank, forward and backward, including recompute."""
     layers, costs = crowd.layers, layer_costs(job, columns, laws, active, dtype)
     repeated = budget_s(job, columns, costs)
     for name, seconds in replay_s(job, columns, costs).items():
@@ -278,10 +263,11 @@ def _pass(job: Job, columns: Columns, crowd: HostContention, laws: Laws, active:
 def _pipeline(
     job: Job, columns: Columns, laws: Laws, dtype: str, crowd: HostContention, full: Array
 ) -> tuple[Array, Array]:
-    """Return the seconds of filling and draining beyond the busiest rank's passes, and the seconds of messages.
+    """Return the time (s) of filling and draining beyond the busiest rank's microbatches, and the time (s) of messages.
 
-    While some stages are active, a pass takes the time of the laws for this number of active ranks. Each number of
-    stages below all occurs twice, once in filling and once in draining. In half of these slots the busiest rank waits.
+    While some stages are active, a microbatch takes the time that the cost models give for this number of active ranks.
+    Each number of stages below the maximum occurs twice, once in filling and once in draining. In half of these slots
+    the busiest rank waits.
     """
     p, m = columns.pp.astype(float), columns.num_micro.astype(float)
     share = crowd.bubble_share
@@ -291,7 +277,7 @@ def _pipeline(
         active = np.maximum(1.0, met * crowd.steady / p)
         each = _pass(job, columns, crowd, laws, active, dtype).total
         slots = slots + np.where(stages < p, 2 * each, 0.0)
-    # (p - 1) passes of the busiest rank fall into filling and draining, at their speed.
+    # (p - 1) microbatches of the busiest rank run during filling and draining, at the speed of that time.
     bubble = share * (slots - (p - 1) * full)
     clock = ContendedLaws(laws, crowd.steady, dtype)
     tokens = columns.microbatch * (job.seq_len / columns.cp)

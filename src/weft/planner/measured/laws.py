@@ -1,18 +1,18 @@
-"""Laws of a machine's primitives, fitted to samples: cost per call, per value and per operation.
+"""Cost models of a machine's operations, fitted to measurements: cost per call, per value and per operation.
 
-A law is a sum of terms with non-negative coefficients, so that more work never takes less time. Coefficients are fitted
-to a profile's samples of one operation, by relative least squares.
+A cost model ("law") is a sum of terms with non-negative coefficients, so that more work never takes less time.
+Coefficients are fitted to a profile's measurements of one operation, by relative least squares.
 
-    products      1, m n k, m n, m k, n k       area terms for reading, writing and short edges
+    matmuls       1, m n k, m n, m k, n k       area terms for reading, writing and short edges
     attention     1, rows width, rows keys width
-    passes        1, tokens, tokens width
+    element-wise  1, tokens, tokens width
     embedding     1, tokens width, table
     optimizer     1, parameters
     transfers     1, bytes
-    collectives   1, sqrt(bytes), bytes         latency, ramp, rate
-    meeting       1, sqrt(products), products   latency, and waiting of ranks after this much work
+    collectives   1, sqrt(bytes), bytes         latency, ramp-up, rate
+    meeting       1, sqrt(matmuls), matmuls     latency, and waiting of ranks after this many matmuls
 
-Corrections from runs are factors on the terms of a step.
+Corrections learned from runs are factors on the terms of a step.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from weft.units import counted
 Array = NDArray[np.float64]
 
 _PRODUCTS = ("linear_f", "linear_dx", "linear_dw")
-#: The matmul between two collectives: about a millisecond of a core.
+#: Size of the matmul between two collectives, which takes about a millisecond on one core.
 BETWEEN = (256, 512, 256)
-#: The layer that is timed in full: tokens, width, feed-forward width, heads. See calibrate/compute.py.
+#: Size of the layer that is timed as a unit: tokens, width, feed-forward width, heads. See calibrate/compute.py.
 TINY = (16, 64, 128, 4)
-#: Operations of the optimizer and copies, which are in fp32 under every plan.
+#: Operations of the optimizer and copies, which use fp32 under every plan.
 _ALWAYS_FP32 = ("adamw", "clip", "host_adamw", "to_host", "to_device")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
 
 
 def _terms(op: str) -> Callable[..., list[Any]]:
-    """Return the terms of an operation's law as a function of its size."""
+    """Return the function that computes the terms of an operation's cost model from its size."""
     if op in _PRODUCTS:
         return _product
     if op in ("attention_f", "attention_b"):
@@ -84,7 +84,7 @@ def _passes(t: Any, d: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Coefficients of the terms of one operation.
+    """Fitted cost model of one operation: coefficients of its terms.
 
     Attributes:
         error: relative root mean square error of the fit.
@@ -95,14 +95,14 @@ class Law:
     error: float
 
     def seconds(self, *size: Any) -> Array:
-        """Return the seconds of a call at each size."""
+        """Return the time (s) of a call for each size."""
         size = tuple(np.asarray(each, dtype=np.float64) for each in size)
         terms = zip(self.coefficients, _terms(self.op)(*size), strict=True)
         return np.asarray(sum(coefficient * term for coefficient, term in terms), dtype=np.float64)
 
 
 def fit_law(op: str, samples: Sequence[Measurement]) -> Law:
-    """Fit a law to samples."""
+    """Fit a cost model to measurements."""
     rows = np.array([_terms(op)(*map(float, sample.size)) for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples])
     coefficients = _not_negative(rows / seconds[:, None])
@@ -111,7 +111,7 @@ def fit_law(op: str, samples: Sequence[Measurement]) -> Law:
 
 
 def _not_negative(rows: Array) -> Array:
-    """Solve least squares of rows @ x = 1 with x >= 0 exactly: the best positive solution over all subsets of terms."""
+    """Solve least squares of rows @ x = 1 with x >= 0 exactly: the best non-negative solution over subsets of terms."""
     count = rows.shape[1]
     scale = np.abs(rows).max(axis=0)
     best, least = np.zeros(count), np.inf
@@ -128,10 +128,10 @@ def _not_negative(rows: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Laws:
-    """All laws of a profile.
+    """All fitted cost models of a profile.
 
     Attributes:
-        by_key: law by (op, dtype, group, stride, ranks).
+        by_key: cost model by (op, dtype, group, stride, ranks).
         counts: measured numbers of active ranks.
     """
 
@@ -141,7 +141,7 @@ class Laws:
 
     @classmethod
     def of(cls, profile: Profile) -> Laws:
-        """Fit the laws of a profile.
+        """Fit the cost models of a profile.
 
         Raises:
             ConfigError: for a profile without compute measurements.
@@ -157,16 +157,16 @@ class Laws:
         return cls(laws, counts, profile)
 
     def seconds(self, op: str, *size: Any, active: Any, dtype: str = "fp32") -> Array:
-        """Return the seconds of a compute call that `active` ranks make at the same time.
+        """Return the time (s) of a compute call that `active` ranks make at the same time.
 
         Values between measured numbers of ranks are interpolated linearly. Beyond the largest number, ranks share its
         throughput.
 
         Args:
-            op: a measured primitive.
-            *size: numbers or arrays, as the law of the primitive takes them.
+            op: a measured operation.
+            *size: numbers or arrays, as the cost model of the operation expects them.
             active: number of active ranks.
-            dtype: number format; some primitives have only fp32.
+            dtype: number format; some operations have only fp32.
 
         Raises:
             ConfigError: for a number format that was not measured with this number of ranks, if fp32 was.
@@ -180,7 +180,7 @@ class Laws:
         return _between(counts, each, active)
 
     def _not_measured(self, op: str, dtype: str, counts: Sequence[int], active: Array) -> ConfigError:
-        """Return an error about the missing measurement, and how to make it."""
+        """Return an error that names the missing measurement and how to make it."""
         most = math.ceil(active.max(initial=1.0))
         here = min((count for count in self.counts if count >= most), default=self.counts[-1])
         only = f" (only with {', '.join(map(str, counts))})" if counts else ""
@@ -189,13 +189,13 @@ class Laws:
         return ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. {remedy}")])
 
     def transfer_s(self, op: str, num_bytes: Any, *, group: int, active: int, stride: int = 1) -> Array:
-        """Return the seconds of a collective over `group` ranks while `active` ranks in all do the same.
+        """Return the time (s) of a collective over `group` ranks while `active` ranks in total run collectives.
 
         For an unmeasured group or number of active ranks, the nearest measurement is used, scaled up in proportion to
         its ranks.
 
         Args:
-            op: the collective.
+            op: name of the collective.
             num_bytes: bytes of its buffer.
             group: ranks of one group; 1 takes no time.
             active: ranks of all active groups.
@@ -213,13 +213,14 @@ class Laws:
         return self.by_key[near].seconds(num_bytes) * max(1.0, active / near[4]) * max(1.0, group / near[2])
 
     def waiting(self, compute_s: Any, *, group: int, active: int) -> Array:
-        """Return the seconds that `group` ranks wait for each other at a synchronization after some compute.
+        """Return the time (s) that `group` ranks wait for each other at a synchronization after some compute.
 
         The time of a collective after one matmul is not included. The result is 0 if this was not measured, as in older
-        profiles. Unmeasured groups are handled as in `transfer_s`, which is too low if ranks begin to share cores.
+        profiles. Unmeasured groups are handled as in `transfer_s`, which underestimates the time if ranks then share
+        cores.
 
         Args:
-            compute_s: seconds of compute since the last synchronization.
+            compute_s: compute time (s) since the last synchronization.
             group: ranks of one group.
             active: ranks of all active groups.
         """
@@ -241,7 +242,7 @@ class Laws:
 
 
 def _between(counts: Sequence[int], each: Sequence[Array], active: Array) -> Array:
-    """Interpolate the values at `counts` to `active`."""
+    """Interpolate the values `each` at `counts` to `active`."""
     shape = np.broadcast_shapes(*(one.shape for one in each), active.shape)
     values: Array = np.stack([np.broadcast_to(one, shape) for one in each])
     active = np.broadcast_to(active, shape)
@@ -253,9 +254,9 @@ def _between(counts: Sequence[int], each: Sequence[Array], active: Array) -> Arr
     return result
 
 
-# Corrections from runs: one factor for each part of a step, measured over predicted, shrunk towards 1.
+# Corrections from runs: for each part of a step, the ratio of measured to predicted time, shrunk towards 1.
 
-#: File in a run's folder with expected and measured seconds of its steps.
+#: File in a run's folder with expected and measured times of its steps.
 RUN_FILE = "measured.json"
 
 #: Terms of each part of a step.
@@ -270,22 +271,25 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 #: Parts without a factor.
 _FOLLOWS = ("stages",)
-#: Weight of the prior that a part is predicted correctly, in runs.
+#: Weight of the prior that predictions are correct, in number of runs.
 _DOUBT = 1.0
-#: A ratio beyond this has another cause: a part that the estimate does not model, or a disturbed run.
+#: A ratio beyond this limit has another cause: something that the estimate does not model, or a disturbed run.
 _MOST = 4.0
-#: A part below this share of a step is ignored, since its times are noise.
+#: A part with less than this share of a step is ignored, since its times are noise.
 _LEAST_SHARE = 0.02
 
 
 def parts_of(terms: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a step by part."""
+    """Return the time (s) of a step by part, from its time by term."""
     found = {name: sum(terms.get(term, 0.0) for term in inside) for name, inside in PARTS.items()}
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
 def part_of_kind(kind: str) -> str:
-    """Return the part of a kind in a run's time profile. Joined axes count by the purpose of the group."""
+    """Return the part of a step to which a kind of time in a run's profile belongs.
+
+    Communication over joined axes belongs to the part that matches the purpose of the group.
+    """
     if not kind.startswith("over "):
         return kind
     axes = kind.removeprefix("over ")
@@ -295,7 +299,7 @@ def part_of_kind(kind: str) -> str:
 
 
 def measured_parts(kinds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a step by part, from seconds by kind."""
+    """Return the time (s) of a step by part, from its time by kind."""
     found: dict[str, float] = {}
     for kind, seconds in kinds.items():
         part = part_of_kind(kind)
@@ -304,7 +308,7 @@ def measured_parts(kinds: Mapping[str, float]) -> dict[str, float]:
 
 
 def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Return measured over predicted seconds of one step, for each significant part that has both."""
+    """Return the ratio of measured to predicted time for each significant part of one step that has both."""
     whole = sum(measured.values())
     found: list[tuple[str, float]] = []
     for name in PARTS:
@@ -316,7 +320,7 @@ def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tup
 
 
 def part_factors(lessons: Sequence[Lesson]) -> dict[str, float]:
-    """Return the factor of each part that has corrections from runs."""
+    """Return the correction factor of each part that was corrected by runs."""
     logs: dict[str, list[float]] = {}
     for lesson in lessons:
         for name, ratio in lesson.ratios:
@@ -325,7 +329,7 @@ def part_factors(lessons: Sequence[Lesson]) -> dict[str, float]:
 
 
 def factors(profile: Profile) -> dict[str, float]:
-    """Return the factor of each term."""
+    """Return the correction factor of each term."""
     found = part_factors(profile.learned)
     return {term: found[part] for part, inside in PARTS.items() if part in found for term in inside}
 
@@ -367,7 +371,7 @@ def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
             f"learn={run}: the run has no estimate to compare with ({table['unknown']}). Calibrate, then train again."
         )
     taught = expected.get("factors", {})
-    # Relative to the laws without corrections, so that a correction is not learned twice.
+    # Undo earlier corrections in the prediction, so that a correction is not applied twice.
     plain = {term: seconds / taught.get(term, 1.0) for term, seconds in expected["terms"].items()}
     return Lesson(
         run=str(run.resolve()),

@@ -1,4 +1,4 @@
-"""Measured links between ranks: the fastest transport for each call of an axis, and its time."""
+"""Measured links between ranks: the fastest transport for each collective of an axis, and its time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weft.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoices:
-    """Measured transports for axes of one layout, in a form that can be sent to other ranks as JSON.
+    """Measured transports for groups of ranks with one arrangement on hosts. Can be sent to other ranks as JSON.
 
     Attributes:
-        best: (minimum bytes, transport) by operation, in rising order of bytes.
-        laws: coefficients of 1, sqrt(bytes), bytes, in seconds, by operation and transport.
-        gains: descriptions of the cases in which another transport than the fixed one is used.
+        best: (minimum bytes, transport) by operation, in ascending order of bytes.
+        laws: fitted coefficients of 1, sqrt(bytes), bytes (time in s), by operation and transport.
+        gains: descriptions of the cases that use another transport than the default one.
     """
 
     best: Mapping[str, Sequence[tuple[int, str]]]
@@ -32,12 +32,11 @@ class RouteChoices:
     gains: Sequence[str]
 
     def transport(self, op: str, num_bytes: int, fixed: str) -> str:
-        """Return the transport of a call.
+        """Return the transport to use for a call.
 
         Args:
-            op: the operation.
             num_bytes: bytes of the full buffer.
-            fixed: the transport of unmeasured operations.
+            fixed: default transport, for unmeasured operations.
         """
         found = fixed
         for least, transport in self.best.get(op, ()):
@@ -45,12 +44,11 @@ class RouteChoices:
         return found
 
     def seconds(self, op: str, num_bytes: int, transport: str) -> float:
-        """Return the measured seconds of a call; 0 if it was not measured.
+        """Return the measured time (s) of a call; 0 if it was not measured.
 
         Args:
-            op: the operation.
             num_bytes: bytes of the full buffer.
-            transport: the transport.
+            transport: name of the transport.
         """
         law = self.laws.get(op, {}).get(transport)
         return law[0] + law[1] * math.sqrt(num_bytes) + law[2] * num_bytes if law else 0.0
@@ -59,22 +57,22 @@ class RouteChoices:
 # Links between ranks on one host and on several, as measured by `weft calibrate --hosts`, in a JSON file.
 
 VERSION = 1
-#: Another transport than the fixed one is chosen only if it takes less than this share of the time. Smaller gains are
+#: Another transport than the default is chosen only if it takes less than this share of the time. Smaller gains are
 #: noise.
 BETTER = 0.9
 #: A choice applies up to this many times the largest measured size.
 _REACH = 4
-#: Operations with a measured choice. All others use the fixed transport.
+#: Operations with a measured choice. All others use the default transport.
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:
-    """Seconds of one call over one transport.
+    """Measured time (s) of one call over one transport.
 
     Attributes:
-        hosts: hosts of its group.
-        ranks: ranks of the group on each host.
+        hosts: number of hosts of its group.
+        ranks: number of ranks of the group on each host.
     """
 
     op: str
@@ -88,11 +86,11 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """All measurements of the links.
+    """All measurements of links between ranks.
 
     Attributes:
-        hosts: participating hosts.
-        ranks: participating ranks on each host.
+        hosts: number of participating hosts.
+        ranks: number of participating ranks on each host.
     """
 
     machine: Machine
@@ -109,16 +107,16 @@ class LinkProfile:
 
     @property
     def layouts(self) -> tuple[tuple[int, int], ...]:
-        """(hosts, ranks on each host) of the measured axes."""
+        """Return (hosts, ranks per host) of the measured groups."""
         return tuple(sorted({(sample.hosts, sample.ranks) for sample in self.samples}))
 
     def route_choices(self, hosts: int, ranks: int, fixed: str, usable: Sequence[str]) -> RouteChoices | None:
-        """Return the transports for an axis over `hosts` hosts with `ranks` ranks on each, or None if not measured.
+        """Return the transports for an axis over `hosts` hosts with `ranks` ranks on each, or None if unmeasured.
 
         Args:
-            hosts: hosts of the axis.
-            ranks: ranks of the axis on each host.
-            fixed: the transport of the fixed rule. Another one must take less than 0.9 of its time.
+            hosts: number of hosts of the axis.
+            ranks: number of ranks of the axis on each host.
+            fixed: the default transport. Another one must take less than 0.9 of its time.
             usable: transports that the axis can use, including `fixed`.
         """
         of: defaultdict[tuple[str, str], list[LinkSample]] = defaultdict(list)
@@ -155,9 +153,6 @@ class LinkProfile:
     def save(self, path: Path) -> None:
         """Write the file atomically.
 
-        Args:
-            path: the file; its folder is created.
-
         Raises:
             ConfigError: if it cannot be written.
         """
@@ -171,7 +166,7 @@ class LinkProfile:
             path: the file.
 
         Raises:
-            ConfigError: names the file and the first error.
+            ConfigError: if the file is invalid; the message names the file and the first error.
         """
         remedy = "Measure the links again with: weft calibrate --hosts"
         try:
@@ -205,9 +200,9 @@ class LinkProfile:
 
 
 def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[int, str, float]]:
-    """Return (minimum bytes, transport, smallest share of the fixed one's time) for each change of the transport.
+    """Return (minimum bytes, transport, smallest share of the default's time) for each change of the transport.
 
-    The limit between two measured sizes is their geometric mean. Far beyond the largest measured size, the fixed
+    The boundary between two measured sizes is their geometric mean. Far beyond the largest measured size, the default
     transport is used, since no measurement applies.
     """
     seconds = {way: {one.size: one.seconds for one in samples} for way, samples in ways.items()}
@@ -226,7 +221,7 @@ def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[in
 
 
 def _in_one_sentence(op: str, found: Sequence[tuple[int, str, float]], fixed: str) -> list[str]:
-    """Describe the uses of other transports than the fixed one.
+    """Describe the cases that use another transport than the default one.
 
     Example: "all_reduce below 181 KiB by gloo exchange (0.59 of the time)".
     """
@@ -240,6 +235,6 @@ def _in_one_sentence(op: str, found: Sequence[tuple[int, str, float]], fixed: st
 
 
 def _law(op: str, samples: Sequence[LinkSample]) -> tuple[float, ...]:
-    """Return the coefficients of 1, sqrt(bytes), bytes. A broadcast has the terms of any collective."""
+    """Return the fitted coefficients of 1, sqrt(bytes), bytes. A broadcast has the same terms as other collectives."""
     name = "all_reduce" if op == "broadcast" else op
     return fit_law(name, [Measurement(op=name, size=(one.size,), seconds=one.seconds) for one in samples]).coefficients

@@ -5,8 +5,8 @@
                   "spread": 0.03}, ...],
      "learned": []}
 
-Times are in seconds, sizes in values or bytes as described for the operation in docs/how-to/calibrate.md. `hash` is the
-hash of `machine`: a profile is valid for one machine with one version of its software.
+Times are in seconds, sizes in values or bytes as described for each operation in docs/how-to/calibrate.md. `hash` is
+the hash of `machine`: a profile is valid for one machine with one version of its software.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Machine:
     Attributes:
         kind: "cpu" or "cuda".
         device: name of the device.
-        count: devices of the node (1 for a CPU).
-        cores: cores that ranks may use.
-        threads: threads of one rank.
+        count: number of devices of the node (1 for a CPU).
+        cores: number of cores that ranks may use.
+        threads: number of threads of one rank.
         memory_bytes: memory of the machine, or of one GPU.
         transports: transports of collectives between ranks, such as "shared memory".
     """
@@ -50,7 +50,7 @@ class Machine:
 
     @property
     def hash(self) -> str:
-        """Twelve hex characters of a hash of all fields except memory, whose last digits change with every boot."""
+        """Return 12 hex characters of a hash of all fields except memory, whose last digits change at every boot."""
         import hashlib  # slow to load, and most plans need no profile
 
         told = {name: value for name, value in asdict(self).items() if name != "memory_bytes"}
@@ -63,7 +63,7 @@ class Machine:
         return [f"{name} {_shown(mine)}, here {_shown(theirs)}" for name, mine, theirs in pairs if mine != theirs]
 
 
-#: One operation of each calibration chapter that depends on the number format.
+#: For each group of measurements that depends on the number format, one of its operations.
 _COMPUTE = ("linear_f", "attention_f", "norm_f")
 
 
@@ -91,7 +91,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """Correction from a run: measured over predicted seconds, by part of the step.
+    """Correction from a run: ratio of measured to predicted time, by part of the step.
 
     Attributes:
         plan, model: plan and model of the run.
@@ -121,7 +121,7 @@ class Profile:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Measured numbers of active ranks."""
+        """Return the measured numbers of active ranks."""
         return tuple(sorted({sample.ranks for sample in self.samples}))
 
     def formats(self, num_ranks: int) -> frozenset[str]:
@@ -134,7 +134,7 @@ class Profile:
         )
 
     def __hash__(self) -> int:
-        # Hash of few fields: tables are cached by profile and requested often, and there are hundreds of samples.
+        # The hash uses few fields: tables are cached by profile and requested often, and there are hundreds of samples.
         return hash((self.machine, self.made, len(self.samples), self.learned))
 
     def to_text(self) -> str:
@@ -193,7 +193,7 @@ def load_profile(path: Path | str) -> Profile:
     """Read a profile.
 
     Raises:
-        ConfigError: names the file and the first error.
+        ConfigError: if the file is invalid; the message names the file and the first error.
     """
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -238,7 +238,7 @@ def _read(read: Any, path: str) -> Profile:
 
 
 def read_row(kind: type[_Row], read: Any) -> _Row:
-    """Return one record of a dataclass, with JSON's lists converted to tuples.
+    """Return an instance of a dataclass from JSON data, with lists converted to tuples.
 
     Raises:
         ValueError: for an unknown key or a value of the wrong type.

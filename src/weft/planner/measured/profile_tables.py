@@ -1,7 +1,7 @@
 """Constants of the cost model from a profile: measured values replace the tables' values.
 
-For GPUs, each constant is solved from the formula that uses it (`planner/cost/machine.py`), with the samples that it
-affects most. Constants without such samples keep the tables' values.
+For GPUs, each constant is solved from the formula that uses it (`planner/cost/machine.py`), with the measurements that
+it affects most. Constants without such measurements keep the tables' values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[s
     """Return the constants of `tables` that the profile determines, for the measured device.
 
     Args:
-        profile: the measurements.
         device: the measured device.
         tables: constants without the profile.
     """
@@ -49,14 +48,14 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[s
         most = max(steps, key=lambda each: each.size)
         found["adam_eff"] = _ADAM_BYTES * most.size[0] / most.seconds / device.memory_bytes_per_s
     if calls := [*_of(profile, "add", "fp32")]:
-        found["host_op_s"] = min(each.seconds for each in calls)  # so small that the host's call is all of it
+        found["host_op_s"] = min(each.seconds for each in calls)  # small enough that the host's call takes all of it
     return found | _host(profile) | _links(profile, device)
 
 
 def _host(profile: Profile) -> dict[str, float]:
-    """Return the rates between device and host, and of the host's optimizer.
+    """Return the transfer rates between device and host, and the rate of the host's optimizer.
 
-    They are measured with all devices active, since these share both.
+    They are measured with all devices active, since devices share them.
     """
     found: dict[str, float] = {}
     moved = _most_contended(profile, "to_host", "to_device")
@@ -70,7 +69,7 @@ def _host(profile: Profile) -> dict[str, float]:
 
 
 def _most_contended(profile: Profile, *ops: str) -> list[Measurement]:
-    """Return the samples of these operations with the most active ranks."""
+    """Return the measurements of these operations with the most active ranks."""
     found = [sample for sample in profile.samples if sample.op in ops]
     most = max((sample.ranks for sample in found), default=0)
     return [sample for sample in found if sample.ranks == most]
@@ -109,14 +108,14 @@ def _links(profile: Profile, device: DeviceSpec) -> dict[str, float]:
     return {"link_eff": rate / device.scale_up_bytes_per_s, "link_alpha_s": max(start, 1e-6)}
 
 
-# This host as a profile describes it, without torch, to check if a profile is still valid.
+# Description of this host as in a profile, without torch, to check if a profile is still valid.
 
 #: "here", "local", "4xhere": this machine, with an optional number of ranks.
 _HERE = re.compile(r"(?:([0-9]{1,4})x)?(?:here|local)")
 
 
 def this_host() -> Machine:
-    """Return the description of ranks on this machine's processor."""
+    """Return the description of this machine for CPU ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     import psutil
 
@@ -133,7 +132,7 @@ def this_host() -> Machine:
 
 
 def is_this_machine(text: str) -> bool:
-    """Return True if a cluster's text means this machine."""
+    """Return True if the text of a cluster means this machine."""
     return _HERE.fullmatch(text.strip().lower()) is not None
 
 
@@ -141,7 +140,7 @@ def local_profile(path: Path | None = None) -> Profile:
     """Read this machine's profile.
 
     Raises:
-        ConfigError: if there is no profile, or it is for another machine or software.
+        ConfigError: if there is no profile, or it was made for another machine or software.
     """
     path = path or default_path()
     if not path.exists():
@@ -156,9 +155,9 @@ def local_profile(path: Path | None = None) -> Profile:
 
 
 def stale(profile: Profile) -> list[str]:
-    """Return the differences of this machine from the profile.
+    """Return the differences between this machine and the profile.
 
-    For GPUs, only properties available without torch are compared.
+    For GPUs, only properties that are available without torch are compared.
     """
     host = this_host()
     if profile.machine.kind == "cpu":
@@ -171,7 +170,6 @@ def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
     """Return a profile's machine as a cluster of one node.
 
     Args:
-        profile: the measurements.
         text: "here", or "4xhere" for a number of ranks.
 
     Raises:
@@ -193,14 +191,14 @@ def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
 
 
 def _cpu(profile: Profile, num_ranks: int) -> DeviceSpec:
-    """Return one rank's share of a processor. Peaks are the fastest measured matmuls, divided by the ranks."""
+    """Return one rank's share of a CPU. Peak rates are from the fastest measured matmuls, divided by the ranks."""
     machine = profile.machine
     peaks: dict[str, float] = {}
     formats = profile.formats(num_ranks)
     for sample in profile.samples:
         if sample.op == "linear_f" and sample.dtype in formats:
             m, n, k = sample.size
-            crowd = sample.ranks * 2.0 * m * n * k / sample.seconds  # of all ranks that were at work
+            crowd = sample.ranks * 2.0 * m * n * k / sample.seconds  # of all active ranks together
             peaks[sample.dtype] = max(peaks.get(sample.dtype, 0.0), crowd)
     copies = [s.ranks * 8.0 * s.size[0] * s.size[1] / s.seconds for s in profile.samples if s.op == "copy"]
     moved = [s.ranks * s.size[0] / s.seconds for s in profile.samples if s.op in ("to_host", "to_device")]
@@ -237,7 +235,7 @@ def _torch_version() -> str:
 
 
 def _shares_memory() -> bool:
-    """Return True if ranks of this host communicate through shared memory, by the transport's condition."""
+    """Return True if ranks of this host can use the shared-memory transport."""
     return platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
@@ -256,7 +254,7 @@ def _processor() -> str:
     return f"{name} ({detail})" if detail else name
 
 
-# Constants of a host: a device's constants and the laws of its primitives.
+# Constants of a host: a device's constants and the cost models of its operations.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,28 +262,27 @@ class HostTables(Tables):
     """Constants of a CPU host whose ranks share its cores.
 
     Attributes:
-        laws: laws of its primitives, from which estimates are computed.
+        laws: fitted cost models of its operations, from which estimates are computed.
     """
 
     laws: Laws
 
     @classmethod
     def with_laws(cls, tables: Tables, laws: Laws) -> HostTables:
-        """Return a host's constants with its laws."""
+        """Return a host's constants together with its fitted cost models."""
         return cls(**{each.name: getattr(tables, each.name) for each in fields(tables)}, laws=laws)
 
 
 # Constants of a measured machine for the planner.
 
-#: Constants of communication terms. They count as measured here only if as many ranks were active.
+#: Constants of communication terms. They count as measured only if as many ranks were active.
 _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")
 
 
 def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
-    """Return the cost model's constants for a measured machine. For a host they include the laws of its primitives.
+    """Return the cost model's constants for a measured machine. For a host they include the fitted cost models.
 
     Args:
-        profile: the measurements.
         cluster: the cluster to plan for.
         tier: source of unmeasured constants.
 
@@ -302,5 +299,5 @@ def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables
     laws = Laws.of(profile)
     rungs = dict.fromkeys(tables.rungs, "here") | {"straggler": "common"}
     if cluster.num_devices > max(laws.counts):
-        rungs |= dict.fromkeys(_TRAFFIC, "common")  # in proportion to the largest crowd that was measured
+        rungs |= dict.fromkeys(_TRAFFIC, "common")  # extrapolated from the largest measured number of ranks
     return HostTables.with_laws(replace(tables, rungs=rungs, learned=factors(profile), usable=0.9), laws)

@@ -1,7 +1,7 @@
 """Explanation of an estimate: sources of its constants, confidence, step time and memory as text.
 
-Every term is attributed to the constant that decides most of it. The bands are fitted to errors on published runs, each
-predicted without its source (`planner/uncertainty.py`).
+Every term is attributed to the constant that determines most of it. Error bands are fitted to prediction errors on
+published runs, where constants are fitted without the source of the run (`planner/uncertainty.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.planner.space.shape import Shape
 from weft.planner.uncertainty import Band, ErrorContext, error_context, shipped, time_bands, unmeasured
 from weft.units import format_bytes, format_count, format_seconds
 
-#: The constant that decides most of a term.
+#: The constant that determines most of each term.
 DECIDED_BY = {
     "gemm": "gemm_ceiling",
     "recompute": "gemm_ceiling",
@@ -52,12 +52,12 @@ RUNGS = {
     "common": "constants common to all devices",
     "datasheet": "the data sheet alone",
 }
-#: Share of cases that the displayed band contains.
+#: Share of cases inside the displayed error band.
 TOLD = 0.8
 
 
 def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]:
-    """Return the share of the step's time by the source of its constants. The shares sum to 1."""
+    """Return the share of the step's time for each source of constants. The shares sum to 1."""
     shares = dict.fromkeys(RUNGS, 0.0)
     for name, seconds in terms.items():
         constant = DECIDED_BY.get(name)
@@ -68,7 +68,7 @@ def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]
 
 
 def band_of(one: Candidate, level: float = TOLD) -> Band | None:
-    """Return the band of a candidate's step time, as factors, or None if no similar run was measured.
+    """Return the error band of a candidate's step time, as factors, or None if no similar run was measured.
 
     A measured host also has no band, since its errors have a different distribution.
     """
@@ -79,14 +79,14 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
 
 
 def context(one: Candidate) -> ErrorContext:
-    """Return the error context of a candidate."""
+    """Return the properties of a candidate that determine its expected error."""
     question, plan = one.question, one.plan
     found = error_context(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
     return replace(found, graphs=plan.graphs)
 
 
 def band_words(one: Candidate) -> list[str]:
-    """Describe the confidence in the step time: a band if there are similar runs, and unmeasured properties."""
+    """Describe the confidence in the step time: an error band if there are similar runs, and unmeasured properties."""
     shares = time_by_rung(one.terms, one.question.tables)
     basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
@@ -109,7 +109,7 @@ def band_words(one: Candidate) -> list[str]:
     return lines
 
 
-# Time and memory of a plan as text: a waterfall of the step and bars of memory.
+# Time and memory of a plan as text: parts of the step, and bars of memory.
 
 #: Display text of each term of a step.
 TERM_WORDS = {
@@ -131,7 +131,7 @@ TERM_WORDS = {
     "frozen": "forward passes without gradients",
 }
 _WIDTH = 32
-#: Share of a step in which kernels wait for the host, from which on the effect of CUDA graphs is reported.
+#: Share of a step in which kernels wait for the host, from which the effect of CUDA graphs is reported.
 _WAITS = 0.05
 
 
@@ -191,7 +191,7 @@ def _with_graphs(one: Candidate) -> list[str]:
 
 
 def waterfall(one: Candidate) -> list[str]:
-    """Return the parts of the step as lines with consecutive bars."""
+    """Return the parts of the step as text lines with consecutive bars (a waterfall chart)."""
     rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
     lines = [f"step    {format_seconds(one.step_s)}"]
     done = 0.0
@@ -204,7 +204,7 @@ def waterfall(one: Candidate) -> list[str]:
 
 
 def memory_bars(one: Candidate) -> list[str]:
-    """Return the memory of the fullest rank by class, relative to the device's memory, as lines."""
+    """Return text lines with the memory by class of the rank with the highest use, relative to the device's memory."""
     most = one.usable_bytes
     lines = [
         f"memory  {format_bytes(one.total_bytes)} ({format_bytes(one.allocated_bytes)} in tensors) of "
@@ -226,7 +226,7 @@ def fit_words(probability: float) -> str:
 
 
 def differences(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Return (name, before, after) for differences above a thousandth of the total, largest change first."""
+    """Return (name, before, after) for differences above a thousandth of the total, largest difference first."""
     whole = max(sum(before.values()), sum(after.values()), 1e-12)
     rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in {**before, **after}]
     return sorted((row for row in rows if abs(row[2] - row[1]) > whole / 1000), key=lambda row: -abs(row[2] - row[1]))
@@ -240,12 +240,12 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-# `weft.search`: the best plans as candidates with `explain`.
+# `weft.search`: returns the best plans as candidates that have `explain`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained(Candidate):
-    """Candidate that explains its time and memory."""
+    """Candidate with a method that explains its time and memory."""
 
     @classmethod
     def of(cls, one: Candidate) -> Explained:
@@ -274,9 +274,9 @@ def search(
         cluster: "2x8xh100", a .toml file, or a ClusterSpec.
         seq_len: tokens of a sequence; None uses the config's or a default.
         global_batch: sequences of a step; None uses the config's or a default.
-        fixed: decided fields as plan text, such as "tp=8 precision=bf16", or by name.
+        fixed: plan fields that the search must not change, as text such as "tp=8 precision=bf16" or by name.
         built_only: search only plans that the runtime supports.
-        **options: as in `Question`.
+        **options: other fields of `Question`.
 
     Raises:
         ModelError, ConfigError, PlanError: for input that cannot be read.

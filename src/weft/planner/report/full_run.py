@@ -1,4 +1,4 @@
-"""Full training run in days and dollars: tokens, failures, checkpoints, energy and expected loss."""
+"""Duration and price of a full training run, with failures, checkpoints, energy and expected loss."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _DAY = 86_400.0
 #: 2407.21783).
 _DEVICE_HOURS = 50_700.0
 _RESTART_S = 600.0
-#: The shortest proposed interval, so that one checkpoint is on storage before the next. The shortest stall for a
-#: checkpoint, since ranks wait for each other.
+#: Minimum interval between checkpoints, so that one is on storage before the next. Minimum time that training stops for
+#: a checkpoint, since ranks wait for each other.
 _LEAST_SAVE_S, _LEAST_STALL_S = 300.0, 1.0
 #: Goodput below which a run makes no progress.
 _LEAST_GOODPUT = 1e-4
-#: Bytes per second from a device to its host if the rate is unknown: PCIe 4 as copies achieve it.
+#: Bytes per second from a device to its host if the rate is unknown: achieved rate of PCIe 4.
 _COPY_RATE = 20e9
 #: Loss of a dense decoder of N parameters after D tokens: E + A / N^a + B / D^b (arXiv 2404.10102, a new fit to the
 #: data of arXiv 2203.15556; standard errors: E 0.03, a and b 0.02).
@@ -37,13 +37,13 @@ _E, _A, _B, _ALPHA, _BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms:
-    """Parameters of a run. One of tokens, loss and budget (dollars) defines its end.
+    """Settings of a run. One of tokens, loss and budget (dollars) defines when it ends.
 
     Attributes:
         device_hours: hours between failures of one device.
-        restart_s: seconds from a failure to the next step.
-        save_s: seconds between checkpoints; None uses the best interval.
-        stall_s: seconds that training waits for a checkpoint; None uses a copy of the states to the host.
+        restart_s: time (s) from a failure to the next step.
+        save_s: time (s) between checkpoints; None: the best interval.
+        stall_s: time (s) that training waits for a checkpoint; None: the time to copy the states to the host.
         grid: grams of CO2 per kWh, or None.
         store_rate: bytes/s that all ranks together write to checkpoint storage; None for no limit.
         price: dollars per device hour, or None.
@@ -63,13 +63,13 @@ class RunTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullRun:
-    """Run with one plan.
+    """A full training run with one plan.
 
     Attributes:
         seconds: total duration.
-        goodput: share of the time in which lasting steps are computed.
-        failure_s: seconds between failures of any device.
-        write_s: seconds to write one checkpoint to storage.
+        goodput: share of the time spent on steps that are not lost to failures.
+        failure_s: average time (s) between failures of any device.
+        write_s: time (s) to write one checkpoint to storage.
         dollars, kwh: None if price or power are unknown.
         loss: None if the scaling law does not apply.
     """
@@ -142,7 +142,7 @@ class FullRun:
 
 
 def expected_loss(question: Question, tokens: float) -> float | None:
-    """Return the loss after `tokens` tokens, or None for models that are not dense decoders."""
+    """Return the expected loss after `tokens` tokens, or None for models that are not dense decoders."""
     shape = question.job.shape
     if question.model.traced is not None or question.job.adapter is not None or shape.num_experts:
         return None
@@ -153,8 +153,8 @@ def full_run(one: Candidate, terms: RunTerms) -> FullRun:
     """Compute duration, cost and loss of a run with one plan.
 
     Raises:
-        ConfigError: if the parameters do not define the run's end, a loss cannot be reached, or checkpoints are
-            requested faster than the storage allows.
+        ConfigError: if the settings do not define the run's end, a loss cannot be reached, or checkpoints are requested
+            faster than the storage allows.
     """
     question = one.question
     failure_s = terms.device_hours * 3600 / question.cluster.num_devices
@@ -162,7 +162,7 @@ def full_run(one: Candidate, terms: RunTerms) -> FullRun:
     copy_s = _LEAST_STALL_S + states / (question.cluster.device.host_bytes_per_s or _COPY_RATE)
     stall_s = copy_s if terms.stall_s is None else terms.stall_s
     write_s = _write_s(question, terms)
-    # Young's interval, from 5 minutes to a day.
+    # Young's formula for the interval, limited to 5 minutes to a day.
     best_s = min(_DAY, max(one.step_s, _LEAST_SAVE_S, math.sqrt(2 * stall_s * failure_s)))
     save_s = terms.save_s or max(best_s, write_s or 0.0)
     good = goodput(failure_s, save_s, stall_s, terms.restart_s)
@@ -203,23 +203,23 @@ def full_run(one: Candidate, terms: RunTerms) -> FullRun:
 
 
 def goodput(failure_s: float, save_s: float, stall_s: float, restart_s: float) -> float:
-    """Return the share of time that becomes lasting steps, with random failures.
+    """Return the share of time spent on steps that are not lost to failures, with random failures.
 
     This is the full model of Daly's "A higher order estimate of the optimum checkpoint interval" (2006), in which
-    restarts and checkpoints fail too.
+    failures may also occur during restarts and checkpoints.
 
     Args:
-        failure_s: mean seconds between failures.
-        save_s: seconds of training between two checkpoints.
-        stall_s: seconds that training waits for a checkpoint.
-        restart_s: seconds from a failure to the next step.
+        failure_s: average time (s) between failures.
+        save_s: training time (s) between two checkpoints.
+        stall_s: time (s) that training waits for a checkpoint.
+        restart_s: time (s) from a failure to the next step.
     """
     work = min(700.0, (save_s + stall_s) / failure_s)
     return save_s / (failure_s * math.exp(min(700.0, restart_s / failure_s)) * math.expm1(work))
 
 
 def _write_s(question: Question, terms: RunTerms) -> float | None:
-    """Return the seconds to write trained weights and states to storage.
+    """Return the time (s) to write trained weights and optimizer states to storage.
 
     One checkpoint must be on storage before the next is taken.
     """
@@ -248,7 +248,7 @@ def _tokens_for(question: Question, loss: float | None) -> float:
 
 
 def read_run(text: str, price: float | None = None) -> RunTerms:
-    """Read "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=france".
+    """Parse the settings of a run, such as "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=france".
 
     Raises:
         ConfigError: for an unknown name or an invalid value.
@@ -278,7 +278,7 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
 def full_runs(
     model: Any, clusters: str, text: str, price: float | None = None, **options: Any
 ) -> list[tuple[Answer[Candidate], FullRun | None]]:
-    """Compute a run on each of some clusters, cheapest first. The run is None if no plan fits."""
+    """Compute a full run on each of several clusters, cheapest first. The run is None if no plan fits."""
     terms = read_run(text, price)
     if not clusters.strip(" ,"):
         raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")

@@ -1,4 +1,4 @@
-"""Pictures as lists of shapes, written as SVG: bars, curves and timelines, without a plotting library."""
+"""Charts as lists of shapes, written as SVG: bars, curves and timelines, without a plotting library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.planner.search.pipeline_clock import memory_by_rank as bytes_by_rank
 from weft.planner.search.pipeline_clock import timed_schedule
 from weft.units import format_bytes, format_count, format_seconds
 
-#: Colours that also differ in lightness, for colour-blind readers and for print.
+#: Colors that also differ in lightness, for color-blind readers and for print.
 PALETTE = (
     "#2a6fbb", "#e09f3e", "#4c9a6a", "#d1495b", "#7a5195", "#58b5c9", "#9c755f", "#b8b84a", "#7f7f7f", "#f28ea8",
     "#2f4b7c", "#a05d2c", "#86bcb6", "#c0c0c0", "#d37295", "#3b7d4f",
@@ -29,7 +29,7 @@ INK, FAINT = "#222222", "#bbbbbb"
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Filled rectangle. `title` is its tooltip, and `label` a text in its middle."""
+    """Filled rectangle. title: its tooltip. label: a text in its middle."""
 
     x: float
     y: float
@@ -62,7 +62,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One line of text. `anchor` is the part of the text at x: "start", "middle" or "end"."""
+    """One line of text. anchor: which part of the text is at x: "start", "middle" or "end"."""
 
     x: float
     y: float
@@ -84,11 +84,11 @@ class Drawing:
     shapes: list[Shape] = field(default_factory=list[Shape])
 
     def add(self, *shapes: Shape) -> None:
-        """Add shapes on top."""
+        """Add shapes on top of the existing ones."""
         self.shapes.extend(shapes)
 
     def legend(self, names: Sequence[tuple[str, str]], x: float, y: float, width: float) -> float:
-        """Draw names with their colours in lines, and return the y below them."""
+        """Draw a legend of (name, color), in as many lines as needed, and return the y below it."""
         left = x
         for name, colour in names:
             needed = 22 + 6.6 * len(name)
@@ -130,22 +130,22 @@ def _titled(tag: str, body: str, title: str) -> str:
     return f"<{tag} {body}><title>{escape(title)}</title></{tag}>" if title else f"<{tag} {body}/>"
 
 
-# Charts of `weft plan`: memory against speed, a step as a waterfall, memory by rank.
+# Charts of `weft plan`: memory against speed, parts of a step, memory by rank.
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 90.0, 60.0, 820.0, 420.0
 #: Space for a number to the right of a full bar.
 _BESIDE = 110.0
-#: Fields of a plan that label a point.
+#: Plan fields in the label of a point.
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero")
-#: Characters of a plan in a line of small text, and the height of such a line.
+#: Characters per line of a plan in small text, and the height of a line.
 _LETTERS, _LINE = 150, 15.0
-#: Each term and class has the same colour in every chart.
+#: Color of each term and class, the same in every chart.
 TERM_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(TERM_WORDS)}
 CLASS_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(CLASSES)}
 
 
 def pareto(found: Answer[Candidate]) -> Drawing:
-    """Draw the memory of the fullest rank against tokens per second: plans as dots, the Pareto front as a line."""
+    """Draw memory (of the rank with the highest use) against tokens per second: plans as dots, Pareto front as line."""
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
     question = found.question
     title = f"{question.model.name} on {question.cluster}: memory against speed"
@@ -179,7 +179,7 @@ def _label(
     places: Sequence[tuple[float, float]],
     best: tuple[float, float],
 ) -> None:
-    """Add labels with axes to points of the Pareto front if there is space."""
+    """Add labels with the plan's axes to points of the Pareto front if there is space."""
     taken = [best]
     for one, (x, y) in zip(plans, places, strict=True):
         if all(abs(x - other) > 150 or abs(y - above) > 16 for other, above in taken):
@@ -220,7 +220,7 @@ def _round_up(value: float) -> float:
 
 
 def waterfall(one: Candidate) -> Drawing:
-    """Draw the parts of a step, each starting at the end of the one before."""
+    """Draw a waterfall chart of a step: each part starts at the end of the previous one."""
     rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
     left, height = 280.0, 24.0
     drawing = Drawing(left + 580 + _BESIDE + 20, 0.0)
@@ -275,9 +275,9 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
     return drawing
 
 
-# Chart of a pipeline: one row for each rank, one bar for each step.
+# Chart of a pipeline: one row per rank, one bar per step.
 
-#: Colours of each kind, for a rank's first stage and for its later stages.
+#: Colors of each kind of action, for a rank's first stage and for its later stages.
 _COLOURS = {"F": ("#7fa9d6", PALETTE[0]), "B": ("#94c4a6", PALETTE[2]), "W": ("#ecc48b", PALETTE[1])}
 _COLOURS["BW"] = _COLOURS["B"]
 _WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradient of the weights", "BW": "backward"}
@@ -326,7 +326,7 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
 
 
 def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> Iterator[Bar]:
-    """Yield one bar, or two for a pair, which divide its time equally."""
+    """Yield one bar for a step, or two for a pair, each with half of the time."""
     actions = (
         [(step.forward, f", beside {step.backward}"), (step.backward, f", beside {step.forward}")]
         if isinstance(step, Pair)
@@ -351,9 +351,9 @@ def draw_bars(
 
     Args:
         rows: (name, bars) from top to bottom.
-        title: title above the rows.
-        legend: (label, colour).
-        has_axis: write seconds below the rows.
+        title: text above the rows.
+        legend: (label, color).
+        has_axis: draw a time axis in seconds below the rows.
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
     width = _TIMELINE_WIDTH - _TIMELINE_LEFT - 10
@@ -366,7 +366,7 @@ def draw_bars(
             share = (bar.end_s - bar.start_s) / length
             left = _TIMELINE_LEFT + width * bar.start_s / length
             label = bar.label if bar.label and fits(bar.label, share) else ""
-            # The gap of half a pixel separates bars of one colour.
+            # A gap of half a pixel separates bars of the same color.
             drawing.add(Rect(left, top, max(width * share - 0.5, 0.1), _ROW, bar.fill, bar.title, label))
     bottom = _TIMELINE_TOP + len(rows) * (_ROW + _GAP)
     for part in range(5 if has_axis else 0):
@@ -385,13 +385,13 @@ def fits(label: str, share: float) -> bool:
     return share * (_TIMELINE_WIDTH - _TIMELINE_LEFT - 10) >= max(_LEAST_LABEL, 7 * len(label) + 2)
 
 
-# The full answer as one self-contained HTML page: no script, no other file, no network.
+# The answer as one self-contained HTML page: no script, no other file, no network access.
 
-#: Listed plans, and listed reasons against others.
+#: Maximum number of listed plans, and of listed reasons why other plans were rejected.
 _LAYOUTS, _REASONS = 10, 12
-#: Listed terms of a difference.
+#: Maximum number of listed terms of a difference.
 _MOST_TERMS = 3
-#: Maximum number of characters of a table cell without line breaks.
+#: Maximum number of characters in a table cell without line breaks.
 _SHORT = 16
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222222; background: #ffffff; max-width: 1240px; margin: 2em auto;
@@ -406,7 +406,7 @@ svg { max-width: 100%; height: auto; } .faint { color: #666666; }
 
 
 def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
-    """Return the page of an answer that has a best plan."""
+    """Return the HTML page for an answer that has a best plan."""
     best, question = found.ranked[0], found.question
     title = f"{question.model.name} on {question.cluster}"
     rest = found.num_plans - found.num_estimated
@@ -475,7 +475,7 @@ def _classes(one: Candidate) -> str:
 
 
 def _others(best: Candidate, layouts: Sequence[Candidate]) -> str:
-    """Return a table of the best plan of each other layout, with the terms that cost it most."""
+    """Return a table with the best plan of each other layout and the terms in which it is slower."""
 
     def why(one: Candidate) -> str:
         rows = differences(best.terms, one.terms)[:_MOST_TERMS]

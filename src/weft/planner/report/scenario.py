@@ -1,4 +1,4 @@
-"""What-if questions: the same question with more devices, a faster network or longer sequences."""
+"""What-if queries: the same query with more devices, a faster network or longer sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NARROW, _LAYOUTS = ("fp8", "fp4"), 10
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Changed question, with the user's text, and its answer."""
+    """Changed query, with the text of the change and its answer."""
 
     text: str
     question: Question
@@ -55,7 +55,7 @@ def _flops(question: Question, value: float) -> Question:
 
 
 def _watts(question: Question, value: float) -> Question:
-    """Set a power cap, which lowers rates. Values above the device's power are refused: their effect is unknown."""
+    """Set a power cap, which lowers rates. Reject values above the device's power, since their effect is unknown."""
     spec = question.cluster.device
     if not spec.watts or value > spec.watts:
         rule = f"{spec.name} draws {spec.watts:g}" if spec.watts else f"what {spec.name} draws is not known"
@@ -78,11 +78,11 @@ def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """Condition that can be changed: its unit, its current value, and a function that sets it.
+    """A condition that can be changed: its unit, its current value, and a function that sets it.
 
     Attributes:
         parse: parser of a value with a unit, such as "300GB/s".
-        example: such a value.
+        example: an example value.
     """
 
     unit: str
@@ -96,7 +96,7 @@ class Lever:
 def _of_device(
     unit: str, field: str, scale: float, parse: Callable[[str], float], example: str, whole: bool = False
 ) -> Lever:  # fmt: skip
-    """Return the lever of a device's field. `scale` is the base units of one `unit`."""
+    """Return the lever that changes a field of the device. `scale`: number of base units in one `unit`."""
 
     def set_value(question: Question, value: float) -> Question:
         number = value * scale
@@ -144,12 +144,12 @@ LEVERS: dict[str, Lever] = {
 
 #: Conditions with a fixed set of values.
 _WORDS = {"optimizer": ("adamw", "sgd", "muon"), "states": ("fp32", "bf16", "fp8")}
-#: Bytes per parameter of the master weight and AdamW's two moments in these formats.
+#: Bytes per parameter of the master weight and AdamW's two moments in each format.
 _STATES = {"fp32": 12.0, "bf16": 8.0, "fp8": 6.0}
 
 
 def _worded(question: Question, name: str, value: str) -> Question:
-    """Return the question with another optimizer, or with AdamW's moments in another format."""
+    """Return the query with another optimizer, or with AdamW's moments in another format."""
     if value not in _WORDS[name]:
         rule = f"it is {', '.join(_WORDS[name][:-1])} or {_WORDS[name][-1]}"
         raise _error(name, f"{name}={value}: {rule}. Write e.g. {name}={_WORDS[name][1]}.")
@@ -164,7 +164,7 @@ def _worded(question: Question, name: str, value: str) -> Question:
 
 
 def change(question: Question, text: str) -> Question:
-    """Change the question by a text such as "gpus=16,nic=2x", which sets conditions to a value or to a multiple.
+    """Return the query changed by a text such as "gpus=16,nic=2x", which sets conditions to a value or multiplies them.
 
     `cluster=4x8xh200` or `device=h200` changes the cluster.
 
@@ -183,7 +183,7 @@ def change(question: Question, text: str) -> Question:
             )
             question = replace(question, cluster=machines)
             continue
-        if name == "graphs":  # which no search tries by itself
+        if name == "graphs":  # no search tries graphs by itself
             if value not in ("on", "off"):
                 raise _error("graphs", f"graphs={value}: it is on or off. Write graphs=on.")
             question = replace(question, fixed={**question.fixed, "graphs": value == "on"})
@@ -220,7 +220,7 @@ def _number(name: str, text: str, lever: Lever, now: float) -> float:
 
 
 def what_if(text: str, question: Question) -> Scenario:
-    """Answer the question under a change.
+    """Apply a change to the query, and answer it.
 
     Raises:
         ConfigError: if the change cannot be read.
@@ -236,7 +236,7 @@ def what_if(text: str, question: Question) -> Scenario:
 def _in_format(found: Answer[Candidate], narrow: str) -> Answer[Candidate]:
     """Return the best plans with matmuls in fp8 or fp4, which no search chooses.
 
-    The plans are the best ones in half precision. Masters and all other operations stay unchanged.
+    They are the best half-precision plans with only the format of matmuls changed.
     """
     question = found.question
     has = [name for name in _NARROW if question.cluster.device.peak_flops(name)]
@@ -262,7 +262,7 @@ def _error(field: str, message: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Result of one tuning method on one cluster."""
+    """Best plans of one fine-tuning method on one cluster."""
 
     tune: str
     question: Question
@@ -270,7 +270,7 @@ class Fit:
 
     @property
     def smallest(self) -> Candidate | None:
-        """Best plan. If no plan fits, the plan with the least memory."""
+        """Best plan that fits, or else the plan with the least memory."""
         return self.answer.best or self.answer.nearest
 
 

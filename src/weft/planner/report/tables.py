@@ -13,7 +13,7 @@ from weft.planner.uncertainty import unmeasured
 
 
 def question_table(question: Question) -> dict[str, Any]:
-    """Return the question as a table."""
+    """Return the query as a table."""
     return {
         "model": question.model.name,
         "num_params": question.job.shape.num_params,
@@ -61,7 +61,7 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
 
 
 def answer_table(found: Answer[Candidate], limit: int, hour_price: float | None = None) -> dict[str, Any]:
-    """Return the ranked plans, the Pareto front of memory and speed, and the reasons against all others."""
+    """Return a table of the ranked plans, the Pareto front of memory and speed, and the reasons against other plans."""
     return {
         "question": question_table(found.question),
         "num_plans": found.num_plans,
@@ -103,7 +103,7 @@ def comparison_table(found: Comparison) -> dict[str, Any]:
 
 
 def scenario_table(found: Scenario) -> dict[str, Any]:
-    """Return a changed question and its best plan."""
+    """Return a table with a changed query and its best plan."""
     best = found.answer.best
     return {
         "what_if": found.text,

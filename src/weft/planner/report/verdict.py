@@ -1,7 +1,7 @@
-"""Remedies for plans that do not fit, nearest questions with an answer, and verdicts on a user's plan.
+"""Changes that make plans fit, nearest queries that have an answer, and verdicts on a user's plan.
 
-The memory estimates of remedies are closed forms. They are accurate to about a fifth for supported families, which is
-enough to rank remedies.
+Memory estimates of the suggested changes are closed forms. They are accurate to about a fifth for supported families,
+which is enough to rank suggestions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.planner.space.shape import Shape
 from weft.units import format_bytes, format_seconds
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 2, "tf32": 4}
-#: Share of the activations of blocks that recompute policies keep, for models of unknown shape.
+#: Share of the blocks' activations that each recompute policy keeps, for models of unknown shape.
 _LEFT = {"none": 1.0, "attention": 1.0, "selective": 0.55, "full": 0.1}
 
 
@@ -37,10 +37,10 @@ class Usage:
     """Bytes on one rank, by class, at the peak.
 
     Attributes:
-        optimizer: states and master weights, even if they do not exist yet.
+        optimizer: optimizer states and master weights, even if they are not allocated yet.
         activations: activations and temporaries.
-        num_rows, num_tokens: rows and tokens of one microbatch; 0 if unknown.
-        num_blocks: repeated blocks of the model.
+        num_rows, num_tokens: sequences and tokens of one microbatch; 0 if unknown.
+        num_blocks: number of repeated blocks of the model.
     """
 
     parameters: int = 0
@@ -54,11 +54,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRemedy:
-    """One change of a plan that saves memory.
+    """A change of a plan that saves memory.
 
     Attributes:
-        saved_bytes: approximate savings on each rank.
-        enough: True if it saves all of the missing bytes.
+        saved_bytes: approximate bytes saved on each rank.
+        enough: True if the change alone saves all of the missing bytes.
     """
 
     plan: Plan
@@ -70,7 +70,7 @@ class MemoryRemedy:
 def activation_bytes(shape: DecoderSpec, num_tokens: int, precision: str, recompute: str) -> int:
     """Return the bytes that one microbatch of a decoder stores at the end of forward, including fp32 logits and loss.
 
-    With recompute, one layer is stored in full during its backward. A budget may keep everything.
+    With recompute, one layer is stored in full during its backward. A budget is assumed to keep everything.
     """
     width = _WIDTHS[precision]
     job = Job(shape=Shape.of_decoder(shape), seq_len=num_tokens, global_batch=1)
@@ -91,8 +91,8 @@ def remedies(
 ) -> list[MemoryRemedy]:
     """Return the three smallest changes of a plan that save `missing_bytes`, least disruptive first.
 
-    Changes that save enough are sorted before others, by how much they change: only the number of passes, sharding,
-    recompute, number formats, offloading, and finally more devices. Changes that a rule refuses are excluded.
+    Changes that save enough are listed before others, in this order: number of microbatches, sharding, recompute,
+    number formats, offloading, more devices. Changes that a rule rejects are excluded.
 
     Args:
         plan: the plan.
@@ -153,15 +153,15 @@ def _saved(plan: Plan, other: Plan, usage: Usage, shape: DecoderSpec | None) -> 
 
 
 def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) -> float:
-    """Return the bytes under `plan`, derived from the usage under `measured`."""
+    """Return the estimated bytes under `plan`, derived from the usage under the plan `measured`."""
     parameters = usage.parameters * _share(plan, 3) / _share(measured, 3)
     if plan.zero == 3 and measured.zero < 3:
-        parameters += 2 * usage.parameters / (usage.num_blocks + 2)  # two units are gathered at a time
+        parameters += 2 * usage.parameters / (usage.num_blocks + 2)  # two units are gathered at the same time
     gradients = usage.gradients * _share(plan, 2) / _share(measured, 2)
     optimizer = usage.optimizer * _share(plan, 1) / _share(measured, 1)
     if plan.precision == "bf16" and measured.precision in ("fp32", "tf32", "fp64"):
         ratio = _WIDTHS["bf16"] / _WIDTHS[measured.precision]
-        optimizer += usage.parameters / _share(measured, 3) * _share(plan, 1)  # master weights, beside the rounded ones
+        optimizer += usage.parameters / _share(measured, 3) * _share(plan, 1)  # master weights
         parameters *= ratio
     if "optimizer" in plan.offload:
         optimizer = 0.0
@@ -169,7 +169,7 @@ def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) 
 
 
 def _share(plan: Plan, stage: int) -> float:
-    """Return a rank's share of a class of states that is sharded from this ZeRO stage on."""
+    """Return the share of a class of states that a rank stores, if states are sharded from ZeRO stage `stage` on."""
     return 1 / plan.dp_shard if plan.zero >= stage else 1.0
 
 
@@ -180,22 +180,22 @@ def _activations(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | 
     if shape is not None and usage.num_tokens and measured.recompute in _LEFT and plan.recompute in _LEFT:
         return activation_bytes(shape, int(usage.num_tokens * passes), plan.precision, plan.recompute)
     kept, before = (_LEFT.get(each.recompute, 0.5) for each in (plan, measured))
-    # The current block is complete.
+    # The block that is being recomputed is stored in full.
     left = (kept + (1 - kept) / usage.num_blocks) / (before + (1 - before) / usage.num_blocks)
     return usage.activations * passes * left * _WIDTHS[plan.precision] / _WIDTHS[measured.precision]
 
 
-# If no plan fits: the smallest changes of the question that have an answer.
+# If no plan fits: the smallest changes of the query that have an answer.
 
-#: Number of plans that is enough to find out if anything fits.
+#: Number of plans that suffices to find out if any plan fits.
 _FEW_PLANS = 60_000
 _MOST_DEVICES = 4096
 
 
 def nearest_yes(question: Question) -> list[Scenario]:
-    """Return up to five changed questions that have an answer.
+    """Return up to five changed queries that have an answer.
 
-    Fewer decided fields, an adapter, more devices, a larger device, shorter sequences.
+    The changes are: fewer fixed fields, an adapter, more devices, a larger device, shorter sequences.
     """
     few = replace(question, most_plans=_FEW_PLANS)
     keeps_rules = not question.fixed or answer(few).num_estimated > 0
@@ -216,7 +216,7 @@ def _changed(question: Question, texts: Iterable[str]) -> Iterator[tuple[str, Qu
 
 
 def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield questions without one of the decided fields, then without all."""
+    """Yield queries without one of the fixed fields, then without all of them."""
     names = list(question.fixed)
     for left_out in [*([name] for name in names), *([names] if len(names) > 1 else [])]:
         fixed = {name: value for name, value in question.fixed.items() if name not in left_out}
@@ -225,9 +225,9 @@ def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield questions with the next powers of two of devices, in full nodes of eight beyond one node."""
+    """Yield queries with the next powers of two of devices, in nodes of eight beyond one node."""
     cluster = question.cluster
-    count = 1 if not cluster.device.is_cpu else 2 * _MOST_DEVICES  # more ranks share the same cores
+    count = 1 if not cluster.device.is_cpu else 2 * _MOST_DEVICES  # more ranks would use the same cores
     while count <= cluster.num_devices:
         count *= 2
     while count <= _MOST_DEVICES:
@@ -238,7 +238,7 @@ def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _larger_devices(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield questions with devices of the same vendor with more memory, in rising order."""
+    """Yield queries with devices of the same vendor that have more memory, in ascending order."""
     now = question.cluster.device
     maker = now.title.partition(" ")[0]
     larger = [
@@ -252,7 +252,7 @@ def _larger_devices(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield questions with an adapter instead of all weights, on a full or 4-bit base; then with shorter sequences."""
+    """Yield queries with an adapter, on a full or 4-bit base; then also with shorter sequences."""
     now = question.job.adapter
     if now is not None and now.base != "stored":
         return
@@ -268,18 +268,18 @@ def _lengths(question: Question) -> Iterator[str]:
         length //= 2
 
 
-# Reasons against a plan: the first limit that it exceeds, in numbers, and the smallest changes that fix it.
+# Verdict on a plan: the first limit that it exceeds, in numbers, and the smallest changes that fix it.
 
-#: Listed changes; maximum number of consecutive changes; plans from which each next change starts.
+#: Maximum number of listed changes and of consecutive changes; number of plans from which each next change starts.
 _MOST, _DEPTH, _BEAM = 6, 8, 12
-#: Listed plans if the rules have no fix.
+#: Number of listed plans if the rules have no fix.
 _CLOSEST = 3
 _UNSAID = "the plan names no precision, so it is one in fp32. Add precision={} for one in half precision."
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Change of the plan that makes it fit, or legal, as plan text, and the resulting candidate."""
+    """Change of the plan, as plan text, that makes it fit or satisfy the rules, and the resulting candidate."""
 
     words: str
     after: Candidate
@@ -290,8 +290,8 @@ class WhyNot:
     """Verdict on one plan.
 
     Attributes:
-        kind: "rule" (it breaks one), "memory" (it does not fit), "slower" (than the best) or "best".
-        sentence: the first limit that it exceeds, with numbers.
+        kind: "rule" (the plan breaks one), "memory" (it does not fit), "slower" (than the best plan) or "best".
+        sentence: the first limit that the plan exceeds, with numbers.
         remedies: smallest changes first.
     """
 
@@ -324,7 +324,7 @@ def _outcome(one: Candidate, base: float | None) -> str:
 
 
 def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
-    """Judge a user's plan.
+    """Return the verdict on a user's plan.
 
     Raises:
         PlanError: if the text is not a plan.
@@ -370,7 +370,7 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
 
 
 def read_plan(text: str, question: Question) -> Plan:
-    """Read a plan from its text. `*` uses the devices that the other axes leave.
+    """Parse the text of a plan. `*` gets the devices that the other axes leave.
 
     Raises:
         PlanError: if the text is not a plan.
@@ -386,9 +386,9 @@ def _against_rules(
 ) -> WhyNot:
     mended = _mended(meant, question)
     if mended is not None:
-        # A plan that satisfies the rules but does not fit fixes nothing. In that case continue to plans that fit.
+        # A plan that satisfies the rules but does not fit is no fix. In that case, continue to plans that fit.
         ends = _ends(estimated([mended], question)[0], question)
-    else:  # no rule knows a way out: of the plans that were found, those that say most of what this one says
+    else:  # no rule has a fix: use the found plans that agree most with this plan
         ends = sorted(found.ranked, key=lambda one: len(_all_changes(plan, one.plan).split()))[:_CLOSEST]
     remedies = [Remedy(_all_changes(plan, each.plan), each) for each in ends]
     return WhyNot(
@@ -404,19 +404,19 @@ def _against_rules(
 
 
 def _ends(one: Candidate, question: Question) -> list[Candidate]:
-    """Return the candidate if it fits; otherwise, the results of the smallest changes that make it fit."""
+    """Return [one] if it fits; otherwise, the results of the smallest changes that make it fit."""
     return [one] if one.fits >= question.fits else [each.after for each in fitting_changes(one, question)]
 
 
 def _all_changes(before: Plan, after: Plan) -> str:
-    """Return the plan text of the fields that differ from a plan that breaks a rule."""
+    """Return as plan text the fields of `after` that differ from `before`."""
     changed = [name for name in plan_fields() if getattr(after, name) != getattr(before, name)]
     words = {part.partition("=")[0]: part for part in str(after).split()}
     return " ".join(words.get(name, f"without {name}") for name in changed)
 
 
 def _mended(plan: Plan, question: Question) -> Plan | None:
-    """Return the plan after the fixes of all broken rules, one by one, or None if they lead to no legal plan."""
+    """Return the plan after applying the fix of each broken rule, or None if this does not lead to a legal plan."""
     for _ in range(8):
         broken = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
         if not broken:
@@ -457,10 +457,10 @@ def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Cand
 
 
 def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
-    """Find the smallest changes that make a plan fit: as few fields as possible, then as fast as possible.
+    """Return the smallest changes that make a plan fit: with the fewest fields first, then the fastest.
 
-    Single changes are tried everywhere, in small steps. If none suffices, a second change is tried from the plans that
-    then need the least memory.
+    Changes of single fields are tried first, in small steps. If none suffices, a second change is tried from the
+    changed plans that need the least memory.
     """
     beam, seen = [candidate.plan], {candidate.plan}
     for depth in range(_DEPTH):
@@ -471,7 +471,7 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
         if fitting:
             return _smallest(candidate, fitting)
         seen |= set(reached)
-        # By the needed share of the available memory, on the device or on its host.
+        # Required share of the available memory, on the device or on its host.
         needs = {
             one.plan: max(one.total_bytes / one.usable_bytes, one.host_bytes / max(1.0, one.host_limit))
             for one in nearby
@@ -500,19 +500,19 @@ def _faster(candidate: Candidate, question: Question) -> list[Remedy]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two candidates of one question."""
+    """Two candidates of the same query."""
 
     left: Candidate
     right: Candidate
 
     @property
     def time_rows(self) -> list[tuple[str, float, float]]:
-        """(term, left, right) in seconds, largest difference first, without equal terms."""
+        """Return (term, left, right) times in s, largest difference first, without equal terms."""
         return differences(self.left.terms, self.right.terms)
 
     @property
     def memory_rows(self) -> list[tuple[str, float, float]]:
-        """(class, left, right) in bytes, largest difference first, without equal classes."""
+        """Return (class, left, right) in bytes, largest difference first, without equal classes."""
         return differences(self.left.memory, self.right.memory)
 
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Weft config for a chosen plan: written by `weft plan --out`, used by `weft train`."""
+"""Weft config for a chosen plan: written by `weft plan --out`, read by `weft train`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.errors import ConfigError, ModelError
 from weft.planner.search.candidate import Candidate
 from weft.units import format_bytes, format_count, format_seconds
 
-#: Fields of the model section that define its shape.
+#: Fields of the [model] section that define the shape.
 _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len",
                  "tied", "rope_theta", "norm_eps")  # fmt: skip
 
@@ -27,7 +27,7 @@ def config_text(one: Candidate) -> str:
 
     Raises:
         ModelError: for a model that `weft train` cannot build.
-        ConfigError: if a rule refuses the config.
+        ConfigError: if a rule rejects the config.
     """
     from weft.config.files import format_config
     from weft.config.rules.config_rules import config_problems
@@ -59,7 +59,10 @@ def config_text(one: Candidate) -> str:
 
 
 def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
-    """Change the defaults, which suit a small model on built-in text. Return the values that the user must check."""
+    """Adapt settings whose defaults suit only a small model on built-in text.
+
+    Return the values that the user must check.
+    """
     model, adapter = one.question.model, one.question.job.adapter
     tables["optimizer"]["lr"] = rate = learning_rate(model.shape.num_params, is_adapter=adapter is not None)
     why = "usual for adapters of models of this size" if adapter else "for training from random weights, by size"
@@ -72,7 +75,7 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
         tables["adapter"] |= {"rank": adapter.rank, "base": adapter.base}
         notes[1] = f"optimizer.lr={rate:g} is {why}."
         if tables["model"].get("path"):
-            return notes  # whose tokenizer it is
+            return notes  # the model in the folder has its own tokenizer
         notes.append('model.path is empty, and an adapter needs a model to adapt. Name its folder: path = "folder".')
     if model.folder is not None and (model.folder / "tokenizer.json").is_file():
         tables["tokenizer"] |= {"kind": "file", "path": str(model.folder.resolve())}
@@ -86,7 +89,7 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
 
 
 def _steps_note(train: dict[str, Any], one: Candidate) -> str:
-    """Return a note on the tokens of a default run, compared with the usual number for a model of this size."""
+    """Return a note that compares the tokens of a default run with the usual number for a model of this size."""
     steps, question = train["steps"], one.question
     read = format_count(steps * question.job.tokens).replace(" ", "")
     trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
@@ -130,5 +133,5 @@ def _model_table(one: Candidate) -> dict[str, object]:
 
 
 def _nearest_size(spec: DecoderSpec) -> str:
-    """Return a named size of the same family, from which the config differs in every given field."""
+    """Return the named size of the same family from which the config differs in the fewest fields."""
     return next(name for name in model_names() if decoder_spec(name).family == spec.family)

@@ -1,1 +1,1 @@
-"""Search: from a question to ranked plans."""
+"""Search: from a query to ranked plans."""

@@ -1,4 +1,4 @@
-"""Search: enumerate the space, estimate every plan in columns, keep the best, refine them."""
+"""Search: enumerate the space, estimate all plans as numpy columns, keep the best, and refine them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Floats = NDArray[np.float64]
 
 #: Rows per estimation call.
 _CHUNK = 2**17
-#: Rows retained of each chunk: the fastest, and the fastest of each (tp, pp, cp).
+#: Plans retained of each chunk: the fastest, and the fastest for each (tp, pp, cp).
 _KEPT, _KEPT_OF_CELL = 256, 4
-#: A space this many times over the limit is too large to count the plans that its rules allow.
+#: If a space exceeds the limit by this factor, the plans that its rules allow are not counted.
 _COUNTED = 8
-#: A space this many times over the limit is narrowed by several steps. With more devices than this, a part of it is
-#: checked before.
+#: If a space exceeds the limit by this factor, it is narrowed by several steps. With more devices than this, a part of
+#: the space is checked first.
 _FAR, _MANY_DEVICES = 2 * _COUNTED, 64
-#: Start plans of the descent: from the best cells (with few devices, with many), and from the best kinds of plans.
+#: Number of start plans for the descent: from the best cells (with few devices, with many), and from the best kinds.
 _CELLS, _KINDS = (6, 10), 4
-#: Layouts whose pipelines are simulated.
+#: Number of layouts whose pipelines are simulated.
 _CLOCKED = 12
 #: A plan is simulated separately if its time is below this share of another plan's with the same pipeline.
 _FASTER = 0.99
 
 
 def answer(question: Question) -> Answer[Candidate]:
-    """Find the best plans of a question in its full search space."""
+    """Find the best plans of a query in its full search space."""
     start = time.perf_counter()
     tally = Tally(question.facts)
     space, blocks = _space_in_bounds(question, tally)
@@ -69,7 +69,7 @@ def answer(question: Question) -> Answer[Candidate]:
 
 
 def _joint_parts(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
-    """Yield lists of parts that are estimated in one call, since many blocks are small."""
+    """Yield lists of parts to estimate in one call, since many parts are small."""
     found: list[Columns] = []
     for part in parts:
         if found and sum(map(len, found)) + len(part) > _CHUNK:
@@ -87,7 +87,7 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
     for one in ranked:
         cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
     num_cells = _CELLS[question.cluster.num_devices > _MANY_DEVICES]
-    kinds: dict[tuple[object, ...], Candidate] = {}  # from some, two changes lead to a faster plan, but no single one
+    kinds: dict[tuple[object, ...], Candidate] = {}  # some improve only by two changes together
     for one in ranked:
         kinds.setdefault((one.plan.compile, one.plan.schedule, one.plan.zero, one.plan.recompute), one)
     first = [*list(cells.values())[:num_cells], *list(kinds.values())[:_KINDS]]
@@ -99,10 +99,10 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
 
 
 def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
-    """Return the ranking after the simulation of pipelines: the top plan and the best layouts.
+    """Return the ranking after the pipelines of the top plan and of the best layouts are simulated.
 
-    A closed form may be too optimistic for uneven stages. So the plan that is then on top is simulated too, within a
-    limit of work.
+    A closed form may be too optimistic for uneven stages. So if another plan is then on top, it is simulated too, up to
+    a limit.
     """
     left = MOST_STEPS * (1 + 4 * question.refine_s)
     timed: dict[Plan, Candidate] = {}
@@ -127,12 +127,12 @@ def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
 
 
 def _pipeline(plan: Plan) -> tuple[object, ...]:
-    """Return the fields that decide the ratio of a pipeline's simulated time to its closed form."""
+    """Return the fields that determine the ratio of a pipeline's simulated time to its closed form."""
     return (plan.pp, plan.tp, plan.cp, plan.ep, plan.schedule, plan.microbatches, plan.virtual_stages, plan.split)
 
 
 def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return the plans, fastest first. Ties in four digits are ordered by text, the same on every machine."""
+    """Return the plans, fastest first. If times agree in four digits, plans are ordered by their text."""
     times = defaultdict[float, list[Candidate]](list)
     for one in found:
         times[float(f"{one.rank_s:.3e}")].append(one)
@@ -162,7 +162,7 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Plan
             rows = sum(block.num_legal() for block in blocks)
         if rows <= question.limit or smaller is None:
             return space, blocks
-        # Far over the limit: two more steps, without counting between them.
+        # If far over the limit, narrow by two more steps without counting between them.
         space = _narrower(space, 3 if rows > _FAR * question.limit else 1)
 
 
@@ -174,7 +174,7 @@ def _narrower(space: Space, steps: int) -> Space:
 
 @dataclass(slots=True)
 class _Keep:
-    """Best plans and statistics of all estimated plans."""
+    """The best plans, and statistics of all estimated plans."""
 
     question: Question
     tables: Tables
@@ -186,7 +186,7 @@ class _Keep:
     num_fit: int = 0
 
     def look_at(self, parts: Sequence[Columns]) -> None:
-        """Estimate some plans, retain the best of them, and count the ones that do not fit."""
+        """Estimate some plans, retain the best of them, and count those that do not fit."""
         asked, columns = self.question, Columns.concatenate(parts)
         found = estimate_memory(asked.job, asked.cluster, columns, self.tables)
         total = found.total_bytes
@@ -194,7 +194,7 @@ class _Keep:
         self.num_plans += len(columns)
         self.num_fit += int(fits.sum())
         out, stop = ~fits, 0
-        for part in parts:  # of each block an example is told apart
+        for part in parts:  # one example of each part is kept
             start, stop = stop, stop + len(part)
             self._refuse(columns, found, total, start + np.flatnonzero(out[start:stop]))
         rows = np.flatnonzero(fits)
@@ -208,7 +208,7 @@ class _Keep:
                 self.kept.append(columns[_promising(columns, memory, seconds, np.arange(start, stop))])
 
     def _refuse(self, columns: Columns, found: Estimates, total: Floats, rows: NDArray[Any]) -> None:
-        """Count plans that do not fit by their largest class of memory. `total` is the bytes of every plan."""
+        """Count plans that do not fit, by their largest class of memory. `total` is the bytes of every plan."""
         if not len(rows):
             return
         too_much = found.host_bytes[rows] > found.host_limit
@@ -240,7 +240,7 @@ class _Keep:
 
     @property
     def nearest(self) -> Candidate | None:
-        """Plan with the least memory among the plans that do not fit."""
+        """Plan with the least memory among those that do not fit."""
         if self.nearest_row is None:
             return None
         timed = estimate(self.question.job, self.question.cluster, self.nearest_row, self.tables)
@@ -271,7 +271,7 @@ def host_message(needed: float, limit: float) -> str:
 
 
 def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[Any]) -> NDArray[Any]:
-    """Return the rows to retain: the fastest, the fastest of each layout, and the Pareto front of memory and time."""
+    """Return the plans to retain: the fastest, the fastest of each layout, and the Pareto front of memory and time."""
     memory, speed, ranks = memory[rows], speed[rows], rank_seconds(columns, speed)[rows]
     fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(ranks, _KEPT)[:_KEPT]]
     cells = (columns.tp[rows] * 4096 + columns.pp[rows]) * 4096 + columns.cp[rows]
@@ -285,7 +285,7 @@ def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[An
 
 
 def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
-    """Return the Pareto front of memory and time, by rising memory."""
+    """Return the Pareto front of memory and time, in ascending order of memory."""
     order = np.lexsort((speed, memory))
     best = np.minimum.accumulate(speed[order])
     return order[np.r_[True, best[1:] < best[:-1]]]

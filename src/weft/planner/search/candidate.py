@@ -23,14 +23,14 @@ from weft.planner.space.columns import Columns, Job
 from weft.planner.space.enumerate import Refused
 from weft.planner.space.shape import Shape, TracedShape
 
-#: Watts of host, fans and switches for each device, and the overhead of the building (power usage effectiveness).
+#: Power (W) of host, fans and switches per device, and the overhead of the building (power usage effectiveness).
 HOST_WATTS, BUILDING = 125.0, 1.2
 #: Share of its rated power that an idle device draws.
 _IDLE = 0.3
 
 
 def matmul_params(shape: Shape) -> float:
-    """Return the parameters that one token is multiplied with: with its top_k experts, without the embedding."""
+    """Return the number of parameters in the matmuls of one token: with top_k experts, without the embedding."""
     dense = shape.attention_params + shape.mlp_params(shape.ffn)
     mixture = shape.moe_shared_params - shape.norm_params + shape.top_k * shape.expert_params
     return (shape.layers - shape.moe_layers) * dense + shape.moe_layers * mixture + shape.table_params
@@ -41,8 +41,7 @@ def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:
 
     Args:
         shape: shape of the model.
-        seq_len: tokens of a sequence.
-        causal: count half of attention's square, as a causal mask leaves it. If False, count the full square, as PaLM
+        causal: count half of the T x T attention matrix, as for a causal mask. If False, count the full matrix, as PaLM
             (Chowdhery et al. 2022, appendix B) and Megatron-LM do.
     """
     if isinstance(shape, TracedShape):
@@ -67,7 +66,7 @@ class Cost:
 
 
 def step_cost(cluster: ClusterSpec, step_s: float, busy: float, hour_price: float | None = None) -> Cost:
-    """Return price and energy of one step, in whose share `busy` devices compute."""
+    """Return price and energy of one step in which devices compute for a share `busy` of the time."""
     devices = cluster.num_devices
     price = usual_price(cluster) if hour_price is None else hour_price
     watts = cluster.device.watts
@@ -79,7 +78,7 @@ def step_cost(cluster: ClusterSpec, step_s: float, busy: float, hour_price: floa
 
 
 def usual_price(cluster: ClusterSpec) -> float | None:
-    """Return the usual dollars per device hour, as the mean over device kinds, or None if a price is missing."""
+    """Return the usual price in dollars per device hour, averaged over device kinds, or None if a price is unknown."""
     if cluster.kinds:
         each = [(_prices().get(name.rstrip("*")), count) for name, count in cluster.kinds]
         known = [(price, count) for price, count in each if price is not None]
@@ -94,10 +93,9 @@ def _prices() -> dict[str, float]:
 
 
 def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, precision: str, *, causal: bool) -> float:
-    """Return the model's FLOP/s, without recompute, as a share of the devices' dense peak.
+    """Return the model FLOPs utilization: FLOP/s without recompute, as a share of the devices' dense peak.
 
-    The peak depends on the precision. Few fp32 peaks are published, so that fp32 counts against the TF32 peak, as tf32
-    does.
+    The peak depends on the precision. Few fp32 peaks are published, so fp32 is compared with the TF32 peak, as tf32 is.
     """
     peak = cluster.device.peak_flops(precision)
     if peak is None and precision == "fp32":
@@ -107,7 +105,7 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
         return float("nan")
     tokens = job.tokens
     flops = sum(share * flops_per_token(job.shape, length, causal=causal) for length, share in job.segments)
-    if job.adapter is not None:  # frozen weights have no gradients to make
+    if job.adapter is not None:  # frozen weights have no gradients
         shape, length = job.shape, float(job.seq_len)
         if isinstance(shape, TracedShape):
             flops -= float(shape.traced.weight_flops(1.0, length)) / length
@@ -116,35 +114,36 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     return flops * tokens / (step_s * cluster.num_devices * peak)
 
 
-#: Share by which a plan must be faster to be preferred if it offloads: the host's rates vary more than a device's.
+#: Share by which a plan with offloading must be faster to be preferred, since the host's rates vary more than a
+#: device's.
 _OFFLOAD_MARGIN = 0.02
 
 
 def rank_seconds(columns: Columns, step_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds by which plans are ranked: plans with offload rank 2 % lower."""
+    """Return the step time (s) that plans are ranked by: 2 % more for plans with offloading."""
     offloads = (columns.offload_optimizer > 0) | (columns.offload_params > 0) | (columns.offload_activations > 0)
     return np.where(offloads, 1 + _OFFLOAD_MARGIN, 1.0) * step_s
 
 
-# Answer of the planner: ranked candidates with their metrics, and the reasons against all other plans.
+# Answer of the planner: ranked candidates with their metrics, and the reasons why all other plans were rejected.
 
-#: Terms in which devices compute. In the rest of a step they wait or move data.
+#: Terms in which devices compute. During the other terms they wait or move data.
 _BUSY = ("gemm", "attention", "memory_bound", "recompute", "frozen", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One plan with its estimate. Times are seconds per step, memory is bytes on the fullest rank.
+    """One plan with its estimate. Times are seconds per step, memory is bytes on the rank with the highest memory use.
 
     Attributes:
-        microbatch: sequences of a pass on a rank.
+        microbatch: sequences of a microbatch on a rank.
         terms: parts of the step; they sum to step_s.
         memory: bytes by class; they sum to total_bytes.
         allocated_bytes: bytes in tensors.
         reserved_bytes: bytes of torch's allocator.
-        total_bytes: all bytes, as the driver's tools show them.
-        fits: probability that it fits into usable_bytes.
-        clocked: True if its pipeline schedule was simulated stage by stage. If False, the bubble is a closed form.
+        total_bytes: all bytes on the device, as nvidia-smi reports them.
+        fits: probability that the plan fits into usable_bytes.
+        clocked: True if its pipeline schedule was simulated stage by stage, False if the bubble is a closed form.
         host_bytes: host memory of a rank.
         host_limit: host memory that a rank may pin.
         products: format of the matmuls if it differs from the plan's.
@@ -168,7 +167,7 @@ class Candidate:
 
     @property
     def rank_s(self) -> float:
-        """Seconds by which plans are ranked, as in `rank_seconds`."""
+        """Step time (s) that plans are ranked by (`rank_seconds`)."""
         return self.step_s * (1 + _OFFLOAD_MARGIN) if self.plan.offload else self.step_s
 
     @property
@@ -214,15 +213,15 @@ Other = TypeVar("Other", bound=Candidate)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Generic[Found]):
-    """Ranked candidates, fastest first, and a summary of all other plans.
+    """Result of a search: ranked candidates, fastest first, and a summary of all other plans.
 
     Attributes:
         ranked: the best plans.
         pareto: Pareto front, from least memory to least time.
-        refused: plans that are excluded, by reason.
-        num_plans: plans in the space.
-        num_estimated: plans that satisfy the rules.
-        num_fit: plans that also fit into memory.
+        refused: rejected plans, by reason.
+        num_plans: number of plans in the space.
+        num_estimated: number of plans that satisfy the rules.
+        num_fit: number of plans that also fit into memory.
         left_out: descriptions of values removed from the space.
         nearest: if no plan fits, the plan closest to fitting.
         seconds: duration of the search.
@@ -254,7 +253,7 @@ class Answer(Generic[Found]):
         return self.ranked[0] if self.ranked else None
 
     def each(self, change: Callable[[Found], Other]) -> Answer[Other]:
-        """Change every candidate, and return the answer with the results."""
+        """Change every candidate by a function, and return an answer with the results."""
         return Answer(
             question=self.question,
             ranked=tuple(map(change, self.ranked)),
@@ -284,17 +283,17 @@ def layouts(ranked: Iterable[One]) -> list[One]:
 def candidates(
     question: Question, columns: Columns, found: Estimates, plans: Sequence[Plan] | None = None
 ) -> list[Candidate]:
-    """Return rows of columns with their estimates as candidates, in order. `plans` are their plans, if available."""
+    """Return rows of columns with estimates as candidates, in order. `plans` are their plans, if available."""
     rows = Estimated(question, columns, found)
     return [rows.candidate(*each) for each in enumerate(columns.plans() if plans is None else plans)]
 
 
 class Estimated:
-    """Rows of columns with their estimates. Only requested rows become candidates.
+    """Plans as rows of columns, with their estimates. Only requested rows are converted to candidates.
 
     Attributes:
-        rank_s: seconds by which rows are ranked.
-        fits: probability that memory suffices, row by row.
+        rank_s: step time (s) that plans are ranked by.
+        fits: probability that memory suffices, for each row.
     """
 
     def __init__(self, question: Question, columns: Columns, found: Estimates):
@@ -304,7 +303,7 @@ class Estimated:
 
     @functools.cached_property
     def _sums(self) -> dict[str, NDArray[np.float64]]:
-        """Sums over all rows. Sums of single rows may differ in the last digit."""
+        """Return sums over all rows. Sums computed for single rows may differ in the last digit."""
         names = ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "host_bytes")
         return {name: getattr(self._of[2], name) for name in names}
 

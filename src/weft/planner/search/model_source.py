@@ -1,4 +1,4 @@
-"""Models from the command line: a size, a Hugging Face config, or a Weft config."""
+"""Models from the command line: a named size, a Hugging Face config, or a Weft config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FAMILIES = {
 
 
 class UnknownFamily(ModelError):
-    """Error for a config.json of a family whose layers the planner cannot derive. Tracing the model works."""
+    """Raised for a config.json of a family that the planner does not support. Tracing the model works instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,15 @@ class PlannedModel:
     """Model to be planned.
 
     Attributes:
-        spec: specification for plan rules.
+        spec: shape for plan rules.
         config: config of the run, if a config file was given.
         sample_unit: plural name of the batch's elements, if the model's task defines it.
         counted_adapter: size of the config's adapter, if the model's task counts it; None if the planner does.
-        texts: sequences of a sample.
-        frozen: computation of a step without gradients.
+        texts: number of sequences per sample.
+        frozen: forwards of a step without gradients.
         task_limits: the task's limits for plans, in addition to the model's.
         folder: folder of a Hugging Face model.
-        is_transposed: linear layers store weights as (inputs, outputs), which cannot be packed in blocks.
+        is_transposed: True if linear layers store weights as (inputs, outputs), which cannot be quantized in blocks.
     """
 
     name: str
@@ -79,19 +79,19 @@ class PlannedModel:
 
     @property
     def reads_sequence(self) -> bool:
-        """True if its samples are sequences."""
+        """True if the samples are sequences."""
         return self.traced is None or self.traced.reads_sequence
 
     @property
     def limits(self) -> Mapping[str, Limit]:
-        """Limits for plans from its modules and its task."""
+        """Limits for plans from the model's modules and its task."""
         return {**(dict(self.traced.limits) if self.traced else {}), **self.task_limits}
 
     def adapter_of(self, rank: int, base: str = "stored") -> AdapterSize:
         """Return the size of an adapter on all linear layers that may have one.
 
         Raises:
-            ModelError: for a packed base that the runtime does not support.
+            ModelError: for a quantized base that the runtime does not support.
         """
         if self.is_transposed and base != "stored":
             rule = "its layers keep weights as (inputs, outputs), and blocks are of an output's inputs"
@@ -102,14 +102,14 @@ class PlannedModel:
 
 
 def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel) -> PlannedModel:
-    """Return the model of a text or a specification.
+    """Return the model that a text or a specification describes.
 
     Args:
         source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a Weft config
             (.toml); a traced model (.json); or a specification.
 
     Raises:
-        ModelError: for an unknown name, and a specification without a shape.
+        ModelError: for an unknown name, or a specification without a shape.
         ConfigError: for a config that breaks rules.
     """
     if isinstance(source, PlannedModel):
@@ -189,7 +189,7 @@ def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:
     found = read_numbers(name, table)
     shape = _shape(str(family), table, found)
     spec = _as_decoder(shape, found.get("positions", 2**20))
-    return PlannedModel(name=name, shape=shape, spec=spec, is_transposed=family == "gpt2")  # whose layers are Conv1D
+    return PlannedModel(name=name, shape=shape, spec=spec, is_transposed=family == "gpt2")  # its layers are Conv1D
 
 
 def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> Shape:
@@ -253,9 +253,9 @@ def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
 
 
 def default_seq_len(model: PlannedModel) -> int:
-    """Return the default tokens of a sequence: the config's, else the model's maximum, up to 8192.
+    """Return the default tokens per sequence: the config's value, else the model's maximum, up to 8192.
 
-    For a traced model, the example defines it, since train.seq_len is a setting of decoders.
+    For a traced model it is the length of the example, since train.seq_len is a setting of decoders.
     """
     if model.config and model.traced is None:
         return model.config.train.seq_len
@@ -264,10 +264,10 @@ def default_seq_len(model: PlannedModel) -> int:
 
 
 def default_batch(model: PlannedModel, seq_len: int, num_devices: int) -> int:
-    """Return the default sequences of a step: the config's, else a usual number of tokens for the model's size.
+    """Return the default sequences per step: the config's value, else a usual number of tokens for the model's size.
 
-    It is half a million tokens for small models, up to 16 million for the largest, in a power of two of sequences, with
-    at least one for each device of a small cluster. Without sequences, it is eight samples for each device, at least
+    That is half a million tokens for small models, up to 16 million for the largest, as a power of two of sequences,
+    with at least one for each device of a small cluster. Without sequences, it is eight samples per device, at least
     256.
     """
     if model.config:

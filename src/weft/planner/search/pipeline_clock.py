@@ -1,8 +1,8 @@
-"""One plan stage by stage: seconds and schedule of its pipeline, bytes of each rank, and a balanced layer split.
+"""One plan in detail: time and schedule of its pipeline, bytes of each rank, and a balanced split of the layers.
 
-The closed forms of the estimate distinguish three kinds of stages, the simulation every stage. Of many microbatches,
-only enough to fill the pipeline and reach a steady state are simulated. Each other microbatch adds the time that the
-longest rank takes for one.
+The closed forms of the estimate distinguish three kinds of stages; this simulation has every stage. If there are many
+microbatches, only enough to fill the pipeline and reach a steady state are simulated. Each other microbatch adds the
+time that the slowest rank takes for one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from weft.planner.search.candidate import Candidate
 from weft.planner.space.columns import Columns
 from weft.planner.uncertainty import memory_error_scale
 
-#: Terms of work that the longest rank does for every microbatch.
+#: Terms of compute that the slowest rank repeats for every microbatch.
 _WORK = ("gemm", "attention", "memory_bound", "host", "recompute", "tp", "cp", "ep")
-#: Maximum number of simulated steps of a schedule. Beyond it the closed form is used.
+#: Maximum number of simulated steps of a schedule. For longer schedules the closed form is used.
 MOST_STEPS = 60_000
-#: A split is added to the plan if it gains more than this share.
+#: A split is added to the plan if it is faster by more than this share.
 _WORTH = 0.003
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one microbatch in one layer, in the embedding, or in the head."""
+    """Time (s) of one microbatch in one layer, in the embedding, or in the head."""
 
     forward_s: float
     input_gradient_s: float
@@ -41,7 +41,7 @@ class PassSeconds(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Seconds of one microbatch in a layer, in the embedding, in head and loss."""
+    """Time (s) of one microbatch in a layer, in the embedding, in head and loss."""
 
     layer: PassSeconds
     embedding: PassSeconds
@@ -49,7 +49,10 @@ class Passes(NamedTuple):
 
 
 def passes(one: Candidate) -> Passes:
-    """Return the estimated seconds of a candidate's parts, including recompute and communication between ranks."""
+    """Return the estimated time (s) of one microbatch in each part of a candidate.
+
+    It includes recompute and communication between ranks.
+    """
     question, plan = one.question, one.plan
     costs = costs_of_layer(question.job, question.cluster, Columns.of([plan], question.job), question.tables)
 
@@ -75,9 +78,9 @@ def passes(one: Candidate) -> Passes:
 
 
 def stage_layers(one: Candidate) -> list[int]:
-    """Return the layers of each stage of a candidate's pipeline, in order from the embedding.
+    """Return the layers of each stage of a candidate's pipeline, starting at the embedding.
 
-    It is the plan's split, or the runtime's default, which depends on parameter counts only.
+    This is the plan's split, or the runtime's default, which depends on parameter counts only.
     """
     plan = one.plan
     return list(plan.split or one.question.job.shape.stage_layers(plan.pp * plan.virtual_stages))
@@ -89,7 +92,7 @@ def _stages(one: Candidate) -> list[tuple[int, ...]]:
 
 
 def best_split(one: Candidate, parts: Passes) -> list[int]:
-    """Compute the split with the shortest longest rank, by the estimated seconds."""
+    """Return the split that minimizes the estimated time of the slowest rank."""
     first, last = (sum(end) / sum(parts.layer) for end in (parts.embedding, parts.head))
     return divide_by_rank(one.question.job.shape.layers, _stages(one), first=first, last=last)
 
@@ -115,7 +118,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     """Return the bytes by class on every rank of the pipeline; one entry without a pipeline."""
     question, plan = one.question, one.plan
     if plan.pp == 1 or isinstance(question.tables, HostTables):
-        return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
+        return [dict(one.memory)] * plan.pp  # for a host, each rank gets the maximum
     columns = Columns.of([plan], question.job)
     layers = stage_layers(one)
     found: list[dict[str, float]] = []
@@ -132,7 +135,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
 
 
 def timed_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
-    """Return the candidate's schedule with its seconds, for drawing.
+    """Return the candidate's schedule with its times, for drawing.
 
     Raises:
         PlanError: if there is no pipeline.
@@ -150,12 +153,12 @@ def num_steps(one: Candidate) -> int:
 
 
 def clocked(one: Candidate) -> Candidate:
-    """Return the candidate with the simulated bubble of its schedule, and with a better split if there is one.
+    """Return the candidate with the simulated bubble of its schedule, and with a better split if one is found.
 
     A candidate without a pipeline, or whose schedule cannot be simulated, is returned unchanged.
     """
     if one.plan.pp == 1 or one.clocked or isinstance(one.question.tables, HostTables):
-        return one  # ranks that share cores wait for each other in ways that the clock does not know
+        return one  # the simulation does not model how ranks that share cores wait for each other
     parts, usual = passes(one), stage_layers(one)
     try:
         plain = _timed(one, parts, usual)

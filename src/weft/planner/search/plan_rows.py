@@ -1,7 +1,7 @@
 """Plans as rows of values, in the order of PLAN_FIELDS, and cached verdicts of plan rules on them.
 
-A search creates thousands of rows; few become a Plan. A rule reads few fields, so its verdict is reused for equal
-values.
+A search creates thousands of rows; few become a Plan. A rule reads few fields, so its verdict is reused for all rows
+with equal values of these fields.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from weft.config.plan import AXES, MISSING, PLAN_FIELDS, OpenPlan, Plan
 from weft.config.rules.rule import Facts, Rule
 from weft.planner.space.columns import Job
 
-#: The values of a plan's fields.
+#: The values of all plan fields, in order.
 Row = tuple[Any, ...]
 
 #: Index of each field in a row.
 PLACES = {name: place for place, name in enumerate(PLAN_FIELDS)}
-#: Return the row of a plan.
+#: Returns the row of a plan.
 row_of: Callable[[Plan], Row] = operator.attrgetter(*PLAN_FIELDS)
 
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
-#: Fields that need axes: (name, axes, default).
+#: Fields that have their default unless one of some axes is in use: (name, axes, default).
 _NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in PLAN_FIELDS.items() if known.needs)
 
 
 def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Row:
-    """Return the row with the change. Fields of axes that are not in use get their default.
+    """Return the row with a change applied. Fields that need axes that are not in use get their default.
 
     Raises:
         PlanError: for a value that its field does not accept.
@@ -57,7 +57,7 @@ def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Ro
 
 
 def _normal(name: str, value: Any) -> Any:
-    """Return the normalized value of a field. For tuples the element types matter: (1, 2) and (True, 2) are equal."""
+    """Return the normalized value of a field. Tuples are not cached, since (1, 2) == (True, 2)."""
     if isinstance(value, tuple):
         items = cast(tuple[Any, ...], value)
         return _normal_once(name, items, *map(type, items))
@@ -103,7 +103,7 @@ class _Known:
         """Create an empty cache. `more` is called when the rule reads a new field."""
         self.rule, self.more = rule, more
         self.fields: tuple[str, ...] = ()
-        self.values: Callable[[Row], object] = lambda row: ()  # no field was read yet
+        self.values: Callable[[Row], object] = lambda row: ()  # no field was read so far
         self.said: dict[object, bool] = {}
 
     def is_broken(self, row: Row, facts: Facts) -> bool:
@@ -111,7 +111,7 @@ class _Known:
             return said
         watched = _Watched(row)
         broken = self.rule.is_broken(cast(Plan, watched), facts)
-        if not watched.reads.issubset(self.fields):  # what was said before goes by too few fields
+        if not watched.reads.issubset(self.fields):  # earlier verdicts do not consider all of these fields
             self.fields = tuple(sorted(watched.reads.union(self.fields)))
             self.values = operator.itemgetter(*(PLACES[name] for name in self.fields))
             self.said.clear()
@@ -121,7 +121,7 @@ class _Known:
 
 
 class Verdicts:
-    """Verdicts of rules on plans, evaluated once for the values that each rule reads."""
+    """Verdicts of rules on plans, evaluated once for each combination of the values that a rule reads."""
 
     def __init__(self, rules: Iterable[Rule], facts: Facts):
         self._readers: dict[frozenset[str], list[_Known]] = {}
@@ -131,7 +131,7 @@ class Verdicts:
     def near(self, row: Row) -> Callable[[Row], bool]:
         """Return a function that checks if a plan near this one satisfies all rules.
 
-        It evaluates only rules that read a differing field. The verdicts of the others are the same as for this plan.
+        It evaluates only rules that read a differing field. Verdicts of other rules are the same as for this plan.
         """
         broken = [known for known in self._known if known.is_broken(row, self._facts)]
 

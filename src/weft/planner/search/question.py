@@ -1,4 +1,4 @@
-"""Input of the planner: a model, a cluster, a batch, and the fields that the user decided."""
+"""Query to the planner: a model, a cluster, a batch, and the plan fields that the user fixed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.planner.space.enumerate import Space
 from weft.planner.space.shape import Shape, Stack
 from weft.units import counted
 
-#: Minimum probability of fitting into memory for a listed plan.
+#: Minimum probability of fitting into memory for plans that are listed.
 FITS = 0.9
 #: Example values for error messages.
 _USUAL = {"seq-len": 8192, "global-batch": 128}
@@ -37,19 +37,19 @@ _USUAL = {"seq-len": 8192, "global-batch": 128}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Question to the planner.
+    """Query to the planner.
 
     Attributes:
-        fixed: plan fields with decided values.
+        fixed: values of plan fields that the user fixed.
         built_only: search only plans that the runtime supports.
         tier: "datasheet" or "tables".
         fits: minimum probability of fitting into memory.
         most_plans: a space with more plans is narrowed before the search, and the answer describes it. The default is a
             million, and 160,000 for up to 64 devices.
-        refine_s: seconds for annealing after enumeration.
+        refine_s: time (s) for annealing after enumeration.
         profile: profile of a measured machine.
         assumed: descriptions of defaults that were filled in.
-        verdicts: cached verdicts of plan rules.
+        verdicts: cached results of plan rules.
         space: the full search space.
     """
 
@@ -84,18 +84,18 @@ class Question:
         documents: str | None = None,
         **options: Any,
     ) -> Question:
-        """Return a question from names, as on the command line, with `fixed` as plan text ("tp=8 zero=1").
+        """Return a query from names, as on the command line, with `fixed` as plan text ("tp=8 zero=1").
 
         Args:
             model: a size, a path, or a specification.
             cluster: "2x8xh100", a .toml file, or a ClusterSpec.
             seq_len: tokens of a sequence; None uses the config's or a default.
             global_batch: sequences of a step; None uses the config's or a default.
-            fixed: decided fields, as plan text or by name.
+            fixed: plan fields that the search must not change, as plan text or by name.
             profile: file with the profile of a measured machine.
             documents: lengths of packed documents, in the format of `DocumentMix.parse`; None if each sequence is one
                 document.
-            **options: further fields of the question.
+            **options: other fields of `Question`.
 
         Raises:
             ModelError, ConfigError, PlanError: for input that cannot be read.
@@ -129,7 +129,7 @@ class Question:
 
     @property
     def facts(self) -> Facts:
-        """Facts for plan rules."""
+        """Context for plan rules."""
         return Facts(
             model=self.model.spec,
             world_size=self.cluster.num_devices,
@@ -146,7 +146,7 @@ class Question:
 
     @property
     def work(self) -> str:
-        """Description of the data that a step reads."""
+        """Text that describes the data of a step."""
         if not self.model.reads_sequence:
             return f"{self.job.global_batch} {self.unit} a step"
         job, name = self.job, self.model.sample_unit
@@ -162,12 +162,15 @@ class Question:
 
     @property
     def rules(self) -> list[Rule]:
-        """The rules that prune."""
+        """The rules that plans must satisfy."""
         return list(RULES if self.built_only else LASTING)
 
     @property
     def pruning_rules(self) -> list[Rule]:
-        """Rules that an enumerated plan can break. It has the default order unless another one is decided."""
+        """Rules that an enumerated plan can break.
+
+        These plans have the default axis order unless `fixed` has another one.
+        """
         never = () if self.model.limits else LIMIT_RULES
         never = (*never, *(() if "order" in self.fixed else ORDER_RULES))
         return [rule for rule in self.rules if not any(rule is each for each in never)]
@@ -179,7 +182,7 @@ class Question:
 
 
 def _assumed_links(cluster: ClusterSpec) -> list[str]:
-    """Return the rates of links that a plan may need and that the device's data do not have."""
+    """Return a note for each link rate that a plan may need and that is unknown for the device."""
     device, tables = cluster.device, _tables(None, cluster, "tables")
     node = min(device.scale_up_domain, cluster.devices_per_node)
     needs_links = node > 1 and not device.scale_up_bytes_per_s
@@ -190,7 +193,7 @@ def _assumed_links(cluster: ClusterSpec) -> list[str]:
 
 
 def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
-    """Return the job, which no plan changes. For Weft's decoders, groups with lr=0 are frozen."""
+    """Return the job, which is the same for all plans. For Weft's decoders, groups with lr=0 are frozen."""
     job = Job(
         shape=planned.shape,
         seq_len=seq_len,
@@ -235,7 +238,7 @@ def _stack(planned: PlannedModel) -> Stack:
 
 @functools.lru_cache(maxsize=8)
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
-    """Return the constants of the cost model. Cached, because laws are fitted to the samples of a profile."""
+    """Return the constants of the cost model. Cached, because it is fitted to the measurements of a profile."""
     return (
         Tables.of(cluster.device, tier) if profile is None else profile_tables.measured_tables(profile, cluster, tier)
     )
@@ -277,7 +280,7 @@ def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
 
 
 def read_fixed(text: str) -> dict[str, Any]:
-    """Read the decided fields from a plan's text. The value "auto" decides nothing.
+    """Parse the fixed fields from a plan's text. The value "auto" fixes nothing.
 
     Raises:
         PlanError: for a text that is not a plan.
@@ -304,7 +307,7 @@ def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
     if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16", "fp8"):
         return
-    if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats
+    if "bf16" not in profile.formats(num_ranks):  # bf16 represents all narrow formats
         rule = f"not measured with {counted(num_ranks, 'rank')} on this machine"
         remedy = "Measure it, with more time: weft calibrate --budget 5m"
         raise _error("precision", f"precision={precision}: {rule}. {remedy}.")
@@ -324,7 +327,7 @@ def _error(field: str, message: str) -> ConfigError:
 
 # Fine-tuning: all weights or an adapter.
 
-#: Defaults of an adapter's rank and of the batch: fine-tuning reads little data per step.
+#: Default rank of an adapter, and default sequence length and batch: fine-tuning reads little data per step.
 RANK, SEQ_LEN, BATCH = 16, 2048, 16
 TUNES = ("full", "lora", "qlora")
 #: Storage of frozen weights with `--tune qlora`.
@@ -332,12 +335,12 @@ PACKED = {"qlora": "nf4"}
 
 
 def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **options: Any) -> Question:
-    """Return the question of fine-tuning a model.
+    """Return the query for fine-tuning a model.
 
     Args:
         model: as for `read_model`.
         cluster: as for `Question.of`.
-        tune: "full", "lora", "qlora" (a base in nf4), or "lora=64" for another rank than 16.
+        tune: "full", "lora", "qlora" (base in nf4), or "lora=64" for a rank other than 16.
         **options: options of `Question.of`. The defaults of seq_len and global_batch are 2048 and 16, unless a config
             sets them.
 

@@ -1,4 +1,4 @@
-"""Neighbours of a plan in the search space, and descent and annealing over them."""
+"""Neighbors of a plan in the search space, and descent and annealing over them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ROOM = ("recompute", "offload")
 
 
 def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
-    """Yield the legal plans that are one change apart, without duplicates. Decided fields stay unchanged."""
+    """Yield the legal plans that differ in one change, without duplicates. Fixed fields stay unchanged."""
     yield from map(Plan.of_normal, near_rows(plan, question, fine=fine))
 
 
 def near_rows(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Row]:
-    """Yield the neighbours as rows of values."""
+    """Yield the neighbors of a plan as rows of values."""
     yield from _legal(plan, _changes(plan, question, fine), question)
 
 
@@ -69,7 +69,7 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
 
 
 def _is_idle(name: str, row: Row) -> bool:
-    """Return True if a field that may be open has no effect, such as cp_mode without context parallelism."""
+    """Return True if a field that the planner may choose has no effect, such as cp_mode without context parallelism."""
     known = PLAN_FIELDS[name]
     return bool(known.auto_value) and all(row[PLACES[axis]] == 1 for axis in known.needs)
 
@@ -78,7 +78,7 @@ def _changes(plan: Plan, question: Question, fine: bool) -> Iterator[dict[str, A
     facts = plan_space.search_facts(question.job, question.cluster)
     for name, known in PLAN_FIELDS.items():
         if known.needs and all(getattr(plan, axis) == 1 for axis in known.needs):
-            continue  # it has its default
+            continue  # it keeps its default
         for chosen in (*question.space.choices[name], plan_space.default_choice(name)) if known.searched else ():
             yield plan_space.as_values(name, chosen)
         for value in known.nearby(plan, facts, fine) if known.nearby else ():
@@ -91,7 +91,7 @@ def _changes(plan: Plan, question: Question, fine: bool) -> Iterator[dict[str, A
 
 
 def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
-    """Yield meshes with a prime factor moved from one axis to another. The microbatch is kept as far as possible."""
+    """Yield meshes with a prime factor moved from one axis to another. The microbatch size is kept if possible."""
     sizes = plan.axis_sizes()
     for source in AXES:
         divisors = common_divisors(sizes[source])
@@ -118,7 +118,7 @@ def _passes(pp: int, count: int) -> dict[str, Any]:
 
 
 def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> list[Candidate]:
-    """Return legal plans with their estimates, in order, with resolved modes of context parallelism.
+    """Return legal plans with their estimates, in order, with "auto" modes of context parallelism resolved.
 
     `products` (fp8 or fp4) is the format of all matmuls, with everything else unchanged. Weft has no fp4 matmuls; they
     are estimated as in Megatron.
@@ -141,7 +141,7 @@ def _estimate(question: Question, columns: Columns) -> Estimates:
 
 
 def changed_words(before: Plan, after: Plan) -> str:
-    """Return the differing fields as plan text: "tp=4 accumulation=8"."""
+    """Return the fields of `after` that differ, as plan text: "tp=4 accumulation=8"."""
     changed = [
         (name, known) for name, known in PLAN_FIELDS.items()
         if getattr(after, name) != getattr(before, name) and not _is_idle(name, row_of(after))
@@ -153,22 +153,22 @@ def changed_words(before: Plan, after: Plan) -> str:
 
 #: Maximum number of moves of each plan in the descent.
 _ROUNDS = 10
-#: Neighbours that might be faster with other recompute and offload: number per plan, number of kinds of change in
-#: addition, and number of plans.
+#: Neighbors that might be faster with other recompute and offload settings: number per plan, number of additional kinds
+#: of change, and number of plans.
 _TEMPTING, _OF_KINDS, _ROOMY = 4, 8, 2
-#: Layouts whose best plan is tried with all steps of recompute and offload at the end of the descent: of all, and of
-#: layouts without a pipeline, which offloading helps most. The third is the number of plans ranked by their time
-#: without both.
+#: At the end of the descent, the best plan of some layouts is tried with all steps of recompute and offload: number of
+#: layouts, and number of layouts without a pipeline, which offloading helps most. The third is the number of plans that
+#: are ranked by their time without recompute and offload.
 _FINE, _WHOLE, _BARE = 4, 3, 5
 _CHAINS = 4
 _HOT, _COLD = 0.02, 0.0005
-#: A change is worth longer plan text below this share of the time.
+#: A change that makes the plan text longer must reduce the time to below this share.
 _WORTH = 1 - 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Neighbour of a plan: values of its fields, seconds by which it is ranked, and probability that memory suffices.
+    """Neighbor of a plan: values of its fields, time (s) that it is ranked by, and probability that memory suffices.
 
     Attributes:
         place: index among the rows that were estimated together.
@@ -181,16 +181,16 @@ class Neighbour:
     found: Estimated
 
     def candidate(self) -> Candidate:
-        """Return it as a candidate with its full estimate."""
+        """Return the neighbor as a candidate with its full estimate."""
         return self.found.candidate(self.place, Plan.of_normal(self.row))
 
 
 def descend(starts: Sequence[Candidate], question: Question, count: int) -> list[Candidate]:
-    """Return the plans reached from the first `count` starts by the best change, until no change helps.
+    """Return the plans reached from the first `count` starts by repeated best changes, until no change helps.
 
-    A change is a single one, or one together with another recompute or offload, which trade time for memory. For the
-    best plans of some layouts, and for plans that would be best without a memory limit, all combinations of these are
-    tried in small steps. This includes the smallest microbatch, which needs the least memory. The descent continues
+    A change is a single one, alone or together with a change of recompute or offload, which trade time for memory. For
+    the best plans of some layouts, and for plans that would be best without a memory limit, all combinations of these
+    two are tried in small steps, also with the smallest microbatch, which needs the least memory. The descent continues
     from the results.
     """
     found = _descent(starts[:count], question)
@@ -215,7 +215,7 @@ def _rank_s(one: Candidate | Neighbour) -> float:
 
 
 def _best_gain(one: Candidate, near: Iterable[Neighbour], question: Question) -> list[Candidate]:
-    """Return the best neighbour that fits and is better than the plan, or an empty list."""
+    """Return the best neighbor that fits and is better than the plan, or an empty list."""
     better = [each for each in near if each.rank_s < one.rank_s * _WORTH and each.fits >= question.fits]
     return [min(better, key=_rank_s).candidate()] if better else []
 
@@ -249,10 +249,9 @@ def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]
 def _with_room(
     centres: Sequence[Candidate], around: Sequence[Sequence[Neighbour]], question: Question, tried: set[Row]
 ) -> list[list[Neighbour]]:
-    """Return, for the fastest plans, neighbours with a second change of recompute or offload.
+    """Return, for the fastest plans, neighbors with an additional change of recompute or offload.
 
-    They start from the neighbours that would gain most without a memory limit, each used once, with coarse steps of
-    both.
+    They start from the neighbors that would gain most without a memory limit, each used once, in coarse steps.
     """
     fastest = sorted(centres, key=_rank_s)[:_ROOMY]
     listed: list[list[Row]] = []
@@ -283,7 +282,7 @@ def _without_room(row: Row) -> Row:
 
 
 def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed: int = 0) -> list[Candidate]:
-    """Return the best plans that annealing finds within a time limit; empty if none of them fits."""
+    """Return the best plans that annealing finds within a time limit (s); empty if none of them fits."""
     if seconds <= 0 or not starts:
         return []
     draw = random.Random(seed)

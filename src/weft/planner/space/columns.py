@@ -1,4 +1,4 @@
-"""Plans as columns of numpy arrays, one row per plan, and the training job that they are for."""
+"""Plans as columns of numpy arrays, with one row per plan, and the training job for which they are made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CP_MODES = CP_WAYS
 #: Values of the codes in `Columns.order`: the axes from outermost to innermost. The first is the default order.
 ORDERS = orders(AXES)
 
-#: Iterations of Muon's orthogonalisation.
+#: Iterations of Muon's orthogonalization.
 _TURNS = 5
 
 Ints = NDArray[np.int64]
@@ -54,11 +54,11 @@ class Job:
         global_batch: samples of one optimizer step.
         optimizer: "adamw", "sgd" or "muon".
         adapter: adapter that is trained instead of all weights, or None.
-        texts: sequences of a sample, such as the two answers of a pair.
-        frozen: computation of a step without gradients, or None.
-        trained: shares of the weights that are trained if groups have lr=0; None if all are.
+        texts: sequences per sample, such as the two answers of a preference pair.
+        frozen: forwards of a step without gradients, or None.
+        trained: shares of the weights that are trained if some groups have lr=0; None if all are.
         documents: documents that are packed into sequences; None if each sequence is one document.
-        half: share of the FLOPs of linear layers, without experts, that stays in bf16 under precision=fp8.
+        half: share of the FLOPs of linear layers, except experts, that stays in bf16 under precision=fp8.
     """
 
     shape: Shape
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def turned(self) -> list[tuple[float, float, float]]:
-        """(rows, columns, count in a average layer) of the matrices that Muon orthogonalises.
+        """Return (rows, columns, count per average layer) of the matrices that Muon orthogonalizes.
 
         These are all matrices between embedding and head, except stacked experts. Empty for other optimizers.
         """
@@ -102,9 +102,9 @@ class Job:
 
     @property
     def turning_products(self) -> list[tuple[float, float, float, float]]:
-        """(m, n, k, count in a average layer) of the matmuls with which Muon orthogonalises its matrices.
+        """Return (m, n, k, count per average layer) of the matmuls with which Muon orthogonalizes its matrices.
 
-        Five iterations (optim/muon.py) of three matmuls each: X X^T, its square, and the square times X.
+        Five iterations (optim/muon.py) have three matmuls each: X X^T, its square, and the square times X.
         """
         found: list[tuple[float, float, float, float]] = []
         for rows, wide, often in self.turned:
@@ -122,23 +122,23 @@ class Job:
 
     @property
     def segments(self) -> list[tuple[int, float]]:
-        """(tokens, share of all tokens) of segments with separate attention: documents, or full sequences."""
+        """Return (tokens, share of all tokens) of segments with separate attention: documents, or full sequences."""
         return [(self.seq_len, 1.0)] if self.documents is None else list(self.documents.segments(self.seq_len))
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Number of tokens per step."""
         return self.global_batch * self.texts * self.seq_len
 
     def sequences(self, dp_size: Any, passes: Any) -> Any:
-        """Return the sequences of one pass on one of `dp_size` data-parallel ranks, at least one sample's.
+        """Return the sequences of one microbatch on one of `dp_size` data-parallel ranks, at least one sample's.
 
         Accepts numbers or numpy arrays.
         """
         return np.maximum(1, samples_per_microbatch(self.global_batch, dp_size, passes)) * self.texts
 
     def settled(self, plan: Plan) -> Plan:
-        """Return the plan with "auto" in `cp_mode` resolved; the default value if it has no context parallelism."""
+        """Return the plan with "auto" in `cp_mode` resolved, or with the default if it has no context parallelism."""
         mode = self.cp_mode_of(plan.cp_mode, plan.cp, plan.tp)
         return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
 
@@ -146,11 +146,11 @@ class Job:
         """Return a plan's resolved mode of context parallelism."""
         if cp == 1:
             return PLAN_FIELDS["cp_mode"].default
-        shape = self.shape  # "auto" as the runtime settles it
+        shape = self.shape  # "auto" is resolved as in the runtime
         return choose_cp_mode(mode, cp, shape.heads, shape.kv_heads, self.seq_len, tp)
 
 
-#: Defaults of unnamed columns: the plan's default, except for bf16, which nearly all published runs use.
+#: Defaults of columns without a given value: the plan's default, except bf16, which nearly all published runs use.
 _STARTS = {"precision": "bf16"}
 #: Columns that follow from several fields and the job: (dtype, default).
 _DERIVED = {"microbatch": ("int64", 1), "num_micro": ("int64", 1), "recompute_share": ("float64", 1.0)}
@@ -166,13 +166,13 @@ _DEFAULTS: Mapping[str, tuple[str, float]] = MappingProxyType(
 
 
 class Columns:
-    """One row per plan, with an array for each number to which fields of the plan are encoded (`PlanField.columns`).
+    """Plans as numpy arrays with one entry per plan, for each number that encodes a plan field (`PlanField.columns`).
 
     Names are codes: indices in SCHEDULES, RECOMPUTES, PRECISIONS, REDUCES, RESHARDS, CP_MODES and ORDERS.
 
     Attributes:
-        microbatch: sequences of one pass on one data-parallel rank.
-        num_micro: passes of one step.
+        microbatch: sequences of one microbatch on one data-parallel rank.
+        num_micro: number of microbatches of one step.
         recompute_blocks: number of a rank's layers with the policy `recompute` (0: all).
         recompute_share: share of the layers with the policy, 0 to 1.
         activation_budget: bytes of saved activations allowed on one rank (inf: no budget; below 1: share of the bytes
@@ -197,7 +197,7 @@ class Columns:
         return len(next(iter(vars(self).values())))
 
     def __getitem__(self, rows: NDArray[np.bool_] | Ints | slice) -> Columns:
-        """Return the rows of a mask, of indices or of a slice. A broadcast scalar stays one number in memory."""
+        """Return the rows of a mask, of indices or of a slice. A column with one broadcast value is not expanded."""
         if isinstance(rows, slice) or not len(self):
             return Columns({name: array[rows] for name, array in vars(self).items()})
         count = int(np.count_nonzero(rows)) if rows.dtype.kind == "b" else len(rows)
@@ -208,32 +208,32 @@ class Columns:
 
     @property
     def world_size(self) -> Ints:
-        """Ranks of each plan."""
+        """Number of ranks of each plan."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def dp(self) -> Ints:
-        """Data-parallel ranks, which read different samples."""
+        """Number of data-parallel ranks, which read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def in_fp32(self) -> NDArray[np.bool_]:
-        """True for rows whose weights and activations are fp32, whatever the format of their matmuls."""
+        """True for plans whose weights and activations are fp32, whatever the format of their matmuls."""
         return (self.precision == _FP32) | (self.precision == _TF32)
 
     @property
     def narrow(self) -> NDArray[np.bool_]:
-        """True for rows with matmuls of linear layers in fp8 or narrower."""
+        """True for plans with matmuls of linear layers in fp8 or narrower formats."""
         return (self.precision == _FP8) | (self.precision == _FP4)
 
     @property
     def reduces_once(self) -> NDArray[np.bool_]:
-        """True for rows that with zero=3 gather and reduce once per step. In a pipeline one pass is the step."""
+        """True for plans that with zero=3 gather and reduce only once per step. A pipeline counts as one microbatch."""
         lets_go = self.reshard == RESHARDS.index("after_forward")
         return (self.reshard == RESHARDS.index("after_step")) | ((self.pp > 1) & ~lets_go)
 
     def stride(self, axis: str) -> Ints:
-        """Count the ranks from one neighbour on an axis to the next: the product of the axes inside it."""
+        """Return the distance in ranks between neighbors on an axis: the product of the sizes of the axes inside it."""
         usual = self._inside(ORDERS[0], axis, slice(None))
         if not self.order.any():
             return usual
@@ -245,7 +245,7 @@ class Columns:
 
     @property
     def tp_stride(self) -> Ints:
-        """Distance in ranks between tp neighbours."""
+        """Distance in ranks between neighbors on tp."""
         return self.stride("tp")
 
     def _inside(self, order: tuple[str, ...], axis: str, rows: Any) -> Ints:
@@ -256,7 +256,7 @@ class Columns:
 
     @classmethod
     def make(cls, num_rows: int, **values: object) -> Columns:
-        """Return columns with the given arrays or scalars. Unnamed columns have the value of the default plan.
+        """Return columns with the given arrays or scalars. Other columns have the value of the default plan.
 
         Raises:
             TypeError: for a name that is not a column.
@@ -273,14 +273,14 @@ class Columns:
     def of(cls, plans: Iterable[Plan], job: Job) -> Columns:
         """Return the columns of plans.
 
-        A plan's microbatch follows from the job's global batch. It is at least one sample.
+        A plan's microbatch size follows from the job's global batch. It is at least one sample.
         """
         listed = [job.settled(plan) for plan in plans]
         return cls.of_values({name: [getattr(plan, name) for plan in listed] for name in PLAN_FIELDS}, job)
 
     @classmethod
     def of_values(cls, values: Mapping[str, Sequence[Any]], job: Job) -> Columns:
-        """Return the columns of plans by the values of their fields, with resolved modes of context parallelism."""
+        """Return the columns of plans from the values of their fields, with `cp_mode` "auto" resolved."""
         found: dict[str, NDArray[Any]] = {}
         for name in PLAN_FIELDS:
             found |= encoded(name, values[name])
@@ -292,7 +292,7 @@ class Columns:
         return cls.make(len(passes), **found).with_recompute_share(job.shape.layers)
 
     def with_recompute_share(self, num_layers: int) -> Columns:
-        """Fill in `recompute_share` from `recompute_blocks` and the layers of the fullest rank."""
+        """Return the columns with `recompute_share` from `recompute_blocks` and the layers of the busiest rank."""
         if not self.recompute_blocks.any():
             return self
         chunks = np.where(self.pp > 1, self.pp * self.virtual_stages, 1)
@@ -302,7 +302,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """Join the rows of several columns in order. Equal scalars stay one number in memory."""
+        """Return the rows of several columns in order. Columns with one equal value are not expanded."""
         tables = list(parts)
         if len(tables) == 1:
             return tables[0]
@@ -343,7 +343,7 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def _decoded(name: str, *numbers: float) -> Any:
     """Return the normalized value of a field from its columns.
 
-    Cached, because a ranking has thousands of plans with few values.
+    Cached, because thousands of plans have few distinct values.
     """
     kind = PLAN_FIELDS[name].kind
     return kind.check(name, kind.decode(*numbers))
@@ -360,7 +360,7 @@ def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
     sizes = {axis: values[axis] for axis in AXES}
     for name, known in _OPEN.items():
         if all(sizes[axis] == 1 for axis in known.needs):
-            values[name] = known.default  # nothing is settled where there is nothing to choose
+            values[name] = known.default  # keep the default where there is no choice
     values["microbatches" if sizes["pp"] > 1 else "accumulation"] = num_micro
     usual, found = (tuple(axis for axis in order if sizes[axis] > 1) for order in (AXES, values["order"]))
     values["order"] = () if found == usual else found
@@ -368,7 +368,7 @@ def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
 
 
 def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
-    """Return the arrays of one field's values; empty if the estimates do not depend on the field."""
+    """Return the arrays that encode the values of one field; empty if the estimates do not depend on it."""
     known = PLAN_FIELDS[name]
     codes = {value: known.kind.encode(value) for value in set(values)}  # many plans have few values
     numbers = [codes[value] for value in values]
@@ -381,9 +381,9 @@ def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
 # Bytes of gradients and weights in the wire formats of `reduce`, `compress` and `gather`: communicated, and in memory.
 
 Array = NDArray[np.float64]
-#: The reduction of gradients: to the ranks that shard them, or over dp_replicate.
+#: Kind of gradient reduction: to the ranks that shard them, or over dp_replicate.
 Way = Literal["shard", "replicas"]
-#: The code of sync=diloco in columns.
+#: The code of sync=diloco in the columns.
 _DILOCO = PLAN_FIELDS["sync"].kind.encode("diloco:1")[0]
 
 
@@ -398,12 +398,12 @@ def wire_bytes(columns: Columns, numel: Array, own_bytes: Array | float, way: Wa
 
 
 def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
-    """Return the communicated bytes over dp_replicate, of gradients, or of weights under local SGD.
+    """Return the bytes communicated over dp_replicate: of gradients, or of weights under local SGD.
 
     Args:
         columns: the plans.
         numel: number of values.
-        own_bytes: bytes of a gradient that is not encoded. Weights are masters with 4 bytes.
+        own_bytes: bytes of a gradient that is not encoded. Weights are fp32 master weights with 4 bytes.
     """
     encoded = _of_outer(columns, lambda wire: wire.num_bytes(numel, 4.0))
     weights = np.where(columns.compress > 0, encoded, numel * 4.0)
@@ -416,9 +416,9 @@ def separate_bytes(columns: Columns) -> Array:
 
 
 def outer_bytes(columns: Columns) -> Array:
-    """Return the bytes per master of local SGD state: the anchor, and the momentum of the outer step.
+    """Return the bytes per master weight of local SGD state: the anchor, and the momentum of the outer step.
 
-    With fragments, the bytes include the sent copy of one fragment and its communication buffer.
+    With fragments, the bytes include the copy of one fragment that is being sent, and its communication buffer.
     """
     under_way = np.where(columns.sync_fragments > 0, 8.0 / np.maximum(1, columns.sync_fragments), 0.0)
     return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0) + under_way)
@@ -441,7 +441,7 @@ def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float, *, in
 
 
 def copy_bytes(columns: Columns, own_bytes: float) -> Array:
-    """Return the bytes per gradient of the encoded copy, in addition to the communicated gradients."""
+    """Return the bytes per gradient of the encoded copy, which exists in addition to the communicated gradients."""
 
     def of(wire: WireSpec) -> float:
         return wire.copy_bytes(own_bytes)
@@ -451,10 +451,10 @@ def copy_bytes(columns: Columns, own_bytes: float) -> Array:
 
 
 def state_bytes(columns: Columns) -> Array:
-    """Return the bytes per gradient of state that senders carry from step to step, for the last and the next step."""
+    """Return the bytes per gradient of compression state that senders keep from step to step."""
     sends = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     plain = np.where(sends, 2 * _of_rows(columns, lambda wire: wire.state_bytes), 0.0)
-    # Over dp_replicate a rank sends only its own part of the sums.
+    # Over dp_replicate a rank sends only its own shard of the reduced gradients.
     divides = (columns.dp_replicate > 1) & (columns.zero > 0)
     part = np.where(divides, columns.dp_shard * columns.cp, 1)
     outer = 2 * _of_outer(columns, lambda wire: wire.state_bytes) / part
@@ -462,17 +462,17 @@ def state_bytes(columns: Columns) -> Array:
 
 
 def low_rank(columns: Columns) -> Array:
-    """Return the rank of the factors that `compress` sends instead of full matrices; 0 if it encodes single values."""
+    """Return the rank of the low-rank matrices that `compress` sends; 0 if values are encoded one by one."""
     return _of_outer(columns, lambda wire: np.full(len(columns), float(wire.rank)))
 
 
 def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:
-    """Return True for rows whose `compress` applies to this reduction."""
+    """Return True for plans whose `compress` applies to this reduction."""
     return (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
 
 
 def _codes(column: NDArray[Any]) -> list[int]:
-    """Return the codes in a column. Fast path for a single code."""
+    """Return the distinct codes in a column, with a fast path for a single code."""
     if len(column) and (column == column[0]).all():
         return [int(column[0])]
     return np.flatnonzero(np.bincount(column)).tolist()

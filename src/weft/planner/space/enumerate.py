@@ -1,9 +1,9 @@
 """Search space of plans: values of each field, and every combination of them that the rules allow.
 
-All layers and stages of a plan are treated the same. The space is built in this order: meshes, passes of a step,
-schedules, flags. A rule prunes as soon as the fields that it reads are decided. Pruned plans are counted as complete
-plans. Flags depend only on the axes in use, so that a block of the space is a table of meshes times a table of flags.
-Rows are created only when they are read.
+All layers and stages of a plan are treated the same. The space is built in this order: meshes, numbers of microbatches,
+schedules, flags. A rule prunes as soon as the fields that it reads are assigned. Pruned plans are counted as complete
+plans. Flags depend only on which axes are in use, so that a part of the space is a table of meshes times a table of
+flags. Rows are created only when they are read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Choices = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Values that each field may have. Axes and passes have all divisors.
+    """Values that each field may have. Axes and numbers of microbatches have all divisors.
 
     Attributes:
-        choices: values of each searched field. If a field decides others too (`members`), its values are tuples.
-        splits: splits of the data-parallel ranks into replicas and shards: "all" divisors, or "few", which follow the
+        choices: values of each searched field. If a field is searched with others (`members`), its values are tuples.
+        splits: how data-parallel ranks are divided into replicas and shards: "all" divisors, or "few", which follow the
             machine's domains.
         experts: True if the model is a mixture of experts.
-        fixed: fields that the user decided.
+        fixed: plan fields that the user fixed.
         left_out: descriptions of removed values.
     """
 
@@ -63,7 +63,7 @@ class Space:
     def narrower(self) -> Space | None:
         """Return the next smaller space, or None if nothing can be removed.
 
-        Values that are rarely better are removed before others.
+        Values that are rarely among the best are removed first.
         """
         for words, changes in _NARROWER:
             if words not in self.left_out:
@@ -71,9 +71,9 @@ class Space:
         return None
 
     def of_last_meshes(self) -> Space | None:
-        """Return the part of this space with the splits and schedules of the narrowest one.
+        """Return the part of this space with the splits and schedules of the narrowest space.
 
-        It is None if this space has no other splits.
+        Return None if this space has no other splits.
         """
         narrow: Space | None = self
         while narrow is not None and narrow.splits == "all":
@@ -85,19 +85,19 @@ class Space:
 
 
 def search_facts(job: Job, cluster: ClusterSpec) -> SearchFacts:
-    """Return the facts of a job and a cluster that decide which values are worth a search."""
+    """Return the context of a job and a cluster that decides which values are worth a search."""
     has = (name for name in ("bf16", "fp16") if cluster.device.peak_flops(name) is not None)
     return SearchFacts(layers=job.shape.layers, half_formats=tuple(has), flash=job.stack.flash)
 
 
 @functools.cache
 def members(name: str) -> tuple[str, ...]:
-    """Return the fields that a searched field decides: itself, and the fields that are searched with it."""
+    """Return the fields that are searched together with a field, including itself."""
     return (name, *(other for other, each in PLAN_FIELDS.items() if each.searched_with == name))
 
 
 def as_values(name: str, chosen: Any) -> dict[str, Any]:
-    """Return one of a searched field's choices as values of the fields that it decides."""
+    """Return a choice of a searched field as values by field name."""
     names = members(name)
     return dict(zip(names, chosen, strict=True)) if len(names) > 1 else {name: chosen}
 
@@ -109,7 +109,7 @@ def default_choice(name: str) -> Any:
 
 
 def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the choices that match all decided values. If no choice does, return the decided values with defaults."""
+    """Return the choices that match all fixed values. Otherwise, return the fixed values with defaults."""
     kept = tuple(
         one for one in choices
         if all(given.get(member, value) == value for member, value in as_values(name, one).items())
@@ -121,7 +121,7 @@ def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> t
 
 
 def _without(name: str, *gone: Any) -> Callable[[Space], dict[str, Any]]:
-    """Remove some values of a field, but never all."""
+    """Return a function that removes some values of a field, but never all of them."""
     return _plan_filter(name, lambda value: value not in gone)
 
 
@@ -156,17 +156,17 @@ _NARROWER: tuple[tuple[str, Callable[[Space], dict[str, Any]]], ...] = (
 )
 
 
-# Every plan of a space as columns, and the reason for each plan that a rule refuses.
+# Every plan of a space as columns, and the reason for each plan that a rule rejects.
 
-#: Fields that are searched only with a pipeline: their values multiply the meshes that have one.
+#: Fields that are searched only with a pipeline: each mesh with a pipeline is combined with their values.
 _PIPED = tuple(name for name, each in PLAN_FIELDS.items() if each.searched and each.needs == ("pp",))
-#: Fields that are decided last: their values depend only on the axes in use.
+#: Fields that are assigned last: their values depend only on which axes are in use.
 _FLAGS = tuple(
     name
     for name, each in PLAN_FIELDS.items()
     if each.columns and name not in (*AXES, "ep", *_PIPED) and not each.searched_with
 )
-#: Tokens of one pass on one rank beyond which no device gets faster.
+#: Number of tokens per microbatch and rank above which no device gets faster.
 MOST_TOKENS = 2**18
 
 Counts = NDArray[np.int64]
@@ -175,7 +175,7 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True)
 class Refused:
-    """Number of plans that one rule refuses, an example, and the rule's message for it."""
+    """Number of plans that one rule rejects, an example, and the rule's message for it."""
 
     name: str
     count: int
@@ -185,7 +185,7 @@ class Refused:
 
 @dataclass(slots=True)
 class Tally:
-    """Refused plans by rule, and a cache of tables, which the spaces of one job share."""
+    """Rejected plans by rule, and a cache of tables, which the spaces of one job share."""
 
     facts: Facts
     refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
@@ -196,7 +196,7 @@ class Tally:
         self.reader = RuleReader(self.facts)
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
-        """Count plans that a rule refuses."""
+        """Count plans that a rule rejects."""
         known = self.refused.get(rule.name)
         if known is None:
             plan = as_plan(values)
@@ -209,7 +209,7 @@ class Tally:
     def prune(
         self, rules: list[Rule], table: PartialPlans, weights: Counts, rest: Mapping[str, Any] | None = None
     ) -> tuple[PartialPlans, Counts, list[Rule]]:
-        """Remove refused plans. Return the remaining table, its weights, and the rules that are still open."""
+        """Remove rejected plans. Return the remaining table, its weights, and the rules without a verdict so far."""
 
         def judged() -> tuple[list[tuple[Rule, Mask]], list[Rule], Mask, PartialPlans]:
             found, still_open = broken(rules, table, self.reader)
@@ -227,13 +227,13 @@ class Tally:
         """Return the result of `make`, cached by `name` and `of`."""
         key = (name, *(id(each) if isinstance(each, PartialPlans) else each for each in of))
         if key not in self.made:
-            self.made[key] = of, make()  # the tables are kept, so that no other one gets their place
+            self.made[key] = of, make()  # the tables are kept, so that their ids are not reused
         return self.made[key][1]
 
 
 @dataclass(frozen=True, slots=True)
 class PlanGrid:
-    """Part of the space: every row of `meshes` with every row of `flags`, except pairs that the open rules refuse."""
+    """Part of the space: every row of `meshes` with every row of `flags`, except pairs that open rules reject."""
 
     meshes: PartialPlans
     flags: PartialPlans
@@ -241,11 +241,11 @@ class PlanGrid:
 
     @property
     def num_rows(self) -> int:
-        """Number of plans, including the ones that open rules refuse."""
+        """Number of plans, including those that the remaining rules reject."""
         return len(self.meshes) * len(self.flags)
 
     def num_legal(self) -> int:
-        """Return the number of plans that no rule refuses."""
+        """Return the number of plans that no rule rejects."""
         step = max(1, 2**18 // len(self.flags))
         starts = range(0, len(self.meshes), step) if self.open_rules else ()
         refused = 0
@@ -280,7 +280,7 @@ class PlanGrid:
 
 
 def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[PlanGrid]:
-    """Return the blocks of a space for a job on all devices of a cluster."""
+    """Return the parts of a space for a job on all devices of a cluster."""
     meshes = tally.once("meshes", (space.splits,), lambda: _meshes(space, job, cluster))
     flags = {kind: _flags(space, kind, tally) for kind in _KINDS}
     num_piped = math.prod(len(space.choices[name]) for name in _PIPED)
@@ -304,7 +304,7 @@ def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Ru
     return [block for block in blocks if block.num_rows]
 
 
-#: Axes whose use decides which flags exist, and every subset of them.
+#: Axes whose use decides which flags are searched, and every subset of them.
 _DECISIVE = tuple(axis for axis in AXES if any(axis in PLAN_FIELDS[name].needs for name in _FLAGS))
 _KINDS = [
     frozenset(itertools.compress(_DECISIVE, used)) for used in itertools.product((False, True), repeat=len(_DECISIVE))
@@ -319,7 +319,7 @@ def _kind_of(meshes: PartialPlans) -> Counts:
 
 
 def _meshes(space: Space, job: Job, cluster: ClusterSpec) -> PartialPlans:
-    """Return every product of axes that equals the number of devices."""
+    """Return every combination of axis sizes whose product is the number of devices."""
     rest = np.array([cluster.num_devices], dtype=np.int64)
     divisors = np.array(common_divisors(cluster.num_devices), dtype=np.int64)
     found: dict[str, Counts] = {}
@@ -354,7 +354,7 @@ def _few_splits(dp: Counts, inner: Counts, sizes: Counts, cluster: ClusterSpec) 
 
 
 def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str, Counts]:
-    """Add expert-parallel sizes. For a mixture, they divide the number of experts and the number of ranks."""
+    """Add expert-parallel sizes. For a mixture of experts, they divide the numbers of experts and of ranks."""
     if not job.shape.num_experts or "ep" in space.fixed:
         return found | {"ep": np.full(len(found["tp"]), space.fixed.get("ep", 1))}
     sizes = np.array(common_divisors(job.shape.num_experts))
@@ -363,7 +363,7 @@ def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str,
 
 
 def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
-    """Return the numbers of passes of a step; [1] if the batch cannot be divided, which a rule refuses later."""
+    """Return the numbers of microbatches; [1] if the batch cannot be divided, which a rule rejects later."""
     given = space.fixed.get("microbatches", space.fixed.get("accumulation"))
     if given is not None:
         return [given]
@@ -373,7 +373,7 @@ def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
 
 
 def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: Job, space: Space) -> PartialPlans:
-    """Return each mesh with each number of passes, as microbatches of a pipeline or as accumulation."""
+    """Return each mesh with each number of microbatches, in a pipeline or as gradient accumulation."""
     choices = [batches[dp] for dp in meshes.levels["dp_size"]]
     counts = np.array([len(each) for each in choices], dtype=np.int64)[meshes.codes["dp_size"]]
     table = meshes[np.repeat(np.arange(len(meshes)), counts)]
@@ -401,7 +401,7 @@ def _with_piped(meshes: PartialPlans, space: Space) -> PartialPlans:
 
 
 def _with_choices(table: PartialPlans, name: str) -> PartialPlans:
-    """Return the table with a value for each of the fields that a searched field decides."""
+    """Return the table with the values of a searched field and the fields that are searched with it."""
     chosen, values = table.codes[name], [as_values(name, one) for one in table.levels[name]]
     levels = {member: [each[member] for each in values] for member in members(name)}
     codes = dict.fromkeys(levels, chosen.astype(np.int32))
@@ -426,7 +426,7 @@ def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
     if known.searched is None:
         return (space.fixed.get(name, known.default),)
     if name == "zero":
-        if not used and "zero" not in space.fixed:  # a single rank: zero=3 serves offload=params alone
+        if not used and "zero" not in space.fixed:  # on a single rank, zero=3 is only useful for offload=params
             return (default_choice(name), (3, default_choice(name)[1]))
         return _shardings(space, sharded="dp_shard" in used, context="cp" in used)
     if not known.needs or used.intersection(known.needs) or (name in space.fixed and not known.auto_value):
@@ -435,9 +435,9 @@ def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
 
 
 def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[int, str]]:
-    """Return the ZeRO stages: any if dp_shard is in use.
+    """Return the ZeRO stages to try, each with a `reshard`: all stages if dp_shard is in use.
 
-    States are sharded over cp too, and experts may be sharded alone.
+    States are also sharded over cp, and experts may be the only sharded parameters.
     """
     default = default_choice("zero")
     unsharded = ((space.fixed.get("zero", default[0]), default[1]),)
@@ -459,7 +459,7 @@ def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: 
 
 
 def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
-    """Return the flags with the plan's default for undecided fields."""
+    """Return the flags with the plan's default for fields that are not assigned."""
     left = {name: known for name, known in PLAN_FIELDS.items() if name not in decided and name not in flags.codes}
     codes = {name: np.zeros(len(flags), dtype=np.int32) for name in left}
     levels = {name: [known.default] for name, known in left.items()}
@@ -469,7 +469,7 @@ def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
 def _crossed(
     rules: list[Rule], meshes: PartialPlans, flags: PartialPlans, tally: Tally
 ) -> tuple[tuple[Rule, Crossed], ...]:
-    """Return the rules that some pair of a mesh and flags breaks."""
+    """Return the rules that some pair of mesh and flags breaks, with their verdicts."""
     asked = [(rule, crossed(rule, meshes, flags, tally.reader)) for rule in rules]
     return tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any())
 

@@ -1,8 +1,8 @@
 """Tables of partial plans, and vectorized evaluation of plan rules on them.
 
 A table has a code for each field and row, and the values of the codes. A rule is evaluated once for each combination of
-the fields that it reads, which are tracked while its predicate runs. So every rule, including new ones, can prune a
-million plans without a vectorized version.
+the fields that it reads, which are recorded while its predicate runs. So every rule, including new ones, can prune a
+million plans without a vectorized implementation.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ KEPT, BROKEN, OPEN = 0, 1, 2
 _MOST_KEYS = 2**18
 
 
-#: A number for each row that identifies its combination of some fields; and for each number, in rising order, a row.
+#: A number for each row that identifies its combination of some fields; and a row for each number, in ascending order.
 Keys = tuple[Rows, dict[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class PartialPlans:
-    """Rows of partial plans. A field of `Plan` that is missing is not decided yet.
+    """Rows of partial plans. A field of `Plan` that is missing is not assigned yet.
 
     Attributes:
         codes: code of each row, by field.
         levels: values of the codes, by field.
-        keyed: results of `_keys` by fields, since many rules read the same fields.
+        keyed: cached results of `_keys` by fields, since many rules read the same fields.
     """
 
     codes: Mapping[str, NDArray[np.int32]]
@@ -60,7 +60,7 @@ class PartialPlans:
         return {name: self.levels[name][codes[index]] for name, codes in self.codes.items()}
 
     def with_values(self, field: str, values: NDArray[Any]) -> PartialPlans:
-        """Return the table with another field, given by value."""
+        """Return the table with another field, from its values."""
         levels, codes = np.unique(values, return_inverse=True)
         return PartialPlans({**self.codes, field: codes.astype(np.int32)}, {**self.levels, field: levels.tolist()})
 
@@ -76,7 +76,7 @@ Place = tuple[PartialPlans, int]
 
 
 class _Watched(OpenPlan):
-    """Plan from rows of tables that decodes fields on access.
+    """Plan that reads its fields from a row of tables on access.
 
     There are many thousands of rows, and a rule reads few of their fields.
     """
@@ -95,16 +95,16 @@ class _Watched(OpenPlan):
         return MISSING
 
 
-#: Verdicts of a rule on rows, by the values of the fields that it reads.
+#: Verdicts of a rule, by the values of the fields that it reads.
 Said = dict[tuple[Any, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
 class RuleReader:
-    """Facts for rules, and for each rule the fields that it has read and its verdicts so far.
+    """Context for rules, and for each rule the fields that it has read and its verdicts so far.
 
-    A search evaluates each rule on dozens of tables. A rule nearly always reads the same fields. So rows are grouped by
-    those fields from the start, and each combination of values is evaluated once.
+    A search evaluates each rule on dozens of tables, and a rule nearly always reads the same fields. So rows are
+    grouped by these fields, and each combination of values is evaluated once.
     """
 
     facts: Facts
@@ -112,23 +112,23 @@ class RuleReader:
     said: dict[tuple[Any, ...], Said] = field(default_factory=dict[tuple[Any, ...], Said])
 
     def fields(self, rule: Rule) -> set[str]:
-        """Return the fields that a rule has read so far. New ones are added to the returned set."""
+        """Return the fields that a rule has read so far. The returned set is updated when it reads others."""
         return self.reads.setdefault(rule.name, set())
 
     def verdicts_by(self, rule: Rule, fields: Sequence[str], *tables: PartialPlans) -> Said:
-        """Return a rule's verdicts for tables that decide the same fields, by the values of some of them."""
+        """Return a rule's verdicts for tables with the same assigned fields, by the values of the given fields."""
         decided = tuple(tuple(table.codes) for table in tables)
         return self.said.setdefault((rule.name, tuple(fields), *decided), {})
 
 
 def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.uint8]:
-    """Return KEPT, BROKEN or OPEN for each row. OPEN means that the rule reads a field that is not decided yet."""
+    """Return KEPT, BROKEN or OPEN for each row. OPEN means that the rule reads a field that is not assigned yet."""
     found, key, _ = _by_key(rule, table, reader)
     return found[key]
 
 
 def _by_key(rule: Rule, table: PartialPlans, reader: RuleReader) -> tuple[NDArray[np.uint8], Rows, set[int]]:
-    """Return the verdicts by the number of a combination of fields, the number of each row, and the set of verdicts."""
+    """Return the verdict of each combination of fields, each row's combination (a number), and the set of verdicts."""
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = known.intersection(table.codes)
@@ -170,7 +170,7 @@ def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
 def _keys(table: PartialPlans, fields: Sequence[str]) -> Keys:
     """Return a number for each row that identifies its combination of `fields`, and a row for each number.
 
-    Numbers are in rising order.
+    Numbers are in ascending order.
     """
     known = table.keyed.get(tuple(fields))
     if known is not None:
@@ -193,7 +193,7 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> Keys:
 def broken(
     rules: Iterable[Rule], table: PartialPlans, reader: RuleReader
 ) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
-    """Return the rows that break each rule, and the rules that are still open.
+    """Return the rows that break each rule, and the rules without a verdict so far.
 
     A row is counted only for the first rule that it breaks.
     """
@@ -207,26 +207,26 @@ def broken(
             if mask.any():
                 found.append((rule, mask))
                 alive &= ~mask
-        if OPEN in said and (not found or (by_key == OPEN)[key][alive].any()):  # of most tables no row is out yet
+        if OPEN in said and (not found or (by_key == OPEN)[key][alive].any()):  # in most tables no row is removed yet
             still_open.append(rule)
     return found, still_open
 
 
 def as_plan(values: Mapping[str, Any]) -> Plan:
-    """Return a complete plan from a row, with defaults for undecided fields."""
+    """Return a complete plan from a row, with defaults for fields that are not assigned."""
     return Plan(**{name: value for name, value in values.items() if name in PLAN_FIELDS})
 
 
 @dataclass(frozen=True, slots=True)
 class Crossed:
-    """Verdicts of a rule on every row of one table with every row of another."""
+    """Verdicts of a rule on every row of one table combined with every row of another."""
 
     left: Rows
     right: Rows
     grid: NDArray[np.uint8]
 
     def rows(self, part: slice) -> Mask:
-        """Return a mask [left, right] of broken pairs, for some rows of the left table and all of the right."""
+        """Return a mask [left, right] of pairs that break the rule, for some left rows and all right rows."""
         return self.grid[self.left[part]][:, self.right] == BROKEN
 
 

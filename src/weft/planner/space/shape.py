@@ -35,7 +35,7 @@ class Shape(DecoderWidths):
         return np.ceil(self.heads / t) * self.head_dim, np.ceil(self.kv_heads / t) * self.head_dim
 
     def ffn_widths(self, t: Any) -> tuple[Any, Any]:
-        """Return the widths of one up projection (dense layers, experts) of a average layer on one of `t` ranks.
+        """Return the widths of one up projection (dense layers, experts) of an average layer on one of `t` ranks.
 
         The second includes the experts that a token is routed to and the shared experts.
         """
@@ -43,22 +43,22 @@ class Shape(DecoderWidths):
 
     @property
     def crossings(self) -> float:
-        """Tensors per token that are sent from a pipeline stage to the next."""
+        """Number of tensors per token that a pipeline stage sends to the next."""
         return 1.0
 
     @property
     def layer_weights(self) -> float:
-        """Weight of a layer when the runtime divides layers into stages: the parameters of the most common kind."""
+        """Cost of a layer when the runtime divides layers into stages: the parameters of the most common kind."""
         mostly_mixtures = 2 * self.moe_layers >= self.layers
         return float(max(1, self.moe_layer_params if mostly_mixtures else self.dense_layer_params))
 
     @property
     def head_weights(self) -> float:
-        """Weight of the head when the runtime divides layers into stages."""
+        """Cost of the head when the runtime divides layers into stages."""
         return float(self.table_params)
 
     def stage_layers(self, num_stages: int) -> tuple[int, ...]:
-        """Return the layers of each stage, starting with the embedding's, as the runtime divides them.
+        """Return the number of layers of each stage, starting at the embedding, as the runtime divides them.
 
         Raises:
             ValueError: if there are too few layers.
@@ -71,7 +71,7 @@ class Shape(DecoderWidths):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedShape(Shape):
-    """Widths of a traced model, and its trace for everything else. Without sequences, a sample counts as a token."""
+    """Widths of a traced model, and its trace for all other sizes. Without sequences, a sample counts as a token."""
 
     traced: TracedModel
 
@@ -88,7 +88,7 @@ class TracedShape(Shape):
         return self.traced.crossings
 
     def mean(self, value: Callable[[TracedLayer], Any]) -> Any:
-        """Return the mean of a number over all layers."""
+        """Return the average of a number over all layers."""
         return sum(layer.count * value(layer) for layer in self.traced.layers) / self.traced.num_layers
 
     @classmethod
@@ -109,7 +109,7 @@ class TracedShape(Shape):
 
     @staticmethod
     def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-        """Return heads, widths and layers of a traced model for plan rules. Its limits have all other restrictions."""
+        """Return heads, widths and layers of a traced model for plan rules. Other restrictions are in its limits."""
         attention = traced.attention
         legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
         return DecoderSpec(
@@ -124,7 +124,7 @@ class TracedShape(Shape):
         )
 
 
-# Software features that change time or memory: kernels, overlap, number formats of states.
+# Features of the software that change time or memory: kernels, overlap, number formats of states.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,15 +132,16 @@ class Stack:
     """Features of a training stack. The defaults describe Weft's runtime.
 
     Attributes:
-        attention: kernel of attention: "best" (made for the device), "flash2" (FlashAttention 2, made for Ampere),
+        attention: kernel of attention: "best" (optimized for the device), "flash2" (FlashAttention 2, for Ampere),
             "flash1", or "unfused", with scores in memory and dropout.
         eager_pieces: blocks of context parallelism use FlashAttention 2, even if full sequences do not, and are merged
             by several kernels. If False, blocks use the same attention, and each is merged by one kernel.
-        fused_norm: one kernel for a norm.
-        fused: one kernel for activation and gate, for rotary positions, and for the loss.
+        fused_norm: a norm is one kernel.
+        fused: activation and gate, rotary positions, and the loss are one kernel each.
         fused_sums: weight gradients are accumulated inside their matmuls.
-        residual_bytes: bytes of a value between layers and of embedding and head, which PEFT widens on a packed base.
-        cut_loss: for large logits, and under tensor parallelism, the head computes the loss in chunks of tokens.
+        residual_bytes: bytes of a value between layers and of embedding and head (PEFT uses a wider format on a
+            quantized base).
+        cut_loss: the head computes the loss in chunks of tokens if logits are large or under tensor parallelism.
         loss_bytes: peak bytes per logit of an unchunked loss. Compiled code needs 10.
         overlap_data: gradients are reduced during backward, and parameters gathered during compute.
         overlap_tp: tensor-parallel communication overlaps with matmuls.
@@ -148,14 +149,14 @@ class Stack:
         overlap_ep: share of expert traffic that overlaps with other work.
         grad_bytes: bytes of a stored gradient.
         reduce_bytes: bytes of a gradient as communicated.
-        main_bytes: bytes of master weight and states of one parameter (Adam in fp32: 12).
-        master: there is a master weight. If False, `main_bytes` counts states alone, and the update changes the weights
-            of a pass (pure bf16).
+        main_bytes: bytes per parameter of master weight and optimizer states (Adam in fp32: 12).
+        master: there is a master weight. If False, `main_bytes` counts only states, and the update changes the compute
+            weights (pure bf16).
         step_bytes: temporary bytes per parameter of the update. Weft's kernel needs none. torch's foreach update copies
             a moment.
         weight_bytes: bytes of one parameter as forward reads it.
         gather_bytes: bytes of one parameter as zero=3 gathers it.
-        dispatch_bytes: bytes of a value that is sent to an expert. Results come back in 2 bytes.
+        dispatch_bytes: bytes of a value that is sent to an expert. Results have 2 bytes.
         dispatch: kernels that send tokens to experts: "each" sends one copy to each expert, "once" one to each node,
             "deepep" too, at a limited rate inside a node.
         balanced_experts: experts receive equal numbers of tokens.
@@ -164,13 +165,13 @@ class Stack:
             need. If False, it recomputes all of forward.
         host_ops: host operations per kernel call, relative to Weft's.
         fp8_inputs: with fp8, matmuls save their inputs for backward in fp8.
-        half_wgrad: with fp8, weight gradients are computed in the half format, as in Weft.
-        half_experts: with fp8, matmuls of stacked experts and of the router use the half format, as in Weft.
+        half_wgrad: with fp8, weight gradients are computed in half precision, as in Weft.
+        half_experts: with fp8, matmuls of stacked experts and of the router use half precision, as in Weft.
         row_scales: with fp8, each token and each output feature has its scale, as in Weft by default. If False, one
             scale per tensor.
         vocab_multiple: the vocabulary is padded to a multiple of this, times tp.
-        bucket_params: parameters whose gradients are communicated together.
-        bucket_params_per_rank: the same for each rank that shares them, if this gives more.
+        bucket_params: number of parameters whose gradients are communicated together.
+        bucket_params_per_rank: the same per data-parallel rank, if this gives a larger bucket.
     """
 
     name: str = "weft"

@@ -23,34 +23,35 @@ if TYPE_CHECKING:
 
 #: (inputs, outputs) of a linear layer.
 Widths = tuple[float, float]
-#: Equal to `models/quantized_linear.py`, which imports torch; a test compares them: weights of a block, and the
-#: bytes of a block with its scale.
+#: Weights of a block, and bytes of a block with its scale. Equal to `models/quantized_linear.py`, which is not imported
+#: because it needs torch; a test compares them.
 BLOCK = 64
 BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
-#: Bytes moved per unpacked weight by the kernels of `BaseFormat.unpack`. int8: the code is copied (2), widened (5),
-#: scaled (8) and narrowed (6). nf4: for each half of a byte, a code is extracted (1.5), widened (2.5) and looked up
-#: (4), in all 15 per weight; then the halves are joined (8), scaled (8) and narrowed (6).
+#: Bytes moved per dequantized weight by the kernels of `BaseFormat.unpack`. int8: the code is copied (2), converted
+#: (5), scaled (8) and rounded (6). nf4: for each half of a byte, a code is extracted (1.5), converted (2.5) and looked
+#: up (4), 15 per weight in total; then the halves are joined (8), scaled (8) and rounded (6).
 UNPACKED = {"int8": 21.0, "nf4": 37.0}
-#: Weights that are unpacked in one chunk, as in `models/quantized_linear.py`.
+#: Weights that are dequantized in one chunk, as in `models/quantized_linear.py`.
 UNPACKED_AT_ONCE = 2**23
-#: Kernel calls to unpack one weight matrix.
+#: Kernel calls to dequantize one weight matrix.
 UNPACKS = {"int8": 5, "nf4": 11}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSize:
-    """Adapter on a average layer of a model whose other weights are frozen.
+    """Adapter on an average layer of a model whose other weights are frozen.
 
     Attributes:
         rank: rank of its matrices.
         width: sum of inputs and outputs of the adapted linear layers.
         products: number of adapted linear layers.
         base: storage of frozen linear layers: "stored", "int8" or "nf4".
-        packed: number of packed weights in a average layer.
-        packed_bytes: bytes of the packed weights.
-        packed_products: number of linear layers with packed weights.
-        largest: weights of the largest packed matrix.
-        fused: one kernel unpacks a weight matrix, as in bitsandbytes and AutoGPTQ. If False, Weft's eager kernels do.
+        packed: number of quantized weights in an average layer.
+        packed_bytes: bytes of the quantized weights.
+        packed_products: number of linear layers with quantized weights.
+        largest: weights of the largest quantized matrix.
+        fused: one kernel dequantizes a weight matrix, as in bitsandbytes and AutoGPTQ. If False, Weft's eager kernels
+            do.
     """
 
     rank: int
@@ -65,37 +66,37 @@ class AdapterSize:
 
     @property
     def params(self) -> float:
-        """Parameters in a average layer."""
+        """Number of parameters in an average layer."""
         return self.rank * self.width
 
     def params_of_rank(self, layers: Any, t: Any) -> Any:
-        """Return the parameters of `layers` layers on one of `t` tensor-parallel ranks.
+        """Return the number of parameters of `layers` layers on one of `t` tensor-parallel ranks.
 
-        One of two matrices is sharded. Accepts numbers or numpy arrays.
+        One of the two matrices is sharded. Accepts numbers or numpy arrays.
         """
         return layers * self.params * (0.5 + 0.5 / t)
 
     def unpacking_bytes(self, t: Any, width: Any) -> Any:
-        """Return the bytes needed to unpack the largest weight of a packed base.
+        """Return the temporary bytes to dequantize the largest weight of a quantized base.
 
-        They are the weight, and two values of 4 bytes for each weight of a chunk.
+        They hold the weight, and two values of 4 bytes for each weight of a chunk.
         """
         largest = self.largest / t
         return width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
 
     @property
     def unpacked_bytes(self) -> float:
-        """Bytes moved to unpack the base of a average layer."""
+        """Memory traffic (bytes) to dequantize the base of an average layer."""
         return self.packed_bytes + 2.0 * self.packed if self.fused else self.packed * UNPACKED.get(self.base, 0.0)
 
     @property
     def unpack_calls(self) -> float:
-        """Kernel calls to unpack the base of a average layer."""
+        """Kernel calls to dequantize the base of an average layer."""
         return self.packed_products * (1 if self.fused else UNPACKS.get(self.base, 0))
 
     @classmethod
     def of(cls, spec: DecoderSpec, section: AdapterSection) -> AdapterSize | None:
-        """Return the size for one of Weft's decoders, or None if the section requests no adapter."""
+        """Return the adapter size for one of Weft's decoders, or None if the section requests no adapter."""
         if not section.rank:
             return None
         every = [(layer, *each) for layer in range(spec.num_layers) for each in _products(spec, layer)]
@@ -116,7 +117,7 @@ class AdapterSize:
     def of_widths(
         cls, rank: int, num_layers: int, adapted: Iterable[Widths], base: str = "stored", frozen: Iterable[Widths] = ()
     ) -> AdapterSize:
-        """Return the size by the widths of all linear layers of a model."""
+        """Return the adapter size from the widths of all linear layers of a model."""
         chosen = list(adapted)
         kept = list(frozen) if base in BLOCK_BYTES else []
         return cls(
@@ -132,7 +133,7 @@ class AdapterSize:
 
     @classmethod
     def of_shape(cls, shape: DecoderWidths, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size for all linear layers of a decoder except the head, routers and stacked experts."""
+        """Return the adapter size for all linear layers of a decoder except the head, routers and stacked experts."""
         dense = [*attention_products(shape), *feed_forward_products(shape, shape.ffn)] * (
             shape.layers - shape.moe_layers
         )
@@ -141,7 +142,7 @@ class AdapterSize:
 
     @classmethod
     def of_traced(cls, traced: TracedModel, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size for adapters on all linear layers of a traced model that may have one."""
+        """Return the adapter size for all linear layers of a traced model that may have an adapter."""
         found = [(inputs, outputs) for inputs, outputs, count in traced.linears for _ in range(count)]
         return cls.of_widths(rank, traced.num_layers, found, base, found)
 
@@ -184,15 +185,15 @@ def _products(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedPart:
-    """Shares, 0 to 1, of parameters with gradients.
+    """Trained shares (0 to 1) of the parameters of a model.
 
     Attributes:
-        layers: share in a average layer, without experts.
+        layers: share in an average layer, without experts.
         most: share in the layer with the largest share.
         experts: share of the experts of all layers.
         embedding, head: shares of embedding and head.
-        reach: share of the layers with backward: from the first layer with a trained parameter on, or all layers if the
-            embedding is trained.
+        reach: share of the layers with a backward: those from the first layer with a trained parameter on, or all
+            layers if the embedding is trained.
     """
 
     layers: float = 1.0
@@ -234,7 +235,7 @@ class TrainedPart:
 
 
 def _is_frozen(name: str, groups: Sequence[OptimizerGroup]) -> bool:
-    own = next((group for group in groups if fnmatchcase(name, group.match)), None)  # the first that fits counts
+    own = next((group for group in groups if fnmatchcase(name, group.match)), None)  # the first matching group applies
     return own is not None and own.lr == 0
 
 
@@ -275,17 +276,17 @@ def _of_block(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int]]:
             yield f"{norm}.bias", dim
 
 
-# Computation of a step without gradients, in addition to its own forward and backward: a reference model or a teacher.
+# Forwards of a step without gradients, in addition to its own forward and backward: a reference model or a teacher.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenWork:
-    """Forward passes over a step's sequences without gradients.
+    """Forwards over a step's sequences without gradients.
 
     Attributes:
-        own: passes of the trained model, for example with its adapter disabled.
+        own: number of forwards of the trained model, for example with its adapter disabled.
         shape: shape of a second, frozen model that is distributed by the same plan, or None.
-        other: passes of the second model.
+        other: number of forwards of the second model.
         whole_logits: the loss needs the full logits of both models.
     """
 
@@ -295,11 +296,11 @@ class FrozenWork:
     whole_logits: bool = False
 
 
-# Share of the matmuls of blocks that stays in bf16 under precision=fp8, by `train.bf16_layers`.
+# Share of the blocks' matmuls that stays in bf16 under precision=fp8, from `train.bf16_layers`.
 
 _LINEAR = re.compile(r"blocks\.(\d+)\.((?:attn|mlp)\.(?!router).*)\.weight")
 _END = re.compile(r"(first|last):(\d+)")
-#: Names in transformers of the layers that Weft's decoders have.
+#: Names in transformers of the layers of Weft's decoders.
 _ELSEWHERE = {
     "attn.q": "self_attn.q_proj",
     "attn.k": "self_attn.k_proj",
@@ -314,7 +315,7 @@ _ELSEWHERE = {
 def half_share(spec: DecoderSpec, words: Sequence[str]) -> float:
     """Return the share, 0 to 1, of the FLOPs of linear layers in blocks, without stacked experts, that stays in bf16.
 
-    Words are `first:N`, `last:N`, and patterns of paths, of Weft's decoders or of the Llama family in transformers.
+    words: `first:N`, `last:N`, and patterns of paths in Weft's decoders or in the Llama family of transformers.
     """
     kept = whole = 0.0
     for _, name, size in parameters_of(spec) if words else ():
@@ -374,8 +375,8 @@ class DocumentMix:
     def segments(self, seq_len: int) -> Iterator[tuple[int, float]]:
         """Yield (tokens, share of all tokens) of the segments in sequences, shortest first.
 
-        A document longer than a sequence fills full sequences, and its rest is a separate segment. The splitting of
-        other documents at the end of a sequence is not modelled.
+        A document longer than a sequence fills full sequences, and its remainder is a separate segment. Other documents
+        are assumed not to be split at the end of a sequence.
         """
         tokens: defaultdict[int, float] = defaultdict(float)
         for length, count in self.counts:
