@@ -289,7 +289,9 @@ def _numbers(name: str, left: np.ndarray, right: np.ndarray) -> NumbersDiffer | 
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the saved state without tensors, the versions, and the run's config if it is next to the checkpoint."""
+    """Return as flat keys: the saved state without its tensors, the versions of libraries that wrote it, and the run's
+    config if it is next to the checkpoint.
+    """
     found = {f"state.{key}": value for key, value in flat(checkpoint.state).items()}
     found |= {f"written_by.{key}": value for key, value in checkpoint.written_by.items()}
     config = checkpoint.path.parent.parent / "config.toml"

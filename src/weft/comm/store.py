@@ -206,7 +206,10 @@ class StoreChannel:
         return found
 
     def _opened(self, store: Store, key: str, stored: bytes) -> bytes:
-        """Return a message once it is signed. The rank that owns the key overwrites forged values."""
+        """Wait until the stored value has a valid signature, and return its message.
+
+        The rank that writes this key replaces forged values. Raises CommError if no valid value arrives in time.
+        """
         end = time.monotonic() + _FORGED_S
         while (text := self._key.opened(key, stored)) is None:
             if time.monotonic() > end:

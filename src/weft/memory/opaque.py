@@ -35,7 +35,9 @@ _GONE = "the model is gone, and so is what was compiled for it"
 
 
 class _Record(np.ndarray[Any, Any]):
-    """Autograd graph of one operator forward, stored as an attribute of a one-element tensor's memory."""
+    """NumPy array that backs a one-element tensor and carries the autograd graph of an operator's forward, so that the
+    graph lives as long as the tensor.
+    """
 
     inputs: list[Tensor]
     output: Tensor

@@ -1,10 +1,12 @@
 """The run folder: all files of one run.
 
 runs/<name>/
-  config.toml      the resolved config        plan.txt    the resolved plan, one line events.jsonl     one line per
-  step, evaluation, checkpoint logs/rank_N.log  output of each rank        loss.png checkpoints/     step_NNNNNNNN/
-  (safetensors + JSON), unless checkpoint.dir is set .lock            locked by the command that trains here replica_K/
-  the same for replica K >= 1, if each replica is a separate process group; replica 0 uses the run's folder
+  config.toml      the resolved config        plan.txt    the resolved plan, one line
+  events.jsonl     one line per step, evaluation, checkpoint
+  logs/rank_N.log  output of each rank        loss.png
+  checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir is set
+  .lock            locked by the command that trains here
+  replica_K/       the same for replica K >= 1, if each replica is a separate world; replica 0 uses the run's folder
 
 and the files of the task. The decoder on text writes:
   model.json       its shape                  data.json   path of the tokenised data

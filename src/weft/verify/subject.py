@@ -59,7 +59,7 @@ def techniques_of(plan: Plan) -> frozenset[str]:
 
 
 def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
-    """Choose few of the plans that still contain each layout and all pairs of settings."""
+    """Choose a small subset of the plans that covers every layout and every pair of settings."""
     return [plans[index] for index in covering([row_of(plan) for plan in plans])]
 
 

@@ -183,7 +183,9 @@ class MarkedAnswers:
             done = high
 
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return the indices of assistant's messages that are not rendered, and kinds of parts missing from others."""
+        """Return the indices of assistant messages that the template does not render, and the kinds of content, such as
+        tool calls, that it omits from other assistant messages.
+        """
         missing, kinds = [], set()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
             if role != "assistant":

@@ -39,7 +39,7 @@ ENDS = ("rowwise", "vocab", "partial")
 
 @dataclass(frozen=True, slots=True)
 class FoundLayout:
-    """A layout, a description of its source, and the reason for each pattern."""
+    """Result of `trace_layout`: the tensor-parallel layout, its source, and the reason of each pattern's style."""
 
     layout: Layout
     source: str

@@ -348,7 +348,7 @@ class TokenTrace:
         return tree_unflatten(leaves, tree)
 
     def _leave_full(self, region: FullRegion, output: Any) -> Any:
-        """Return the output of a module that gets all tokens, with marks on its tokens."""
+        """Finish a module that runs on unsharded tokens: find the token dimension of its output, and track it."""
         path, inputs, self._region = region.path, region.inputs, None
         leaves, tree = tree_flatten(output)
         floats = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
@@ -468,7 +468,9 @@ class TokenTrace:
                         )
 
     def _mark_hidden(self, output: Any, width: int | None) -> None:
-        """Mark the output of row-parallel layers and of modules that get all tokens, since it is divided again."""
+        """Record the token dimension of hidden states in the output of row-parallel layers and of modules on unsharded
+        tokens, because this output is sharded over tokens again.
+        """
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 continue

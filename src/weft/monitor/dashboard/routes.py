@@ -451,7 +451,7 @@ def _plain(code: int, text: str) -> Callable[[Request, Exception], Awaitable[Res
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body of a request, or b"" if it is longer than the page's requests."""
+    """Return the request body, or b"" if it exceeds the size limit or the client disconnects."""
     found = b""
     with contextlib.suppress(ClientDisconnect):  # the client is gone
         async for piece in request.stream():

@@ -233,7 +233,7 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _placements(model: nn.Module, shared: dict[str, str], partial: tuple[str, ...]) -> dict[str, Placement]:
-    """Return the placements of the shared weights that are still here, by their names here."""
+    """Return the placements of the shared weights that this stage has kept, by their names in the stage."""
     return {
         name: Placement(partial=partial, name=shared[name] if shared[name] != name else "")
         for name, _ in model.named_parameters()

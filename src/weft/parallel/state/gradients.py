@@ -219,7 +219,7 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def originals(model: nn.Module) -> Mapping[str, Original]:
-    """Return the tensors that a module had before it was parallelized, by name."""
+    """Return shape, dtype and first name of each state_dict entry before the model was parallelized, by name."""
     return getattr(model, _ATTRIBUTE).value[1]
 
 

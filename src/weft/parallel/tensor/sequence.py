@@ -239,7 +239,11 @@ def _replicated_mixers(
 
 
 def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, part: ShardPosition) -> None:
-    """Make blocks work on this rank's tokens, in place: entries gather tokens, row-sharded layers scatter them."""
+    """Apply sequence parallelism to a model in place, by hooks.
+
+    Blocks get this rank's tokens. Inputs of column-parallel layers are all-gathered, and outputs of row-parallel layers
+    reduce-scattered.
+    """
     modules = dict(model.named_modules())
     for path, positions in sequence.summed.items():
         if positions and path in modules:

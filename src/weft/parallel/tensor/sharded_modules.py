@@ -3,8 +3,7 @@
     layer                             A                        B, magnitude              communicated
     column-sharded                    replicated               its rows, as the weight   gradient of A x
     column-sharded, tokens sharded    replicated, partial sum  its rows                  A x of all tokens, its gradient
-        row-sharded                       its inputs               replicated, partial sum   nothing: added before the
-        sum
+    row-sharded                       its inputs               replicated, partial sum   nothing: added before the sum
 
 So the width of adapter communication is the adapter's rank. Under DoRA, the row-sharded layer also sums squares for the
 norms.

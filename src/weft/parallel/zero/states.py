@@ -76,9 +76,9 @@ _TURN = "turn"
 
 
 def local_wire_state(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's wire states as (`rank/tensor/role/name`, tensor), and the plan.
+    """Yield this rank's state of compressed communication as (`rank/tensor/role/name`, tensor).
 
-    Yields nothing if there is no state.
+    The step count follows if the encoding depends on it, and the plan if there are tensors.
     """
     mesh, states = engine.axes.mesh, engine.coders.states()
     yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())

@@ -199,7 +199,7 @@ class _OwnSlices:
 
 
 class FlatStep:
-    """Runs the step of one adopted optimizer."""
+    """Runs the step of a user's optimizer on this rank's slices of the flat buckets."""
 
     def __init__(self, adoption: SlotAdoption):
         self.adoption = adoption

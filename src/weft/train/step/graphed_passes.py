@@ -55,9 +55,9 @@ def shape_of(batch: Any) -> Hashable | None:
 
 
 class FixedBatch:
-    """Persistent memory for batches of one shape.
+    """Static input buffers of CUDA graphs, for batches of the shapes of `like`.
 
-    Code that reads values on the host registers a check, which runs on each new batch. batch: example of the shape.
+    `fill` copies a new batch into them. Before, it runs the checks that code which reads values on the host registered.
     """
 
     def __init__(self, like: Any):
