@@ -176,7 +176,7 @@ class RunCheckpoints(Checkpoints):
         self._retention.confirm(step)
 
     def halted(self, first_bad: int) -> str:
-        """Discard copies in memory, set checkpoints from `first_bad` on aside, and return where a restart resumes."""
+        """Set checkpoints from `first_bad` on aside, delete copies in memory, and return where a restart resumes."""
 
         def describe() -> str:
             if self._copies is not None:
