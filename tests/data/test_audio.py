@@ -60,7 +60,7 @@ def test_class_folder_is_indexed_and_again_when_it_changes(tmp_path: Path) -> No
     (root / "cd" / "1.flac").write_bytes(encoded(tones("cd", 5), 16_000, "OGG"))  # the suffix is ignored
     assert found(root, tmp_path / "cache").size(7)[1:] == (16_000, 1)
     (root / "empty").mkdir()
-    with pytest.raises(DataError, match=r"class 'empty' has no audio clip\. Add some, or take the folder away\."):
+    with pytest.raises(DataError, match=r"class 'empty' has no recording\. Add some, or take the folder away\."):
         found(root, tmp_path / "cache")
 
 

@@ -154,7 +154,7 @@ def test_bad_lines_of_mixed_samples_are_left_out(tmp_path: Path) -> None:
 
 def test_wrong_column_is_reported_at_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"picture_file": "0.png", "label": 0}\n' * 3)
-    with pytest.raises(DataError, match="a column with the image was not found; its columns are picture_file"):
+    with pytest.raises(DataError, match="a column with the picture was not found; its columns are picture_file"):
         list(records_in(tmp_path / "x.jsonl", RecordColumns()))
 
 

@@ -184,11 +184,11 @@ REFUSED = {
     "x.tar: the archive is damaged or truncated (its end is missing). Copy it again, or leave it out.": tar_without_end,
     "x.tar: another archive follows its end. Use separate archive files.": two_tars,
     "its records have 1 class. Give records of 2 or more.": one_class,
-    "1 of 7 images cannot be used, more than 1%. The first: ": many_bad,
+    "1 of 7 pictures cannot be used, more than 1%. The first: ": many_bad,
     "x.jsonl: a column with the label was not found; its columns are image, kind. Name it with task.options.label=NAME."
     "": no_label,
     "x.parquet: it is damaged or truncated (": short_parquet,
-    "x.tar.gz is compressed, so that no image in it can be read alone. Unpack it to a .tar": packed_tar,
+    "x.tar.gz is compressed, so that no picture in it can be read alone. Unpack it to a .tar": packed_tar,
 }
 
 

@@ -55,7 +55,7 @@ def test_unreadable_images_are_left_out_with_a_reason(tmp_path: Path) -> None:
     reasons = "\n".join(found.unreadable)
     assert "bomb.png: it has more than 100,000,000 pixels. Make it smaller, or delete it." in reasons
     assert "link.png: it links out of the folder" in reasons
-    assert "text.jpg: it cannot be read as a picture" in reasons
+    assert "text.jpg: it cannot be read as an image" in reasons
     assert len(found.unreadable) == 4
 
 
@@ -74,9 +74,9 @@ def many_bad(root: Path) -> None:
 
 
 REFUSED = {
-    "there is no such folder. Give one that has a folder of images for each class.": lambda root: None,
+    "there is no such folder. Give one that has a folder of pictures for each class.": lambda root: None,
     "its folders are the classes, and it has 1. Give a folder with 2 or more.": one_class,
-    "class 'zebra' has no image. Add some, or take the folder away.": empty_class,
+    "class 'zebra' has no picture. Add some, or take the folder away.": empty_class,
     "1 of 19 images cannot be read, more than 1%. The first: ": many_bad,
 }
 

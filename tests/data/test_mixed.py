@@ -89,7 +89,7 @@ def test_unusable_samples_are_left_out_with_a_reason(tmp_path: Path) -> None:
             "messages": [{"role": "user", "content": [{"type": "video"}]}, {"role": "assistant", "content": "y"}]
         },
         "there is no file 'gone.png' beside it": {"image": "gone.png", "text": "x"},
-        "'../a.png' lies outside of": {"image": "../a.png", "text": "x"},
+        "'../a.png' lies outside ": {"image": "../a.png", "text": "x"},
         "picture 1 has neither a path nor bytes": {"images": [7], "text": "x"},
         "cut.png: its pixels cannot be decoded": {"image": "cut.png", "text": "x"},
     }

@@ -121,9 +121,9 @@ def test_edit_distance_matches_the_textbook() -> None:
 
 REFUSED = {
     "noise=-1.0: it is 0 to 10. Use a number between.": {"noise": -1.0},
-    "holdout=2.0: it is a share of the audio clips. Use a number between 0 and 1.": {"holdout": 2.0},
+    "holdout=2.0: it is a share of the recordings. Use a number between 0 and 1.": {"holdout": 2.0},
     "task.options.label=x: it names a column of records, and data=": {"label": "x"},
-    "there is no such folder. Give one that has a folder of audio clips for each class.": {"data": "nowhere"},
+    "there is no such folder. Give one that has a folder of recordings for each class.": {"data": "nowhere"},
     "model=resnet18: Weft has no network for audio of that name. Use one of speech-tiny.": {"model": "resnet18"},
 }
 
@@ -150,7 +150,7 @@ def test_mismatched_model_and_data_are_rejected(tmp_path: Path) -> None:
         return str(caught.value)
 
     found = refusal()
-    assert "2 of 6 audio clips cannot be used, more than 1%" in found
+    assert "2 of 6 recordings cannot be used, more than 1%" in found
     assert "long.wav: it lasts " in found
     assert " s, and the model hears 1 s. Split it." in found
     assert "a.wav: its text has 5 tokens, more than target_len=4" in found

@@ -253,7 +253,7 @@ def test_model_is_reduced_as_requested():
         (f"{HERE}:lazy", "parameter 'weight' has no shape yet. Run one batch through the model before you return it."),
         (f"{HERE}:complex_weight", "parameter 'weight' is complex. Keep it as torch.view_as_real of it."),
         (f"{HERE}:stream", "its loader's dataset has no samples that can be read by their number. Return a DataLoader"),
-        (f"{HERE}:absent", "it cannot be imported (module 'tests.verify.subjects' has no attribute 'absent')."),
+        (f"{HERE}:absent", "it cannot be imported (tests.verify.subjects has no 'absent')."),
         ("tests", "model=tests: the folder has no config.json. Give the folder of a Hugging Face model."),
     ],
 )
