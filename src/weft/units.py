@@ -75,12 +75,9 @@ def parse_rate(text: str) -> float:
     Raises:
         ValueError: for any other text.
     """
-    number = _MEASURED.fullmatch(text)
-    unit = _RATE.fullmatch(number[2]) if number else None
-    if number is None or unit is None:
-        raise ValueError(f"{text!r} is not a rate. Write a number and a unit, such as '300GB/s' (bytes) or '400Gb/s'")
+    number, unit = _measured(text, _RATE, "a rate", "'300GB/s' (bytes) or '400Gb/s'")
     scale = _BYTE_UNITS[f"{unit[1].lower()}ib"] if unit[1] and unit[2] else _PREFIXES[unit[1]]
-    return float(number[1]) * scale / (1 if unit[3] else 8)
+    return number * scale / (1 if unit[3] else 8)
 
 
 def parse_flops(text: str) -> float:
@@ -89,11 +86,17 @@ def parse_flops(text: str) -> float:
     Raises:
         ValueError: for any other text.
     """
+    number, unit = _measured(text, _FLOPS, "a number of operations per second", "'120TFLOPS'")
+    return number * _PREFIXES[unit[1]]
+
+
+def _measured(text: str, unit: re.Pattern[str], what: str, example: str) -> tuple[float, re.Match[str]]:
+    """Return the number and the unit's match of a quantity. Raises ValueError."""
     number = _MEASURED.fullmatch(text)
-    unit = _FLOPS.fullmatch(number[2]) if number else None
-    if number is None or unit is None:
-        raise ValueError(f"{text!r} is no speed of arithmetic. Write a number and a unit, such as '120TFLOPS'")
-    return float(number[1]) * _PREFIXES[unit[1]]
+    found = unit.fullmatch(number[2]) if number else None
+    if number is None or found is None:
+        raise ValueError(f"{text!r} is not {what}. Write a number and a unit, such as {example}")
+    return float(number[1]), found
 
 
 def parse_seconds(text: str | float) -> float:

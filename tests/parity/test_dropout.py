@@ -12,7 +12,8 @@ from tests.parity.dropout_cases import DroppingFamily, FlatFamily, PlainModel, c
 from tests.parity.families import FamilyCase
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.parallel.dropout.by_position import drop_by_position
+from weft.parallel.dropout.by_position import draws_nothing, drop_by_position
+from weft.parallel.parallelize import parallelize
 from weft.parallel.random.streams import keeps, key_of, lines_of
 
 RTOL = 1e-10
@@ -124,3 +125,11 @@ def test_module_called_twice_has_a_new_mask_each_time():
     x = torch.ones(2, 4, 8)
     assert not torch.equal(drop(x), drop(x))
     assert isinstance(drop, nn.Dropout)
+
+
+def test_hooks_of_the_user_count_as_possible_noise():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    parallelize(model, build_mesh(Plan()))
+    assert draws_nothing(model)
+    model[1].register_forward_hook(lambda module, args, output: output + torch.randn_like(output))
+    assert not draws_nothing(model)

@@ -394,7 +394,7 @@ def apply_override(tables: dict[str, object], text: str, problems: list[Problem]
     plan = tables.get("plan", RunConfig().plan)
     if path[0] == "plan" and len(path) > 1 and isinstance(plan, str):
         table, wrong = split_plan(plan)
-        if not wrong:  # else keep the text, and reject it with the line where it was typed
+        if not wrong:  # a wrong text is kept, so that the error names its line
             tables["plan"] = table
     return path if _put(tables, path, parsed, problems) else None
 

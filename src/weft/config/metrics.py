@@ -83,7 +83,7 @@ _TRAINING = (
 )  # fmt: skip
 _SPEED = (
     Figure("step_s", "s", "Seconds of one step.", worse="high"),
-    Figure("tokens_per_s", "", "What the run counts (tokens of a decoder) per second, over all ranks.", worse="low"),
+    Figure("tokens_per_s", "", "Throughput of all ranks in the run's unit, such as tokens.", worse="low"),
     Figure("samples_per_s", "", "Samples per second, over all ranks.", worse="low"),
     Figure("mfu", "ratio", "Share of the devices' peak FLOP/s that the model uses.", worse="low"),
     Figure("phase_s", "s", "Seconds of a step by phase: forward, backward, data, reduce, optimizer, wait.",
@@ -134,7 +134,7 @@ _RUN = (
     Figure("failures", "", "Failures of ranks since the run began.", grows=True, worse="high"),
     Figure("dropped_figures", "", "Steps whose figures a rank dropped because its queue was full.", owner="rank",
            grows=True, worse="high"),
-    Figure("planned", "", "What the planner expects of a figure of this run, by that figure's name.", label="figure"),
+    Figure("planned", "", "The planner's estimate of another figure, by its name.", label="figure"),
     Figure("plan.drift", "ratio", ( "Ratio of measured to planned, for a step, its parts and memory. Example in an "
            "alert: " "plan.drift{over dp} > 1.15." ), label="part", worse="high"),
 )  # fmt: skip

@@ -62,7 +62,7 @@ class Hook:
         """Note a one-line warning for users, such as a step that was not saved or a loss spike."""
 
     def on_trace(self, event: Mapping[str, object]) -> None:
-        """Note a "trace" event, which tells where a step went wrong: module, rank and samples."""
+        """Record a "trace" event: module, rank and samples at which a step failed."""
 
     def on_action(self, step: int, wish: RunRequest) -> None:
         """Note that the ranks act on a user's request after `step` steps."""

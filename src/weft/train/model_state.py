@@ -449,7 +449,7 @@ class PackedSource:
         line = part.local_shape[1]  # bytes per row of the part
         at, end, per = start, start + len(out), self._kept.block_bytes
         numbers = self._numbers(part, rows, width)
-        # Read whole rows, and drop what is not needed at both ends. Usually a rank's flat slices begin at rows.
+        # Read complete rows, and drop the unneeded elements at both ends. Flat slices usually begin at a row.
         step = max(1, _AT_ONCE * per // line)
         while at < end:
             first = at // line

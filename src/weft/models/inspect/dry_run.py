@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -25,18 +25,6 @@ from weft.private_torch import tree_leaves, tree_map
 
 #: Tokens of the shortest sequence for which `Inputs` are made.
 SHORTEST = 8
-T = TypeVar("T")
-
-
-def in_some_format(attempt: Callable[[torch.dtype | None], T]) -> T:
-    """Return the result of `attempt` with the model's own dtype, or else with bfloat16, which some kernels require."""
-    try:
-        return attempt(None)
-    except (LayoutError, ModelError) as error:
-        try:
-            return attempt(torch.bfloat16)
-        except (LayoutError, ModelError):
-            raise error from None
 
 
 def call_without_numbers(

@@ -94,7 +94,7 @@ class _Trace:
         is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
         self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
-        self.beside: dict[str, int] = {}  # names of direct parameters next to linear layers -> id of the parameter
+        self.beside: dict[str, int] = {}  # parameters of modules that also have linear layers: name -> id
         self.own: list[str] = []  # direct parameters of modules with linear children
         self.ends: dict[str, frozenset[str]] = {}  # row-parallel candidates -> layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}

@@ -491,7 +491,7 @@ class TokenTrace:
         return tree_unflatten(leaves, tree)
 
     def step(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Trace one operation. name: of the function that the model called."""
+        """Trace one operation. name: the function that the model called."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if (region := self._region) is not None:
             if region.reads_outside(given, self.marks):

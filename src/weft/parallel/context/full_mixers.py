@@ -242,7 +242,7 @@ class _Ends(_Hooks):
         leaves[place] = self._own(leaves[place])
         shape = leaves[place].shape
         alike = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == shape]
-        if len(alike) > 1:  # its layout is unknown: all tokens, or a rank's part of them
+        if len(alike) > 1:  # it may have all tokens or those of one rank
             raise ModelError(
                 f"cp={self._context.axis.size}: {type(module).__name__} takes a second tensor of the shape "
                 f"{tuple(shape)} that a rank's part of the tokens has. Pad the sequences to another length."

@@ -32,7 +32,9 @@ from weft.private_torch import uncompiled
 
 _ATTRIBUTE, _IS_IDLE = "_weft_drops", "_weft_draws_nothing"
 #: Layers of torch without random numbers.
-_PLAIN_LAYERS = frozenset((nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.GELU, nn.SiLU, nn.ReLU))
+_PLAIN_LAYERS = frozenset(
+    (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.Sequential, nn.GELU, nn.SiLU, nn.ReLU)
+)
 
 
 # Hooks of the full model. Copies and pickles of a module include its hooks, so they are not closures.
@@ -184,8 +186,8 @@ def _replacements(model: nn.Module, drops: Drops) -> dict[str, type[nn.Module]]:
 
 
 def draws_nothing(model: nn.Module) -> bool:
-    """Return True if no module of a parallelized model draws random numbers."""
-    return getattr(model, _IS_IDLE, False)
+    """Return True if no module of a parallelized model draws random numbers, hooks of the user included."""
+    return getattr(model, _IS_IDLE, False) and all(map(_has_known_hooks, model.modules()))
 
 
 def _never_draws(module: nn.Module) -> bool:
@@ -193,10 +195,16 @@ def _never_draws(module: nn.Module) -> bool:
     kind, own = class_before(module), vars(module)
     if kind not in _PLAIN_LAYERS and kind.__module__ not in ("weft.models.decoder", "weft.models.attention"):
         return False
+    return "forward" not in own and _has_known_hooks(module)
+
+
+def _has_known_hooks(module: nn.Module) -> bool:
+    """Return True if all forward hooks of a module are Weft's or those of torch's fully_shard."""
+    own = vars(module)
     hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]
     homes = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
-    return "forward" not in own and all(home.startswith("weft.") for home in homes)
+    return all(home.startswith(("weft.", "torch.distributed.fsdp.")) for home in homes)
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module]:

@@ -104,10 +104,6 @@ class Items:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def are_rows(self) -> bool:
-        return all(count == 1 for count in self.rows)
-
     def sizes(self, place: int) -> tuple[int, ...]:
         """Return the number of rows of each item in a leaf. place: the leaf's index."""
         return self.rows if place in self.by_row else (1,) * len(self.rows)

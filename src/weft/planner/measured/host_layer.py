@@ -84,7 +84,7 @@ def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[lis
     """Return the layers of each rank of a pipeline, and the ranks with embedding and head."""
     shape = job.shape
     num_stages = pp * virtual_stages if pp > 1 else 1
-    if shape.layers < num_stages:  # no rule allows this case: any number will do, since nobody reads it
+    if shape.layers < num_stages:  # the rules reject these plans, so the value is not used
         return [shape.layers] * pp, 0, pp - 1
     counts = shape.stage_layers(num_stages)
     owners = [stage_owner(SCHEDULES[schedule], pp, stage) for stage in range(num_stages)]

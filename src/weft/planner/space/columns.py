@@ -360,7 +360,7 @@ def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
     sizes = {axis: values[axis] for axis in AXES}
     for name, known in _OPEN.items():
         if all(sizes[axis] == 1 for axis in known.needs):
-            values[name] = known.default  # keep the default where there is no choice
+            values[name] = known.default  # the only value
     values["microbatches" if sizes["pp"] > 1 else "accumulation"] = num_micro
     usual, found = (tuple(axis for axis in order if sizes[axis] > 1) for order in (AXES, values["order"]))
     values["order"] = () if found == usual else found

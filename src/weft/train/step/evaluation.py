@@ -236,7 +236,7 @@ class RankForwards:
 
     @property
     def is_counted(self) -> bool:
-        """True if this rank's losses count: of the cp ranks that share a sequence, only the first counts."""
+        """True if this rank's losses are summed. Of the cp ranks of a sequence, only the first one's are."""
         return self._mesh["cp"].rank == 0
 
     @property

@@ -67,7 +67,7 @@ class Forwards(Protocol):
 
     @property
     def is_counted(self) -> bool:
-        """True if this rank's losses count. Of the ranks that share a sequence, only the first counts."""
+        """True if this rank's losses are summed. Of the cp ranks of a sequence, only the first one's are."""
         ...
 
     @property
