@@ -4,9 +4,9 @@
     python benchmarks/monitoring.py --rounds 9 --steps 600 --plan "dp_shard=2 zero=3"
     python benchmarks/monitoring.py --rivals        and TensorBoard's, W&B's and MLflow's own loggers on the same loop
 
-On: figures every second, the standard alerts, a webhook, and sinks for TensorBoard, Prometheus, OTLP and JSON to a
+On: metrics every second, the standard alerts, a webhook, and sinks for TensorBoard, Prometheus, OTLP and JSON to a
 server of this program. Off: `monitor.figures=false`, `monitor.update_ratio_every=0` and none of these. A round is one
-run of each, in an order that changes. The figure is the median over rounds of the ratio of the runs' median step times,
+run of each, in an order that changes. The metric is the median over rounds of the ratio of the runs' median step times,
 without the first 20 steps.
 --rivals logs what a step's event holds, from training's own thread, as these loggers are used; those not installed are
 left out.
@@ -141,9 +141,9 @@ def mlflow(folder: Path) -> Callable[[dict[str, Any]], None]:
 
 
 def ours(folder: Path) -> Callable[[dict[str, Any]], None]:
-    """What our loop does in training's thread: a line of events.jsonl, and the queue of figures."""
+    """What our loop does in training's thread: a line of events.jsonl, and the queue of metrics."""
     from weft.monitor.events import EventLog
-    from weft.monitor.metrics import Collector, LocalReports, StepFigures
+    from weft.monitor.metrics import Collector, LocalReports, StepReport
 
     log = EventLog(folder / "rival-weft" / "events.jsonl")
     collector = Collector("here", LocalReports(), 1.0, publish=log.write)
@@ -151,7 +151,7 @@ def ours(folder: Path) -> Callable[[dict[str, Any]], None]:
 
     def write(event: dict[str, Any]) -> None:
         log.write(event)
-        collector.put(StepFigures(event["step"], event["seconds"], busy_s=0.1))
+        collector.put(StepReport(event["step"], event["seconds"], busy_s=0.1))
 
     return write
 

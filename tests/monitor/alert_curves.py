@@ -81,7 +81,7 @@ class SyntheticRun:
                 value = self._evaluated(step, since)
                 yield {"event": "eval", "time": now, "step": step, "loss": "nan" if math.isnan(value) else value}
             if step % 10 == 0:
-                yield self._figures(step, since, now)
+                yield self._metrics(step, since, now)
             if step % 300 == 0:
                 now += draw.uniform(1, 30)  # a save that training waited for
                 yield {"event": "checkpoint", "time": now, "step": step, "stall_s": 1.0, "durable_s": 2.0}
@@ -94,7 +94,7 @@ class SyntheticRun:
         at = min(step, self.begin) if self.fault == "plateau" else step
         return self.low + self.fall * math.exp(-at / self.tau) - 0.0004 * at + self._random.gauss(0, 0.002)
 
-    def _figures(self, step: int, since: int, now: float) -> dict[str, Any]:
+    def _metrics(self, step: int, since: int, now: float) -> dict[str, Any]:
         draw = self._random
         lag = max(draw.uniform(1.0, 1.07) for _ in range(self.num_ranks))
         if self.fault == "slow rank" and since >= 0:
@@ -102,15 +102,15 @@ class SyntheticRun:
         memory = 2e9 * (1 + 0.1 * min(1.0, step / 100)) * draw.uniform(0.99, 1.01)
         if self.fault == "leak" and since >= 0:
             memory *= 1 + since * 2.5e-4
-        figures: dict[str, Any] = {"process.memory_bytes": [memory * 0.9, memory, memory, "rank 0", "rank 1"]}
-        figures |= {"rank.silent": 0, "disk.free_bytes": [9e11, 9e11, 9e11, "a", "a"]}
-        figures |= {
+        metrics: dict[str, Any] = {"process.memory_bytes": [memory * 0.9, memory, memory, "rank 0", "rank 1"]}
+        metrics |= {"rank.silent": 0, "disk.free_bytes": [9e11, 9e11, 9e11, "a", "a"]}
+        metrics |= {
             "host.memory_free_bytes": [6e10, 6e10, 6e10, "a", "a"],
             "gpu.temperature": [60, 66, 79, "rank 0", "rank 2"],
         }
         if self.num_ranks > 1:
-            figures["rank.lag"] = [0.97, 1.0, lag, "rank 0", "rank 5"]
-        return {"event": "figures", "time": now, "step": step, "ranks": self.num_ranks, "figures": figures}
+            metrics["rank.lag"] = [0.97, 1.0, lag, "rank 0", "rank 5"]
+        return {"event": "figures", "time": now, "step": step, "ranks": self.num_ranks, "figures": metrics}
 
 
 @dataclass

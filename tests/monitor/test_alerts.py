@@ -11,8 +11,8 @@ from weft.config.run_config import RunConfig
 from weft.monitor.alerts import AlertDesk, AlertRule, backtest, rules_of
 
 
-def step(number, at=None, **figures):
-    return {"event": "step", "time": 1000.0 + (number if at is None else at), "step": number, **figures}
+def step(number, at=None, **metrics):
+    return {"event": "step", "time": 1000.0 + (number if at is None else at), "step": number, **metrics}
 
 
 def losses(*values):
@@ -24,7 +24,7 @@ def evals(*values, name="loss"):
             for number, value in enumerate(values, 1)]  # fmt: skip
 
 
-def figures(*values, name="gpu.temperature", every=10.0):
+def metrics(*values, name="gpu.temperature", every=10.0):
     return [{"event": "figures", "time": 1000.0 + every * number, "step": number,
              "figures": {name: [value - 5, value - 2, value, "rank 0", "rank 3"]}}
             for number, value in enumerate(values, 1)]  # fmt: skip
@@ -70,26 +70,26 @@ STEADY = [1000.0] * 60
         ("eval.accuracy no higher for 2 evaluations", evals(0.1, 0.2, 0.2, 0.2, name="accuracy"), [(40, "fired")]),
         ("loss no lower for 3 steps", losses(3, 2, 2, 2, 2, 1), [(5, "fired"), (6, "ended")]),
         ("loss no better for 4s", [step(n, at=2 * n, loss=4.0) for n in range(1, 6)], [(3, "fired")]),
-        ("gpu.temperature > 87 for 60s", figures(*[90] * 8), [(70, "fired")]),
-        ("gpu.temperature > 87 for 60s", figures(90, 90, 90, 80, *[90] * 6), []),
-        ("gpu.temperature > 87", figures(86, 88), [(20, "fired")]),
-        ("gpu.temperature < 82", figures(88, 86), [(20, "fired")]),  # the minimum over ranks counts
-        ("rank.lag > 1.5", figures(1.4, 1.6, name="rank.lag"), [(20, "fired")]),
-        ("disk.free < 20GiB", figures(30 * 2**30, 20 * 2**30, name="disk.free_bytes"), [(20, "fired")]),
-        ("phase_s{data} > 0.5", figures(0.6, name="phase_s{data}"), [(10, "fired")]),
-        ("phase_s{data} > 0.5", figures(0.6, name="phase_s{forward}"), []),
-        ("exposed_s > 0.5", figures(0.6, name="exposed_s{tp}"), [(10, "fired")]),  # any of the axes
+        ("gpu.temperature > 87 for 60s", metrics(*[90] * 8), [(70, "fired")]),
+        ("gpu.temperature > 87 for 60s", metrics(90, 90, 90, 80, *[90] * 6), []),
+        ("gpu.temperature > 87", metrics(86, 88), [(20, "fired")]),
+        ("gpu.temperature < 82", metrics(88, 86), [(20, "fired")]),  # the minimum over ranks counts
+        ("rank.lag > 1.5", metrics(1.4, 1.6, name="rank.lag"), [(20, "fired")]),
+        ("disk.free < 20GiB", metrics(30 * 2**30, 20 * 2**30, name="disk.free_bytes"), [(20, "fired")]),
+        ("phase_s{data} > 0.5", metrics(0.6, name="phase_s{data}"), [(10, "fired")]),
+        ("phase_s{data} > 0.5", metrics(0.6, name="phase_s{forward}"), []),
+        ("exposed_s > 0.5", metrics(0.6, name="exposed_s{tp}"), [(10, "fired")]),  # any of the axes
         ("tokens_per_s < 0.8 of plan", [step(1, tokens_per_s=1.0)], []),  # no plan was given
         ("tokens_per_s < 0.8 of plan", [{"event": "plan", "time": 1000.0, "figures": {"tokens_per_s": 1000.0}},
                                         step(1, tokens_per_s=900.0), step(2, tokens_per_s=700.0)], [(2, "fired")]),
         ("tokens_per_s < 0.7 of median over 50 steps",
          [step(n, tokens_per_s=v) for n, v in enumerate([*STEADY, 650.0], 1)], [(61, "fired")]),
         ("process.memory_bytes rises by 20% over 10m",
-         figures(*[1000 + 5 * n for n in range(120)], name="process.memory_bytes"), [(600, "fired")]),
+         metrics(*[1000 + 5 * n for n in range(120)], name="process.memory_bytes"), [(600, "fired")]),
         ("process.memory_bytes rises by 20% over 10m",
-         figures(*[1000 + 200 * (n % 2) for n in range(120)], name="process.memory_bytes"), []),
+         metrics(*[1000 + 200 * (n % 2) for n in range(120)], name="process.memory_bytes"), []),
         ("process.memory_bytes rises by 20% over 10m",  # a jump is no leak
-         figures(*[1000] * 60, *[1500] * 60, name="process.memory_bytes"), []),
+         metrics(*[1000] * 60, *[1500] * 60, name="process.memory_bytes"), []),
         ("tokens_per_s falls by 10% over 60 steps",
          [step(n, tokens_per_s=1000.0 - 3 * n) for n in range(1, 80)], [(60, "fired")]),
         ("event failure", [{"event": "failure", "time": 1005.0}, {"event": "start", "time": 1006.0}],
@@ -132,7 +132,7 @@ def test_notice_has_value_start_step_and_last_good_step():
     assert notice.good == {"step": 4, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1}
     assert notice.as_json()["state"] == "fired"
     (hot,) = [
-        notice for event in figures(90) for notice in AlertDesk([AlertRule("a", "gpu.temperature > 87")]).see(event)
+        notice for event in metrics(90) for notice in AlertDesk([AlertRule("a", "gpu.temperature > 87")]).see(event)
     ]
     assert hot.said == "gpu.temperature is 90 C on rank 3"
 

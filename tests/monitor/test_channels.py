@@ -180,7 +180,7 @@ def test_alert_is_logged_sent_and_requests_its_action(tmp_path, smtp, monkeypatc
     (mail,) = smtp.mails
     assert mail["Subject"] == "[weft] critical: big: high"
     text = mail.get_payload(decode=True).decode()
-    for expected in ("Run big at step 5: loss is 5.", "Since step 4.", "Last good figures: step 3, loss 2",
+    for expected in ("Run big at step 5: loss is 5.", "Since step 4.", "Last good metrics: step 3, loss 2",
                  "The run does: lower_lr, hold", f"See {tmp_path}.",
                  f"To continue: weft runs resume {tmp_path}"):  # fmt: skip
         assert expected in text

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.config.metrics import FIGURES
+from weft.config.metrics import METRICS
 from weft.monitor.events import StepRecord
 from weft.monitor.metrics import fold, readings
 
@@ -35,7 +35,7 @@ def test_evaluation_gives_metrics_without_token_count():
     assert values(event) == {"eval.loss": 2.0, "eval.metric{accuracy}": 0.5}
 
 
-def test_folded_figures_name_their_extreme_ranks():
+def test_folded_metrics_name_their_extreme_ranks():
     event = {
         "event": "figures",
         "time": 2.0,
@@ -69,9 +69,9 @@ def test_fold_has_min_and_max_with_their_ranks(by_rank):
 
 
 def test_exported_names_are_unique_and_well_formed():
-    names = [figure.exported for figure in FIGURES.values()]
+    names = [metric.exported for metric in METRICS.values()]
     assert len(set(names)) == len(names)
     assert all(name.isidentifier() and name.islower() and name.startswith("weft_") for name in names)
-    assert FIGURES["disk.read_bytes_per_s"].exported == "weft_disk_read_bytes_per_second"
-    assert FIGURES["gpu.xid_errors"].exported == "weft_gpu_xid_errors_total"
-    assert FIGURES["step_s"].exported == "weft_step_seconds"
+    assert METRICS["disk.read_bytes_per_s"].exported == "weft_disk_read_bytes_per_second"
+    assert METRICS["gpu.xid_errors"].exported == "weft_gpu_xid_errors_total"
+    assert METRICS["step_s"].exported == "weft_step_seconds"

@@ -16,7 +16,7 @@ from weft.config.sections import SinkSection
 from weft.errors import ConfigError, MissingExtra
 from weft.monitor.events import EventLog
 from weft.monitor.sinks.base import Poster, SinkJob, SinkTrouble, secret_of
-from weft.monitor.sinks.prometheus_sink import NewestFigures
+from weft.monitor.sinks.prometheus_sink import NewestMetrics
 from weft.monitor.sinks.pump import EventFollower, Pump
 from weft.monitor.sinks.registry import make_sink
 
@@ -28,7 +28,7 @@ def step(number: int, **more: object) -> dict[str, object]:
             "seconds": {"total": 0.5}, **more}  # fmt: skip
 
 
-FIGURES = {"event": "figures", "time": 1002.5, "step": 2, "ranks": 2,
+METRICS = {"event": "figures", "time": 1002.5, "step": 2, "ranks": 2,
            "figures": {"gpu.temperature": [40, 50, 88, "rank 1", "rank 3"], "rank.silent": 0,
                        "phase_s{data}": [0.1, 0.2, 0.3, "rank 0", "rank 1"],
                        "gpu.xid_errors": [0, 0, 2, "rank 0", "rank 1"]}}  # fmt: skip
@@ -143,7 +143,7 @@ def test_torn_line_waits_for_its_end(tmp_path):
 def test_prometheus_output_is_read_by_its_parser(tmp_path):
     parser = pytest.importorskip("prometheus_client.parser")
     one = SinkFixture(tmp_path, "prometheus", port=free_port())
-    one.write({"event": "failure", "time": 5.0}, {"event": "failure", "time": 6.0}, step(1, loss="nan"), FIGURES)
+    one.write({"event": "failure", "time": 5.0}, {"event": "failure", "time": 6.0}, step(1, loss="nan"), METRICS)
     one.start()
     until(lambda: one.offset() > 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{one.settings.port}/metrics", timeout=5) as answer:
@@ -164,9 +164,9 @@ def test_prometheus_output_is_read_by_its_parser(tmp_path):
 
 
 def test_labels_are_escaped():
-    figures = NewestFigures('a"b\\c\nd')
-    figures.see([step(1)])
-    assert 'weft_loss{run="a\\"b\\\\c\\nd"} 2.0' in figures.text()
+    metrics = NewestMetrics('a"b\\c\nd')
+    metrics.see([step(1)])
+    assert 'weft_loss{run="a\\"b\\\\c\\nd"} 2.0' in metrics.text()
 
 
 def test_port_in_use_is_retried(tmp_path):
@@ -199,7 +199,7 @@ def test_otlp_output_matches_the_protocol(tmp_path):
     service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
     with Recorder(answer={}) as server:
         one = SinkFixture(tmp_path, "otlp", url=server.url)
-        one.write(step(1, loss="nan"), FIGURES, {"event": "note", "time": 1.0})
+        one.write(step(1, loss="nan"), METRICS, {"event": "note", "time": 1.0})
         one.start()
         until(lambda: server.got)
         assert one.end()
@@ -219,7 +219,7 @@ def test_otlp_output_matches_the_protocol(tmp_path):
 
 def test_tensorboard_reads_the_sinks_output(tmp_path):
     one = SinkFixture(tmp_path, "tensorboard")
-    one.write(step(1), step(2, loss=float("nan")), step(3, loss=1e300), FIGURES)
+    one.write(step(1), step(2, loss=float("nan")), step(3, loss=1e300), METRICS)
     one.start()
     until(lambda: one.offset() > 0)
     assert one.end()
@@ -242,7 +242,7 @@ def test_missing_tensorboard_error_names_its_extra(tmp_path, monkeypatch):
 def test_mlflow_gets_one_run_over_all_starts(tmp_path):
     with Recorder(answer={"experiment": {"experiment_id": "7"}, "run": {"info": {"run_id": "abc"}}}) as server:
         one = SinkFixture(tmp_path, "mlflow", url=server.url)
-        one.write(step(1), FIGURES)
+        one.write(step(1), METRICS)
         one.start()
         until(lambda: one.offset() > 0)
         assert one.end()
@@ -323,7 +323,7 @@ def test_trackers_record_a_run(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it is read at import
     pytest.importorskip(kind)
     one = SinkFixture(tmp_path, kind)
-    one.write(step(1), step(2), FIGURES)
+    one.write(step(1), step(2), METRICS)
     one.start()
     until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size or one.messages, 120)
     one.pump.finish()

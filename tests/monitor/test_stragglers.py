@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.monitor.test_figures import FakeStore
-from weft.monitor.metrics import Collector, PaceWriter, StepFigures
+from tests.monitor.test_run_metrics import FakeStore
+from weft.monitor.metrics import Collector, PaceWriter, StepReport
 from weft.monitor.stragglers import StragglerWatch, median_without
 
 STEPS_A_REPORT = 4
@@ -118,7 +118,7 @@ def test_damaged_and_missing_reports_are_ignored():
     assert watch.lag(0) is None
 
 
-def test_collector_reports_pace_between_figures_and_names_slow_rank():
+def test_collector_reports_pace_between_metrics_and_names_slow_rank():
     board, slow, events = FakeStore(2), [], []
     ranks = [
         Collector("host", board.of(rank), 60.0, clock=lambda: 0.0, on_slow=slow.append if rank == 0 else None,
@@ -129,8 +129,8 @@ def test_collector_reports_pace_between_figures_and_names_slow_rank():
         for rank in (1, 0):
             for step in range(turn * 4 + 1, turn * 4 + 5):
                 own = {"compute": 0.5 if rank else 0.4, "data": 0.01}
-                ranks[rank].put(StepFigures(step, {"total": 0.6}, busy_s=0.5, own=own))
+                ranks[rank].put(StepReport(step, {"total": 0.6}, busy_s=0.5, own=own))
             ranks[rank].send_report(pace_only=True)
-    assert events == []  # figures are sent every minute
+    assert events == []  # metrics are sent every minute
     (event,) = slow
     assert (event["rank"], event["part"], event["state"]) == (1, "compute", "fired")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.config.files import format_config, parse_config
 from weft.config.metrics import (
-    FIGURES,
+    METRICS,
     STANDARD,
     Any_,
     Compare,
@@ -78,7 +78,7 @@ def test_valid_conditions_are_parsed(text, condition):
     [
         ("", "a condition is needed. Write e.g. 'eval.loss no better for 3 evaluations' or "
              "'gpu.temperature > 87 for 60s'"),
-        ("gpu.temprature > 87", "there is no figure 'gpu.temprature'. Did you mean 'gpu.temperature'?"),
+        ("gpu.temprature > 87", "there is no metric 'gpu.temprature'. Did you mean 'gpu.temperature'?"),
         ("loss", "'loss' is no condition. Write METRIC > VALUE [sigma over 200 steps"),
         ("loss = 3", "'loss = 3' is no condition. Write METRIC > VALUE"),
         ("loss > ", "'loss >' is no condition. Write METRIC > VALUE"),
@@ -100,7 +100,7 @@ def test_valid_conditions_are_parsed(text, condition):
         ("loss > 1 and (lr > 0 or loss is nan)",
          "a condition has no brackets, and `and` binds first. Write a and (b or c) as a and b or a and c"),
         ("event crash", "there is no event 'crash'. Use one of failure, held, go_on, end, start, warning, checkpoint"),
-        ("no step for 3 steps", "3 steps: a missing figure has no readings to count. Write a time, e.g. 10m"),
+        ("no step for 3 steps", "3 steps: a missing metric has no readings to count. Write a time, e.g. 10m"),
         ("loss rises by 0% over 1h", "0 is no amount to rise or fall by. Write one above 0"),
         ("__import__", "'__import__' is no condition. Write METRIC > VALUE"),
         ("loss > 3 or " * 200, "a condition has at most 1000 letters. Make several alerts of it"),
@@ -125,10 +125,10 @@ def test_standard_alerts_parse_and_recommend_an_action():
 
 
 def test_figures_have_names_units_and_help():
-    for name, figure in FIGURES.items():
-        assert name == figure.name
-        assert figure.help.endswith(".")
-        assert figure.unit in ("", "s", "bytes", "bytes/s", "ratio", "W", "C", "Hz")
+    for name, metric in METRICS.items():
+        assert name == metric.name
+        assert metric.help.endswith(".")
+        assert metric.unit in ("", "s", "bytes", "bytes/s", "ratio", "W", "C", "Hz")
 
 
 BAD = """
@@ -165,7 +165,7 @@ def test_alert_mistakes_are_reported_with_lines_and_without_secrets():
     with pytest.raises(ConfigError) as caught:
         parse_config(BAD, "run.toml")
     assert sorted(map(str, caught.value.problems)) == sorted([
-        "run.toml:5: alert.0.when=\"gpu.temprature > 87 for 60s\": there is no figure 'gpu.temprature'. Did you mean "
+        "run.toml:5: alert.0.when=\"gpu.temprature > 87 for 60s\": there is no metric 'gpu.temprature'. Did you mean "
         "'gpu.temperature'?",
         "run.toml:6: alert.0.actions=opz: there is no such action and no such channel. Did you mean 'ops'?",
         "run.toml:8: alert.1.name=hot: another [[alert]] has this name. Use e.g. hot-2.",

@@ -61,7 +61,7 @@ class SyntheticRun:
             now += took + 0.004
             yield self._step(step, now, took, rng)
             if step % self.figures_every == 0:
-                yield self._figures(step, now, rng)
+                yield self._metrics(step, now, rng)
             if self.planned and step % 500 == 0:
                 yield self._actual(step, now)
             if step == self.spike_at:
@@ -218,7 +218,7 @@ class SyntheticRun:
             loss += 3.4 * math.exp(-(step - self.spike_at) / (self.steps / 140))
         return loss
 
-    def _figures(self, step: int, now: float, rng: random.Random) -> dict[str, Any]:
+    def _metrics(self, step: int, now: float, rng: random.Random) -> dict[str, Any]:
         base = self.step_s * 0.8
         busy = [
             round(
@@ -233,7 +233,7 @@ class SyntheticRun:
             middle *= 1 + rng.gauss(0, 0.01)
             return [middle * (1 - spread), middle, middle * (1 + spread), "rank 2", f"rank {min(7, far)}"]
 
-        figures: dict[str, object] = {
+        metrics: dict[str, object] = {
             "memory.bytes{weights}": fold(2.4 * 2**30, 0),
             "memory.bytes{gradients}": fold(2.4 * 2**30, 0),
             "memory.bytes{optimizer}": fold(7.2 * 2**30, 0),
@@ -246,13 +246,13 @@ class SyntheticRun:
             "process.memory_bytes": fold(6.1 * 2**30, 0.05),
         }
         if self.gpu:
-            figures |= {
+            metrics |= {
                 "gpu.utilization": fold(0.94, 0.04),
                 "gpu.memory_bytes": fold(52 * 2**30, 0.02),
                 "gpu.power": fold(610, 0.07),
                 "gpu.temperature": fold(62, 0.12),
             }
-        return {"time": now, "event": "figures", "step": step, "figures": figures, "by_rank": {"busy_s": busy}}
+        return {"time": now, "event": "figures", "step": step, "figures": metrics, "by_rank": {"busy_s": busy}}
 
     def _is_slow(self, step: int, rank: int | None = None) -> bool:
         if self.slow_rank is None or step < self.slow_from:

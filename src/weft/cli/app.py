@@ -39,7 +39,7 @@ VERBS = {
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, import and delete checkpoints.", "weft.cli.ckpt", "app"),
-    "alerts": Verb("Try alerts on a run's events; list figures and alerts.", "weft.cli.watch", "app"),
+    "alerts": Verb("Try alerts on a run's events; list metrics and alerts.", "weft.cli.watch", "app"),
     "launch": Verb("Print a job script that runs a config on several machines.", "weft.cli.launch.jobs", "launch"),
     "drill": Verb("Inject faults into a run of a config, one by one, on this machine.", "weft.cli.drill", "drill"),
     "models": Verb("List the built-in model sizes.", "weft.cli.models", "list_models"),

@@ -12,7 +12,7 @@ from weft.cli.console import print_line
 from weft.cli.runs import PriceOption, Run
 from weft.errors import ConfigError, LaunchError
 
-app = typer.Typer(no_args_is_help=True, help="Try alerts on a run's events, and list figures and alerts.")
+app = typer.Typer(no_args_is_help=True, help="Try alerts on a run's events, and list metrics and alerts.")
 
 
 @app.command("test")
@@ -62,14 +62,15 @@ def list_alerts(
         print(f"{rule.name:<20} {rule.severity:<9} {rule.when}{does}")
 
 
-@app.command("figures")
-def list_figures() -> None:
+@app.command("figures", hidden=True, deprecated=True)  # name before 0.1.0
+@app.command("metrics")
+def list_metrics() -> None:
     """List the series that conditions, sinks and events support."""
-    from weft.config.metrics import FIGURES, series
+    from weft.config.metrics import METRICS, series
 
-    for figure in FIGURES.values():
-        name = series(figure.name, figure.label.upper())
-        print(f"{name:<28} {figure.unit:<8} {figure.owner:<5} {figure.help}")
+    for metric in METRICS.values():
+        name = series(metric.name, metric.label.upper())
+        print(f"{name:<28} {metric.unit:<8} {metric.owner:<5} {metric.help}")
 
 
 # `weft watch`: the dashboard, as a page or in the terminal.

@@ -18,7 +18,7 @@ _PLAIN = re.compile(r"[^a-zA-Z0-9_]")
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class MetricSpec:
     """One kind of metric.
 
     name: dotted, as in conditions and events. unit: "s", "bytes", "ratio", ... or "" for a plain number. label: what
@@ -63,84 +63,89 @@ def split_series(text: str) -> tuple[str, str]:
     """
     match = _SERIES.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} names no figure. Write a name such as loss, or phase_s{{forward}}")
+        raise ValueError(f"{text!r} names no metric. Write a name such as loss, or phase_s{{forward}}")
     return match[1], match[2] or ""
 
 
 # All metrics of a run: the only list, used by events, sinks, alerts, the dashboard and the docs.
 
 _TRAINING = (
-    Figure("loss", "", "Mean training loss of the step, before its update.", worse="high"),
-    Figure("lr", "", "Learning rate of the step."),
-    Figure("grad_norm", "", "Global norm of the gradient before clipping.", worse="high"),
-    Figure("update_ratio", "ratio", "Norm of a step's update over the norm of the trained weights, every "
-           "monitor.update_ratio_every steps.", worse="high"),
-    Figure("loss_scale", "", "Factor on the loss in fp16.", worse="low"),
-    Figure("skipped_steps", "", "Steps whose update was left out.", grows=True, worse="high"),
-    Figure("step", "", "Steps done.", grows=True),
-    Figure("eval.loss", "", "Mean loss of the last evaluation.", worse="high"),
-    Figure("eval.metric", "", "A metric of the last evaluation.", label="metric"),
+    MetricSpec("loss", "", "Mean training loss of the step, before its update.", worse="high"),
+    MetricSpec("lr", "", "Learning rate of the step."),
+    MetricSpec("grad_norm", "", "Global norm of the gradient before clipping.", worse="high"),
+    MetricSpec("update_ratio", "ratio", "Norm of a step's update over the norm of the trained weights, every "
+               "monitor.update_ratio_every steps.", worse="high"),
+    MetricSpec("loss_scale", "", "Factor on the loss in fp16.", worse="low"),
+    MetricSpec("skipped_steps", "", "Steps whose update was left out.", grows=True, worse="high"),
+    MetricSpec("step", "", "Steps done.", grows=True),
+    MetricSpec("eval.loss", "", "Mean loss of the last evaluation.", worse="high"),
+    MetricSpec("eval.metric", "", "A metric of the last evaluation.", label="metric"),
 )  # fmt: skip
 _SPEED = (
-    Figure("step_s", "s", "Seconds of one step.", worse="high"),
-    Figure("tokens_per_s", "", "Throughput of all ranks in the run's unit, such as tokens.", worse="low"),
-    Figure("samples_per_s", "", "Samples per second, over all ranks.", worse="low"),
-    Figure("mfu", "ratio", "Share of the devices' peak FLOP/s that the model uses.", worse="low"),
-    Figure("phase_s", "s", "Seconds of a step by phase: forward, backward, data, reduce, optimizer, wait.",
-           label="phase", owner="rank"),
-    Figure("exposed_s", "s", "Seconds of a step that the computation waited for other ranks, by axis.", label="axis",
-           owner="rank", worse="high"),
-    Figure("sent_bytes", "bytes", "Bytes of a step that collectives moved, by axis.", label="axis", owner="rank"),
-    Figure("data_wait_s", "s", "Seconds of a step that a rank waited for data.", owner="rank", worse="high"),
-    Figure("busy_s", "s", "Seconds of a step in which a rank computed without waiting for others.", owner="rank",
-           worse="high"),
-    Figure("rank.lag", "ratio", "A rank's busy seconds over the median of the others of its pipeline stage; above 1 "
-           "they wait for it.", owner="rank", worse="high"),
-    Figure("rank.silent", "", "Ranks that have not reported for three intervals (monitor.every).", worse="high"),
+    MetricSpec("step_s", "s", "Seconds of one step.", worse="high"),
+    MetricSpec("tokens_per_s", "", "Throughput of all ranks in the run's unit, such as tokens.", worse="low"),
+    MetricSpec("samples_per_s", "", "Samples per second, over all ranks.", worse="low"),
+    MetricSpec("mfu", "ratio", "Share of the devices' peak FLOP/s that the model uses.", worse="low"),
+    MetricSpec("phase_s", "s", "Seconds of a step by phase: forward, backward, data, reduce, optimizer, wait.",
+               label="phase", owner="rank"),
+    MetricSpec("exposed_s", "s", "Seconds of a step that the computation waited for other ranks, by axis.",
+               label="axis", owner="rank", worse="high"),
+    MetricSpec("sent_bytes", "bytes", "Bytes of a step that collectives moved, by axis.", label="axis", owner="rank"),
+    MetricSpec("data_wait_s", "s", "Seconds of a step that a rank waited for data.", owner="rank", worse="high"),
+    MetricSpec("busy_s", "s", "Seconds of a step in which a rank computed without waiting for others.", owner="rank",
+               worse="high"),
+    MetricSpec("rank.lag", "ratio", "A rank's busy seconds over the median of the others of its pipeline stage; above "
+               "1 they wait for it.", owner="rank", worse="high"),
+    MetricSpec("rank.silent", "", "Ranks that have not reported for three intervals (monitor.every).", worse="high"),
 )  # fmt: skip
 _MEMORY = (
-    Figure("memory.bytes", "bytes", "Memory of a rank's device by class: weights, gradients, optimizer, rest "
-           "(activations and buffers), peak.", label="class", owner="rank", worse="high"),
-    Figure("process.memory_bytes", "bytes", "Resident memory of a rank's process.", owner="rank", worse="high"),
-    Figure("process.cpu", "", "CPU cores that a rank's process keeps busy.", owner="rank"),
+    MetricSpec("memory.bytes", "bytes", "Memory of a rank's device by class: weights, gradients, optimizer, rest "
+               "(activations and buffers), peak.", label="class", owner="rank", worse="high"),
+    MetricSpec("process.memory_bytes", "bytes", "Resident memory of a rank's process.", owner="rank", worse="high"),
+    MetricSpec("process.cpu", "", "CPU cores that a rank's process keeps busy.", owner="rank"),
 )  # fmt: skip
 _GPU = (
-    Figure("gpu.utilization", "ratio", "Share of time in which the GPU ran a kernel.", owner="rank", worse="low"),
-    Figure("gpu.memory_bytes", "bytes", "Memory in use on the GPU, of all its users.", owner="rank"),
-    Figure("gpu.power", "W", "Power that the GPU draws.", owner="rank"),
-    Figure("gpu.temperature", "C", "Temperature of the GPU.", owner="rank", worse="high"),
-    Figure("gpu.sm_clock", "Hz", "Clock of the GPU's processors.", owner="rank", worse="low"),
-    Figure("gpu.memory_clock", "Hz", "Clock of the GPU's memory.", owner="rank", worse="low"),
-    Figure("gpu.throttled", "", "1 while the GPU is slowed down by heat or by its power brake, else 0.", owner="rank",
-           worse="high"),
-    Figure("gpu.xid_errors", "", "Xid errors of the driver about this GPU.", owner="rank", grows=True, worse="high"),
-    Figure("gpu.ecc_errors", "", "Uncorrected memory errors of the GPU.", owner="rank", grows=True, worse="high"),
-    Figure("gpu.nvlink_bytes_per_s", "bytes/s", "NVLink traffic of the GPU, both ways.", owner="rank"),
-    Figure("gpu.pcie_bytes_per_s", "bytes/s", "PCIe traffic of the GPU, both ways.", owner="rank"),
+    MetricSpec("gpu.utilization", "ratio", "Share of time in which the GPU ran a kernel.", owner="rank", worse="low"),
+    MetricSpec("gpu.memory_bytes", "bytes", "Memory in use on the GPU, of all its users.", owner="rank"),
+    MetricSpec("gpu.power", "W", "Power that the GPU draws.", owner="rank"),
+    MetricSpec("gpu.temperature", "C", "Temperature of the GPU.", owner="rank", worse="high"),
+    MetricSpec("gpu.sm_clock", "Hz", "Clock of the GPU's processors.", owner="rank", worse="low"),
+    MetricSpec("gpu.memory_clock", "Hz", "Clock of the GPU's memory.", owner="rank", worse="low"),
+    MetricSpec("gpu.throttled", "", "1 while the GPU is slowed down by heat or by its power brake, else 0.",
+               owner="rank", worse="high"),
+    MetricSpec("gpu.xid_errors", "", "Xid errors of the driver about this GPU.", owner="rank", grows=True,
+               worse="high"),
+    MetricSpec("gpu.ecc_errors", "", "Uncorrected memory errors of the GPU.", owner="rank", grows=True,
+               worse="high"),
+    MetricSpec("gpu.nvlink_bytes_per_s", "bytes/s", "NVLink traffic of the GPU, both ways.",
+               owner="rank"),
+    MetricSpec("gpu.pcie_bytes_per_s", "bytes/s", "PCIe traffic of the GPU, both ways.",
+               owner="rank"),
 )  # fmt: skip
 _HOST = (
-    Figure("host.cpu", "ratio", "Share of the machine's CPU time in use.", owner="host"),
-    Figure("host.memory_free_bytes", "bytes", "Memory of the machine that programs can still have.", owner="host",
-           worse="low"),
-    Figure("disk.free_bytes", "bytes", "Free space on the disk of the run folder.", owner="host", worse="low"),
-    Figure("disk.read_bytes_per_s", "bytes/s", "Bytes that the machine's disks read.", owner="host"),
-    Figure("disk.write_bytes_per_s", "bytes/s", "Bytes that the machine's disks write.", owner="host"),
-    Figure("net.sent_bytes_per_s", "bytes/s", "Bytes that the machine sends, without loopback.", owner="host"),
-    Figure("net.received_bytes_per_s", "bytes/s", "Bytes that the machine receives, without loopback.", owner="host"),
+    MetricSpec("host.cpu", "ratio", "Share of the machine's CPU time in use.", owner="host"),
+    MetricSpec("host.memory_free_bytes", "bytes", "Memory of the machine that programs can still have.", owner="host",
+               worse="low"),
+    MetricSpec("disk.free_bytes", "bytes", "Free space on the disk of the run folder.", owner="host", worse="low"),
+    MetricSpec("disk.read_bytes_per_s", "bytes/s", "Bytes that the machine's disks read.", owner="host"),
+    MetricSpec("disk.write_bytes_per_s", "bytes/s", "Bytes that the machine's disks write.", owner="host"),
+    MetricSpec("net.sent_bytes_per_s", "bytes/s", "Bytes that the machine sends, without loopback.", owner="host"),
+    MetricSpec("net.received_bytes_per_s", "bytes/s", "Bytes that the machine receives, without loopback.",
+               owner="host"),
 )  # fmt: skip
 _RUN = (
-    Figure("checkpoint.stall_s", "s", "Seconds that training waited for the last save.", worse="high"),
-    Figure("checkpoint.durable_s", "s", "Seconds until the last checkpoint was committed.", worse="high"),
-    Figure("failures", "", "Failures of ranks since the run began.", grows=True, worse="high"),
-    Figure("dropped_figures", "", "Steps whose figures a rank dropped because its queue was full.", owner="rank",
-           grows=True, worse="high"),
-    Figure("planned", "", "The planner's estimate of another figure, by its name.", label="figure"),
-    Figure("plan.drift", "ratio", ( "Ratio of measured to planned, for a step, its parts and memory. Example in an "
-           "alert: " "plan.drift{over dp} > 1.15." ), label="part", worse="high"),
+    MetricSpec("checkpoint.stall_s", "s", "Seconds that training waited for the last save.", worse="high"),
+    MetricSpec("checkpoint.durable_s", "s", "Seconds until the last checkpoint was committed.", worse="high"),
+    MetricSpec("failures", "", "Failures of ranks since the run began.", grows=True, worse="high"),
+    MetricSpec("dropped_figures", "", "Steps whose metrics a rank dropped because its queue was full.", owner="rank",
+               grows=True, worse="high"),
+    MetricSpec("planned", "", "The planner's estimate of another metric, by its name.", label="figure"),
+    MetricSpec("plan.drift", "ratio", ( "Ratio of measured to planned, for a step, its parts and memory. Example in an "
+               "alert: " "plan.drift{over dp} > 1.15." ), label="part", worse="high"),
 )  # fmt: skip
 
 #: Metrics by name, in the order of the docs.
-FIGURES: Mapping[str, Figure] = {each.name: each for each in (*_TRAINING, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_RUN)}
+METRICS: Mapping[str, MetricSpec] = {each.name: each for each in (*_TRAINING, *_SPEED, *_MEMORY, *_GPU, *_HOST, *_RUN)}
 #: Short names that conditions may use, and the full names of their metrics.
 SHORT: Mapping[str, str] = {"disk.free": "disk.free_bytes", "host.memory_free": "host.memory_free_bytes"}
 
@@ -303,8 +308,8 @@ def parse_condition(text: str) -> Condition:
     return parts[0] if len(parts) == 1 else Any_(tuple(parts))
 
 
-def _compare(figure: str, operator: str, value: str, of: str | None, over: str | None, hold: str | None) -> Compare:
-    series, known = _figure(figure)
+def _compare(metric: str, operator: str, value: str, of: str | None, over: str | None, hold: str | None) -> Compare:
+    series, known = _metric(metric)
     basis = (of or "").removeprefix("of ")
     if (over is None) == (basis in ("sigma", "median")):
         raise ValueError("`over` gives the window of sigma and median alone. Write e.g. loss > 6 sigma over 200 steps")
@@ -314,12 +319,12 @@ def _compare(figure: str, operator: str, value: str, of: str | None, over: str |
     )  # fmt: skip
 
 
-def _state(figure: str, state: str, hold: str | None) -> State:
-    return State(_figure(figure)[0], cast(Literal["nan", "inf", "not finite"], state), _span(hold))
+def _state(metric: str, state: str, hold: str | None) -> State:
+    return State(_metric(metric)[0], cast(Literal["nan", "inf", "not finite"], state), _span(hold))
 
 
-def _no_improvement(figure: str, way: str, span: str, by: str | None) -> NoImprovement:
-    series, known = _figure(figure)
+def _no_improvement(metric: str, way: str, span: str, by: str | None) -> NoImprovement:
+    series, known = _metric(metric)
     if way == "better" and not known.worse:
         raise ValueError(f"it is unknown whether higher or lower {series} is better. Write 'no higher' or 'no lower'")
     if way == "better":
@@ -328,16 +333,16 @@ def _no_improvement(figure: str, way: str, span: str, by: str | None) -> NoImpro
     return NoImprovement(series, cast(Literal["higher", "lower"], way), _span(span), amount, relative)
 
 
-def _trend(figure: str, way: str, by: str, span: str) -> Trend:
-    series, known = _figure(figure)
+def _trend(metric: str, way: str, by: str, span: str) -> Trend:
+    series, known = _metric(metric)
     return Trend(series, way == "rises", *_amount(by, known), _span(span))
 
 
-def _missing(figure: str, span: str) -> Missing:
+def _missing(metric: str, span: str) -> Missing:
     found = _span(span)
     if found.unit != "s":
-        raise ValueError(f"{span}: a missing figure has no readings to count. Write a time, e.g. 10m")
-    return Missing(_figure(figure)[0], found)
+        raise ValueError(f"{span}: a missing metric has no readings to count. Write a time, e.g. 10m")
+    return Missing(_metric(metric)[0], found)
 
 
 def _happened(event: str) -> Happened:
@@ -346,7 +351,7 @@ def _happened(event: str) -> Happened:
     return Happened(event)
 
 
-_METRIC, _SPAN = r"(?P<figure>[A-Za-z_][^ {]*(?:\{[^{}]*\})?)", r"[^ ]+(?: (?:steps?|evaluations?))?"
+_METRIC, _SPAN = r"(?P<metric>[A-Za-z_][^ {]*(?:\{[^{}]*\})?)", r"[^ ]+(?: (?:steps?|evaluations?))?"
 _FOR, _OVER = rf"(?: for (?P<hold>{_SPAN}))?", rf"(?: over (?P<over>{_SPAN}))?"
 _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Condition]], ...] = (
     (re.compile(rf"no {_METRIC} for (?P<span>{_SPAN})"), _missing),
@@ -360,25 +365,25 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Condition]], ...] = (
 )  # fmt: skip
 
 
-def _figure(word: str) -> tuple[Series, Figure]:
+def _metric(word: str) -> tuple[Series, MetricSpec]:
     try:
         name, label = split_series(word)
     except ValueError:
-        raise ValueError(f"{word!r} is no figure. Write a name such as loss or gpu.temperature") from None
+        raise ValueError(f"{word!r} is no metric. Write a name such as loss or gpu.temperature") from None
     name = SHORT.get(name, name)
-    if name.startswith("eval.") and name not in FIGURES:
+    if name.startswith("eval.") and name not in METRICS:
         name, label = "eval.metric", name.removeprefix("eval.")
-    figure = FIGURES.get(name)
-    if figure is None:
-        hint = did_you_mean(name, [*FIGURES, *SHORT])
-        raise ValueError(f"there is no figure {name!r}.{hint or ' `weft alerts figures` lists them.'}".rstrip("."))
-    if label and not figure.label:
+    metric = METRICS.get(name)
+    if metric is None:
+        hint = did_you_mean(name, [*METRICS, *SHORT])
+        raise ValueError(f"there is no metric {name!r}.{hint or ' `weft alerts metrics` lists them.'}".rstrip("."))
+    if label and not metric.label:
         raise ValueError(f"{name} has no label, so {{{label}}} means nothing. Write {name}")
-    return Series(name, label), figure
+    return Series(name, label), metric
 
 
-def _number(word: str, figure: Figure) -> float:
-    is_size = figure.unit.startswith("bytes")
+def _number(word: str, metric: MetricSpec) -> float:
+    is_size = metric.unit.startswith("bytes")
     if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?%?", word, re.IGNORECASE):
         return float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
     try:
@@ -388,9 +393,9 @@ def _number(word: str, figure: Figure) -> float:
         raise ValueError(f"{unit} is needed in the place of {word!r}") from None
 
 
-def _amount(word: str, figure: Figure) -> tuple[float, bool]:
+def _amount(word: str, metric: MetricSpec) -> tuple[float, bool]:
     """Return (amount, True if it is a fraction)."""
-    value = _number(word, figure)
+    value = _number(word, metric)
     if not value > 0:
         raise ValueError(f"{value:g} is no amount to rise or fall by. Write one above 0")
     return value, word.endswith("%")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from weft.config import metrics as kinds
-from weft.config.metrics import FIGURES, Condition, RunSpan, Series
-from weft.monitor.metrics import FigureReading
+from weft.config.metrics import METRICS, Condition, RunSpan, Series
+from weft.monitor.metrics import MetricReading
 from weft.units import format_bytes, format_seconds
 
 #: Maximum number of readings in a window. If a span has more readings, only every n-th is kept.
@@ -35,7 +35,7 @@ class Streak:
         self._began = 0.0
         self.since: int | None = None
 
-    def see(self, is_so: bool, reading: FigureReading) -> bool:
+    def see(self, is_so: bool, reading: MetricReading) -> bool:
         """Record whether the condition is true (`is_so`) at a reading, and return True if it was for the full span."""
         if not is_so:
             self._count, self.since = 0, None
@@ -112,10 +112,10 @@ class Judge:
     """Base class of the evaluators of alert conditions.
 
     `holds` is True while the condition is true. `message` is the reason as text. `since` is the first step at which it
-    was true, if known from an event. `figures` names the metrics that it reads.
+    was true, if known from an event. `metrics` names the metrics that it reads.
     """
 
-    figures: frozenset[str] = frozenset()
+    metrics: frozenset[str] = frozenset()
 
     def __init__(self, series: Series | None = None) -> None:
         self.holds = False
@@ -123,14 +123,14 @@ class Judge:
         self.since: int | None = None
         self._series = series
         if series is not None:
-            self.figures = frozenset({series.name})
+            self.metrics = frozenset({series.name})
 
-    def reads(self, reading: FigureReading) -> bool:
+    def reads(self, reading: MetricReading) -> bool:
         """Return True if the condition uses this reading. A condition without a label uses readings of any label."""
         return self._series is None or self._series.label in ("", reading.label)
 
-    def take(self, reading: FigureReading) -> None:
-        """Add a reading of one of `figures`."""
+    def take(self, reading: MetricReading) -> None:
+        """Add a reading of one of `metrics`."""
 
     def add_event(self, event: str, time: float) -> None:
         """Add an event. Called before `take` gets the readings of that event."""
@@ -147,14 +147,14 @@ class _CompareJudge(Judge):
     def __init__(self, condition: kinds.Compare):
         super().__init__(condition.series)
         self._condition = condition
-        self.figures |= {"planned"} if condition.of == "plan" else set[str]()
+        self.metrics |= {"planned"} if condition.of == "plan" else set[str]()
         self._streaks: dict[str, Streak] = {}
         self._windows: dict[str, TimeWindow] = {}
         self._out: dict[str, int] = {}
         self._true: dict[str, tuple[str, int | None]] = {}
         self._planned: float | None = None
 
-    def take(self, reading: FigureReading) -> None:
+    def take(self, reading: MetricReading) -> None:
         condition = self._condition
         if reading.name != condition.series.name:
             if reading.label == condition.series.name:
@@ -177,7 +177,7 @@ class _CompareJudge(Judge):
         if self._true:
             self.message, self.since = next(iter(self._true.values()))
 
-    def _bound(self, label: str, value: float, reading: FigureReading) -> tuple[float | None, str]:
+    def _bound(self, label: str, value: float, reading: MetricReading) -> tuple[float | None, str]:
         condition = self._condition
         if condition.of == "":
             return condition.value, ""
@@ -212,7 +212,7 @@ class _StateJudge(Judge):
         self._condition, self._streaks = condition, dict[str, Streak]()
         self._true: dict[str, int | None] = {}
 
-    def take(self, reading: FigureReading) -> None:
+    def take(self, reading: MetricReading) -> None:
         condition = self._condition
         if not self.reads(reading):
             return
@@ -237,7 +237,7 @@ class _NoImprovementJudge(Judge):
         self._best_at: tuple[int | None, float] = (None, 0.0)
         self._number = 0
 
-    def take(self, reading: FigureReading) -> None:
+    def take(self, reading: MetricReading) -> None:
         condition = self._condition
         if not self.reads(reading):
             return
@@ -270,7 +270,7 @@ class _TrendJudge(Judge):
         self._numbers: dict[str, int] = {}
         self._true: dict[str, str] = {}
 
-    def take(self, reading: FigureReading) -> None:
+    def take(self, reading: MetricReading) -> None:
         condition = self._condition
         if not self.reads(reading):
             return
@@ -322,7 +322,7 @@ class _MissingJudge(Judge):
         self._last: float | None = None
         self._step: int | None = None
 
-    def take(self, reading: FigureReading) -> None:
+    def take(self, reading: MetricReading) -> None:
         if self.reads(reading):
             self._last, self._step, self.holds = reading.time, reading.step, False
 
@@ -354,7 +354,7 @@ class _JoinedJudge(Judge):
     def __init__(self, parts: tuple[Condition, ...], *, every: bool):
         self._parts = [judge_of(part) for part in parts]
         self._every = every
-        self.figures = frozenset[str]()
+        self.metrics = frozenset[str]()
 
     @property
     def holds(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
@@ -398,8 +398,8 @@ def judge_of(condition: Condition) -> Judge:
 _COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
-def _shown(reading: FigureReading, value: float) -> str:
-    unit = FIGURES[reading.name].unit
+def _shown(reading: MetricReading, value: float) -> str:
+    unit = METRICS[reading.name].unit
     if not math.isfinite(value):
         return str(value)
     if unit.startswith("bytes"):

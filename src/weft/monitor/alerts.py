@@ -293,10 +293,10 @@ class AlertDesk:
         self._alerts = [_Watched(rule) for rule in rules]
         tops = [judge for alert in self._alerts for judge in (alert.judge, alert.until) if judge is not None]
         self._judges = [judge for top in tops for judge in top.all()]
-        self._by_figure: dict[str, list[Judge]] = {}
+        self._by_metric: dict[str, list[Judge]] = {}
         for judge in self._judges:
-            for name in judge.figures:
-                self._by_figure.setdefault(name, []).append(judge)
+            for name in judge.metrics:
+                self._by_metric.setdefault(name, []).append(judge)
         self._step = 0
         self._good: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_REMEMBERED)
         self._evaluated: float | None = None
@@ -312,7 +312,7 @@ class AlertDesk:
             judge.add_event(kind, time)
         self._remember(kind, event)
         for reading in readings(event):
-            for judge in self._by_figure.get(reading.name, ()):
+            for judge in self._by_metric.get(reading.name, ()):
                 judge.take(reading)
         return found + self._changed(time)
 
@@ -479,8 +479,8 @@ def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
         lines.append(f"Since step {notice.since}.")
     lines.append(f"Time: {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(notice.time))}")
     if notice.good:
-        figures = ", ".join(f"{name} {value:.5g}" for name, value in notice.good.items())
-        lines.append(f"Last good figures: {figures}")
+        metrics = ", ".join(f"{name} {value:.5g}" for name, value in notice.good.items())
+        lines.append(f"Last good metrics: {metrics}")
     does = [action for action in rule.actions if action in RUN_ACTIONS]
     if does:
         lines.append(f"The run does: {', '.join(does)}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from weft.config.metrics import FIGURES, series, split_series
+from weft.config.metrics import METRICS, series, split_series
 from weft.monitor.events import number
 from weft.monitor.stragglers import StragglerWatch, median_without
 
@@ -59,7 +59,7 @@ _OF_EVALUATION = frozenset({"event", "time", "step", "loss"})
 
 
 @dataclass(frozen=True, slots=True)
-class FigureReading:
+class MetricReading:
     """Value of a metric at one time.
 
     `name` and `label` identify the series. `value` is the number, or the median over ranks. `low` and `high` are the
@@ -83,7 +83,7 @@ class FigureReading:
         return series(self.name, self.label)
 
 
-def readings(event: Mapping[str, Any]) -> Iterator[FigureReading]:
+def readings(event: Mapping[str, Any]) -> Iterator[MetricReading]:
     """Yield the metrics of an event. Unknown metrics are ignored."""
     step, time = event.get("step"), number(event.get("time"))
     at = (step if type(step) is int else None, time)
@@ -92,16 +92,16 @@ def readings(event: Mapping[str, Any]) -> Iterator[FigureReading]:
             name, label = split_series(text)
         except ValueError:
             continue
-        if name not in FIGURES:
+        if name not in METRICS:
             continue
         if isinstance(value, list):
             if len(parts := cast(list[Any], value)) == 5:
                 low, middle, high = (number(one) for one in parts[:3])
-                yield FigureReading(name, label, middle, low, high, str(parts[3]), str(parts[4]), *at)
+                yield MetricReading(name, label, middle, low, high, str(parts[3]), str(parts[4]), *at)
         elif isinstance(value, int | float | str) and not isinstance(value, bool):
             found = number(value)
             if not math.isnan(found) or value == "nan":
-                yield FigureReading(name, label, found, found, found, "", "", *at)
+                yield MetricReading(name, label, found, found, found, "", "", *at)
 
 
 def _values(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -227,7 +227,7 @@ class LocalReports:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
+class StepReport:
     """Metrics that training queues after a step: seconds by phase, and waits for other ranks by axis.
 
     `own` has the seconds of the rank's own work by part, without its waits for others.
@@ -256,7 +256,7 @@ class StepMeans:
         self._totals_before: tuple[int, Mapping[str, float]] = (0, {})
         self._last: dict[str, float] = {}
 
-    def add(self, one: StepFigures) -> None:
+    def add(self, one: StepReport) -> None:
         """Add a step."""
         self.step, self._num_steps = one.step, self._num_steps + 1
         values = {"busy_s": one.busy_s, "data_wait_s": one.data_s}
@@ -329,15 +329,15 @@ class ReportJoiner:
         self, reports: Sequence[Mapping[str, Any]], silent: list[int], step: int, now: float
     ) -> dict[str, object]:
         """Return one event from the reports of all ranks. The report of a silent rank is {}."""
-        by_figure: dict[str, dict[str, float]] = {}
+        by_metric: dict[str, dict[str, float]] = {}
         for rank, report in enumerate(reports):
             for owner, values in ((f"rank {rank}", "values"), (str(report.get("host")), "of_host")):
                 for name, value in report.get(values, {}).items():
-                    by_figure.setdefault(name, {})[owner] = value
-        busy = by_figure.get("busy_s", {})
+                    by_metric.setdefault(name, {})[owner] = value
+        busy = by_metric.get("busy_s", {})
         if lags := self._lags(busy, len(reports)):
-            by_figure["rank.lag"] = lags
-        folded = {name: found.as_json() for name, values in by_figure.items() if (found := fold(values))}
+            by_metric["rank.lag"] = lags
+        folded = {name: found.as_json() for name, values in by_metric.items() if (found := fold(values))}
         event: dict[str, object] = {"event": "figures", "step": step, "ranks": len(reports)}
         event |= {"over_s": round(now - self._published, 3), "figures": {**folded, "rank.silent": len(silent)}}
         if len(reports) > 1:
@@ -396,18 +396,18 @@ class Collector(threading.Thread):
         self._of_rank, self._of_host = [*of_rank], [*of_host]
         self._joiner = None if publish is None else ReportJoiner(every_s, publish, groups, on_slow, clock)
         self._means, self._pace, self._newest = StepMeans(totals), PaceWriter(), dict[str, object]()
-        self._queue: deque[StepFigures] = deque()
+        self._queue: deque[StepReport] = deque()
         self._num_dropped = self._number = 0
         self._end = threading.Event()
         #: The last error. Errors here do not stop training.
         self.trouble = ""
 
-    def put(self, figures: StepFigures) -> None:
+    def put(self, metrics: StepReport) -> None:
         """Add a step's metrics to the queue, or drop them if it is full. Never waits."""
         if len(self._queue) >= _MOST_QUEUED:
             self._num_dropped += 1
         else:
-            self._queue.append(figures)
+            self._queue.append(metrics)
 
     def close(self) -> None:
         """Send a last report and end the thread."""

@@ -35,7 +35,7 @@ from weft.train.hooks import Hook, Progress, steps_left_out
 from weft.train.loop.callbacks import GOES_BACK, StopReason
 from weft.train.loop.injected_faults import FaultHook, asked_fault
 from weft.train.loop.observers import (
-    FigureHook,
+    MetricHook,
     NullRecorder,
     PlanWatch,
     RequestWatch,
@@ -234,7 +234,7 @@ class _RankRun:
             return RunResult(progress.step, StopReason.FINISHED.value)
         start_step, book = progress.step, TimeBook()
         observers = _observers(self.job, engine, self.terminal, began, book, progress, notes)
-        self.logger.display, self.logger.log = observers.recorder.display, observers.recorder.on_figures
+        self.logger.display, self.logger.log = observers.recorder.display, observers.recorder.on_metrics
         trainer = Trainer(
             task=self.task,
             engine=engine,
@@ -295,7 +295,7 @@ class _Observers:
 
     hooks: Sequence[Hook]
     recorder: NullRecorder
-    figures: FigureHook | None
+    metrics: MetricHook | None
     limit: TimeLimit | None
     requests: RequestWatch | None
 
@@ -303,8 +303,8 @@ class _Observers:
         """End the threads, and close the display and the event log."""
         if self.requests:
             self.requests.close()
-        if self.figures:
-            self.figures.collector.close()
+        if self.metrics:
+            self.metrics.collector.close()
         self.recorder.close()
 
 
@@ -322,16 +322,16 @@ def _observers(
         requests = RequestWatch(job.folder.path, time.time() - (time.monotonic() - began), engine)
         limit = _watch_resources(job, engine, began)
         recorder = _recorder(job, engine, terminal, progress, notes)
-    figures = plan_watch = None
+    metrics = plan_watch = None
     if settings.figures:
-        figures = FigureHook(engine, job.place, job.folder.path, parse_seconds(settings.every), recorder)
+        metrics = MetricHook(engine, job.place, job.folder.path, parse_seconds(settings.every), recorder)
     if engine.rank == 0:
         with engine.pulse.doing("runs the planner for its estimate"):
             plan_watch = PlanWatch.of(job.task, job.plan, engine.device, book, recorder)
     # Send the planned step time to all ranks, because each rank detects hangs separately.
     engine.pulse.planned_s = engine.ranks.on_first(lambda: plan_watch.step_s if plan_watch else 0.0)
-    hooks = [hook for hook in (limit, figures, recorder, plan_watch) if hook is not None]
-    return _Observers(hooks, recorder, figures, limit, requests)
+    hooks = [hook for hook in (limit, metrics, recorder, plan_watch) if hook is not None]
+    return _Observers(hooks, recorder, metrics, limit, requests)
 
 
 def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit | None:

@@ -60,7 +60,7 @@ def monitor_process(folder: Path, config: RunConfig, say: Callable[[str], None])
             process.kill()
             process.wait()
         if process.returncode:
-            say(f"not all figures and alerts were sent ({logs / 'beside.log'}); to send them: weft runs send {folder}")
+            say(f"not all metrics and alerts were sent ({logs / 'beside.log'}); to send them: weft runs send {folder}")
 
 
 def main() -> None:

@@ -107,10 +107,10 @@ def curves(run: RunIndex, first: float, last: float, points: int) -> dict[str, A
             "evals": _evaluations(run, first, last, points),
             "figures": {
                 name: picture
-                for name, one in run.figures.items()
+                for name, one in run.metrics.items()
                 if (picture := one.picture())["step"] and not name.startswith("planned")
             },
-            "last": {name: one.last for name, one in run.figures.items() if one.last},
+            "last": {name: one.last for name, one in run.metrics.items() if one.last},
             "bad": sorted(run.bad_steps),
             "planned": _planned(run),
         }

@@ -42,7 +42,7 @@ class RunState:
 
     def __init__(self) -> None:
         self.steps, self.evals = StepColumns(), StepColumns()
-        self.figures: dict[str, BoundedSeries] = {}
+        self.metrics: dict[str, BoundedSeries] = {}
         self.heat = RankHeat()
         self.marks = Marks()
         self.ledger = TimeLedger()
@@ -152,7 +152,7 @@ class RunState:
                 [step], [number(event.get("time"))], {key: [one] for key, one in list(found.items())[:40]}
             )
         elif kind == "figures":
-            self._add_figures(event)
+            self._add_metrics(event)
         elif kind == "plan":
             self.planned = event
         elif kind == "actual":
@@ -167,16 +167,16 @@ class RunState:
             reason = str(event.get("reason", ""))
             self._state, self._reason = ("finished", "") if reason == "finished" else ("stopped", reason)
 
-    def _add_figures(self, event: Mapping[str, Any]) -> None:
+    def _add_metrics(self, event: Mapping[str, Any]) -> None:
         for one in readings(event):
             name = one.series
-            if name not in self.figures:
-                if len(self.figures) >= _MOST_SERIES:
+            if name not in self.metrics:
+                if len(self.metrics) >= _MOST_SERIES:
                     continue
-                self.figures[name] = BoundedSeries()
+                self.metrics[name] = BoundedSeries()
             at_step = self.step if one.step is None or abs(one.step) >= 2**62 else one.step
             when = one.time if math.isfinite(one.time) else 0.0
-            self.figures[name].add(at_step, when, (one.low, one.value, one.high), (one.at_low, one.at_high))
+            self.metrics[name].add(at_step, when, (one.low, one.value, one.high), (one.at_low, one.at_high))
         by_rank = event.get("by_rank")
         busy = by_rank.get("busy_s") if isinstance(by_rank, Mapping) else None
         if isinstance(busy, list) and len(busy) <= 100_000:

@@ -70,7 +70,7 @@ def print_runs(root: Path, out: TextIO, price: Price | None = None, as_json: boo
     accounts = {name: _account(run, price) for name, run in sorted(catalog.runs.items())}
     total = _added(list(accounts.values()))
     if as_json:
-        runs = {name: _figures(catalog.runs[name]) | account for name, account in accounts.items()}
+        runs = {name: _metrics(catalog.runs[name]) | account for name, account in accounts.items()}
         print(json.dumps({"runs": runs, "total": total}, indent=1), file=out)
         return
     # Without a terminal, rich would cut the table at 80 columns.
@@ -91,7 +91,7 @@ def comparison(folders: Sequence[Path]) -> dict[str, list[Any]]:
     for catalog in catalogs:
         catalog.read_all()
     runs = [next(iter(catalog.runs.values())) for catalog in catalogs]
-    rows = [_figures(run) for run in runs]
+    rows = [_metrics(run) for run in runs]
     found = {name: [row[name] for row in rows] for name in rows[0]}
     common = set(runs[0].steps.steps.tolist()).intersection(*(run.steps.steps.tolist() for run in runs[1:]))
     if common:
@@ -101,7 +101,7 @@ def comparison(folders: Sequence[Path]) -> dict[str, list[Any]]:
     return found
 
 
-def _figures(run: RunIndex) -> dict[str, Any]:
+def _metrics(run: RunIndex) -> dict[str, Any]:
     evals = run.evals.values("loss")
     finite = evals[evals == evals]
     return {

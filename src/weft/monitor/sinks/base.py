@@ -23,7 +23,7 @@ from weft import env
 from weft.config.sections import SinkSection
 from weft.errors import ConfigError
 from weft.monitor.events import open_regular
-from weft.monitor.metrics import FigureReading, readings
+from weft.monitor.metrics import MetricReading, readings
 from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
 from weft.units import format_seconds, parse_seconds
 
@@ -118,7 +118,7 @@ class SinkJob:
     kept: dict[str, Any] = field(default_factory=dict)
 
 
-class FigureSink:
+class MetricSink:
     """Base class of all sinks. A sink is called from one thread. If `is_current`, it does not get past events."""
 
     is_current = False
@@ -138,7 +138,7 @@ class FigureSink:
         """Release resources."""
 
 
-def flat(reading: FigureReading) -> Iterator[tuple[str, float]]:
+def flat(reading: MetricReading) -> Iterator[tuple[str, float]]:
     """Yield (name, value) pairs for trackers: "phase_s/forward/median" over ranks, "loss" of the run."""
     name = _UNFIT.sub("_", f"{reading.name}/{reading.label}" if reading.label else reading.name)
     if reading.at_low or reading.at_high:

@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from weft.config.metrics import FIGURES
-from weft.monitor.metrics import FigureReading, readings
-from weft.monitor.sinks.base import FigureSink, Poster, SinkJob, SinkTrouble
+from weft.config.metrics import METRICS
+from weft.monitor.metrics import MetricReading, readings
+from weft.monitor.sinks.base import MetricSink, Poster, SinkJob, SinkTrouble
 
 #: Seconds between two pushes.
 _PUSH_S = 5.0
 
 
-class NewestFigures:
+class NewestMetrics:
     """The newest reading of each series of a run, and its text for Prometheus. Thread-safe."""
 
     def __init__(self, run: str):
         self._run = run
         self._lock = threading.Lock()
-        self._newest: dict[tuple[str, str], FigureReading] = {}
+        self._newest: dict[tuple[str, str], MetricReading] = {}
         self._failures: set[float] = set()  # times of the events, since an event may come twice
 
     def see(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -35,7 +35,7 @@ class NewestFigures:
                 if reading.name == "failures":
                     self._failures.add(reading.time)
                     total = float(len(self._failures))
-                    reading = FigureReading("failures", "", total, total, total, time=reading.time)
+                    reading = MetricReading("failures", "", total, total, total, time=reading.time)
                 self._newest[reading.name, reading.label] = reading
 
     def text(self) -> str:
@@ -43,35 +43,35 @@ class NewestFigures:
         with self._lock:
             newest = dict(self._newest)
         lines: list[str] = []
-        for figure in FIGURES.values():
-            found = [reading for (name, _), reading in newest.items() if name == figure.name]
+        for metric in METRICS.values():
+            found = [reading for (name, _), reading in newest.items() if name == metric.name]
             if not found:
                 continue
-            lines.append(f"# HELP {figure.exported} {_escaped(figure.help, quotes=False)}")
-            lines.append(f"# TYPE {figure.exported} {'counter' if figure.grows else 'gauge'}")
+            lines.append(f"# HELP {metric.exported} {_escaped(metric.help, quotes=False)}")
+            lines.append(f"# TYPE {metric.exported} {'counter' if metric.grows else 'gauge'}")
             for reading in found:
-                labels = {"run": self._run, **({figure.label: reading.label} if figure.label else {})}
+                labels = {"run": self._run, **({metric.label: reading.label} if metric.label else {})}
                 if reading.at_low or reading.at_high:
                     # The owner of an extreme is not a label, because the series would change whenever another rank is
                     # the slowest.
                     for stat, value in (("min", reading.low), ("median", reading.value), ("max", reading.high)):
-                        lines.append(f"{figure.exported}{_labels({**labels, 'stat': stat})} {_number(value)}")
+                        lines.append(f"{metric.exported}{_labels({**labels, 'stat': stat})} {_number(value)}")
                 else:
-                    lines.append(f"{figure.exported}{_labels(labels)} {_number(reading.value)}")
+                    lines.append(f"{metric.exported}{_labels(labels)} {_number(reading.value)}")
         return "\n".join(lines) + "\n"
 
 
-class ScrapedSink(FigureSink):
+class ScrapedSink(MetricSink):
     """Sink that serves the newest metrics at /metrics."""
 
     is_current = True
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
-        self._figures = NewestFigures(job.run)
+        self._metrics = NewestMetrics(job.run)
         settings = job.settings
         try:
-            self._server = ThreadingHTTPServer((settings.host, settings.port), _handler(self._figures))
+            self._server = ThreadingHTTPServer((settings.host, settings.port), _handler(self._metrics))
         except (OSError, OverflowError) as error:
             raise SinkTrouble(f"{settings.host}:{settings.port} cannot be used for listening ({error})") from None
         self._server.daemon_threads = True
@@ -84,7 +84,7 @@ class ScrapedSink(FigureSink):
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Store the newest metrics."""
-        self._figures.see(events)
+        self._metrics.see(events)
 
     def close(self) -> None:
         """Stop listening."""
@@ -92,21 +92,21 @@ class ScrapedSink(FigureSink):
         self._server.server_close()
 
 
-class PushedSink(FigureSink):
+class PushedSink(MetricSink):
     """Sink that pushes the newest metrics to a gateway, at most every few seconds."""
 
     is_current = True
 
     def __init__(self, job: SinkJob):
         super().__init__(job)
-        self._figures, self._poster = NewestFigures(job.run), Poster.of(job.settings)
+        self._metrics, self._poster = NewestMetrics(job.run), Poster.of(job.settings)
         project, run = (urllib.parse.quote(word, safe="") for word in (job.settings.project, job.run))
         self._path = f"/metrics/job/{project}/instance/{run}"
         self._pushed = -math.inf
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Store the newest metrics, and push them if the last push was long enough ago."""
-        self._figures.see(events)
+        self._metrics.see(events)
         if time.monotonic() - self._pushed >= _PUSH_S:
             self._push()
 
@@ -115,11 +115,11 @@ class PushedSink(FigureSink):
         self._push()
 
     def _push(self) -> None:
-        self._poster.post(self._path, self._figures.text().encode(), method="PUT", kind="text/plain; version=0.0.4")
+        self._poster.post(self._path, self._metrics.text().encode(), method="PUT", kind="text/plain; version=0.0.4")
         self._pushed = time.monotonic()
 
 
-def _handler(figures: NewestFigures) -> type[BaseHTTPRequestHandler]:
+def _handler(metrics: NewestMetrics) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = 10.0  # for a client that sends nothing
 
@@ -127,7 +127,7 @@ def _handler(figures: NewestFigures) -> type[BaseHTTPRequestHandler]:
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(404)
                 return
-            body = figures.text().encode()
+            body = metrics.text().encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError
-from weft.monitor.sinks.base import FigureSink, SinkJob, SinkTrouble
+from weft.monitor.sinks.base import MetricSink, SinkJob, SinkTrouble
 
 #: Poll interval (s) of a pump.
 _LOOK_S = 0.5
@@ -76,7 +76,7 @@ class Pump(threading.Thread):
     def __init__(
         self,
         name: str,
-        make: Callable[[SinkJob], FigureSink],
+        make: Callable[[SinkJob], MetricSink],
         job: SinkJob,
         notify: Callable[[str], None],
         *,
@@ -92,7 +92,7 @@ class Pump(threading.Thread):
         job.kept.update(kept.get("kept", {}))
         self._follower = EventFollower(job.folder / "events.jsonl", int(kept.get("offset", 0)))
         self._end = threading.Event()
-        self._sink: FigureSink | None = None
+        self._sink: MetricSink | None = None
         self._is_away = False
         #: True if all events were sent at the end.
         self.is_done = False

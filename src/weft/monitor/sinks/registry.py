@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weft.lazy import named_object
 
 if TYPE_CHECKING:
-    from weft.monitor.sinks.base import FigureSink, SinkJob
+    from weft.monitor.sinks.base import MetricSink, SinkJob
 
 #: Sink class of each kind. It is imported when a config uses it.
 SINKS = {
@@ -22,7 +22,7 @@ SINKS = {
 }
 
 
-def make_sink(job: SinkJob) -> FigureSink:
+def make_sink(job: SinkJob) -> MetricSink:
     """Return the sink for a job.
 
     Raises:

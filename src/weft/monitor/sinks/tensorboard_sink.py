@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from weft.errors import MissingExtra
-from weft.monitor.sinks.base import FigureSink, SinkJob, SinkTrouble, flat_values
+from weft.monitor.sinks.base import MetricSink, SinkJob, SinkTrouble, flat_values
 
 
-class TensorboardSink(FigureSink):
+class TensorboardSink(MetricSink):
     """Sink that writes scalars by step. Each start writes a new file to RUN/tensorboard, as SummaryWriter does."""
 
     def __init__(self, job: SinkJob):

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from weft.config.metrics import FIGURES
+from weft.config.metrics import METRICS
 from weft.errors import MissingExtra
 from weft.monitor.events import step_of
-from weft.monitor.metrics import FigureReading, readings
-from weft.monitor.sinks.base import FigureSink, Poster, SinkJob, SinkTrouble, flat_config, flat_values, secret_of
+from weft.monitor.metrics import MetricReading, readings
+from weft.monitor.sinks.base import MetricSink, Poster, SinkJob, SinkTrouble, flat_config, flat_values, secret_of
 
 
-class JsonSink(FigureSink):
+class JsonSink(MetricSink):
     """Sink that posts {"run": name, "events": [...]} to a URL. Events are as in events.jsonl."""
 
     def __init__(self, job: SinkJob):
@@ -28,7 +28,7 @@ class JsonSink(FigureSink):
         self._poster.post("", {"run": self.job.run, "events": list(events)})
 
 
-class OtlpSink(FigureSink):
+class OtlpSink(MetricSink):
     """Sink that posts metrics to URL/v1/metrics in OTLP's JSON format."""
 
     def __init__(self, job: SinkJob):
@@ -46,19 +46,19 @@ class OtlpSink(FigureSink):
         attributes = [_text("service.name", "weft"), _text("weft.run", self.job.run)]
         metrics: list[dict[str, Any]] = []
         for name, found in points.items():
-            figure = FIGURES[name]
+            metric = METRICS[name]
             # 2 is CUMULATIVE: counters are totals since the run began.
             kind = {"sum": {"dataPoints": found, "aggregationTemporality": 2, "isMonotonic": True}}
-            data = kind if figure.grows else {"gauge": {"dataPoints": found}}
-            unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(figure.unit, figure.unit)
-            metrics.append({"name": f"weft.{name}", "unit": unit, "description": figure.help, **data})
+            data = kind if metric.grows else {"gauge": {"dataPoints": found}}
+            unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(metric.unit, metric.unit)
+            metrics.append({"name": f"weft.{name}", "unit": unit, "description": metric.help, **data})
         scope = {"scope": {"name": "weft"}, "metrics": metrics}
         body = {"resourceMetrics": [{"resource": {"attributes": attributes}, "scopeMetrics": [scope]}]}
         path = "" if self.job.settings.url and self.job.settings.url.endswith("/v1/metrics") else "/v1/metrics"
         self._poster.post(path, body)
 
-    def _points(self, reading: FigureReading) -> Iterator[dict[str, Any]]:
-        label = FIGURES[reading.name].label
+    def _points(self, reading: MetricReading) -> Iterator[dict[str, Any]]:
+        label = METRICS[reading.name].label
         attributes = [_text(label, reading.label)] if label else []
         at = str(round(reading.time * 1e9)) if math.isfinite(reading.time) else "0"
         ends: list[tuple[str, float, str]] = [("", reading.value, "")]
@@ -80,7 +80,7 @@ def _text(key: str, value: str) -> dict[str, Any]:
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 500
 
 
-class MlflowSink(FigureSink):
+class MlflowSink(MetricSink):
     """Sink that logs one run of Weft, over all its starts, as one MLflow run."""
 
     def __init__(self, job: SinkJob):
@@ -138,7 +138,7 @@ def _value(value: float) -> float | str:
 # Weights & Biases and trackio, through their packages, which share a few functions.
 
 
-class _TrackerSink(FigureSink):
+class _TrackerSink(MetricSink):
     """Sink that logs metrics with `log(values)`. The step is one of the values, because W&B rejects repeated steps."""
 
     package = ""

@@ -25,7 +25,7 @@ from weft.monitor.alerts import RequestQueue, RunRequest, action_line
 from weft.monitor.events import EventLog, StepRecord, read_events
 from weft.monitor.live import Display
 from weft.monitor.machine_metrics import GpuSource, HostSource
-from weft.monitor.metrics import Collector, StepFigures
+from weft.monitor.metrics import Collector, StepReport
 from weft.monitor.plots import Artist, plot_loss
 from weft.monitor.step_times import TimeBook
 from weft.planner.measured.laws import measured_parts, parts_of
@@ -40,7 +40,7 @@ from weft.train.tasks.base import Task
 _PEAK, _REST = series("memory.bytes", "peak"), series("memory.bytes", "rest")
 
 
-class FigureHook(Hook):
+class MetricHook(Hook):
     """Hook that starts a rank's metric `Collector` with sources for engine, machine and GPU.
 
     Args:
@@ -67,7 +67,7 @@ class FigureHook(Hook):
             of_rank=[host.of_process, *gpu, self._memory_now],
             of_host=[host.of_machine],
             totals=measures.traffic,
-            publish=recorder.on_figures if is_first else None,
+            publish=recorder.on_metrics if is_first else None,
             # Compare only ranks of the same pipeline stage, because stages do different work. Only rank 0 compares.
             groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if is_first else 0)],
             on_slow=recorder.on_slow if is_first else None,
@@ -83,7 +83,7 @@ class FigureHook(Hook):
             # After the first step all tensors exist, and memory stays constant between two steps, so read it now.
             self._memory = dict(self._measures.memory())
         self.collector.put(
-            StepFigures(record.step, record.seconds, record.exposed, record.busy_s, record.data_s, record.own)
+            StepReport(record.step, record.seconds, record.exposed, record.busy_s, record.data_s, record.own)
         )
         return None
 
@@ -194,7 +194,7 @@ class NullRecorder(Hook):
     def on_note(self, step: int, text: str) -> None:
         """Show a line whose content is already in another event."""
 
-    def on_figures(self, event: Mapping[str, object]) -> None:
+    def on_metrics(self, event: Mapping[str, object]) -> None:
         """Write a metrics event. Called by the monitoring thread."""
 
     def on_slow(self, event: Mapping[str, object]) -> None:
@@ -288,7 +288,7 @@ class RunRecorder(NullRecorder):
     def on_note(self, step: int, text: str) -> None:
         self._display.note(text)
 
-    def on_figures(self, event: Mapping[str, object]) -> None:
+    def on_metrics(self, event: Mapping[str, object]) -> None:
         self._log.write(event)
 
     def on_slow(self, event: Mapping[str, object]) -> None:
@@ -375,7 +375,7 @@ class PlanWatch(Hook):
         expected, _ = expect(task, plan, device)
         if expected is None:
             return None
-        return cls(expected, device.startswith("cuda"), book, recorder.on_figures, recorder.on_note)
+        return cls(expected, device.startswith("cuda"), book, recorder.on_metrics, recorder.on_note)
 
     def on_step(self, record: StepRecord) -> str | None:
         """Count the step, and compare with the plan if due."""
@@ -391,9 +391,9 @@ class PlanWatch(Hook):
 
     def _plan_event(self, record: StepRecord) -> dict[str, object]:
         expected, step_s = self._expected, float(self._expected["step_s"])
-        figures: dict[str, float] = {"step_s": step_s, "memory.bytes": float(expected["memory_bytes"])}
+        metrics: dict[str, float] = {"step_s": step_s, "memory.bytes": float(expected["memory_bytes"])}
         if step_s > 0:
-            figures["tokens_per_s"] = record.count / step_s
+            metrics["tokens_per_s"] = record.count / step_s
         return {
             "event": "plan",
             "basis": expected["basis"],
@@ -401,7 +401,7 @@ class PlanWatch(Hook):
             "memory_bytes": expected["memory_bytes"],
             "parts": self._planned,
             "terms": {name: seconds for name, seconds in expected["terms"].items() if seconds > 0},
-            "figures": figures,
+            "figures": metrics,
         }
 
     def _compare(self, record: StepRecord) -> None:

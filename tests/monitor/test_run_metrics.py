@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 from weft.monitor.machine_metrics import GpuSource, HostSource
-from weft.monitor.metrics import Collector, LocalReports, StepFigures, readings
+from weft.monitor.metrics import Collector, LocalReports, StepReport, readings
 
 
 class FakeStore:
@@ -32,7 +32,7 @@ def collectors(number, every_s=10.0, clock=lambda: 0.0, **options):
 
 
 def put(collector, step, busy_s, **other):
-    collector.put(StepFigures(step, {"forward": busy_s, "total": 1.0}, {"tp": 0.1}, busy_s=busy_s, **other))
+    collector.put(StepReport(step, {"forward": busy_s, "total": 1.0}, {"tp": 0.1}, busy_s=busy_s, **other))
 
 
 def test_rank_0_combines_reports_and_names_the_slowest():
@@ -43,12 +43,12 @@ def test_rank_0_combines_reports_and_names_the_slowest():
     for one in [*ranks[1:], ranks[0]]:
         one.send_report()
     (event,) = told
-    figures = event["figures"]
-    assert figures["busy_s"] == [0.2, 0.2, 0.3, "rank 0", "rank 2"]
-    assert figures["rank.lag"][2:] == [1.5, "rank 0", "rank 2"]
-    assert figures["data_wait_s"][4] == "rank 3"
-    assert figures["exposed_s{tp}"][1] == 0.1
-    assert (event["step"], event["ranks"], figures["rank.silent"]) == (2, 4, 0)
+    metrics = event["figures"]
+    assert metrics["busy_s"] == [0.2, 0.2, 0.3, "rank 0", "rank 2"]
+    assert metrics["rank.lag"][2:] == [1.5, "rank 0", "rank 2"]
+    assert metrics["data_wait_s"][4] == "rank 3"
+    assert metrics["exposed_s{tp}"][1] == 0.1
+    assert (event["step"], event["ranks"], metrics["rank.silent"]) == (2, 4, 0)
     assert event["by_rank"]["busy_s"] == [0.2, 0.2, 0.3, 0.2]
     assert json.loads(json.dumps(event)) == event
     assert {reading.name for reading in readings({**event, "time": 1.0})} >= {"busy_s", "rank.lag", "exposed_s"}
@@ -205,7 +205,7 @@ class FakeNvml:
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=self.kilobytes)) for _ in fields]
 
 
-def test_gpu_source_reports_all_figures():
+def test_gpu_source_reports_all_metrics():
     now = [0.0]
     nvml = FakeNvml()
     gpu = GpuSource("abc", nvml=nvml, clock=lambda: now[0])
