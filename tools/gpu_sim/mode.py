@@ -278,7 +278,8 @@ class PaperMode(TorchDispatchMode):
     def _run_collective(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[torch.Tensor], writes: list[Any]
     ) -> None:
-        """Run a collective on values with the fake process group, in which other ranks add nothing to integers.
+        """Run a collective on values with the fake process group, in which other ranks add nothing to integers,
+        and have no larger and no smaller value.
 
         Sums of floating tensors are unknown: only the last stage of a pipeline has a loss and tokens.
         """
@@ -286,7 +287,8 @@ class PaperMode(TorchDispatchMode):
             self._run_message(reads, writes)
             return
         inputs = [value_of(x) for x in reads or writes]
-        is_sum = func._schema.name == "c10d::allreduce_" and any(x.is_floating_point() for x in writes)
+        is_reduced = func._schema.name == "c10d::allreduce_" and any(x.is_floating_point() for x in writes)
+        is_sum = is_reduced and args[2].op() == int(dist.ReduceOp.SUM)
         if is_sum or any(x is None for x in inputs):
             forget(writes)
             return

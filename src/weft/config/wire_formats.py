@@ -60,7 +60,10 @@ _KNOWN: dict[str, WireSpec] = {}
 
 
 def register(wire: WireSpec) -> WireSpec:
-    """Make a format a valid value of `reduce`. Registering it again has no effect. Raise PlanError for a taken name."""
+    """Make a format a valid value of `reduce` and `compress`, or of `compress` alone if `outer_only`.
+
+    Registering it again has no effect. Raise PlanError for a taken name.
+    """
     if _KNOWN.setdefault(wire.name, wire) != wire:
         raise PlanError(f"reduce={wire.name}: another wire format has this name. Register it under another name.")
     return wire

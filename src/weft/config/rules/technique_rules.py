@@ -141,7 +141,7 @@ def _keeps_few(plan: Plan) -> bool:
 
 
 def _incompatible_setting(plan: Plan) -> str:
-    """Return the plan setting that is incompatible with error feedback: an axis, or int4 with many replicas."""
+    """Return the plan setting that is incompatible with error feedback: an axis, or many replicas."""
     sizes = {"tp": plan.tp, "pp": plan.pp, "ep": plan.ep}
     many = "" if plan.dp_replicate <= 2 or wire_spec(plan.compress).rank else "more than 2 replicas"
     return next((name for name, size in sizes.items() if size > 1), many)
@@ -210,7 +210,10 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="compress-feedback-zero",
         field="compress",
-        reason="Under zero=3, error feedback is not built with tp, pp and ep; int4 is built for 2 replicas.",
+        reason=(
+            "Under zero=3, error feedback is not built with tp, pp and ep. Formats that round each value are built for "
+            "2 replicas."
+        ),
         predicate=lambda plan, facts: (
             plan.compress != "none"
             and wire_spec(plan.compress).outer_only
@@ -251,7 +254,7 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="sync-compress",
         field="compress",
-        reason="Under sync other than step, error feedback is built for top, and not for int4 and powersgd.",
+        reason="Under sync other than step, only formats that send a few values of each block have error feedback.",
         predicate=lambda plan, facts: plan.sync != "step" and keeps_residual(plan) and not _keeps_few(plan),
         finding=lambda plan, facts: f"its error feedback is not built for sync={plan.sync}",
         remedy="Use compress=int8, which has no error feedback, top:0.02, or sync=step",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -149,11 +150,15 @@ def _is_same(held: dict[Any, Any] | list[Any], content: Any) -> bool:
 
 @contextlib.contextmanager
 def _layer_by_layer() -> Generator[None]:
-    """Disable the fused kernel of torch's transformer layers in evaluation, which hides their linear layers."""
+    """Run every layer by itself, eagerly. The fused kernel of torch's transformer layers hides their linear layers,
+    and graphs that torch.compile makes for meta tensors would not be used again.
+    """
+    is_compiling = "torch._dynamo" in sys.modules  # loaded by the first torch.compile
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 
