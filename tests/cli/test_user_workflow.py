@@ -87,7 +87,7 @@ def test_merged_folder_generates_the_same_in_transformers(tuned):
     changed = {name for name, tensor in merged.items() if not tensor.equal(base[name])}
     assert changed
     assert all("_proj" in name for name in changed)  # norms, embedding and head are unchanged
-    options = ["--temperature", "0", "--max-tokens", NUM_TOKENS]
+    options = ["--raw", "--temperature", "0", "--max-tokens", NUM_TOKENS]
     for prompt in PROMPTS:
         theirs = generated(tuned / "merged", prompt)
         assert weft("generate", tuned / "tuned", "--prompt", prompt, *options).strip() == theirs.strip(), prompt
@@ -106,6 +106,6 @@ def test_quantized_base_resumes_under_another_plan_and_generates(tuned, base):
     parts, full = losses(tuned / base), losses(tuned / f"{base}_whole")
     assert parts == pytest.approx(full, rel=1e-4)
     weft("export", tuned / base, tuned / f"{base}_merged", "--merge")
-    options = ["--temperature", "0", "--max-tokens", NUM_TOKENS]
+    options = ["--raw", "--temperature", "0", "--max-tokens", NUM_TOKENS]
     theirs = generated(tuned / f"{base}_merged", PROMPTS[0])
     assert weft("generate", tuned / base, "--prompt", PROMPTS[0], *options).strip() == theirs.strip()
