@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def test_standard_library_source_excludes_its_tests() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
+        ("{0}/loop", "data.train.0.path={0}/loop: no file matches. It is a link without a target. Use a file"),
+        ("{0}/queue", "data.train.0.path={0}/queue: no file matches. It is not a regular file. Use a file"),
         (
             "{0}/dat.txt",
             "data.train.0.path={0}/dat.txt: no file matches. Did you mean 'data.txt'? Use a file, a folder",
@@ -70,6 +73,8 @@ def test_standard_library_source_excludes_its_tests() -> None:
 )
 def test_missing_files_are_reported(tmp_path: Path, path: str, text: str) -> None:
     make(tmp_path, "data.txt", "a.docx", "only/x.png", "b.jsonl")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "queue")
     with pytest.raises(DataError) as caught:
         find_files(path.format(tmp_path), "data.train.0")
     assert str(caught.value).startswith(text.format(tmp_path))

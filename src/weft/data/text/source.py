@@ -109,6 +109,8 @@ def _download_command(address: str) -> str:
 def _near(place: Path) -> str:
     if not place.parent.is_dir():
         return f" The folder {place.parent} does not exist."
+    if os.path.lexists(place):
+        return " It is a link without a target." if place.is_symlink() else " It is not a regular file."
     hint = did_you_mean(place.name, sorted(os.listdir(place.parent)))
     return hint if hint else f" The folder {place.parent.absolute()} has no such name."
 
