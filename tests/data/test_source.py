@@ -80,6 +80,20 @@ def test_missing_files_are_reported(tmp_path: Path, path: str, text: str) -> Non
     assert str(caught.value).startswith(text.format(tmp_path))
 
 
+@pytest.mark.parametrize("path", ["", "/*.jsonl"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_unreadable_files_of_a_folder_are_refused(tmp_path: Path, path: str, kind: str) -> None:
+    make(tmp_path, "a.jsonl")
+    if kind == "link":
+        (tmp_path / "b.jsonl").symlink_to("nowhere")
+    else:
+        os.mkfifo(tmp_path / "b.jsonl")
+    what = "a link without a target" if kind == "link" else "not a regular file"
+    with pytest.raises(DataError) as caught:
+        find_files(f"{tmp_path}{path}", "data.train.0")
+    assert str(caught.value).endswith(f": {tmp_path}/b.jsonl is {what}. Repair or remove it.")
+
+
 @pytest.mark.parametrize(
     ("address", "command"),
     [
