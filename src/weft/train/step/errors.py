@@ -223,11 +223,12 @@ def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | Non
     if path is None:
         return None
     name = f"{path} ({type(model.get_submodule(path)).__name__.removeprefix('FSDP')})" if path else type(model).__name__
-    if "support saved tensor hooks" in str(error):
-        field, value = ("offload", plan.offload) if plan.recompute == "none" else ("recompute", plan.recompute)
+    hooked = [f"recompute={plan.recompute}"] if plan.recompute != "none" else []
+    hooked += [f"offload={each}" for each in plan.offload if each.startswith("activations")]
+    if hooked and "support saved tensor hooks" in str(error):
         return (
-            f"{field}={value}: the forward of {name} calls torch.func.grad, vjp, jacrev or hessian, which torch does not support "
-            f"with it. Use torch.autograd.grad with create_graph=True, or {field}=none."
+            f"{hooked[0]}: the forward of {name} calls torch.func.grad, vjp, jacrev or hessian, which torch does not "
+            f"support with it. Use torch.autograd.grad with create_graph=True, or leave out {' and '.join(hooked)}."
         )
     if not parts:
         return None
