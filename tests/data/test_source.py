@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def test_standard_library_source_excludes_its_tests() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
+        ("{0}/loop", "data.train.0.path={0}/loop: no file matches. It is a link without a target. Use a file"),
+        ("{0}/queue", "data.train.0.path={0}/queue: no file matches. It is not a regular file. Use a file"),
         (
             "{0}/dat.txt",
             "data.train.0.path={0}/dat.txt: no file matches. Did you mean 'data.txt'? Use a file, a folder",
@@ -70,9 +73,25 @@ def test_standard_library_source_excludes_its_tests() -> None:
 )
 def test_missing_files_are_reported(tmp_path: Path, path: str, text: str) -> None:
     make(tmp_path, "data.txt", "a.docx", "only/x.png", "b.jsonl")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "queue")
     with pytest.raises(DataError) as caught:
         find_files(path.format(tmp_path), "data.train.0")
     assert str(caught.value).startswith(text.format(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["", "/*.jsonl"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_unreadable_files_of_a_folder_are_refused(tmp_path: Path, path: str, kind: str) -> None:
+    make(tmp_path, "a.jsonl")
+    if kind == "link":
+        (tmp_path / "b.jsonl").symlink_to("nowhere")
+    else:
+        os.mkfifo(tmp_path / "b.jsonl")
+    what = "a link without a target" if kind == "link" else "not a regular file"
+    with pytest.raises(DataError) as caught:
+        find_files(f"{tmp_path}{path}", "data.train.0")
+    assert str(caught.value).endswith(f": {tmp_path}/b.jsonl is {what}. Repair or remove it.")
 
 
 @pytest.mark.parametrize(

@@ -551,3 +551,36 @@ def test_blocks_called_with_other_weights_equal_one_process(setting):
         assert all(one is other for one, other in zip(own, [*model.parameters(), *model.buffers()], strict=True))
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, msg=name)
+
+
+class TakesGradient(nn.Module):
+    """Multiply the output by the gradient of an energy. differentiable: the gradient has a graph in training."""
+
+    def __init__(self, *, differentiable: bool):
+        super().__init__()
+        self.layer, self.out, self.differentiable = nn.Linear(4, 4), nn.Linear(4, 4), differentiable
+
+    def forward(self, x):
+        hidden = self.layer(x).tanh()
+        graph = self.differentiable and torch.is_grad_enabled()
+        (gate,) = torch.autograd.grad(hidden.square().sum(), x, create_graph=graph, retain_graph=True)
+        return self.out(hidden) * gate
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize("setting", ["full", "90%", "selective"])
+def test_block_that_takes_a_gradient(setting, differentiable):
+    grads = []
+    for each in ("none", setting):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(TakesGradient(differentiable=differentiable) for _ in range(3)))
+        apply_recompute(model, Plan(recompute=each))
+        x = torch.ones(2, 4, requires_grad=True)
+        if each == "selective":
+            with pytest.raises(ModelError, match=r"recompute=selective: the forward of 0 computes a gradient"):
+                model(x)
+            return
+        for _ in range(2):
+            model(x).sum().backward()
+        grads.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(*grads, rtol=0, atol=0)

@@ -152,6 +152,21 @@ class Force(nn.Module):
         return x - force
 
 
+class Gated(nn.Module):
+    """Scale each sample by the gradient of a loss that is a constant for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            hidden = self.layer(x).tanh()
+            (gate,) = torch.autograd.grad(hidden.square().sum(), x, retain_graph=True)
+        return self.out(hidden) * gate
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -344,6 +359,7 @@ LEGAL: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "inner gradient at the end": (chain(TestTime, grads=True, last=True), squares),
     "inner gradient as it trains": (chain(TestTime), squares),
     "force": (chain(Force, last=True), squares),
+    "gated by a gradient": (chain(Gated), squares),
     "aux loss": (AuxLoss, of_logits),
     "frozen teacher": (chain(Taught), squares),
     "ragged counts": (chain(nn.GELU), by_tokens),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -87,6 +89,25 @@ def train(plan: str, model: nn.Module) -> list[float]:
     parallelize(model, mesh)
     step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.05), class_loss, mesh)
     return [float(step(batch_of(8, place, torch.float32)).loss) for place in range(2)]
+
+
+@pytest.mark.parametrize("setting", ["recompute=full", "recompute=selective", "offload=activations"])
+def test_gradients_of_torch_func_are_refused(setting):
+    with pytest.raises(ModelError) as caught:
+        train(setting, nn.Sequential(OfFunction(), OfFunction()))
+    message = (
+        rf"{setting}: the forward of [01] \(OfFunction\) calls torch.func.grad, vjp, jacrev or hessian, which torch"
+    )
+    assert re.match(message, str(caught.value)), str(caught.value)
+
+
+class OfFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x - torch.func.grad(lambda each: self.layer(each).square().sum())(x)
 
 
 @pytest.mark.parametrize("zero", [2, 3])

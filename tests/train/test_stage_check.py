@@ -39,6 +39,7 @@ def train_all(plan: str, names: list[str], steps: int = 2) -> dict[str, Trained]
 def train(run: Run, name: str, steps: int, **options: Any) -> Trained:
     build, loss = LEGAL[name] if name in LEGAL else (INTERACTING[name].build, INTERACTING[name].loss)
     trained, size, rank = Trained(), SAMPLES // run.mesh.data.size, run.mesh.data.rank
+    torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -83,6 +84,7 @@ def check(found: list[dict[str, Trained]], plain: dict[str, Trained]) -> None:
 #: Cases of every test; `full` runs the others.
 SOME = [
     *("gelu", "dropout", "remembering", "weft noise", "tied attention", "inner gradient as it trains", "force"),
+    "gated by a gradient",
     *("centred at the end", "inner gradient of all samples", "its buffer", "counter in an attribute", "teacher"),
     *("replaced running norm", "random mask at the end", "contrastive", "frequencies of a function"),
 ]

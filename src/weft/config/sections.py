@@ -82,7 +82,7 @@ Address = Annotated[
     str,
     _text(
         rf"^(https?://[^/?#@\s]+(/[^?#@\s]*)?|{_SECRET_REF})$",
-        "an http(s) URL without user, password and query, or env:NAME or file:PATH where a secret one is",
+        "an http(s) URL without user, password and query, or for a secret one env:NAME or file:PATH,",
         **{"x-secret": True},
     ),
 ]

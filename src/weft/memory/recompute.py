@@ -202,6 +202,11 @@ class Recompute:
                     "is what would be recomputed. Use recompute=selective, or attn_implementation='sdpa' if the model "
                     "offers it."
                 )
+            if self.policy == "selective" and trace.takes_gradient:
+                raise ModelError(
+                    f"recompute={self.setting}: the forward of {path or 'the model'} computes a gradient "
+                    "(torch.autograd.grad), which only full recompute can repeat. Use recompute=full or none."
+                )
             self._choose({path: trace.named(self.policy)})
             return block.forward(*args, **kwargs)
         if not self._watched and any(path == call.path for call in self._calls):

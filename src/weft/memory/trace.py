@@ -24,7 +24,7 @@ from weft.memory.policy import (
     without_cache,
     without_graph,
 )
-from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves, tree_map
+from weft.private_torch import TorchDispatchMode, graph_task, storage_key, tree_leaves, tree_map
 
 #: Storages by identity. Holding the storage keeps its identity from being reused.
 Storages = dict[int, torch.UntypedStorage]
@@ -64,6 +64,7 @@ class BlockTrace:
     core_s: seconds of attention's core.
     num_calls: number of calls of attention's core.
     keeps_output: True if backward needs the block's output (of a ReLU), which is usually the next block's input too.
+    takes_gradient: True if forward computes a gradient. Selective recompute cannot repeat it.
     buffers: names of the buffers that forward changed.
     """
 
@@ -74,6 +75,7 @@ class BlockTrace:
     core_s: float
     num_calls: int
     keeps_output: bool
+    takes_gradient: bool
     buffers: tuple[str, ...]
 
     def named(self, name: str) -> Policy:
@@ -91,7 +93,7 @@ class BlockTrace:
         # Operations that save the most time per byte are dropped last.
         heavy = {order: operation for order, operation in enumerate(self.heavy) if operation is not None}
         by_worth = sorted(heavy, key=lambda order: -heavy[order].seconds / max(heavy[order].num_bytes, 1))
-        for count in range(len(by_worth), 0, -1):
+        for count in range(0 if self.takes_gradient else len(by_worth), 0, -1):
             saved, again = by_worth[:count], by_worth[count:]
             seconds = self.light_s + sum(heavy[order].seconds for order in again)
             policy = Policy("selective", frozenset(saved), self.buffers)
@@ -127,7 +129,8 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         before = dict(block.named_buffers())
-        with spare_attributes(block), spare_buffers(block, buffers), state_of(block), torch.no_grad():
+        # With gradients, because forward may compute some.
+        with spare_attributes(block), spare_buffers(block, buffers), state_of(block), torch.enable_grad():
             forward(block, *args, **kwargs)  # warm-up: kernel selection and page faults
         with (
             spare_attributes(block), spare_buffers(block, buffers), _Recording(_clock(device)) as record,
@@ -170,6 +173,7 @@ class _Recording:
         self.operations: list[_Operation] = []
         self.num_calls = 0
         self.in_core = False
+        self.takes_gradient = False
         self._kept: Storages = {}
         self._kept_around_cores: Storages = {}
         self._needed = 0  # number of operations before the last kept tensor
@@ -219,6 +223,7 @@ class _Recording:
             core_s=sum(operation.seconds for operation in needed if operation.in_core),
             num_calls=self.num_calls,
             keeps_output=keeps_output,
+            takes_gradient=self.takes_gradient,
             buffers=buffers,
         )
 
@@ -259,6 +264,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         record = self._record
+        record.takes_gradient |= graph_task() != -1
         start = record.clock()
         outputs = func(*args, **(kwargs or {}))
         seconds = record.clock() - start

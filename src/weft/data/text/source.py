@@ -90,7 +90,7 @@ def find_files(path: str, field: str) -> FileSet:
         return _file_set(field, path, _walk(place, lambda name: name.startswith(".")), place)
     if glob.has_magic(path):
         found = [Path(name) for name in glob.glob(str(place), recursive=True)]
-        return _file_set(field, path, [name for name in found if name.is_file()], Path())
+        return _file_set(field, path, [name for name in found if not name.is_dir()], Path())
     raise DataError(f"{field}.path={path}: no file matches.{_near(place)} {_USE}")
 
 
@@ -109,8 +109,14 @@ def _download_command(address: str) -> str:
 def _near(place: Path) -> str:
     if not place.parent.is_dir():
         return f" The folder {place.parent} does not exist."
+    if os.path.lexists(place):
+        return f" It is {_odd(place)}."
     hint = did_you_mean(place.name, sorted(os.listdir(place.parent)))
     return hint if hint else f" The folder {place.parent.absolute()} has no such name."
+
+
+def _odd(place: Path) -> str:
+    return "a link without a target" if place.is_symlink() and not place.exists() else "not a regular file"
 
 
 def _format_of(path: Path) -> tuple[str, str] | None:
@@ -138,6 +144,9 @@ def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileS
         seen = sorted({name.suffix or name.name for name in found})[:8]
         reason = f"no file of a known format ({', '.join(seen)} found)" if seen else "no file matches"
         raise DataError(f"{field}.path={path}: {reason}. {_USE}")
+    for _, name in known:
+        if not name.is_file():
+            raise DataError(f"{field}.path={path}: {name} is {_odd(name)}. Repair or remove it.")
     files = [_source_file(relative, name) for relative, name in known]
     # A .json file among data of another format is a description (dataset_info.json). If there is only json, it is the
     # data.

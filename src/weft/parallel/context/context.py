@@ -106,7 +106,7 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
         warnings.warn(
             f"cp={mesh['cp'].size}: {why}, so modules that mix tokens get all of them on every rank of cp. Results "
             "equal one process, and the rest of each block is sharded, but attention costs every rank the memory "
-            "and time of a full sequence, and each of its calls gathers the hidden states.",
+            "and time of a full sequence, and each of its calls gathers the hidden states. cp_mode has no effect.",
             WeftWarning,
             stacklevel=2,
         )

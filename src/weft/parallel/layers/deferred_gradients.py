@@ -8,14 +8,16 @@ Method: Qi et al. 2023, arXiv 2401.10241. R rows, I features in, O features out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from weft.parallel.layers.float8_products import Float8, product
-from weft.private_torch import Function, hooks_of_parameter
+from weft.private_torch import Function, graph_task, hooks_of_parameter
 
 
 @dataclass(slots=True)
@@ -38,25 +40,35 @@ class DeferredWeightGrad:
 
     def __init__(self) -> None:
         self._open: list[DeferredProduct] | None = None
+        self._task = -1
 
     @property
     def is_open(self) -> bool:
-        """True if backward must defer weight gradients."""
-        return self._open is not None
+        """True if backward must defer weight gradients. False in gradients that a recomputed forward takes."""
+        return self._open is not None and graph_task() == self._task
 
     def store(self, product: DeferredProduct) -> None:
         """Keep the factors of one weight gradient."""
         assert self._open is not None
         self._open.append(product)
 
-    def during(self, backward: Callable[[], None]) -> list[DeferredProduct]:
-        """Run `backward` and defer its weight gradients. Returns their factors."""
+    def during(
+        self, roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None] | None = None
+    ) -> list[DeferredProduct]:
+        """Run `torch.autograd.backward` and defer its weight gradients. Returns their factors."""
+        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+        hooks = [node.register_prehook(self._begin) for node in nodes if node is not None]
         self._open = []
         try:
-            backward()
+            torch.autograd.backward(roots, grads)
             return self._open
         finally:
             self._open = None
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, grads: Any) -> None:
+        self._task = graph_task()
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeferredWeightGrad:
         return self  # layers of a copy share it

@@ -376,17 +376,13 @@ class Pipeline:
             grads = self._gradients(stage, microbatch, len(self._flights[stage.index, microbatch].roots))
         self._computed = time.perf_counter()
         flight = self._flights.pop((stage.index, microbatch))
-
-        def backward() -> None:
-            pairs = [(root, grad) for root, grad in zip(flight.roots, grads, strict=True) if root is not None]
-            if pairs:
-                torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-
+        pairs = [(root, grad) for root, grad in zip(flight.roots, grads, strict=True) if root is not None]
+        roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
         with phases.phase("backward"):
             if holds:
-                self._weights[stage.index, microbatch] = self._held.during(backward)
-            else:
-                backward()
+                self._weights[stage.index, microbatch] = self._held.during(roots, grads) if roots else []
+            elif roots:
+                torch.autograd.backward(roots, grads)
         if stage.takes_gradient:
             assert flight.incoming is not None
             # If no output of the stage depends on its input, a gradient of zeros is sent, because the other rank waits

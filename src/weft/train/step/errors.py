@@ -220,10 +220,19 @@ def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | Non
     if isinstance(model, layers.KnownModel):
         return None  # Weft's decoders support every plan: their failure is a bug that the user cannot avoid
     parts, path = _parts(plan), _failed_module(error, model)
-    if not parts or path is None:
+    if path is None:
+        return None
+    name = f"{path} ({type(model.get_submodule(path)).__name__.removeprefix('FSDP')})" if path else type(model).__name__
+    hooked = [f"recompute={plan.recompute}"] if plan.recompute != "none" else []
+    hooked += [f"offload={each}" for each in plan.offload if each.startswith("activations")]
+    if hooked and "support saved tensor hooks" in str(error):
+        return (
+            f"{hooked[0]}: the forward of {name} calls torch.func.grad, vjp, jacrev or hessian, which torch does not "
+            f"support with it. Use torch.autograd.grad with create_graph=True, or leave out {' and '.join(hooked)}."
+        )
+    if not parts:
         return None
     fields, kinds, remedies = zip(*parts, strict=True)
-    name = f"{path} ({type(model.get_submodule(path)).__name__.removeprefix('FSDP')})" if path else type(model).__name__
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return (
         f"{' '.join(fields)}: {name} fails on a rank's part of {' and '.join(kinds)} ({type(error).__name__}: "
