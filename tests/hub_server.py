@@ -119,7 +119,9 @@ class _Handler(BaseHTTPRequestHandler):
         if api and api[3] == "tree":
             sizes = {**{name: len(content) for name, content in files.items()}, **repo.listed}
             return self._json([self._entry(name, size, files.get(name)) for name, size in sizes.items()])
-        return self._json({"id": key.partition("/")[2], "sha": commit, "siblings": [{"rfilename": one} for one in files]})
+        return self._json(
+            {"id": key.partition("/")[2], "sha": commit, "siblings": [{"rfilename": one} for one in files]}
+        )
 
     def _entry(self, name: str, size: int, content: bytes | None) -> dict[str, Any]:
         entry: dict[str, Any] = {"type": "file", "path": name, "size": size, "oid": "0" * 40}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 from urllib.parse import parse_qsl, quote, unquote
@@ -116,7 +117,9 @@ def model_name(text: str, key: str = "model.path") -> HubName | None:
         return None
     if Path(owner).is_dir():
         rule = f"the folder {owner} exists without it, and it is also a name on the Hugging Face hub."
-        raise ConfigError([Problem.of(key, text, f"{rule} Type ./{text} for the folder, or {SCHEME}{text} for the hub.")])
+        raise ConfigError(
+            [Problem.of(key, text, f"{rule} Type ./{text} for the folder, or {SCHEME}{text} for the hub.")]
+        )
     return replace(parse(f"{SCHEME}{text}", "model", key), text=text)
 
 
@@ -276,7 +279,9 @@ def download(name: HubName) -> Path:
         # Download one small file, which also writes the list of all files into the cache. All repositories have
         # .gitattributes.
         small = "config.json" if name.kind == "model" else "README.md"
-        hub.snapshot_download(name.repo, allow_patterns=[small, ".gitattributes"], **own)
+        bar = _module("huggingface_hub.utils").tqdm
+        hidden = type("Hidden", (bar,), {"__init__": partialmethod(bar.__init__, disable=True)})
+        hub.snapshot_download(name.repo, allow_patterns=[small, ".gitattributes"], tqdm_class=hidden, **own)
         try:
             sizes = _listed(name, hub)
         except _module("huggingface_hub.errors").CachedRepoTreeNotFoundError as error:

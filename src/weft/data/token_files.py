@@ -21,7 +21,6 @@ import numpy as np
 from weft.errors import DataError
 
 
-
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
     """Make a temporary folder that is renamed to `final` when the block succeeds, and removed when it fails.

@@ -52,9 +52,7 @@ def resolved_config(config: RunConfig, folder: RunFolder | None = None) -> RunCo
     return config.model_copy(update={"data": config.data.model_copy(update=data)}) if data else config
 
 
-def _with_commit(
-    source: SourceSection, key: str, commit_of: Callable[[hub.HubName], hub.HubName]
-) -> SourceSection:
+def _with_commit(source: SourceSection, key: str, commit_of: Callable[[hub.HubName], hub.HubName]) -> SourceSection:
     if not hub.is_hub_text(source.path):
         return source
     name = hub.parse(source.path, "dataset", key)
@@ -63,9 +61,7 @@ def _with_commit(
             raise name.error(f"columns has no part {part!r}.{did_you_mean(part, get_args(ColumnPart))} Use text.")
         if part in source.columns:
             raise name.error(f"the column of {part} is also set by {key.removesuffix('path')}columns. Keep one.")
-    return source.model_copy(
-        update={"path": commit_of(name).format(), "columns": {**source.columns, **name.columns}}
-    )
+    return source.model_copy(update={"path": commit_of(name).format(), "columns": {**source.columns, **name.columns}})
 
 
 def _names(config: RunConfig) -> Iterator[hub.HubName]:

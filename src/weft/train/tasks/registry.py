@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.config.run_config import RunConfig
