@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             for key, value in {**headers, **place, "X-Linked-Size": str(len(content)), "Content-Length": "0"}.items():
                 self.send_header(key, value)
             return self.end_headers()
-        self._content(content, name, headers)
+        return self._content(content, name, headers)
 
     def _content(self, content: bytes, name: str, headers: dict[str, str]) -> None:
         start = int(re.sub(r"\D.*", "", self.headers.get("Range", "").removeprefix("bytes=")) or 0)

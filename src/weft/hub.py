@@ -117,9 +117,8 @@ def model_name(text: str, key: str = "model.path") -> HubName | None:
         return None
     if Path(owner).is_dir():
         rule = f"the folder {owner} exists without it, and it is also a name on the Hugging Face hub."
-        raise ConfigError(
-            [Problem.of(key, text, f"{rule} Type ./{text} for the folder, or {SCHEME}{text} for the hub.")]
-        )
+        rule += f" Type ./{text} for the folder, or {SCHEME}{text} for the hub."
+        raise ConfigError([Problem.of(key, text, rule)])
     return replace(parse(f"{SCHEME}{text}", "model", key), text=text)
 
 
@@ -254,13 +253,13 @@ def resolve(name: HubName) -> HubName:
     with _one_sentence(name) as hub:
         asked = {"repo_type": name.kind, "revision": name.revision or None}
         if env.hub_is_offline():
-            commit = hub.resolve_revision(name.repo, local_files_only=True, **asked).resolved
+            commit = hub.HfApi().resolve_revision(name.repo, local_files_only=True, **asked).resolved
         else:
             commit = hub.HfApi().repo_info(name.repo, **asked).sha
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise ValueError("a commit has 40 hexadecimal digits")
         if not env.hub_is_offline():
-            hub.resolve_revision(name.repo, **asked)  # writes the commit of the revision into the cache
+            hub.HfApi().resolve_revision(name.repo, **asked)  # writes the commit of the revision into the cache
     return replace(name, commit=commit)
 
 

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub in a run's config: the commit of each, fixed by the run's first command, and its files."""
+"""Names on the Hugging Face hub in a run's config: their files, and the commit that the run's first command fixes."""
 
 from __future__ import annotations
 

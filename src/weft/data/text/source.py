@@ -99,7 +99,7 @@ def find_files(path: str, field: str) -> FileSet:
 
 
 def _download_command(address: str) -> str:
-    scheme, _, rest = address.partition("://")
+    scheme = address.partition("://")[0]
     if scheme == "s3":
         return f"aws s3 sync {address} data" if address.endswith("/") else f"aws s3 cp {address} ."
     if scheme == "gs":
