@@ -80,7 +80,6 @@ def test_missing_files_are_reported(tmp_path: Path, path: str, text: str) -> Non
     [
         ("https://host/a.jsonl", "curl -LO https://host/a.jsonl"),
         ("s3://bucket/data/", "aws s3 sync s3://bucket/data/ data"),
-        ("hf://datasets/org/set/a.parquet", "hf download --repo-type dataset org/set --local-dir set"),
         ("ftp://host/a.txt", "with the tool of that storage"),
     ],
 )

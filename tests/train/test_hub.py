@@ -329,7 +329,7 @@ def test_a_run_keeps_the_commit_of_its_first_command(hub: Hub, monkeypatch):
     # Rank 0 may choose the commit of what the command of another rank asks for, and nothing else.
     own = load_config(None, ["model.path=org/M"]).config
     for text, same in (
-        (config.model.path, True), (f"hf://org/M@v1?commit={first}", False), ("hf://org/N", False), ("org", False)
+        (config.model.path, True), (f"hf://org/M@v1?commit={first}", True), ("hf://org/N", False), ("org", False)
     ):  # fmt: skip
         settled = own.model_copy(update={"model": own.model.model_copy(update={"path": text})})
         assert is_resolved_from(own, settled) is same, text
