@@ -227,8 +227,9 @@ def _one_sentence(name: HubName) -> Generator[Any]:
 
 
 def _not_cached(name: HubName) -> str:
+    no_folder = "" if is_hub_text(name.text) else "there is no such folder, "
     return (
-        f"HF_HUB_OFFLINE is set, and the cache does not have all files of {name.repo}"
+        f"{no_folder}HF_HUB_OFFLINE is set, and the cache does not have all files of {name.repo}"
         f"{f' at revision {name.revision}' if name.revision else ''}. Run the command once without HF_HUB_OFFLINE."
     )
 

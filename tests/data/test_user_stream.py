@@ -16,7 +16,7 @@ import weft
 from weft.comm.ledger import Ledger
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
-from weft.data.order.user_stream import StreamLoader
+from weft.data.order.user_stream import StreamLoader, _count_parts
 from weft.errors import DataError, WeftWarning
 from weft.train.microbatches import from_loader
 
@@ -110,7 +110,7 @@ def read(ranks, most: int = 99) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("source", "number"), [(lambda: Plain(26), 3), (lambda: Sharded([7] * 6), 4)], ids=["plain", "shards"]
+    ("source", "number"), [(lambda: Plain(26), 3), (lambda: Sharded([7] * 6), 5)], ids=["plain", "shards"]
 )
 def test_batches_do_not_depend_on_ranks_workers_and_microbatches(source, number):
     wanted = read(loaders(source(), 8, 1))
@@ -122,7 +122,10 @@ def test_batches_do_not_depend_on_ranks_workers_and_microbatches(source, number)
 
 def test_each_rank_reads_only_the_shards_of_its_samples():
     wanted = read(loaders(Sharded([6] * 8), 4, 1))
-    assert sorted(sum(wanted, [])) == [100 * shard + number for shard in range(8) for number in range(6)]
+    numbers = sorted(number for batch in wanted for number in batch)
+    assert numbers == [100 * shard + number for shard in range(8) for number in range(6)]
+        100 * shard + number for shard in range(8) for number in range(6)
+    ]
     ranks = [loaders(Sharded([6] * 8), 4, 2)[rank] for rank in range(2)]
     ranks[0]._total = ranks[1]._total = lambda number: number
     for rank, loader in enumerate(ranks):
@@ -165,6 +168,11 @@ def test_skip_is_used_and_epochs_are_counted():
     assert read([loader]) == [[204, 205, 206, 207]]
     assert source.skipped == 4
     assert read([loader]) == [[300, 301, 302, 303], [304, 305, 306, 307]]
+
+
+def test_parts_have_almost_equal_numbers_of_shards():
+    counts = {(1024, 32): 32, (57, 32): 8, (6, 8): 2, (7, 32): 1, (31, 30): 30, (8, 4): 4, (5, 1): 1}
+    assert {pair: _count_parts(*pair) for pair in counts} == counts
 
 
 def test_uneven_ends_are_reported():

@@ -160,8 +160,8 @@ def test_a_model_is_downloaded_once_without_pickles_and_found_offline(hub: Hub, 
     go_offline(monkeypatch)
     assert download(model("org/M")) == folder
     assert message(model, "org/M@v2") == (
-        "model.path=org/M@v2: HF_HUB_OFFLINE is set, and the cache does not have all files of org/M at revision v2. "
-        "Run the command once without HF_HUB_OFFLINE."
+        "model.path=org/M@v2: there is no such folder, HF_HUB_OFFLINE is set, and the cache does not have all files of "
+        "org/M at revision v2. Run the command once without HF_HUB_OFFLINE."
     )
     (folder / "tokenizer.json").unlink()
     assert "the cache does not have all files of org/M." in message(download, name)

@@ -1,8 +1,8 @@
 """Global batches of a user's stream, which has no indices. They do not depend on the number of ranks and workers.
 
-A stream with shards is divided into as many parts as possible: the largest divisor of the global batch up to the number
-of shards. Each part gives the same number of consecutive samples of every global batch, so its position is a function
-of the step. A rank, and each of its workers, reads only the parts of its own samples.
+A stream with shards is divided into parts: as many as the largest divisor of the global batch for which they have
+almost equal numbers of shards. Each part gives the same number of consecutive samples of every global batch, so its
+position is a function of the step. A rank, and each of its workers, reads only the parts of its own samples.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StreamLoader:
         self._as_batch, self._total, self._num_workers = as_batch, total, num_workers
         self._global_batch, self._dp_rank, self._dp_size = global_batch, dp_rank, dp_size
         most = getattr(source, "num_shards", 1) if callable(getattr(source, "shard", None)) else 1
-        num_parts = next(count for count in range(min(most, global_batch), 0, -1) if global_batch % count == 0)
+        num_parts = _count_parts(most, global_batch)
         self._numbers = shares.microbatch_samples(global_batch, dp_size, num_microbatches, dp_rank)
         size = global_batch // num_parts
         own: dict[int, list[int]] = {}
@@ -125,6 +125,12 @@ class StreamLoader:
         self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
 
 
+def _count_parts(num_shards: int, global_batch: int) -> int:
+    """Return the largest divisor of the global batch for which equal parts use at least 95 % of the shards."""
+    counts = range(min(num_shards, global_batch), 0, -1)
+    return next(n for n in counts if global_batch % n == 0 and 20 * (num_shards // n * n) >= 19 * num_shards)
+
+
 def _check(source: Any, global_batch: int, dp_size: int) -> None:
     if isinstance(source, DataLoader):
         raise DataError("loader: it is a DataLoader. Pass its dataset, and global_batch instead of batch_size.")
@@ -137,7 +143,7 @@ def _check(source: Any, global_batch: int, dp_size: int) -> None:
         raise DataError("loader: split_dataset_by_node has divided it among ranks already. Pass the full data set.")
     if global_batch < dp_size:
         raise DataError(
-            f"global_batch={global_batch}: fewer samples than the {dp_size} data-parallel ranks. Use at least {dp_size}."
+            f"global_batch={global_batch}: fewer samples than the {dp_size} data-parallel ranks. Use {dp_size} or more."
         )
 
 
@@ -167,7 +173,8 @@ class _Parts(IterableDataset[Any]):
         if (worker := get_worker_info()) is not None:
             mine = [mine[index] for index in shares.share_out(len(mine), worker.num_workers)[worker.id]]
             # The source must not divide its samples among the workers as well.
-            vars(worker).update(id=0, num_workers=1)
+            object.__setattr__(worker, "id", 0)
+            object.__setattr__(worker, "num_workers", 1)
         readers = {part: self._samples(part) for part in mine}
         while True:
             chunks = {part: list(islice(reader, self.size)) for part, reader in readers.items()}
