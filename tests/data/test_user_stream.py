@@ -124,8 +124,6 @@ def test_each_rank_reads_only_the_shards_of_its_samples():
     wanted = read(loaders(Sharded([6] * 8), 4, 1))
     numbers = sorted(number for batch in wanted for number in batch)
     assert numbers == [100 * shard + number for shard in range(8) for number in range(6)]
-        100 * shard + number for shard in range(8) for number in range(6)
-    ]
     ranks = [loaders(Sharded([6] * 8), 4, 2)[rank] for rank in range(2)]
     ranks[0]._total = ranks[1]._total = lambda number: number
     for rank, loader in enumerate(ranks):
