@@ -37,6 +37,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./-]{0,250}")
 _KEYS = {"model": ("revision", "commit"), "dataset": ("split", "config", "revision", "columns", "commit")}
 _NOUN = {"model": "model", "dataset": "data set"}
+_NOT_DOWNLOADED = "it has not been downloaded. Start the run with `weft train`, or give a folder."
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class HubName:
     def snapshot(self) -> Path:
         """The folder of the commit's files in the cache. It exists once `download` has returned."""
         if not self.commit:
-            raise self.error("it has not been downloaded. Start the run with `weft train`, or give a folder.")
+            raise self.error(_NOT_DOWNLOADED)
         cache = Path(_module("huggingface_hub.constants").HF_HUB_CACHE).expanduser()
         return cache / f"{self.kind}s--{self.repo.replace('/', '--')}" / "snapshots" / self.commit
 
@@ -264,10 +265,14 @@ def resolve(name: HubName) -> HubName:
     return replace(name, commit=commit)
 
 
-def download(name: HubName) -> Path:
+def download(name: HubName, *, weights: bool = True) -> Path:
     """Download the files of a resolved name that the cache lacks, and return their folder.
 
     Of concurrent calls on one machine, one downloads, and the others wait for it.
+
+    Args:
+        name: a name with a commit.
+        weights: also download the weights of a model.
 
     Raises:
         ConfigError: if a file cannot be downloaded, or the repository has no usable ones.
@@ -289,6 +294,7 @@ def download(name: HubName) -> Path:
                 return folder  # of an older huggingface_hub; reading the folder checks that its weights are complete
             raise name.error(_not_cached(name) if env.hub_is_offline() else _failed(error)) from error
         names = _model_files(name, sizes) if name.kind == "model" else data_files(name, sizes)
+        names = [file for file in names if weights or not file.endswith(".safetensors")]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda file: hub.hf_hub_download(name.repo, file, **own), names))
         for file in names:
@@ -365,7 +371,7 @@ def local_data(path: str, key: str) -> tuple[Path, list[Path]]:
         try:
             files = data_files(name, _listed(name, hub))
         except _module("huggingface_hub.errors").CachedRepoTreeNotFoundError as error:
-            raise name.error(_not_cached(name)) from error
+            raise name.error(_NOT_DOWNLOADED) from error
     return folder, [folder / file for file in files]
 
 

@@ -155,7 +155,7 @@ def test_a_model_is_downloaded_once_without_pickles_and_found_offline(hub: Hub, 
     assert not any("Authorization" in headers for headers in hub.large_headers)  # another host gets no token
     assert not any(TOKEN in file.read_bytes().decode("latin1") for file in Path.cwd().rglob("*") if file.is_file())
     hub.requests.clear()
-    assert download(name) == folder == local_folder(name.format())
+    assert download(name, weights=False) == download(name) == folder == local_folder(name.format())
     repo.commit({**files, "tokenizer.json": b"{2}"})
     go_offline(monkeypatch)
     assert download(model("org/M")) == folder
@@ -326,6 +326,10 @@ def test_a_run_keeps_the_commit_of_its_first_command(hub: Hub, monkeypatch):
     ):
         words = [f"data.train=hf://o/n?columns={columns}", "data.train.0.columns.text=b"]
         assert rule in message(resolved_config, load_config(None, words).config)
+    assert "replicas on several machines need the same commit. Use @COMMIT" in message(
+        path_of, "model.path=org/M", "run.name=third", "launch.replicas_apart=true", "launch.replica=1",
+        "launch.meet_at=127.0.0.1:1", "plan=dp_replicate=2 sync=diloco:4",
+    )  # fmt: skip
     # Rank 0 may choose the commit of what the command of another rank asks for, and nothing else.
     own = load_config(None, ["model.path=org/M"]).config
     for text, same in (
@@ -341,11 +345,12 @@ def test_a_run_keeps_the_commit_of_its_first_command(hub: Hub, monkeypatch):
                 _checked_message(json.dumps(said).encode(), own)
 
 
-def weft(home: Path, *words: str, **variables: str) -> tuple[int, str]:
+def weft(home: Path, *words: str, by_torchrun: bool = False, **variables: str) -> tuple[int, str]:
     environment = env.child_env(
         HF_HOME=str(home / "hf"), WEFT_HOME=str(home / "weft"), OMP_NUM_THREADS="1", **variables
     )
-    line = [sys.executable, "-m", "weft", "train", "launch.device=cpu", "launch.ranks=2", *words]
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if by_torchrun else []
+    line = [sys.executable, *starter, "-m", "weft", "train", "launch.device=cpu", "launch.ranks=2", *words]
     ended = subprocess.run(line, env=environment, cwd=home, capture_output=True, text=True, timeout=300)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -375,7 +380,8 @@ def test_a_private_model_and_data_set_train_and_resume_offline(hub: Hub, tmp_pat
     assert not any(TOKEN.encode() in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     repo.commit({**files, "extra.json": b"{}"}, "main", "v2")
     hub.requests.clear()
-    code, text = weft(tmp_path, *command, "train.steps=2", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+    offline = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "1"}
+    code, text = weft(tmp_path, *command, "train.steps=2", by_torchrun=True, **offline)
     assert (code, hub.requests) == (0, []), text
     assert "step 2" in text
     code, text = weft(

@@ -344,7 +344,7 @@ def _task_of(file: str) -> Task | None:
     from weft.train.tasks.registry import find_task
 
     config = resolved_config(config, run_folder(config))
-    download_all(config, print_line)
+    download_all(config, print_line, to_plan=True)
     return find_task(config)
 
 

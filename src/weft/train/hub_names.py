@@ -34,6 +34,8 @@ def resolved_config(config: RunConfig, folder: RunFolder | None = None) -> RunCo
         for old in same:
             if name.revision in ("", old.revision):
                 return replace(name, revision=old.revision, commit=old.commit)
+        if config.launch.replica is not None:
+            raise name.error("replicas on several machines need the same commit. Use @COMMIT after the name.")
         found = hub.resolve(name)
         # Another revision of the same commit is the same run.
         equal = next((old.revision for old in same if old.commit == found.commit), found.revision)
@@ -74,18 +76,21 @@ def _names(config: RunConfig) -> Iterator[hub.HubName]:
                 yield hub.parse(source.path, "dataset", f"data.{split}.{index}.path")
 
 
-def download_all(config: RunConfig, show: Callable[[str], None] = lambda _: None) -> None:
+def download_all(config: RunConfig, show: Callable[[str], None] = lambda _: None, *, to_plan: bool = False) -> None:
     """Download the files of each name in the config that this machine's cache lacks.
 
     Args:
         config: the result of `resolved_config`.
         show: called with a line for the user about each name.
+        to_plan: omit weights, and the data of text decoders, which the planner does not read.
 
     Raises:
         ConfigError: for a name whose files cannot be downloaded or used.
     """
     for name in _names(config):
-        show(f"{name.key}: {name.repo} at commit {name.commit[:12]} of the hub, in {hub.download(name)}")
+        if not to_plan or name.kind == "model" or config.task.name is not None:
+            folder = hub.download(name, weights=not to_plan)
+            show(f"{name.key}: {name.repo} at commit {name.commit[:12]} of the hub, in {folder}")
 
 
 def is_resolved_from(config: RunConfig, settled: RunConfig) -> bool:
