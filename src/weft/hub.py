@@ -162,6 +162,8 @@ def parse(text: str, kind: Literal["model", "dataset"], key: str) -> HubName:
     config, split = values.get("config", ""), values.get("split", "")
     if path and (config or split):
         raise refuse(f"it has the files {path} and a split or config. Keep one of them.")
+    if any("**" in part and part != "**" for part in path.split("/")):
+        raise refuse(f"in {path}, ** is only a part of a name. Use it alone, as in data/**/*.parquet.")
     if split and not re.fullmatch(r"\w[\w.-]*", split):
         raise refuse(f"split={split} is not the name of one split, and parts of a split are not read. Use split=train.")
     commit = commit or (revision if _COMMIT.fullmatch(revision) else "")
@@ -336,11 +338,13 @@ def needed_code(config: bytes) -> str:
     """Return the reason and the remedy if only code of the folder can build the model of a config.json, or ""."""
     try:
         fields = json.loads(config)
-        family, has_code = fields.get("model_type"), "auto_map" in fields
+        if "auto_map" not in fields:
+            return ""
+        family = fields.get("model_type")
         known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
-    except (ValueError, AttributeError, ImportError, RecursionError):
+    except (ValueError, TypeError, AttributeError, ImportError, RecursionError):
         return ""  # reading the model reports it
-    if not has_code or family in known:
+    if family in known:
         return ""
     rule = f"its model_type={family} needs code of the folder (trust_remote_code), which Weft does not run."
     return f"{rule} Use a model of a family that transformers has."
@@ -360,6 +364,7 @@ _SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _TABLES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+_NAME_FILES = "Name the files: hf://datasets/OWNER/NAME/PATTERN."
 _SHARD = re.compile(r"(?:^|/)data/(\w[\w.-]*)-[0-9]{5}-of-[0-9]{5}[^/]*")
 
 
@@ -399,9 +404,9 @@ def data_files(name: HubName, listed: Iterable[str]) -> list[str]:
             f"{name.repo} has {rule}, and Weft runs no code of a data set. Use its converted files: "
             "?revision=refs/convert/parquet."
         )
-    splits = _splits_of_config(name, tables, listed)
+    splits = _splits_of_config(name, tables, _configs(name) if "README.md" in listed else [])
     if not splits:
-        raise name.error("its README.md lists no file of the config. Name the files: hf://datasets/OWNER/NAME/PATTERN.")
+        raise name.error(f"its README.md lists no file of the formats {', '.join(_TABLES)}. {_NAME_FILES}")
     split = name.split or ("train" if name.key.startswith("data.train") and "train" in splits else "")
     if not split and len(splits) == 1:
         split = next(iter(splits))
@@ -417,8 +422,7 @@ def _is_table(file: str) -> bool:
     return base.suffix in _TABLES and not hidden and base.name not in ("dataset_infos.json", "dataset_info.json")
 
 
-def _splits_of_config(name: HubName, tables: Sequence[str], listed: Sequence[str]) -> dict[str, list[str]]:
-    configs = _configs(name) if "README.md" in listed else []
+def _splits_of_config(name: HubName, tables: Sequence[str], configs: Sequence[Any]) -> dict[str, list[str]]:
     by_name = {str(one.get("config_name", "default")): one for one in configs}
     if not configs:
         folders = {file.partition("/")[0] for file in tables}
@@ -442,16 +446,18 @@ def _splits_of_config(name: HubName, tables: Sequence[str], listed: Sequence[str
     for entry in entries:
         split, paths = (entry["split"], entry["path"]) if isinstance(entry, dict) else ("train", entry)
         patterns = [paths] if isinstance(paths, str) else paths
-        found = _matching([f"{root}/{one}".lstrip("/") for one in patterns], listed)
+        found = _matching([f"{root}/{one}".lstrip("/") for one in patterns], tables)
         splits.setdefault(str(split), []).extend(file for file in found if file not in splits[str(split)])
     return {split: found for split, found in splits.items() if found}
 
 
 def _configs(name: HubName) -> list[Any]:
     """Return the configs in the header of the README.md."""
-    load = _module("huggingface_hub.repocard").metadata_load
-    header = load(name.snapshot / "README.md") or {}
-    return [one for one in header.get("configs") or [] if isinstance(one, dict)]
+    try:
+        header = _module("huggingface_hub.repocard").metadata_load(name.snapshot / "README.md") or {}
+        return [one for one in header.get("configs") or [] if isinstance(one, dict)]
+    except (ValueError, TypeError, AttributeError, _module("yaml").YAMLError) as error:
+        raise name.error(f"the header of its README.md cannot be read. {_NAME_FILES}") from error
 
 
 def _splits_by_name(files: Sequence[str]) -> dict[str, list[str]]:

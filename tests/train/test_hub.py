@@ -127,6 +127,7 @@ def test_names_of_data_sets():
         "hf:///n": "is not a name on the hub",
         "hf://o/n/x.csv?split=train": "Keep one of them",
         "hf://o/n?commit=abc": "40 hexadecimal digits",
+        "hf://o/n/a**.csv": "** is only a part of a name",
         "hf://o/n?columns=text": "columns are pairs",
     }.items():
         assert rule in message(parse, text, "dataset", KEY), text
@@ -252,6 +253,9 @@ configs:
         "fr/test/2.jsonl",
     )
     hub.dataset("o/card").commit({"README.md": card.encode(), **dict.fromkeys(files, row)})
+    tar = b"---\nconfigs:\n- {config_name: a, data_files: data/*}\n---\n"
+    hub.dataset("o/tar").commit({"README.md": tar, "data/a.tar": b"", "other.csv": row})
+    hub.dataset("o/yaml").commit({"README.md": b"---\n{: [\n---\n", "other.csv": row})
     hub.dataset("o/code").commit({"code.py": b"", "README.md": b""})
     hub.dataset("o/code").commit({"a/train/0.parquet": b"", "b/train/0.parquet": b""}, "refs/convert/parquet")
     for text, wanted in {
@@ -281,6 +285,8 @@ configs:
         "o/code?revision=refs/convert/parquet": "it has several configs. Use config=a or config=b.",
         "o/one/none.csv": "o/one has no file none.csv.",
         "o/none": "the hub has no data set o/none",
+        "o/tar": "its README.md lists no file of the formats",
+        "o/yaml": "the header of its README.md cannot be read",
     }.items():
         assert rule in message(lambda text: download(data(text)), f"hf://{text}"), text
     several = resolve(parse("hf://o/names", "dataset", "data.eval.0.path"))
