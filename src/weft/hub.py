@@ -388,7 +388,7 @@ def data_files(name: HubName, listed: Iterable[str]) -> list[str]:
         listed: all files of the commit.
 
     Raises:
-        ConfigError: if there are none, or the config or the split is ambiguous.
+        ConfigError: without such files, or if the config or the split is ambiguous.
     """
     listed = sorted(listed)
     if name.path:

@@ -93,11 +93,11 @@ def download_all(config: RunConfig, show: Callable[[str], None] = lambda _: None
             show(f"{name.key}: {name.repo} at commit {name.commit[:12]} of the hub, in {folder}")
 
 
-def is_resolved_from(config: RunConfig, settled: RunConfig) -> bool:
-    """Return True if the model of `settled` is the one of `config`, with any commit of the revision in `config`."""
-    asked, found = hub.model_name(config.model.path), hub.model_name(settled.model.path)
+def is_resolved_from(config: RunConfig, received: RunConfig) -> bool:
+    """Return True if `received` has the model of `config`, with any commit if `config` has none."""
+    asked, found = hub.model_name(config.model.path), hub.model_name(received.model.path)
     if asked is None or found is None:
-        return config.model == settled.model
+        return config.model == received.model
     if asked.commit and asked.commit != found.commit:
         return False
-    return asked.repo == found.repo and config.model.model_copy(update={"path": settled.model.path}) == settled.model
+    return asked.repo == found.repo and config.model.model_copy(update={"path": received.model.path}) == received.model

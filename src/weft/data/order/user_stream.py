@@ -2,7 +2,7 @@
 
 A stream with shards is divided into parts: as many as the largest divisor of the global batch for which they have
 almost equal numbers of shards. Each part gives the same number of consecutive samples of every global batch, so its
-position is a function of the step. A rank, and each of its workers, reads only the parts of its own samples.
+position is a function of the step. A rank, and each of its workers, reads only the parts that it has samples in.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class StreamLoader:
         return self._as_batch(batches, self._numbers, rows, is_plain=is_plain, total=self._global_batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the next batch in it, and what the order of samples depends on."""
+        """Return the epoch, the next batch in it, and the sizes that determine the order of samples."""
         return {
             "epoch": self.epoch,
             "next_batch": self.next_batch,
@@ -159,7 +159,7 @@ def _unchanged(samples: Any) -> Any:
 
 
 class _Parts(IterableDataset[Any]):
-    """The samples of a rank in each global batch, as a list; then an `_End`. A worker gives those of its own parts.
+    """The samples of a rank in each global batch, as a list; then an `_End`. Each worker reads some of the parts.
 
     size: samples of one part in each global batch. own: for each part, the indices of the rank's samples among these.
     """
