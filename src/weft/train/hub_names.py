@@ -94,7 +94,7 @@ def download_all(config: RunConfig, show: Callable[[str], None] = lambda _: None
 
 
 def is_resolved_from(config: RunConfig, received: RunConfig) -> bool:
-    """Return True if `received` has the model of `config`, with any commit if `config` has none."""
+    """Return True if `received` has the model of `config`, with any commit if `config` names no commit."""
     asked, found = hub.model_name(config.model.path), hub.model_name(received.model.path)
     if asked is None or found is None:
         return config.model == received.model
