@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,7 +49,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 @contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+def locked(path: Path, waiting: Callable[[], None] | None = None) -> Generator[None]:
     """Hold a lock on the file `path`. `waiting` is called once if another process has the lock.
 
     The file is not removed after the lock is released, because two processes could then lock different files of the
