@@ -17,6 +17,8 @@
 | WEFT_TRACEBACK | 1: scripts print the traceback of Weft's errors on every rank |
 | OMP_NUM_THREADS | threads of one CPU rank. If unset, `weft train` divides the cores |
 | OPENBLAS_NUM_THREADS | set to 1 by `weft plan`, which multiplies no matrices in numpy, unless the user sets it |
+| HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1: names on the Hugging Face hub are found in its cache only |
+| HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN | read by huggingface_hub for such names: server, cache and login |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
 """
 
@@ -282,6 +284,12 @@ def cache_dir() -> Path:
         return Path(os.environ["WEFT_HOME"]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "weft"
+
+
+def hub_is_offline() -> bool:
+    """Return True if huggingface_hub may not use the network."""
+    text = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return text.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def is_ci() -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import shutil
 import stat
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +20,8 @@ from weft.units import format_bytes
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 #: Maximum size of a companion file. Larger ones are rejected.
 MAX_COMPANION_BYTES = 2**30
+#: Seconds between two attempts to lock a file.
+_POLL_S = 0.05
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -41,6 +46,27 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
     return True
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: Callable[[], None] | None = None) -> Generator[None]:
+    """Hold a lock on the file `path`. `waiting` is called once if another process has the lock.
+
+    The file is not removed after the lock is released, because two processes could then lock different files of the
+    same name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        told = False
+        while not try_lock(handle):
+            if waiting is not None and not told:
+                told = True
+                waiting()
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(handle)
 
 
 def replace_text(path: Path, text: str) -> None:

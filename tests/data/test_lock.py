@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.token_files import locked, new_folder
+from weft.data.token_files import new_folder
+from weft.files import locked
 
-HOLD = "import sys, time; from pathlib import Path; from weft.data.token_files import locked\n"
+HOLD = "import sys, time; from pathlib import Path; from weft.files import locked\n"
 
 
 def start_lock_holder(path: Path) -> subprocess.Popen[str]:

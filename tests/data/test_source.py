@@ -99,7 +99,6 @@ def test_unreadable_files_of_a_folder_are_refused(tmp_path: Path, path: str, kin
     [
         ("https://host/a.jsonl", "curl -LO https://host/a.jsonl"),
         ("s3://bucket/data/", "aws s3 sync s3://bucket/data/ data"),
-        ("hf://datasets/org/set/a.parquet", "hf download --repo-type dataset org/set --local-dir set"),
         ("ftp://host/a.txt", "with the tool of that storage"),
     ],
 )

@@ -220,7 +220,8 @@ def test_adapter_of_another_base_and_missing_base_are_rejected(home, tmp_path, c
         aside.rename(base)
 
 
-def test_inconsistent_folder_is_rejected_before_the_run(home, tmp_path, capsys, prepares_locally):
+def test_inconsistent_folder_is_rejected_before_the_run(home, tmp_path, capsys, prepares_locally, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     settings = ["train", *TUNED, f"run.dir={tmp_path}", f"data.train={home / 'chats.jsonl'}"]
 
     def error_of(path: Path | str) -> str:
@@ -264,8 +265,8 @@ def test_inconsistent_folder_is_rejected_before_the_run(home, tmp_path, capsys, 
         "package.module:function.\n"
     )
     assert error_of("org/name") == (
-        "error: model.path=org/name: there is no such folder. Weft downloads nothing: type hf download org/name "
-        "--local-dir org/name first.\n"
+        "error: model.path=org/name: there is no such folder, HF_HUB_OFFLINE is set, and the cache does not have all "
+        "files of org/name. Run the command once without HF_HUB_OFFLINE.\n"
     )
     assert not any(tmp_path.glob("*/config.toml"))
 

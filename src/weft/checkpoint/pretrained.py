@@ -41,7 +41,7 @@ class StoredWeights:
 def no_folder(folder: Path) -> str:
     """Return the error text for a model.path that is not a folder, such as the name of a model on a hub."""
     is_name = len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.is_dir()
-    fetch = f" Weft downloads nothing: type hf download {folder} --local-dir {folder} first." if is_name else ""
+    fetch = f" Type hf download {folder} --local-dir {folder} first." if is_name else ""
     remedy = fetch or " Give a Hugging Face model's: config.json, safetensors weights, tokenizer."
     return f"model.path={folder}: there is no such folder.{remedy}"
 

@@ -21,6 +21,7 @@ from weft.checkpoint.folders import StepFolder
 from weft.checkpoint.manifest import COMMIT_NAME
 from weft.checkpoint.object_store import Location, StorePath, StoreTarget
 from weft.errors import CheckpointError
+from weft.files import resolved_inside
 
 
 class Sink(Protocol):
@@ -312,6 +313,8 @@ class _OpenFile:
     chunk_bytes = 4 * 2**20
 
     def __init__(self, path: Path):
+        if path.parent.parent.name == "snapshots":  # the cache of Hugging Face, whose files are links
+            path = resolved_inside(path.parent, path)
         self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(self._handle)
         self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else -1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft import units
-from weft.cli.console import progress_report
+from weft.cli.console import print_line, progress_report
 from weft.monitor.plots import GridSample, check_grid, draw_grid
 from weft.monitor.terminal import print_wrapped
 
@@ -136,10 +136,15 @@ def verify(arguments: Arguments = None) -> None:
 def _load(arguments: list[str] | None) -> RunConfig:
     """Load the config. The first argument is its file unless it is a setting."""
     from weft.config.files import load_config
+    from weft.train.folder import run_folder
+    from weft.train.hub_names import download_all, resolved_config
 
     given = list(arguments or [])
     path = Path(given.pop(0)) if given and "=" not in given[0] else None
-    return load_config(path, given).config
+    config = load_config(path, given).config
+    config = resolved_config(config, run_folder(config))
+    download_all(config, print_line)
+    return config
 
 
 def _task(config: RunConfig) -> DecoderTask:

@@ -339,8 +339,12 @@ def _task_of(file: str) -> Task | None:
     config = load_config(file, ["plan=auto"]).config
     if config.task.name is None and not config.model.path:
         return None
+    from weft.train.folder import run_folder
+    from weft.train.hub_names import download_all, resolved_config
     from weft.train.tasks.registry import find_task
 
+    config = resolved_config(config, run_folder(config))
+    download_all(config, print_line, to_plan=True)
     return find_task(config)
 
 

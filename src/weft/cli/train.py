@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _FIRST_WORD_S = 3.0
 
 #: Config sections that rank 0's message must not change, because they select the code to run and the files to write.
-_OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint", "model")
+#: Of the model, it may only add the commit of a name on the hub.
+_OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint")
 
 
 def train(
@@ -78,11 +79,14 @@ def execute(spec: LaunchSpec) -> None:
         _start_ranks(spec, num_ranks, cores)
         return
     from weft.cli.launch.replicas import Replicas
+    from weft.train.folder import run_folder
+    from weft.train.hub_names import resolved_config
 
     # Each launcher starts the ranks of one replica, whose number follows from the plan.
     launch = spec.config.launch.model_copy(update={"ranks": "all"})
     plan = Plan.parse(spec.config.plan, num_ranks).format()
-    config = spec.config.model_copy(update={"plan": plan, "launch": launch})
+    config = resolved_config(spec.config, run_folder(spec.config))  # all replicas read the same commit
+    config = config.model_copy(update={"plan": plan, "launch": launch})
     if code := Replicas(config, gpus, cores, spec.command, print_line).run():
         raise typer.Exit(code)
 
@@ -187,14 +191,16 @@ def _prepare_on_first_rank(spec: LaunchSpec, message: RankZeroMessage | None, he
 def _receive_prepared(spec: LaunchSpec, message: RankZeroMessage) -> RunFolder:
     """Return the folder that rank 0 prepared. Exit with rank 0's code if it failed, without repeating its report."""
     from weft.train.folder import RunFolder
+    from weft.train.hub_names import download_all
     from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.registry import find_task
 
     result = _checked_message(message.receive(), spec.config)
     if "exit_code" in result:
         raise typer.Exit(result["exit_code"])
-    # Fill this machine's token cache, unless it shares one with rank 0.
-    task = find_task(spec.config)
+    # Fill this machine's caches, unless it shares them with rank 0.
+    download_all(result["config"])
+    task = find_task(result["config"])
     if isinstance(task, DecoderTask):
         task.tokens(None)
     return RunFolder(Path(result["path"]), result["texts"], result["config"])
@@ -211,6 +217,7 @@ def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
     """
     from weft.config.files import parse_config
     from weft.train.folder import run_folder
+    from weft.train.hub_names import is_resolved_from
 
     said: Any = None
     with suppress(ValueError, RecursionError):
@@ -222,6 +229,7 @@ def _checked_message(text: bytes, config: RunConfig) -> dict[str, Any]:
         settled = parse_config(texts.get("config.toml", ""), "config.toml").config
         own_path = str(run_folder(config).path)
         differ = [key for key in _OF_THE_COMMAND if getattr(settled, key) != getattr(config, key)]
+        differ += [] if is_resolved_from(config, settled) else ["model"]
         if said.get("path") == own_path and not differ:
             return {"path": own_path, "texts": texts, "config": settled}
     else:

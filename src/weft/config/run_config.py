@@ -69,8 +69,9 @@ class ModelSection(Section):
     """A named size, with some fields changed."""
 
     path: str = ""
-    """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config sets the
-    shape, so omit the other settings of [model] and [tokenizer]."""
+    """A Hugging Face model to fine-tune: a folder of config.json, safetensors weights and tokenizer, or a name on the
+    hub, OWNER/NAME or OWNER/NAME@REVISION, which is downloaded (extra `hub`). Its config sets the shape, so omit the
+    other settings of [model] and [tokenizer]."""
     name: str = "tiny"
     """A built-in size, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
@@ -147,7 +148,9 @@ class SourceSection(Section):
     """One source of training data: files, folders or globs of one schema."""
 
     path: str = Field(examples=["data/*.txt"])
-    """A file, a folder, a glob, or "builtin:python-stdlib"."""
+    """A file, a folder, a glob, "builtin:python-stdlib", or a data set of the hub as
+    hf://OWNER/NAME?split=train&config=NAME&revision=REVISION&columns=text:COLUMN or hf://OWNER/NAME/PATTERN (extra
+    `hub`)."""
     weight: PositiveFloat | None = None
     """Share of the training tokens; by default proportional to the source's size."""
     schema_: Annotated[

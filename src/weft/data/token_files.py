@@ -10,7 +10,6 @@ import hashlib
 import mmap
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -20,30 +19,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from weft.errors import DataError
-from weft.files import try_lock
-
-_POLL_S = 0.05
-
-
-@contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold a lock on the file `path`. `waiting` is called once if another process has the lock.
-
-    The file is not removed after the lock is released, because two processes could then lock different files of the
-    same name.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        told = False
-        while not try_lock(handle):
-            if waiting is not None and not told:
-                told = True
-                waiting()
-            time.sleep(_POLL_S)
-        yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

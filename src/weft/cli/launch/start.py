@@ -159,10 +159,14 @@ class Preparation:
         Raises:
             WeftError: the subclass for the problem.
         """
+        from weft.train.folder import run_folder
+        from weft.train.hub_names import download_all, resolved_config
         from weft.train.planned import chosen_line, record_choice, resolve_plan
         from weft.train.preparation import prepare_run
 
-        config, chosen = resolve_plan(self.config, self.num_ranks, self.num_local)
+        config = resolved_config(self.config, run_folder(self.config, self.replica))
+        download_all(config, print_line)
+        config, chosen = resolve_plan(config, self.num_ranks, self.num_local)
         if chosen is not None:
             print_line(chosen_line(chosen))
         with progress_report(sys.stdout) as report:

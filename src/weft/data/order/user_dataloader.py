@@ -46,8 +46,8 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
     """
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            "loader.dataset: an IterableDataset has no indices that Weft could divide among ranks. Use a map-style "
-            "dataset, or give each rank its own stream and call the step with it."
+            "loader.dataset: an IterableDataset has no indices that Weft could divide among ranks. Use "
+            "run.loader(dataset, global_batch=...) instead of run.shard, or a map-style dataset."
         )
     if loader.batch_sampler is None:
         raise DataError(
@@ -254,7 +254,7 @@ class ShardedLoader:
             SeededSamples(loader.dataset, seed) if seed_samples else loader.dataset,
             batch_sampler=self._slices,
             num_workers=loader.num_workers,
-            collate_fn=_CollateParts(loader.collate_fn, num_microbatches, counts_rows=as_batch is not None),
+            collate_fn=CollateParts(loader.collate_fn, num_microbatches, counts_rows=as_batch is not None),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -302,7 +302,7 @@ class ShardedLoader:
         return self._as_batch(parts, numbers, rows, is_plain=is_plain, total=global_batch)
 
 
-class _CollateParts:
+class CollateParts:
     """Collate function that calls the user's one for each microbatch of the samples. It runs in the loader's workers.
 
     It returns the microbatches, and the row counts of their samples. Samples are divided evenly, and the first

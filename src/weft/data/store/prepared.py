@@ -33,8 +33,9 @@ from weft.data.text.tokenize import (
     too_many_broken,
 )
 from weft.data.text.tokenizer import Tokenizer, find_tokenizer_file, import_tokenizer, save_bytes_tokenizer, train_bpe
-from weft.data.token_files import SplitCounts, SplitReader, locked, new_folder, size_problems, verify_split
+from weft.data.token_files import SplitCounts, SplitReader, new_folder, size_problems, verify_split
 from weft.errors import DataError
+from weft.files import locked
 from weft.units import counted, format_count
 
 

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from weft.data.store.prepared import key_of
-from weft.data.token_files import locked, new_folder
+from weft.data.token_files import new_folder
 from weft.errors import DataError
+from weft.files import locked
 
 _ABOUT = "table.json"
 _READ_BYTES = 2**20

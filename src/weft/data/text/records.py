@@ -370,7 +370,7 @@ class RecordReader:
 
     def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name = self._file.name
-        usual = "\t" if self._file.path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".tsv") else ","
+        usual = "\t" if self._file.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".tsv") else ","
         head = stream.read(_SNIFF_BYTES)
         delimiter = sniff_delimiter(head, usual)
         self.delimiter = delimiter if delimiter != usual else ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft import hub
 from weft.config.run_config import STDLIB_SOURCE
 from weft.errors import DataError, did_you_mean
 
@@ -73,6 +74,9 @@ def find_files(path: str, field: str) -> FileSet:
         return _file_set(field, path, found, root)
     if path.startswith("builtin:"):
         raise DataError(f"{field}.path={path}: no such built-in source.{did_you_mean(path, [STDLIB_SOURCE])} {_USE}")
+    if hub.is_hub_text(path):
+        folder, found = hub.local_data(path, f"{field}.path")
+        return _file_set(field, path, found, folder)
     if "://" in path:
         raise DataError(
             f"{field}.path={path}: Weft reads local files only. "
@@ -95,10 +99,7 @@ def find_files(path: str, field: str) -> FileSet:
 
 
 def _download_command(address: str) -> str:
-    scheme, _, rest = address.partition("://")
-    name = rest.removeprefix("datasets/").split("/")
-    if scheme == "hf" and len(name) > 1:
-        return f"hf download --repo-type dataset {'/'.join(name[:2])} --local-dir {name[1]}"
+    scheme = address.partition("://")[0]
     if scheme == "s3":
         return f"aws s3 sync {address} data" if address.endswith("/") else f"aws s3 cp {address} ."
     if scheme == "gs":

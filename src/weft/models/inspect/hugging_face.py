@@ -21,6 +21,7 @@ from torch import nn
 from weft import env
 from weft.config.hugging_face_config import image_shape, number
 from weft.errors import DataError, MissingExtra, ModelError
+from weft.hub import needed_code
 from weft.models.inspect.private_torch import forward_hooks
 from weft.private_torch import named_modules
 
@@ -63,6 +64,8 @@ def load_model_config(path: Path) -> Any:
     if not (folder / "config.json").is_file():  # else transformers reads the path as a model name on the hub
         what = "it has no config.json" if folder.is_dir() else "there is no such folder"
         raise ModelError(f"model={path}: {what}. Give the folder of a Hugging Face model, or package.module:function.")
+    if rule := needed_code((folder / "config.json").read_bytes()):
+        raise ModelError(f"model={path}: {rule}")
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the error type depends on the file

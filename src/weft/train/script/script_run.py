@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from weft import env
+from weft.comm.collectives import all_reduce
 from weft.comm.gpu_settings import pick_device
 from weft.comm.hang_watch import WARN_AFTER_S, Watch
 from weft.comm.ledger import Ledger
@@ -34,6 +35,7 @@ from weft.config.plan_text import is_auto
 from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
 from weft.data.order.user_dataloader import ShardedLoader
+from weft.data.order.user_stream import StreamLoader
 from weft.errors import ConfigError, PlanError, did_you_mean
 from weft.memory.offload import MOST_OF_HOST
 from weft.monitor.guards import GarbageTurns
@@ -161,6 +163,43 @@ class Run(ScriptState):
             takes_empty=lambda: self._leaves_out,
             seed_samples=seed_samples,
         )
+
+    def loader(
+        self,
+        source: Iterable[Any],
+        global_batch: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        repeat: bool = False,
+    ) -> StreamLoader:
+        """Return this rank's part of a stream, such as an IterableDataset. Supports `state_dict`.
+
+        The global batches are equal for any number of ranks and workers. All ranks take the same number of steps: an
+        epoch ends before the first global batch that cannot be filled, with a warning if samples are left.
+
+        Args:
+            source: an iterable that starts again at each `iter`, and gives equal samples on all ranks. It must not
+                divide itself among ranks. If it has `num_shards` and `shard(num_shards, index)`, as streams of the
+                `datasets` package have, each rank and worker reads only the shards of its samples, if there are enough
+                shards. Otherwise each rank reads all samples and uses its own.
+            global_batch: samples of a batch over all ranks.
+            collate_fn: makes a batch of a list of samples; torch's default_collate by default.
+            num_workers: processes of each rank that read shards.
+            repeat: start shards that have ended again, so that the loop does not end.
+
+        Raises:
+            DataError: if the source cannot be read again, or is divided among ranks already.
+        """
+        data = self.mesh.data
+
+        def total(number: int) -> int:
+            return int(all_reduce(torch.tensor([int(number)], device=self.device), data, op="sum"))
+
+        return StreamLoader(
+            source, global_batch, data.rank, data.size, collate_fn=collate_fn, num_workers=num_workers, repeat=repeat,
+            num_microbatches=self.plan.microbatches_per_step, as_batch=from_loader, total=total,
+        )  # fmt: skip
 
     def train_step(
         self,

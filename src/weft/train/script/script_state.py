@@ -226,7 +226,7 @@ class ScriptState:
             step: optimizer steps done.
             model: the result of `parallelize`.
             optimizer: a torch optimizer, or the result of `train_step`, whose loss scale is saved too.
-            loader: the result of `shard`.
+            loader: the result of `shard` or `loader`.
             scheduler: a scheduler of torch.optim.lr_scheduler.
             ema: the result of `ema`.
             extra: your own JSON values.

@@ -19,6 +19,7 @@ from weft.config.hugging_face_config import config_of_decoder
 from weft.data.text.tokenizer import Tokenizer
 from weft.errors import ConfigError, ModelError
 from weft.files import copy_companions
+from weft.hub import is_hub_text, local_folder, parse
 from weft.models.adapters import Adapted, merge_adapter, merged_weight
 from weft.models.quantized_linear import BASE_FORMATS
 from weft.parallel.state.flat_slices import read_full
@@ -178,7 +179,7 @@ def base_folder(folder: RunFolder) -> Path:
     Raises:
         ConfigError: if it no longer exists.
     """
-    path = Path(folder.config().model.path).expanduser()
+    path = local_folder(folder.config().model.path)
     if not path.is_dir():
         raise ConfigError(
             f"--merge: the adapter's base, model.path={path}, does not exist. Restore the folder, or set its new "
@@ -191,7 +192,10 @@ def base_name(folder: RunFolder) -> str | None:
     """Return the base's folder, for the adapter's config file, or None for Weft's decoders."""
     if not base_of(folder).is_dir():
         return None
-    path = Path(folder.config().model.path).expanduser()
+    text = folder.config().model.path
+    if is_hub_text(text):
+        return parse(text, "model", "model.path").repo
+    path = Path(text).expanduser()
     return str(path.resolve() if path.is_dir() else path)
 
 
@@ -315,12 +319,13 @@ def write_card(folder: RunFolder, checkpoint: Checkpoint, out: Path) -> None:
 
 def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
     config = folder.config()
-    source = config.model.path or config.model.name
+    text = config.model.path
+    source = parse(text, "model", "model.path").repo if is_hub_text(text) else Path(text).name or config.model.name
     figures = _last_figures(folder, checkpoint.step)
     adapter = checkpoint.state.get("adapter")
     lines = [
         f"# {config.run.name}", "",
-        f"`{Path(source).name if config.model.path else source}`, "
+        f"`{source}`, "
         f"{'fine-tuned' if config.model.path else 'trained'} with Weft.", "",
         "| | |", "|---|---|",
         f"| step | {checkpoint.step} of {config.train.steps} |",

@@ -25,6 +25,7 @@ from weft.config.traced_model import Limit
 from weft.data.store.prepared import PreparedData
 from weft.errors import ConfigError, ModelError, Problem
 from weft.files import COMPANIONS, read_regular
+from weft.hub import local_folder
 from weft.models.decoder import as_shapes
 from weft.models.initialize import initialise_parameter
 from weft.models.inspect import hugging_face
@@ -54,7 +55,7 @@ class FolderModel:
 
     def __init__(self, config: RunConfig, *, needs_weights: bool = False):
         self.config, self.needs_weights = config, needs_weights or bool(config.adapter.rank)
-        self.path = Path(config.model.path).expanduser()
+        self.path = local_folder(config.model.path)
         self._folder: RunFolder | None = None
         #: Lines about the weights for users, set after the weights are checked.
         self.notes: Sequence[str] = ()

@@ -22,6 +22,7 @@ from weft.data.store.prepare import stop_ids
 from weft.data.text.tokenizer import Tokenizer, import_tokenizer
 from weft.data.text.turns import Turn
 from weft.errors import CheckpointError, ConfigError, DataError
+from weft.hub import local_folder
 from weft.models.adapters import merge_adapter
 from weft.models.decoder import Decoder
 from weft.models.inspect import hugging_face
@@ -338,7 +339,7 @@ def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
     model: Any = hugging_face.causal_model(model_config)
     config = folder.config()
     if config.adapter.rank:  # its checkpoints have no base
-        load_pretrained(model, Path(config.model.path).expanduser())
+        load_pretrained(model, local_folder(config.model.path))
     restore_model(with_adapter(model, config), load_checkpoint(path))
     if config.adapter.base != "stored":  # otherwise each token unpacks all weights
         merge_adapter(model)

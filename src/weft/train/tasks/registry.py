@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.config.run_config import RunConfig
 from weft.config.sections import changed_keys, value_at
 from weft.errors import ConfigError, Problem, WeftError, did_you_mean
+from weft.hub import local_folder
 from weft.lazy import named_object
 from weft.train.tasks.base import Task
 
@@ -75,7 +75,7 @@ def classified(config: RunConfig) -> str:
     if not path:
         return "classify_audio" if str(config.task.options.get("model", "")).startswith("speech") else "classify_images"
     try:
-        fields = json.loads((Path(path).expanduser() / "config.json").read_text("utf-8"))
+        fields = json.loads((local_folder(path) / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         rule = f"model.path={path}: its config.json cannot be read ({why}). Give the folder of a Hugging Face model."

@@ -1,0 +1,103 @@
+"""Names on the Hugging Face hub in a run's config: their files, and the commit that the run's first command fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+from weft import hub
+from weft.config.run_config import RunConfig, SourceSection
+from weft.config.sections import ColumnPart
+from weft.errors import did_you_mean
+from weft.train.folder import RunFolder
+
+
+def resolved_config(config: RunConfig, folder: RunFolder | None = None) -> RunConfig:
+    """Return the config with the commit of each name on the hub.
+
+    A name that the run in `folder` was started with has that run's commit. Others are resolved.
+
+    Raises:
+        ConfigError: if the hub does not have a name, or a column is unknown.
+    """
+    before: list[hub.HubName] | None = None
+
+    def commit_of(name: hub.HubName) -> hub.HubName:
+        nonlocal before
+        if name.commit:
+            return name
+        if before is None:
+            started = folder is not None and (folder.path / "config.toml").exists()
+            before = [*_names(RunFolder(folder.path).config())] if folder is not None and started else []
+        same = [old for old in before if (old.kind, old.repo) == (name.kind, name.repo)]
+        for old in same:
+            if name.revision in ("", old.revision):
+                return replace(name, revision=old.revision, commit=old.commit)
+        if config.launch.replica is not None:
+            raise name.error("replicas on several machines need the same commit. Use @COMMIT after the name.")
+        found = hub.resolve(name)
+        # Another revision of the same commit is the same run.
+        equal = next((old.revision for old in same if old.commit == found.commit), found.revision)
+        return replace(found, revision=equal)
+
+    name = hub.model_name(config.model.path)
+    if name is not None:
+        model = config.model.model_copy(update={"path": commit_of(name).format()})
+        config = config.model_copy(update={"model": model})
+    data: dict[str, Any] = {}
+    for split in ("train", "eval"):
+        sources: tuple[SourceSection, ...] = getattr(config.data, split)
+        found = [_with_commit(one, f"data.{split}.{index}.path", commit_of) for index, one in enumerate(sources)]
+        if any(new is not old for new, old in zip(found, sources, strict=True)):
+            data[split] = tuple(found)
+    return config.model_copy(update={"data": config.data.model_copy(update=data)}) if data else config
+
+
+def _with_commit(source: SourceSection, key: str, commit_of: Callable[[hub.HubName], hub.HubName]) -> SourceSection:
+    if not hub.is_hub_text(source.path):
+        return source
+    name = hub.parse(source.path, "dataset", key)
+    for part in name.columns:
+        if part not in get_args(ColumnPart):
+            raise name.error(f"columns has no part {part!r}.{did_you_mean(part, get_args(ColumnPart))} Use text.")
+        if part in source.columns:
+            raise name.error(f"the column of {part} is also set by {key.removesuffix('path')}columns. Keep one.")
+    return source.model_copy(update={"path": commit_of(name).format(), "columns": {**source.columns, **name.columns}})
+
+
+def _names(config: RunConfig) -> Iterator[hub.HubName]:
+    """Yield the names on the hub in a config."""
+    if (name := hub.model_name(config.model.path)) is not None:
+        yield name
+    for split in ("train", "eval"):
+        for index, source in enumerate(getattr(config.data, split)):
+            if hub.is_hub_text(source.path):
+                yield hub.parse(source.path, "dataset", f"data.{split}.{index}.path")
+
+
+def download_all(config: RunConfig, show: Callable[[str], None] = lambda _: None, *, to_plan: bool = False) -> None:
+    """Download the files of each name in the config that this machine's cache lacks.
+
+    Args:
+        config: the result of `resolved_config`.
+        show: called with a line for the user about each name.
+        to_plan: omit weights, and the data of text decoders, which the planner does not read.
+
+    Raises:
+        ConfigError: for a name whose files cannot be downloaded or used.
+    """
+    for name in _names(config):
+        if not to_plan or name.kind == "model" or config.task.name is not None:
+            folder = hub.download(name, weights=not to_plan)
+            show(f"{name.key}: {name.repo} at commit {name.commit[:12]} of the hub, in {folder}")
+
+
+def is_resolved_from(config: RunConfig, received: RunConfig) -> bool:
+    """Return True if `received` has the model of `config`, with any commit if `config` names no commit."""
+    asked, found = hub.model_name(config.model.path), hub.model_name(received.model.path)
+    if asked is None or found is None:
+        return config.model == received.model
+    if asked.commit and asked.commit != found.commit:
+        return False
+    return asked.repo == found.repo and config.model.model_copy(update={"path": received.model.path}) == received.model
