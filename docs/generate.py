@@ -1,4 +1,4 @@
-"""Write the generated pages: docs/reference/rules.md, settings.md, and the table in how-to/from_deepspeed.md.
+"""Write the generated pages: docs/reference/rules.md, settings.md, and the table in deepspeed_keys.md.
 
 python docs/generate.py
 """
@@ -20,7 +20,7 @@ from weft.config.run_config import RunConfig
 from weft.interop.deepspeed_keys import Group, groups
 
 REFERENCE = Path(__file__).parent / "reference"
-DEEPSPEED = Path(__file__).parent / "how-to" / "from_deepspeed.md"
+DEEPSPEED = REFERENCE / "deepspeed_keys.md"
 NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->\n"
 
 
@@ -117,7 +117,7 @@ def _default(value: object) -> str:
 
 
 def deepspeed_page(page: str) -> str:
-    """Return the how-to page about DeepSpeed with its generated table of keys."""
+    """Return the page of DeepSpeed's keys with its generated table."""
     before, begin, rest = page.partition("<!-- keys:")
     mark, _, rest = rest.partition("\n")
     _, end, after = rest.partition("<!-- end of keys -->")
