@@ -25,6 +25,7 @@ from weft.train.microbatches import Microbatches
 from weft.train.model_state import adapter_state, resume, state_slices
 from weft.train.replica_engine import OtherWorlds
 from weft.train.step.evaluation import evaluate_run
+from weft.train.step.profile import StepProfiler
 from weft.train.step.tracer import StepTracer, TracedStep
 from weft.train.step.train_step import TrainStep
 from weft.train.step.update import StepMetrics
@@ -107,6 +108,7 @@ class TorchEngine:
         self._job, self._rank = job, JoinedRank(job)
         self.mesh = self._rank.mesh
         self._kernels = GpuKernels(job.config, self.mesh.plan, self.mesh.device)
+        self._profiler = StepProfiler(job.config.train, self.mesh.rank, self.mesh.device, job.folder.path)
         self.plan, self.rank, self.device = self.mesh.plan, self.mesh.rank, str(self.mesh.device)
         self.pulse, self.ranks = self.mesh.pulse, self._rank.group
         self.meter = Meter(self.mesh.device, communication=self._rank.ledger)
@@ -172,7 +174,8 @@ class TorchEngine:
         if self.replicas is not None:
             self.replicas.before_step(number)
         # Ranks may compile their first step at different times.
-        with self.pulse.doing("compiles the model in its first step") if self._compiles else nullcontext():
+        compiling = self.pulse.doing("compiles the model in its first step") if self._compiles else nullcontext()
+        with compiling, self._profiler.step(number + 1):
             done = step(*self._inputs.make(batches, number))
         self._compiles = False
         self._tracer.remember(TracedStep(number + 1, batches, step.microbatch_losses))
@@ -221,6 +224,7 @@ class TorchEngine:
                 # Wait for rank 0 here, with hang detection, and not while disconnecting.
                 self._rank.wait()
         finally:
+            self._profiler.close()
             self._kernels.close()
             self._rank.close()
             if self.replicas is not None:
