@@ -38,7 +38,7 @@ ShareOrSize = Annotated[
 ]
 _CODE_NAME = "[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
 #: Named tasks; `find_task` maps them to classes. These tasks train the model in a Hugging Face folder.
-FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
+FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed", "reward")
 #: These tasks train the text decoder with another loss.
 TEXT_TASKS = ("prefer", "distill")
 #: These tasks train networks for images, audio and text, with new weights or from a folder.

@@ -147,7 +147,9 @@ def _read_batch(reading: TrainerReading) -> None:
         passes = max(1, total // micro)
     if passes > 1:
         plan["microbatches" if cast(int, plan.get("pp", 1)) > 1 else "accumulation"] = passes
-    if cast(int, plan.get("dp_shard", 0)) > 1:
+    if plan.get("dp_shard") == 1:
+        del plan["dp_shard"]
+    elif "dp_shard" in plan:
         plan["zero"] = 3  # axolotl's dp_shard_size is FSDP's
     axis = "dp_replicate" if "dp_shard" in plan or not (plan.get("zero") or plan.get("ep", 1) != 1) else "dp_shard"
     plan.setdefault(axis, "*")
@@ -248,7 +250,7 @@ def _add(reading: TrainerReading, key: str, sources: list[dict[str, object]], pa
         reading.note(key, BECAME, f"data.{part}={names}", (f"data.{part}",))
 
 
-def _paths(table: Mapping[str, Any]) -> list[str]:
+def _paths(reading: TrainerReading, where: str, table: Mapping[str, Any]) -> list[str]:
     """Return the paths of a data set: its files, a local path, or its name on the Hub as hf://NAME?split=..."""
     name, files = str(table.get("path") or ""), _listed(table.get("data_files"))
     if files and (name in _READERS or Path(name).is_dir()):
@@ -256,11 +258,23 @@ def _paths(table: Mapping[str, Any]) -> list[str]:
     is_local = name.startswith((".", "/", "~")) or Path(name).exists() or Path(name).suffix in (".json", ".jsonl")
     if not name or is_local or "://" in name:
         return [name] if name else []
-    parts = {"split": table.get("split") or "train", "name": table.get("name"), "revision": table.get("revision")}
+    if files:
+        return [f"hf://{name}/{one}" for one in files]
+    split, slice_, _ = str(table.get("split") or "train").partition("[")
+    if slice_:
+        reading.note(f"{where}.split", NOT_BUILT, "all of the split is read. Cut the data before", (), table["split"])
+    parts = {"split": split, "config": table.get("name"), "revision": table.get("revision")}
     return [f"hf://{name}?" + "&".join(f"{part}={value}" for part, value in parts.items() if value)]
 
 
-def _sources(paths: Sequence[str], schema: str | None, columns: Mapping[str, object]) -> list[dict[str, object]]:
+def _sources(
+    reading: TrainerReading, paths: Sequence[str], schema: str | None, columns: Mapping[str, object]
+) -> list[dict[str, object]]:
+    """Return sources of data. The task reward reads columns that its options name."""
+    if reading.settings.get("task.name") == "reward":
+        named = {f"task.options.{name}": columns[name] for name in ("prompt", "chosen", "rejected") if name in columns}
+        reading.settings |= named
+        schema, columns = None, {}
     names = _PREFERENCE_COLUMNS.get(schema or "", tuple(columns))
     own = {"schema": schema, "columns": {name: columns[name] for name in names if name in columns}}
     return [{"path": path, **{key: value for key, value in own.items() if value}} for path in paths]
@@ -299,7 +313,7 @@ def _axolotl_source(reading: TrainerReading, where: str, table: Mapping[str, Any
         schema = tool.types.get(re.split(r"[.:]", str(kind))[0])
         if schema is None:
             reading.note(f"{where}.type", NOT_BUILT, "Weft detects the schema. Set data.train.N.schema", (), kind)
-    return _sources(_paths(table), schema, columns)
+    return _sources(reading, _paths(reading, where, table), schema, columns)
 
 
 def _llamafactory_data(reading: TrainerReading) -> None:
@@ -333,8 +347,8 @@ def _of_info(reading: TrainerReading, entry: Mapping[str, Any], root: Path) -> l
     else:
         schema = "messages" if is_chat else "instruction"
     hub = {"path": entry.get("hf_hub_url"), "split": entry.get("split"), "name": entry.get("subset")}
-    paths = _paths(hub) if hub["path"] else [str(root / str(entry.get("file_name", "")))]
-    return _sources(paths, schema, columns)
+    paths = _paths(reading, "dataset", hub) if hub["path"] else [str(root / str(entry.get("file_name", "")))]
+    return _sources(reading, paths, schema, columns)
 
 
 def _trl_data(reading: TrainerReading) -> None:
@@ -346,14 +360,15 @@ def _trl_data(reading: TrainerReading) -> None:
     tables: list[object] = [{**named, "split": values.get("dataset_train_split")}] if named["path"] else []
     for key, items in (("datasets", _listed(values.get("datasets"))), ("dataset_name", tables)):
         found = [cast(dict[str, Any], one) for one in items if isinstance(one, dict)]
-        _add(reading, key, [source for one in found for source in _sources(_paths(one), schema, columns)])
+        paths = [path for one in found for path in _paths(reading, key, one)]
+        _add(reading, key, _sources(reading, paths, schema, columns))
         if any(one.get("fraction") for one in found):
             reading.note("datasets.fraction", NOT_BUILT, "cut the data before, or set train.steps", (), "below 1")
     if reading.is_on("test_split_size"):
         reading.assign("test_split_size", {"data.holdout": values["test_split_size"]})
     if reading.is_on("dataset_test_split") and named["path"]:
-        paths = _paths({**named, "split": values["dataset_test_split"]})
-        _add(reading, "dataset_test_split", _sources(paths, schema, columns), "eval")
+        paths = _paths(reading, "dataset", {**named, "split": values["dataset_test_split"]})
+        _add(reading, "dataset_test_split", _sources(reading, paths, schema, columns), "eval")
 
 
 # The task, and defaults

@@ -304,10 +304,9 @@ def import_values(
 
     reading = TrainerReading(tools()[tool], values, folder, world_size)
     read_parts(reading)
-    if not any(line.kind == BECAME for line in reading.lines.values()):
-        raise ConfigError(
-            f"{name or tool}: none of its keys has a setting in Weft. Name a {reading.tool.title} config."
-        )
+    if "model.path" not in reading.settings:
+        key = "base_model" if tool == "axolotl" else "model_name_or_path"
+        raise ConfigError(f"{name or tool}: a config of {reading.tool.title} names its model. Add {key}.")
     plan, open_axis = Plan.read_open(reading.plan)
     return Imported(
         name=name or tool,

@@ -299,7 +299,7 @@ class EmbedTask(FolderTask):
     def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**row, "is_blank": np.ones(1, np.uint8)}
 
-    def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
+    def collate(self, samples: Sequence[Pair]) -> dict[str, torch.Tensor]:
         """Stack the texts of the pairs, one pair after another."""
         rows = [one.row for one in samples]
         options = [name.partition(".")[2] for name in rows[0] if name.startswith("input_ids.")]
@@ -310,7 +310,7 @@ class EmbedTask(FolderTask):
 
     def samples(self, split: str) -> Sequence[Any] | None:
         found = super().samples(split)
-        return None if found is None else _Pairs(found)
+        return None if found is None else Pairs(found)
 
     # --- planner ---
 
@@ -364,13 +364,15 @@ class EmbedTask(FolderTask):
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Pair:
     """A pair of texts that is one row for dropout: random numbers do not depend on text lengths."""
 
     row: Mapping[str, np.ndarray]
 
 
-class _Pairs(Sequence[_Pair]):
+class Pairs(Sequence[Pair]):
+    """Rows of a table as pairs."""
+
     def __init__(self, rows: Sequence[Mapping[str, np.ndarray]]):
         self._rows = rows
 
@@ -378,4 +380,4 @@ class _Pairs(Sequence[_Pair]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return _Pair(self._rows[index])
+        return Pair(self._rows[index])
