@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
-from weft.cli import app
 from weft.comm.mesh import build_mesh
 from weft.config.files import load_config
 from weft.config.plan import Plan
@@ -169,14 +168,15 @@ def test_warmup_is_a_share_of_the_steps():
     assert [schedule.warmup(steps) for steps in (5, 40, 20000)] == [0, 4, 2000]
 
 
-def test_run_profiles_deterministic_steps_with_noise(tmp_path, capsys):
+def test_run_profiles_deterministic_steps_with_noise(tmp_path):
     words = [f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "train.steps=4", "model.num_layers=1"]
     words += ["model.dim=32", "model.num_heads=2", "train.seq_len=32", "train.global_batch=2", "launch.device=cpu"]
     words += ["train.profile=2-3", "train.deterministic=true", "train.neftune_alpha=5", "eval.batches=1"]
     words += ["tokenizer.kind=bytes", "data.train=src/weft/optim/*.py", "sample.prompt=", "plan="]
     folder = prepare_run(load_config(None, words).config, world_size=1)
     before = torch.are_deterministic_algorithms_enabled()
-    run_rank(folder.path, None, open(tmp_path / "log", "w"), Start())
+    with (tmp_path / "log").open("w") as log:
+        run_rank(folder.path, None, log, Start())
     assert torch.are_deterministic_algorithms_enabled() == before
     assert "deterministic" in (tmp_path / "log").read_text()
     (file,) = (folder.path / "profile").iterdir()
@@ -184,4 +184,3 @@ def test_run_profiles_deterministic_steps_with_noise(tmp_path, capsys):
     names = {one.get("name") for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
     assert {"step 2", "step 3"} <= names
     assert not {"step 1", "step 4"} & names
-    assert app  # the command line is imported

@@ -55,11 +55,10 @@ def test_chats_use_the_template_and_texts_are_joined(task):
         {"prompt": "the dog ", "chosen": "runs", "rejected": "sleeps"},
     ]  # fmt: skip
     first, second, third = texts(task(rows))
-    assert first[0].endswith(
-        "[SEP] [CLS] a s s i s t a n t good [SEP]".replace("a s s i s t a n t", first[0].split()[-3])
-    )
-    assert "the cat" in first[0] and first[0] != first[1]
-    assert second[0] == first[0] and "sad" in second[1]
+    assert "the cat" in first[0]
+    assert first[0] != first[1]
+    assert second[0] == first[0]
+    assert "sad" in second[1]
     assert third == ["the dog runs", "the dog sleeps"]
 
 
