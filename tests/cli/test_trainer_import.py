@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import runpy
+from pathlib import Path
 
 import pytest
+import yaml
 
 from weft.cli import app
 from weft.config.expected_values import node_at
@@ -15,6 +19,7 @@ from weft.config.rules.config_rules import config_problems
 from weft.errors import ConfigError
 from weft.interop.trainers import TOOLS, import_config, import_values, tools
 
+DOCS = Path(__file__).parents[2] / "docs"
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
 load_in_4bit: true
@@ -265,3 +270,13 @@ def test_command_writes_a_config_and_lists_the_keys(tmp_path, capsys):
     assert app.run(["config", "import", str(file), "--from", "trl"]) == 2
     assert "a config of TRL names its model. Add model_name_or_path." in capsys.readouterr().err
     assert app.run(["config", "import", str(file), "--from", "xyz"]) == 2
+
+
+def test_page_shows_the_importers_output_and_its_tables():
+    page = (DOCS / "how-to" / "import_config.md").read_text()
+    (config,) = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    report = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)[1]
+    found = import_values(yaml.safe_load(config), "axolotl", world_size=8)
+    assert report.splitlines() == [str(line) for line in found.lines]
+    generate = runpy.run_path(str(DOCS / "generate.py"))
+    assert generate["import_page"](page) == page, "run: python docs/generate.py"

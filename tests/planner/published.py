@@ -71,7 +71,7 @@ MODELS |= {
     "tinyllama_1b": _dense("llama", 32000, 2048, 5632, 22, 32, 4, 2048),
     "smollm2_360m": _dense("llama", 49152, 960, 2560, 32, 15, 5, 8192, tied=True),
     "smollm2_1b7": _dense("llama", 49152, 2048, 8192, 24, 32, 32, 8192, tied=True),
-    "smollm3_3b": _dense("smollm3", 128256, 2048, 11008, 36, 16, 4, 65536, tied=True),
+    "falcon3_7b": _dense("llama", 131072, 3072, 23040, 28, 12, 4, 32768, head_dim=256),
     "qwen25_1b5": _dense("qwen2", 151936, 1536, 8960, 28, 12, 2, 32768, tied=True),
     "qwen25_7b": _dense("qwen2", 152064, 3584, 18944, 28, 28, 4, 32768),
     "qwen25_72b": _dense("qwen2", 152064, 8192, 29568, 80, 64, 8, 32768),

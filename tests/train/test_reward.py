@@ -78,3 +78,5 @@ def test_refused_records(task, row, text):
 def test_refused_settings(task):
     with pytest.raises(ConfigError, match=r"task.options.center=-1: a weight is at least 0"):
         task([], "task.options.center=-1")
+    with pytest.raises(ConfigError, match=r"adapter.rank=4: an adapter freezes the new head"):
+        task([{"prompt": "a ", "chosen": "good", "rejected": "bad"}], "adapter.rank=4")

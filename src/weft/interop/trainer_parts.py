@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from weft.config.expected_values import node_at
 from weft.config.plan import PLAN_FIELDS, Plan
 from weft.errors import ConfigError, PlanError
 from weft.interop.deepspeed import import_deepspeed
@@ -83,8 +84,7 @@ def _patterns(text: str, tool: str) -> list[str]:
     """Return the patterns of a module name, of names with commas (LLaMA-Factory), or of a simple expression."""
     if tool == "llamafactory":
         return [name for part in text.split(",") if (name := part.strip())]
-    for dots in (r"[\d]+", r"\d+", r"[0-9]+", ".*"):
-        text = text.replace(dots, "*")
+    text = re.sub(r"\.\*|(\[\\d\]|\\d|\[0-9\])\+", "*", text)
     choices = [
         [*one.strip("()?").split("|"), *([""] if one.endswith("?") else [])] if one.startswith("(") else [one]
         for one in re.split(r"(\([^()]*\)\??)", text.replace("\\.", "."))
@@ -140,9 +140,8 @@ def _read_batch(reading: TrainerReading) -> None:
     """Read the batch sizes, and give the data-parallel axis the remaining ranks."""
     is_axolotl, plan, world = reading.tool.name == "axolotl", reading.plan, reading.world_size
     key = "micro_batch_size" if is_axolotl else "per_device_train_batch_size"
-    micro = int(reading.number(key) or (1 if is_axolotl else 8))
-    passes = int(reading.number("gradient_accumulation_steps") or 1)
-    total = int(reading.number("batch_size") or 0) if is_axolotl else 0
+    micro, passes = reading.count(key, 1 if is_axolotl else 8), reading.count("gradient_accumulation_steps", 1)
+    total = reading.count("batch_size", 0) if is_axolotl else 0
     if total and "gradient_accumulation_steps" not in reading.values:
         passes = max(1, total // micro)
     if passes > 1:
@@ -162,9 +161,11 @@ def _read_batch(reading: TrainerReading) -> None:
     if world:
         plan |= {axis: getattr(closed, axis), "zero": closed.zero, "reshard": closed.reshard}
     batch = micro * passes * closed.dp_size
+    if batch > 10**9:
+        raise ConfigError(f"{key}={micro}: the global batch is above 10**9 sequences. Lower the batch sizes.")
     reading.settings["train.global_batch"] = batch
     for name in (key, "gradient_accumulation_steps", "batch_size"):
-        if name in reading.values and (name != "batch_size" or is_axolotl):
+        if name in reading.values and name not in reading.lines and (name != "batch_size" or is_axolotl):
             parts = f"{micro} x {passes} x {closed.dp_size} data-parallel rank{'s' * (closed.dp_size > 1)}"
             reading.note(name, BECAME, f"train.global_batch={batch}: {parts}", ("train.global_batch",))
     if not world and plan[axis] == "*":
@@ -400,6 +401,8 @@ def _settle_task(reading: TrainerReading) -> None:
     if task:
         settings.pop("data.packing", None)
         settings.pop("data.borders", None)
+    if task == "reward" and reading.has_adapter and node_at(("adapter", "modules_to_save")):
+        settings.setdefault("adapter.modules_to_save", ["score"])
 
 
 def _fill(reading: TrainerReading) -> None:

@@ -30,6 +30,8 @@ TOOLS = ("axolotl", "llamafactory", "trl")
 _OFF = (False, None, "", 0, "none", "no")
 #: Largest config file, in bytes.
 _MOST_BYTES = 2**20
+#: Largest number of steps, ranks or sequences.
+_LARGEST = 10**9
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,18 @@ class TrainerReading:
     def number(self, key: str) -> float | None:
         """Return a number, which may be quoted, or None. A value that is no number is reported."""
         value = _as_number(self.values.get(key))
-        if value is None or isinstance(value, int | float):
+        if value is None or (isinstance(value, int | float) and abs(value) <= _LARGEST):
             return value
-        self.note(key, NOT_BUILT, "the value is not a number. Write one")
+        self.note(key, NOT_BUILT, "the value is not a number of usual size. Write one")
         return None
+
+    def count(self, key: str, default: int) -> int:
+        """Return a whole number above 0, or the default."""
+        value = self.number(key)
+        if value is None or value is True or value is False or (value >= 1 and value == int(value)):
+            return int(value or default)
+        self.note(key, NOT_BUILT, f"the value is not a whole number above 0. Write one; {default} is used")
+        return default
 
     def is_on(self, key: str) -> bool:
         return self.values.get(key) not in _OFF

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
@@ -41,4 +42,11 @@ def add_embedding_noise(model: nn.Module, noise: tuple[str, float] | None) -> No
 def _add_noise(largest: float, module: nn.Module, args: Any, output: Tensor) -> Tensor:
     if not module.training:
         return output
-    return output + (rand_like(output.float()) * 2 - 1).to(output) * largest
+    line = getattr(module, "_weft_line", None)
+    if line is not None and line.cuts_tokens:  # sp: this rank has a part of the tokens of its inputs
+        count, rank = output.shape[1], line.axis.rank
+        full = output.new_empty((len(output), count * line.axis.size, output.shape[2]), dtype=torch.float32)
+        drawn = rand_like(full)[:, rank * count : (rank + 1) * count]
+    else:
+        drawn = rand_like(output, dtype=torch.float32)
+    return output + (drawn * 2 - 1).to(output) * largest

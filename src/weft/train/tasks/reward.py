@@ -29,6 +29,8 @@ from weft.train.tasks.text_tasks import Pair, Pairs
 
 if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
+    from weft.train.folder import RunFolder
+    from weft.train.tasks.base import Report
 
 
 @dataclass(eq=False)
@@ -76,6 +78,18 @@ class RewardTask(FolderTask):
         return replace(super().describe(), texts=2)
 
     # --- rows ---
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Prepare as other tasks on folders do.
+
+        Raises:
+            ConfigError: also if an adapter would freeze the new head.
+        """
+        adapter = self.config.adapter.model_dump()
+        if adapter["rank"] and not adapter.get("modules_to_save"):
+            rule = "an adapter freezes the new head. Add adapter.modules_to_save=score (classifier for encoders)."
+            raise setting_error("adapter.rank", adapter["rank"], rule)
+        super().prepare(folder, report)
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
         pairs = [self._pair(record) for record in records]
