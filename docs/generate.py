@@ -20,7 +20,7 @@ from weft.config.rules.config_rules import CONFIG_RULES
 from weft.config.rules.plan_rules import RULES
 from weft.config.run_config import RunConfig
 from weft.interop.deepspeed_keys import Group, groups
-from weft.interop.trainers import Tool, tools
+from weft.interop.trainer_keys import Tool, tools
 
 REFERENCE = Path(__file__).parent / "reference"
 HOW_TO = Path(__file__).parent / "how-to"
@@ -173,7 +173,7 @@ def recipes_page() -> str:
     lines = [
         NOTE,
         "# Recipes",
-        "Each config of [`configs/tune/`](../../configs/tune) is planned in a test: its plan fits on the GPUs in its name.",
+        "A test plans each config of [`configs/tune/`](../../configs/tune): its plan fits on the GPUs in its name.",
         "```text",
         "weft train configs/tune/qwen3_4b_lora_rtx4090.toml model.path=Qwen3-4B data.train=chats.jsonl",
         "```",

@@ -17,7 +17,8 @@ from weft.config.files import format_config, load_config, parse_config
 from weft.config.plan import PLAN_FIELDS, Plan
 from weft.config.rules.config_rules import config_problems
 from weft.errors import ConfigError
-from weft.interop.trainers import TOOLS, import_config, import_values, tools
+from weft.interop.trainer_keys import TOOLS, tools
+from weft.interop.trainers import import_config, import_values
 
 DOCS = Path(__file__).parents[2] / "docs"
 AXOLOTL = """

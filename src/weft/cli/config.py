@@ -167,7 +167,7 @@ def schema() -> None:
     typer.echo(json.dumps(config_schema(), indent=2))
 
 
-class Source(StrEnum):
+class ConfigTool(StrEnum):
     """Tools whose configs are read."""
 
     deepspeed = "deepspeed"
@@ -183,7 +183,7 @@ def import_(
         typer.Argument(metavar="FILE", help="A config of DeepSpeed (JSON), axolotl, LLaMA-Factory or TRL (YAML)."),
     ],
     source: Annotated[
-        Source | None, typer.Option("--from", help="The tool; without it, the keys of the file decide.")
+        ConfigTool | None, typer.Option("--from", help="The tool; without it, the keys of the file decide.")
     ] = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", help="Number of ranks; without it, one axis of the plan is '*'.")

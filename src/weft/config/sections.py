@@ -351,7 +351,7 @@ class OptimizerGroup(Section):
     vectors."""
 
 
-#: Names of optimizers in other tools, and the settings that they stand for.
+#: Names of optimizers in other tools, and the settings that replace them.
 OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
     **{name: {"name": "adamw"} for name in ("adamw_torch", "adamw_torch_fused")},
     **{name: {"name": "adamw", "states": "fp8"} for name in ("adamw_8bit", "adamw_bnb_8bit")},
@@ -403,7 +403,7 @@ class OptimizerSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_name(cls, values: Any) -> Any:
-        """Replace a short name by the settings that it stands for."""
+        """Replace a short name by settings."""
         name = values.get("name") if isinstance(values, dict) else None
         known = OPTIMIZER_NAMES.get(name, {}) if isinstance(name, str) else {}
         return {**cast(dict[str, Any], values), **known} if known else values
