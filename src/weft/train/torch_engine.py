@@ -121,7 +121,7 @@ class TorchEngine:
         """Build the model, optimizer and step from the task and the plan."""
         built = build(self._job, self._rank, self._kernels, self.meter)
         self._step, self.batches, self.replicas = built.step, built.batches, built.replicas
-        self._eval_batches, self._sync = built.eval_batches, rare_sync(built.step.model)
+        self._eval_batches = built.eval_batches
         self._tracer = StepTracer(built.step.model, self.mesh, self._job.task, built.batches)
         self.state = TorchState(built.step, built.replicas)
         self.reports = TorchReports(self._job, self._rank, built.step, self._kernels.lines(), built.replicas)
@@ -169,8 +169,8 @@ class TorchEngine:
             group["lr"] = group["initial_lr"] * lr_factor
         step.measures_update = config.monitor.measures_update(number + 1)
         self._kernels.before(batches)
-        if self._sync is not None:
-            self._sync.meets_now = number + 1 == config.train.steps
+        if (sync := rare_sync(step.model)) is not None:
+            sync.meets_now = number + 1 == config.train.steps
         if self.replicas is not None:
             self.replicas.before_step(number)
         # Ranks may compile their first step at different times.
