@@ -197,6 +197,12 @@ def test_task_of_trl_follows_from_its_keys(tmp_path, more, task):
     assert (config.task.name, config.task.options) == task
 
 
+def test_intervals_are_read_apart(tmp_path):
+    text = "base_model: m\nsequence_len: 64\nevaluation_strategy: no\nsave_strategy: steps\nsave_steps: 70\n"
+    config = imported(tmp_path, text).config()
+    assert (config.eval.every, config.checkpoint.every) == (0, 70)
+
+
 def test_sizes_of_all_axes(tmp_path):
     text = "base_model: m\nsequence_len: 64\nmicro_batch_size: 1\ntensor_parallel_size: 2\ndp_shard_size: 2\n"
     assert imported(tmp_path, text, 8).plan == "dp_replicate=2 dp_shard=2 tp=2 zero=3 precision=bf16"

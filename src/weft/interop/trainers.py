@@ -205,7 +205,8 @@ def _read_steps(reading: TrainerReading) -> None:
 
 def _read_interval(reading: TrainerReading, verb: str, setting: str) -> None:
     """Read eval_strategy and eval_steps, or save_strategy and save_steps."""
-    named = next((key for key in (f"{verb}_strategy", "evaluation_strategy") if key in reading.values), "")
+    keys = ("eval_strategy", "evaluation_strategy") if verb == "eval" else ("save_strategy",)
+    named = next((key for key in keys if key in reading.values), "")
     strategy, steps = reading.values.get(named, "steps"), reading.number(f"{verb}_steps")
     if named and strategy in ("no", False):
         reading.assign(named, {setting: 0})
