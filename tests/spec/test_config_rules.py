@@ -28,7 +28,7 @@ CASES = [
     ("warmup-fits", ["train.steps=10", "schedule.warmup_steps=20"],
      "schedule.warmup_steps=20: warm-up must end before train.steps=10. Use schedule.warmup_steps=1, or more steps."),
     ("one-warmup", ["schedule.warmup_ratio=0.1", "schedule.warmup_steps=3"],
-     "schedule.warmup_ratio=0.1: schedule.warmup_steps=3 is set too. Keep one of them."),
+     "schedule.warmup_ratio=0.1: schedule.warmup_steps is set too. Keep one of them."),
     ("one-set-of-weights", ["optimizer.name=schedule_free"],
      "optimizer.name=schedulefree:AdamWScheduleFree: it evaluates an average of the weights that it trains, and Weft "
      "evaluates and saves the trained ones. Use optimizer.name=adamw with schedule.kind=wsd."),

@@ -101,6 +101,7 @@ def _patterns(text: str, tool: str) -> list[str]:
 def _read_sharding(reading: TrainerReading) -> None:
     """Read DeepSpeed's and FSDP's parts into fields of the plan."""
     source, config = reading.values.get("deepspeed"), reading.values.get("fsdp_config")
+    fsdp = cast(dict[str, object], config) if isinstance(config, dict) else {}
     if reading.is_on("deepspeed"):
         folders = (reading.folder, Path())
         path = next((one for folder in folders if (one := folder / str(source)).is_file()), None)
@@ -115,9 +116,7 @@ def _read_sharding(reading: TrainerReading) -> None:
             else:
                 plan, _ = Plan.read_open(imported.plan)
                 _merge(reading, ["deepspeed"], {name: getattr(plan, name) for name in _OF_DEEPSPEED})
-    options = (
-        {str(key).removeprefix("fsdp_"): value for key, value in config.items()} if isinstance(config, dict) else {}
-    )
+    options = {str(key).removeprefix("fsdp_"): value for key, value in fsdp.items()}
     if reading.is_on("fsdp") or (options and reading.tool.name == "axolotl"):
         words = " ".join(str(one) for one in _listed(reading.values.get("fsdp"))).split() or ["full_shard"]
         found: dict[str, object] = {}

@@ -365,10 +365,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         keys=("schedule.warmup_ratio", "schedule.warmup_steps"),
         reason="The warm-up is a share of the steps or a number of steps.",
         predicate=lambda config: None not in (config.schedule.warmup_ratio, config.schedule.warmup_steps),
-        message=lambda config: (
-            f"{config.schedule.warmup_ratio}: schedule.warmup_steps={config.schedule.warmup_steps} is set too. Keep "
-            "one of them."
-        ),
+        message=lambda config: f"{config.schedule.warmup_ratio}: schedule.warmup_steps is set too. Keep one of them.",
     ),
     ConfigRule(
         name="decay-fits",
@@ -475,8 +472,8 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         keys=("train.profile", "train.steps"),
         reason="The profiled steps are in order, at most 50, and within the run.",
         predicate=lambda config: (
-            (config.train.profile is not None and not (1 <= len(config.train.profiled_steps) <= 50))
-            or (bool(config.train.profiled_steps) and config.train.profiled_steps[-1] > config.train.steps)
+            config.train.profile is not None
+            and not 0 < len(steps := config.train.profiled_steps) <= min(50, config.train.steps + 1 - steps.start)
         ),
         message=lambda config: (
             f"{config.train.profile}: 1 to 50 steps up to train.steps={config.train.steps} can be profiled. Use 10-12."
