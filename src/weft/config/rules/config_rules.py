@@ -321,10 +321,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     ConfigRule(
         name="adapter-has-a-rank",
-        keys=(
-            "adapter.rank",
-            *(f"adapter.{name}" for name in ("alpha", "targets", "dropout", "kind", "base", "lora_plus_ratio")),
-        ),
+        keys=("adapter.rank", "adapter"),
         reason="Without a rank there is no adapter, and its other settings would do nothing.",
         predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
         message="0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave them "
