@@ -86,6 +86,5 @@ MODELS |= {
     "mistral_nemo_12b": _dense("mistral", 131072, 5120, 14336, 40, 32, 8, 131072, head_dim=128, sliding_window=None),
     "mistral_small_24b": _dense("mistral", 131072, 5120, 32768, 40, 32, 8, 32768, head_dim=128, sliding_window=None),
     "phi4_14b": _dense("phi3", 100352, 5120, 17920, 40, 40, 10, 16384),
-    "olmo2_1b": _dense("olmo2", 100352, 2048, 8192, 16, 16, 16, 4096),
     "granite31_8b": _dense("granite", 49155, 4096, 12800, 40, 32, 8, 131072, tied=True),
 }
