@@ -1,4 +1,5 @@
-"""Write the generated pages: docs/reference/rules.md, settings.md, and the table in deepspeed_keys.md.
+"""Write the generated pages: docs/reference/rules.md, settings.md and recipes.md, and the tables of keys in
+reference/deepspeed_keys.md and how-to/import_config.md.
 
 python docs/generate.py
 """
@@ -12,15 +13,18 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from weft.config.files import load_config
 from weft.config.plan import PLAN_FIELDS
 from weft.config.plan_values import PlanField
 from weft.config.rules.config_rules import CONFIG_RULES
 from weft.config.rules.plan_rules import RULES
 from weft.config.run_config import RunConfig
 from weft.interop.deepspeed_keys import Group, groups
+from weft.interop.trainer_keys import Tool, tools
 
 REFERENCE = Path(__file__).parent / "reference"
-DEEPSPEED = REFERENCE / "deepspeed_keys.md"
+DEEPSPEED, TRAINERS = REFERENCE / "deepspeed_keys.md", Path(__file__).parent / "how-to" / "import_config.md"
+RECIPES = Path(__file__).parents[1] / "configs" / "tune"
 NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->\n"
 
 
@@ -132,11 +136,65 @@ def _group_row(group: Group) -> str:
     return f"| {keys} | {group.outcome} | {group.text} |"
 
 
-PAGES = {"rules.md": rules_page, "settings.md": settings_page}
+def import_page(page: str) -> str:
+    """Return the how-to page about other trainers with a generated table of keys for each."""
+    before, begin, rest = page.partition("<!-- keys")
+    mark, _, rest = rest.partition("\n")
+    _, end, after = rest.partition("<!-- end of keys -->")
+    lines = [line for tool in tools().values() for line in _tool_lines(tool)]
+    return f"{before}{begin}{mark}\n" + "\n".join(lines) + f"\n{end}{after}"
+
+
+def _tool_lines(tool: Tool) -> list[str]:
+    def keys(found: typing.Iterable[str]) -> str:
+        return ", ".join(f"`{key}`" for key in found)
+
+    rows = [f"| {keys([key])} | {target} |" for key, target in {**tool.sets, **tool.adapter}.items()]
+    for key, entries in tool.words.items():
+        values = [f"{value}: {_settings(found)}" for value, found in entries.items() if isinstance(found, dict)]
+        rows.append(f"| {keys([key])} | {'; '.join(values)} |")
+    rows += [f"| {keys([key])} | {text} |" for key, text in tool.code.items()]
+    reasons: dict[str, list[str]] = {}
+    for key, text in tool.nothing.items():
+        reasons.setdefault(f"no effect: {text}", []).append(key)
+    for key, (text, _) in tool.missing.items():
+        reasons.setdefault(f"not supported: {text}", []).append(key)
+    rows += [f"| {keys(found)} | {text} |" for text, found in reasons.items()]
+    return ["", f"### {tool.title}", "| keys | here |", "|---|---|", *rows]
+
+
+def _settings(found: dict[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in found.items()) or "the same here"
+
+
+def recipes_page() -> str:
+    """Return the page of the configs in configs/tune, with what each trains and under which plan."""
+    lines = [
+        NOTE,
+        "# Recipes",
+        "A test plans each config of [`configs/tune/`](../../configs/tune): its plan fits on the GPUs in its name.",
+        "```text",
+        "weft train configs/tune/qwen3_4b_lora_rtx4090.toml model.path=Qwen3-4B data.train=chats.jsonl",
+        "```",
+        "",
+        "| recipe | trains | tokens | batch | learning rate | plan |",
+        "|---|---|---|---|---|---|",
+    ]
+    for file in sorted(RECIPES.glob("*.toml")):
+        config = load_config(file).config
+        title = file.read_text().partition("\n")[0].removeprefix("# ").removesuffix(".")
+        train = config.train
+        numbers = f"{train.seq_len} | {train.global_batch} | {config.optimizer.lr:g}"
+        lines.append(f"| [`{file.stem}`](../../configs/tune/{file.name}) | {title} | {numbers} | `{config.plan}` |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"rules.md": rules_page, "settings.md": settings_page, "recipes.md": recipes_page}
 
 if __name__ == "__main__":
     for file_name, page in PAGES.items():
         (REFERENCE / file_name).write_text(page())
         print(REFERENCE / file_name)
-    DEEPSPEED.write_text(deepspeed_page(DEEPSPEED.read_text()))
-    print(DEEPSPEED)
+    for path, page_of in ((DEEPSPEED, deepspeed_page), (TRAINERS, import_page)):
+        path.write_text(page_of(path.read_text()))
+        print(path)

@@ -49,3 +49,42 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+
+
+def _dense(
+    kind: str, vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv: int, positions: int, *,
+    tied: bool = False, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": kind, "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "max_position_embeddings": positions, "tie_word_embeddings": tied, **more,
+    }  # fmt: skip
+
+
+MODELS |= {
+    "llama2_7b": _dense("llama", 32000, 4096, 11008, 32, 32, 32, 4096),
+    "llama2_13b": _dense("llama", 32000, 5120, 13824, 40, 40, 40, 4096),
+    "llama32_1b": _dense("llama", 128256, 2048, 8192, 16, 32, 8, 131072, tied=True, head_dim=64),
+    "llama32_3b": _dense("llama", 128256, 3072, 8192, 28, 24, 8, 131072, tied=True, head_dim=128),
+    "llama33_70b": _dense("llama", 128256, 8192, 28672, 80, 64, 8, 131072),
+    "tinyllama_1b": _dense("llama", 32000, 2048, 5632, 22, 32, 4, 2048),
+    "smollm2_360m": _dense("llama", 49152, 960, 2560, 32, 15, 5, 8192, tied=True),
+    "smollm2_1b7": _dense("llama", 49152, 2048, 8192, 24, 32, 32, 8192, tied=True),
+    "falcon3_7b": _dense("llama", 131072, 3072, 23040, 28, 12, 4, 32768, head_dim=256),
+    "qwen25_1b5": _dense("qwen2", 151936, 1536, 8960, 28, 12, 2, 32768, tied=True),
+    "qwen25_7b": _dense("qwen2", 152064, 3584, 18944, 28, 28, 4, 32768),
+    "qwen25_72b": _dense("qwen2", 152064, 8192, 29568, 80, 64, 8, 32768),
+    "r1_qwen_7b": _dense("qwen2", 152064, 3584, 18944, 28, 28, 4, 131072),
+    "qwen3_0b6": _dense("qwen3", 151936, 1024, 3072, 28, 16, 8, 40960, tied=True, head_dim=128),
+    "qwen3_1b7": _dense("qwen3", 151936, 2048, 6144, 28, 16, 8, 40960, tied=True, head_dim=128),
+    "qwen3_8b": _dense("qwen3", 151936, 4096, 12288, 36, 32, 8, 40960, head_dim=128),
+    "qwen3_14b": _dense("qwen3", 151936, 5120, 17408, 40, 40, 8, 40960, head_dim=128),
+    "qwen3_32b": _dense("qwen3", 151936, 5120, 25600, 64, 64, 8, 40960, head_dim=128),
+    "gemma2_2b": _dense("gemma2", 256000, 2304, 9216, 26, 8, 4, 8192, tied=True, head_dim=256, sliding_window=4096),
+    "gemma2_9b": _dense("gemma2", 256000, 3584, 14336, 42, 16, 8, 8192, tied=True, head_dim=256, sliding_window=4096),
+    "mistral_nemo_12b": _dense("mistral", 131072, 5120, 14336, 40, 32, 8, 131072, head_dim=128, sliding_window=None),
+    "mistral_small_24b": _dense("mistral", 131072, 5120, 32768, 40, 32, 8, 32768, head_dim=128, sliding_window=None),
+    "phi4_14b": _dense("phi3", 100352, 5120, 17920, 40, 40, 10, 16384),
+    "granite31_8b": _dense("granite", 49155, 4096, 12800, 40, 32, 8, 131072, tied=True),
+}

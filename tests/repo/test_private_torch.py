@@ -49,6 +49,8 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch._C._dispatch_tls_local_exclude_set": None,
     "torch._C._dispatch_tls_local_include_set": None,
     "torch._foreach_lerp_": None,
+    "torch.cuda.memory._record_memory_history": ("enabled",),
+    "torch.cuda.memory._dump_snapshot": ("filename",),
     "torch._foreach_mul_": None,
     "torch._foreach_norm": None,
     "torch._C._current_graph_task_id": None,

@@ -27,6 +27,16 @@ CASES = [
      "adapter.base=stored."),
     ("warmup-fits", ["train.steps=10", "schedule.warmup_steps=20"],
      "schedule.warmup_steps=20: warm-up must end before train.steps=10. Use schedule.warmup_steps=1, or more steps."),
+    ("one-warmup", ["schedule.warmup_ratio=0.1", "schedule.warmup_steps=3"],
+     "schedule.warmup_ratio=0.1: schedule.warmup_steps is set too. Keep one of them."),
+    ("one-set-of-weights", ["optimizer.name=schedule_free"],
+     "optimizer.name=schedulefree:AdamWScheduleFree: it evaluates an average of the weights that it trains, and Weft "
+     "evaluates and saves the trained ones. Use optimizer.name=adamw with schedule.kind=wsd."),
+    ("measured-kernels-vary", ["train.deterministic=true", "kernels.convolutions=measured"],
+     "train.deterministic=true: kernels.convolutions=measured may choose other algorithms in each run. Use "
+     "kernels.convolutions=guessed."),
+    ("profiled-steps-exist", ["train.profile=9-3"],
+     "train.profile=9-3: 1 to 50 steps up to train.steps=300 can be profiled. Use 10-12."),
     ("decay-fits", ["schedule.kind=wsd", "schedule.decay_steps=290"],
      "schedule.decay_steps=290: with schedule.warmup_steps=15 that is more than train.steps=300. "
      "Use at most 285, a shorter warm-up, or more steps."),

@@ -30,7 +30,7 @@ transformers = pytest.importorskip("transformers")
 
 STEPS = 3
 #: One case of each task, for the gate.
-CHOSEN = ("tokens", "masked", "t5", "embed", "classify")
+CHOSEN = ("tokens", "masked", "t5", "embed", "classify", "reward")
 
 
 @pytest.fixture(scope="session")
@@ -101,6 +101,13 @@ def contrastive(model, batch, temperature: float, pooling: str):
     return F.cross_entropy(logits, torch.arange(len(query))), query, texts[0]
 
 
+def pair_losses(model, task, batch):
+    """Return the Bradley-Terry losses of a batch, and chosen minus rejected rewards, of the counted pairs."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    chosen, rejected = model(**inputs).logits[:, 0].view(-1, 2)[batch["labels"].bool()].unbind(1)
+    return torch.log1p(torch.exp(rejected - chosen)) + task.center * (chosen + rejected) ** 2, chosen - rejected
+
+
 def train_reference(case: str, root: Path):
     """Compute the same with only transformers and PyTorch, on the task's batches."""
     task = opened(case, root)
@@ -121,6 +128,8 @@ def train_reference(case: str, root: Path):
     def loss_of(batch):
         if task.head == "":
             return contrastive(model, batch, task.temperature, task.pooling)[0]
+        if hasattr(task, "center"):
+            return pair_losses(model, task, batch)[0].mean()
         labels = batch["labels"].double() if batch["labels"].is_floating_point() else batch["labels"]
         return model(**{**batch, "labels": labels}).loss
 
@@ -156,6 +165,11 @@ def measured(task, model) -> tuple[float, int, dict[str, float]]:
                 losses.append(loss * len(query))
                 outputs.append((query, text))
                 continue
+            if hasattr(task, "center"):
+                loss, margins = pair_losses(model, task, batch)
+                losses.append(loss)
+                outputs.append(margins)
+                continue
             labels = batch["labels"]
             counted = labels.isfinite() if labels.is_floating_point() else labels != -100
             logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
@@ -172,6 +186,10 @@ def measured(task, model) -> tuple[float, int, dict[str, float]]:
         rank = (products > products.diagonal()[:, None]).sum(1)
         scores = {f"recall_at_{most}": (rank < most).double().mean().item() for most in (1, 10)}
         return sum(losses).item() / len(queries), len(queries), scores
+    if hasattr(task, "center"):
+        found, margins = torch.cat(losses), torch.cat(outputs)
+        scores = {"reward_accuracy": (margins > 0).double().mean().item(), "reward_margin": margins.mean().item()}
+        return found.mean().item(), len(found), scores
     message, true = torch.cat(outputs), torch.cat(rows)
     mean = sum(losses).item() / len(true)
     if true.is_floating_point():

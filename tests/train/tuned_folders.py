@@ -29,6 +29,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "bart": ("seq2seq", "bart", "reversed.jsonl", {"target_len": 16}),
     "embed": ("embed", "bert", "pairs.jsonl", {"negative": "other"}),
     "embed-decoder": ("embed", "llama", "pairs.jsonl", {"pooling": "last", "temperature": 0.1}),
+    "reward": ("reward", "llama", "answers.jsonl", {"center": 0.1}),
+    "reward-encoder": ("reward", "bert", "answers.jsonl", {}),
 }
 
 
@@ -112,6 +114,8 @@ def write_tables(folder: Path, number: int = 40) -> None:
     _write(folder / "reversed.jsonl", [{"source": one, "target": " ".join(one.split()[::-1])} for one in texts])
     pairs = [{"query": one, "positive": " ".join(one.split()[:2]), "other": text()} for one in texts]
     _write(folder / "pairs.jsonl", pairs)
+    answers = [{"prompt": f"{one} ", "chosen": "good film", "rejected": text()} for one in texts]
+    _write(folder / "answers.jsonl", answers)
 
 
 def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -105,6 +105,21 @@ def test_ranks_events_config_and_plan(served):
     assert client.get("/api/heat", params={"id": "three"}).status_code == 404
 
 
+def test_files_of_the_profiler_are_listed_and_served(runs, served):
+    client, _ = served
+    folder = runs / "two" / "profile"
+    folder.mkdir()
+    (folder / "steps_2-3_rank0.json.gz").write_bytes(b"trace")
+    (folder / "link").symlink_to(runs / "secret.txt")
+    found = [name for name in client.get("/api/config", params={"id": "two"}).json() if name.startswith("profile: ")]
+    assert found == ["profile: steps_2-3_rank0.json.gz"]
+    answer = client.get("/api/profile", params={"id": "two", "name": "steps_2-3_rank0.json.gz"})
+    assert (answer.status_code, answer.content) == (200, b"trace")
+    for name in ("link", "../../secret.txt", "../events.jsonl", "", "."):
+        assert client.get("/api/profile", params={"id": "two", "name": name}).status_code == 404
+    assert client.get("/api/profile", params={"id": "three", "name": found[0]}).status_code == 404
+
+
 def test_no_answer_has_a_secret_of_the_config(served):
     client, _ = served
     for name in ("runs", "curves", "heat", "marks", "config", "planned"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +43,7 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
     if imported.typos:
         keys = "1 key is" if len(imported.typos) == 1 else f"{len(imported.typos)} keys are"
         names = ", ".join(line.key for line in imported.typos)
-        print_line(f"warning: {keys} unknown to DeepSpeed and ignored: {names}.")
+        print_line(f"warning: {keys} unknown to {imported.tool} and ignored: {names}.")
     if out is not None:
         print_line(f"wrote {out}.")
 
@@ -166,9 +167,24 @@ def schema() -> None:
     typer.echo(json.dumps(config_schema(), indent=2))
 
 
+class ConfigTool(StrEnum):
+    """Tools whose configs are read."""
+
+    deepspeed = "deepspeed"
+    axolotl = "axolotl"
+    llamafactory = "llamafactory"
+    trl = "trl"
+
+
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed config, such as ds_config.json.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A config of DeepSpeed (JSON), axolotl, LLaMA-Factory or TRL (YAML)."),
+    ],
+    source: Annotated[
+        ConfigTool | None, typer.Option("--from", help="The tool; without it, the keys of the file decide.")
+    ] = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", help="Number of ranks; without it, one axis of the plan is '*'.")
     ] = None,
@@ -176,10 +192,10 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 2 if the file has unknown keys.")] = False,
 ) -> None:
-    """Translate a DeepSpeed config, and report the outcome of each key."""
-    from weft.interop.deepspeed import import_deepspeed
+    """Translate a config of another tool, and report the outcome of each key."""
+    from weft.interop.trainers import import_config
 
-    imported = import_deepspeed(file, world_size)
+    imported = import_config(file, world_size, source.value if source else None)
     print_import(imported, out, as_json)
     if strict and imported.typos:
         raise typer.Exit(2)

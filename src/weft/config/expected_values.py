@@ -22,7 +22,8 @@ _ALIASES = {
     "optimizer.betas": "adam_beta1 adam_beta2",
     "optimizer.max_grad_norm": "grad_clip clip_grad_norm gradient_clip_val gradient_clipping",
     "schedule.kind": "lr_scheduler lr_scheduler_type decay_lr",
-    "schedule.warmup_steps": "warmup warmup_iters warmup_ratio",
+    "schedule.warmup_steps": "warmup warmup_iters",
+    "schedule.warmup_ratio": "warmup_ratio",
     "schedule.final": "min_lr",
     # Steps and batches
     "train.global_batch": "batch_size train_batch_size global_batch_size",
@@ -82,12 +83,9 @@ OTHER_NAMES = {name: setting for setting, names in _ALIASES.items() for name in 
 #: Values that other tools use for a Weft setting, and the setting to write instead.
 OTHER_VALUES = {
     "optimizer.name": {
-        **dict.fromkeys(
-            ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adam8bit"),
-            "optimizer.name=adamw with optimizer.states=fp8 (1 byte a state) or bf16",
-        ),
-        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "fused_adamw"), "optimizer.name=adamw"),
-        "adafactor": "optimizer.name=torch.optim:Adafactor",
+        **dict.fromkeys(("paged_adamw_8bit", "adam8bit"), "optimizer.name=adamw_8bit"),
+        **dict.fromkeys(("paged_adamw_32bit", "adamw_hf", "fused_adamw"), "optimizer.name=adamw"),
+        **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "lion_8bit"), "optimizer.name=lion"),
         "adam": "optimizer.name=torch.optim:Adam",
         "adagrad": "optimizer.name=torch.optim:Adagrad",
         "rmsprop": "optimizer.name=torch.optim:RMSprop",

@@ -25,6 +25,7 @@ from weft.config.sections import (
     MonitorSection,
     Name,
     NonNegative,
+    OptimizerGroup,
     OptimizerSection,
     OptionValue,
     PositiveFloat,
@@ -32,6 +33,7 @@ from weft.config.sections import (
     ScheduleSection,
     Section,
     SinkSection,
+    StepRange,
     StoreOrFolder,
     TaskName,
     Width,
@@ -57,7 +59,7 @@ class TaskSection(Section):
     """The kind of training; by default a decoder on text, from the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """masked_lm, classify_text, classify_tokens, seq2seq, embed or transcribe, with the Hugging Face folder of
+    """masked_lm, classify_text, classify_tokens, seq2seq, embed, reward or transcribe, with the Hugging Face folder of
     model.path; prefer, which learns from preferred answers; distill, which follows a teacher; classify_images and
     classify_audio, with images and audio clips; or your own task as package.module:Class, importable from this folder,
     or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
@@ -251,6 +253,17 @@ class TrainSection(Section):
     norm_group: Count = 0
     """Batch norms use statistics of groups of this many samples of the global batch, which do not depend on the plan;
     0: statistics of one microbatch on one rank, which do."""
+    neftune_alpha: NonNegative = 0.0
+    """NEFTune (arXiv 2310.05914): in training, uniform noise of at most alpha / sqrt(seq_len x width) on the embeddings
+    of tokens, by seed, step and position. 0: no noise; 5 is usual."""
+    deterministic: bool = False
+    """Use only deterministic algorithms of torch, and raise an error for operations without one. Two runs on the same
+    machines are then equal bit by bit, at some cost in speed."""
+    profile: StepRange | None = Field(default=None, examples=["10-12"])
+    """Steps such as 10-12 or 10 in which torch's profiler runs. Traces, and on GPUs memory snapshots, are in the folder
+    `profile` of the run, and `weft watch` links them."""
+    profile_ranks: tuple[Count, ...] = Field(default=(0,), strict=False, min_length=1)
+    """Ranks that `profile` records."""
     check_batch: bool = True
     """In the first step, run a few samples several times and warn if results depend on how the plan divides a batch:
     samples that interact, noise in forward, buffers that forward changes."""
@@ -262,6 +275,12 @@ class TrainSection(Section):
     a scale; tensorwise: each weight, and all tokens of a microbatch on a rank, have one, so that results depend on how
     the plan divides the batch."""
     early_stop: EarlyStopSection = EarlyStopSection()
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`, counted from 1."""
+        first, _, last = (self.profile or "0").partition("-")
+        return range(int(first), int(last or first) + 1) if self.profile else range(0)
 
 
 class EvalSection(Section):
@@ -367,3 +386,11 @@ class RunConfig(Section):
     """Recipients of alerts, each as a table [[channel]]."""
     sink: tuple[SinkSection, ...] = Field(default=(), strict=False)
     """Destinations of metrics in addition to events.jsonl, each as a table [[sink]]."""
+
+    @property
+    def full_optimizer(self) -> OptimizerSection:
+        """The optimizer's settings, with LoRA+'s learning rate of B as the last group."""
+        own, ratio = self.optimizer, self.adapter.lora_plus_ratio
+        if ratio == 1:
+            return own
+        return own.model_copy(update={"groups": (*own.groups, OptimizerGroup(match="*.lora_B", lr=own.lr * ratio))})

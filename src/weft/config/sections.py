@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, Strict, WithJsonSchema, model_validator
 
 # Largest integer of TOML (64 bits). Sizes have generous limits that still catch typing errors.
 PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
@@ -36,9 +36,9 @@ ShareOrSize = Annotated[
         "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
     ),
 ]
-CodeName = Annotated[str, _text(r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$", "a class as package.module:Class")]
+_CODE_NAME = "[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
 #: Named tasks; `find_task` maps them to classes. These tasks train the model in a Hugging Face folder.
-FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
+FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed", "reward")
 #: These tasks train the text decoder with another loss.
 TEXT_TASKS = ("prefer", "distill")
 #: These tasks train networks for images, audio and text, with new weights or from a folder.
@@ -69,6 +69,7 @@ _DURATION = "^(" + "|".join(
     for unit in "dhms"
 ) + ")$"  # fmt: skip
 Duration = Annotated[str, _text(_DURATION, "a time such as 3h30m, 90s or 1d12h")]
+StepRange = Annotated[str, _text(r"^[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?$", "steps such as 10-12, counted from 1")]
 HostPort = Annotated[
     str,
     _text(
@@ -151,6 +152,8 @@ class AdapterSection(Section):
     plan."""
     kind: Literal["lora", "rslora", "dora"] = "lora"
     """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
+    lora_plus_ratio: Annotated[float, Field(ge=1)] = 1.0
+    """LoRA+ (arXiv 2402.12354): factor on the learning rate of B. 16 is usual; 1: the rate of A."""
     base: Literal["stored", "int8", "nf4"] = "stored"
     """Storage of frozen linear weights. stored: in the plan's precision; int8, nf4: quantized in blocks of 64, to 1.06
     and 0.56 bytes per weight, and dequantized for each matmul (QLoRA)."""
@@ -348,12 +351,32 @@ class OptimizerGroup(Section):
     vectors."""
 
 
+#: Names of optimizers in other tools, and the settings that replace them.
+OPTIMIZER_NAMES: dict[str, dict[str, str]] = {
+    **{name: {"name": "adamw"} for name in ("adamw_torch", "adamw_torch_fused")},
+    **{name: {"name": "adamw", "states": "fp8"} for name in ("adamw_8bit", "adamw_bnb_8bit")},
+    "lion": {"name": "weft.optim.lion:Lion"},
+    "adafactor": {"name": "torch.optim:Adafactor"},
+    "schedule_free": {"name": "schedulefree:AdamWScheduleFree"},
+    **{name.lower(): {"name": f"pytorch_optimizer:{name}"} for name in ("SOAP", "Shampoo", "CAME", "ADOPT")},
+}
+OptimizerName = Annotated[
+    str,
+    _text(
+        rf"^({'|'.join(OPTIMIZER_NAMES)}|{_CODE_NAME})$",
+        f"{', '.join(OPTIMIZER_NAMES)}, or a class as package.module:Class",
+    ),
+]
+
+
 class OptimizerSection(Section):
     """The optimizer, its learning rate over the steps, and its groups of parameters."""
 
-    name: Literal["adamw", "sgd", "muon"] | CodeName = "adamw"
+    name: Literal["adamw", "sgd", "muon"] | OptimizerName = "adamw"
     """Muon updates the matrices between embedding and head, AdamW all other parameters. Give any other optimizer class
-    as package.module:Class."""
+    as package.module:Class. Other names are short for settings: adamw_torch and adamw_torch_fused are adamw; adamw_8bit
+    is adamw with states=fp8; lion is Weft's, adafactor torch's; soap, shampoo, came and adopt are classes of the
+    package pytorch_optimizer (extra `optim`)."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
@@ -377,6 +400,14 @@ class OptimizerSection(Section):
     max_grad_norm: NonNegative = 1.0
     """Clip gradients to this global norm; 0: no clipping."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_name(cls, values: Any) -> Any:
+        """Replace a short name by settings."""
+        name = values.get("name") if isinstance(values, dict) else None
+        known = OPTIMIZER_NAMES.get(name, {}) if isinstance(name, str) else {}
+        return {**cast(dict[str, Any], values), **known} if known else values
+
     @property
     def is_foreign(self) -> bool:
         """Return True for a user's optimizer class."""
@@ -390,6 +421,8 @@ class ScheduleSection(Section):
     """linear and cosine fall to `final` at the last step; wsd: warm-up, stable, decay."""
     warmup_steps: Count | None = None
     """Steps over which the learning rate rises to its peak; by default 5 % of all steps, at most 1000."""
+    warmup_ratio: Fraction | None = None
+    """The warm-up as a share of all steps, instead of warmup_steps."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of the decay at the end; by default 20 % of all steps."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -397,6 +430,8 @@ class ScheduleSection(Section):
 
     def warmup(self, num_steps: int) -> int:
         """Return the number of steps of the warm-up in a run of `num_steps`."""
+        if self.warmup_ratio is not None:
+            return int(self.warmup_ratio * num_steps)
         return min(1000, num_steps // 20) if self.warmup_steps is None else self.warmup_steps
 
     def decay(self, num_steps: int) -> int:

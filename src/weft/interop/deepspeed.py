@@ -416,12 +416,13 @@ def read_recompute(reading: Reading) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Result of importing a DeepSpeed config.
+    """Result of importing a config of another tool.
 
     name: file name. plan: plan text; one axis is `*` if the file does not fix the number of ranks.
     overrides: dotted setting of a RunConfig -> value. lines: one outcome for each key, in the file's order.
     open: settings that are "auto" in the file, or depend on the number of ranks. They keep Weft's defaults.
     notes: differences between the two frameworks that do not belong to a key.
+    tool: the tool that the file belongs to.
     """
 
     name: str
@@ -430,10 +431,11 @@ class Imported:
     lines: tuple[Outcome, ...]
     open: tuple[str, ...]
     notes: tuple[str, ...]
+    tool: str = "DeepSpeed"
 
     @property
     def typos(self) -> tuple[Outcome, ...]:
-        """The keys that DeepSpeed does not have."""
+        """The keys that the tool does not have."""
         return tuple(line for line in self.lines if line.kind == TYPO)
 
     def config(self) -> RunConfig:
@@ -441,11 +443,19 @@ class Imported:
 
         No rules are checked. `config_rules.config_problems` returns the rules that it breaks.
         """
-        tables: dict[str, object] = {"plan": self.plan}
-        for setting, value in self.overrides.items():
-            section, _, name = setting.partition(".")
-            cast(dict[str, object], tables.setdefault(section, {}))[name] = value
-        return RunConfig.model_validate(tables)
+        return RunConfig.model_validate({"plan": self.plan, **nested(self.overrides)})
+
+
+def nested(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return settings by dotted name as nested tables."""
+    tables: dict[str, object] = {}
+    for setting, value in settings.items():
+        *sections, name = setting.split(".")
+        table = tables
+        for section in sections:
+            table = cast(dict[str, object], table.setdefault(section, {}))
+        table[name] = value
+    return tables
 
 
 def import_deepspeed(

@@ -19,10 +19,21 @@ __all__ = [
     "StoredValue",
     "above_autograd",
     "compiled_call",
+    "record_memory",
     "recompute_marker",
     "set_compiled_call",
+    "write_memory",
     "written_arguments",
 ]
+
+#: The CUDA allocator's history, and its snapshot as a file for https://pytorch.org/memory_viz.
+_record_history, write_memory = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
+
+
+def record_memory(on: bool) -> None:
+    """Begin or end recording the history of the CUDA allocator."""
+    _record_history(max_entries=100_000) if on else _record_history(enabled=None)
+
 
 #: Grouped matmul of all experts, for which torch counts no FLOPs. `F.grouped_mm` calls it.
 GROUPED_MM = torch.ops.aten._grouped_mm

@@ -113,7 +113,9 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
     try:
         made = named_object(section.name)
     except Exception as error:  # user code may raise anything
-        _refuse("name", f"{section.name}: it cannot be imported ({error}). Name a class importable from this folder.")
+        is_extra = section.name.startswith("pytorch_optimizer:")
+        remedy = "Install weft[optim]" if is_extra else "Name a class importable from this folder"
+        _refuse("name", f"{section.name}: it cannot be imported ({error}). {remedy}.")
     if not _is_optimizer(made):
         _refuse("name", f"{section.name}: it is not a subclass of torch.optim.Optimizer. Name one that is.")
     takes = options_of(made)

@@ -24,6 +24,7 @@ from weft.parallel.choose_engine import build_engine
 from weft.parallel.compile_blocks import compile_blocks, register_operators, warn_of_uncompiled
 from weft.parallel.context.context import apply_context, check_sequences, context_of
 from weft.parallel.dropout.by_position import drop_by_position
+from weft.parallel.dropout.embedding_noise import add_embedding_noise
 from weft.parallel.expert import distribute_experts, divide_sequences, expect_experts
 from weft.parallel.layers.distributed_encoders import EncoderChoice, choose_encoders, distribute_encoders
 from weft.parallel.layers.documents import attend_in_documents, separate_by_position_ids
@@ -65,6 +66,7 @@ class Application:
     bf16_layers: Sequence[str] = ()
     fp8_recipe: str = "rowwise"
     example: Any = None
+    noise: tuple[str, float] | None = None
     encoders: EncoderChoice = field(default_factory=lambda: EncoderChoice({}))
     experts: Mapping[str, Placement] = field(default_factory=dict)
     sharded_layout: Layout | None = None
@@ -197,6 +199,7 @@ SHARD = (
 #: Changes of the sharded model, before the engine replaces its parameters.
 FINISH = (
     # Positions of random numbers depend on how tp and cp sharded the model.
+    Technique(lambda run: add_embedding_noise(run.model, run.noise)),
     Technique(lambda run: drop_by_position(run.model, run.mesh, run.seed or 0)),
     Technique(lambda run: use_float8(run.model), when=lambda run: run.plan.precision == "fp8"),
     Technique(lambda run: group_norms(run.model, run.mesh, run.norm_group), when=lambda run: run.norm_group != 0),
@@ -238,6 +241,7 @@ def parallelize(
     bf16_layers: Sequence[str] = (),
     fp8_recipe: str = "rowwise",
     example: Any = None,
+    noise: tuple[str, float] | None = None,
 ) -> nn.Module:
     """Apply the mesh's plan to `model`, in place, before its optimizer exists. Returns the same module.
 
@@ -252,6 +256,7 @@ def parallelize(
         norm_group: samples per group of batch norm statistics, over any ranks; 0: each rank's microbatch.
         bf16_layers, fp8_recipe: for precision=fp8: layers that stay in bf16 (paths, `first:N`), and sharing of scales.
         example: arguments of a forward with which tp and sp trace the model, or None to generate them.
+        noise: path of the input embedding and largest noise on its output in training, or None.
 
     Raises:
         ModelError: if the model was already parallelized. Errors of each technique are raised here too.
@@ -261,7 +266,7 @@ def parallelize(
     before, params, replica = originals_of(model), OriginalParameters(model), mesh.replica
     if mesh.rank == 0 and (message := dtype_growth_warning(before, Precision.of(mesh.plan))):
         warnings.warn(message, WeftWarning, stacklevel=3)
-    run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example)
+    run = Application(model, replica, layout, seed, pinned_limit, norm_group, bf16_layers, fp8_recipe, example, noise)
     _apply(PREPARE, run)
     if placements is None:
         shard(run)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restor
 
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
+from weft.env import default_for_libraries
 from weft.errors import ConfigError
 from weft.private_torch import tree_leaves
 
@@ -53,11 +54,21 @@ class GpuKernels:
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._measures = False
         self._chosen = ""
+        if config.train.deterministic:
+            self._set_deterministic()
         if self._attention != "auto":
             _check_attention(self._attention, plan, device)
             self._set_attention()
         if self._convolutions == "measured":
             _check_measured(plan, device)
+
+    def _set_deterministic(self) -> None:
+        default_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8")  # cuBLAS needs it; torch checks it
+        self._before.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(True)
+        cudnn = torch.backends.cudnn
+        self._before.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+        cudnn.deterministic = True
 
     def _set_attention(self) -> None:
         name = self._attention
@@ -120,6 +131,7 @@ class GpuKernels:
         """Return lines with the active settings for the start of a run; empty if torch's defaults apply."""
         chosen = [] if self._attention == "auto" else [f"attention by {self._attention} if possible"]
         chosen += [f"convolutions {self._chosen}"] if self._chosen else []
+        chosen += ["deterministic"] if torch.are_deterministic_algorithms_enabled() else []
         return [f"kernels {'; '.join(chosen)}"] if chosen else []
 
     def close(self) -> None:

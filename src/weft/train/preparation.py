@@ -96,7 +96,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
         from weft.optim.build import check_optimizer
 
-        check_optimizer(with_adapter(task.shapes(), config), config.optimizer)
+        check_optimizer(with_adapter(task.shapes(), config), config.full_optimizer)
     by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
     if by not in known:
         raise ConfigError(

@@ -17,6 +17,7 @@ from weft.models.adapters import adapted
 from weft.monitor.step_times import Meter
 from weft.optim.build import build_optimizer, freeze
 from weft.parallel.context.context import sequence_in_use, shard_sequence
+from weft.parallel.dropout.embedding_noise import embedding_noise
 from weft.parallel.local_sgd import rare_sync
 from weft.parallel.parallelize import parallelize
 from weft.parallel.state.flat_slices import StateSource
@@ -62,7 +63,8 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     reads = adapted(model) is not None or not rank.group.on_first(
         lambda: bool(list_checkpoints(job.folder.checkpoints))
     )
-    _lay_out(job, mesh, model, weights, reads=reads)
+    noise = embedding_noise(model, config.train.neftune_alpha, config.train.seq_len)
+    _lay_out(job, mesh, model, weights, reads=reads, noise=noise)
     kernels.choose_convolutions(model)
     if (second := task.second_model(mesh.plan)) is not None:
         _lay_out(job, mesh, second.requires_grad_(False), task.second_weights(second), reads=True)
@@ -70,7 +72,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
     replicas = None if job.world is None else OtherWorlds(job, job.world, mesh, model, rank.group)
     step = TrainStep(
         model,
-        build_optimizer(model.named_parameters(), config.optimizer, config.seed),
+        build_optimizer(model.named_parameters(), config.full_optimizer, config.seed),
         task.loss,
         mesh,
         forward=task.forward,
@@ -109,7 +111,15 @@ def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]
     return job.task.batches(share), job.task.eval_batches(own)
 
 
-def _lay_out(job: EngineJob, mesh: Mesh, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
+def _lay_out(
+    job: EngineJob,
+    mesh: Mesh,
+    model: nn.Module,
+    weights: StateSource | None,
+    *,
+    reads: bool,
+    noise: tuple[str, float] | None = None,
+) -> None:
     config = job.config
     parallelize(
         model,
@@ -121,6 +131,7 @@ def _lay_out(job: EngineJob, mesh: Mesh, model: nn.Module, weights: StateSource 
         norm_group=config.train.norm_group,
         bf16_layers=config.train.bf16_layers,
         fp8_recipe=config.train.fp8_recipe,
+        noise=noise,
     )
     if weights is not None and reads:
         with mesh.pulse.doing("reads the pretrained weights"):

@@ -25,6 +25,7 @@ from weft.train.microbatches import Microbatches
 from weft.train.model_state import adapter_state, resume, state_slices
 from weft.train.replica_engine import OtherWorlds
 from weft.train.step.evaluation import evaluate_run
+from weft.train.step.profile import StepProfiler
 from weft.train.step.tracer import StepTracer, TracedStep
 from weft.train.step.train_step import TrainStep
 from weft.train.step.update import StepMetrics
@@ -107,6 +108,7 @@ class TorchEngine:
         self._job, self._rank = job, JoinedRank(job)
         self.mesh = self._rank.mesh
         self._kernels = GpuKernels(job.config, self.mesh.plan, self.mesh.device)
+        self._profiler = StepProfiler(job.config.train, self.mesh.rank, self.mesh.device, job.folder.path)
         self.plan, self.rank, self.device = self.mesh.plan, self.mesh.rank, str(self.mesh.device)
         self.pulse, self.ranks = self.mesh.pulse, self._rank.group
         self.meter = Meter(self.mesh.device, communication=self._rank.ledger)
@@ -119,7 +121,7 @@ class TorchEngine:
         """Build the model, optimizer and step from the task and the plan."""
         built = build(self._job, self._rank, self._kernels, self.meter)
         self._step, self.batches, self.replicas = built.step, built.batches, built.replicas
-        self._eval_batches, self._sync = built.eval_batches, rare_sync(built.step.model)
+        self._eval_batches = built.eval_batches
         self._tracer = StepTracer(built.step.model, self.mesh, self._job.task, built.batches)
         self.state = TorchState(built.step, built.replicas)
         self.reports = TorchReports(self._job, self._rank, built.step, self._kernels.lines(), built.replicas)
@@ -167,12 +169,13 @@ class TorchEngine:
             group["lr"] = group["initial_lr"] * lr_factor
         step.measures_update = config.monitor.measures_update(number + 1)
         self._kernels.before(batches)
-        if self._sync is not None:
-            self._sync.meets_now = number + 1 == config.train.steps
+        if (sync := rare_sync(step.model)) is not None:
+            sync.meets_now = number + 1 == config.train.steps
         if self.replicas is not None:
             self.replicas.before_step(number)
         # Ranks may compile their first step at different times.
-        with self.pulse.doing("compiles the model in its first step") if self._compiles else nullcontext():
+        compiling = self.pulse.doing("compiles the model in its first step") if self._compiles else nullcontext()
+        with compiling, self._profiler.step(number + 1):
             done = step(*self._inputs.make(batches, number))
         self._compiles = False
         self._tracer.remember(TracedStep(number + 1, batches, step.microbatch_losses))
@@ -221,6 +224,7 @@ class TorchEngine:
                 # Wait for rank 0 here, with hang detection, and not while disconnecting.
                 self._rank.wait()
         finally:
+            self._profiler.close()
             self._kernels.close()
             self._rank.close()
             if self.replicas is not None:

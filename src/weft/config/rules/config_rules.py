@@ -321,7 +321,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     ConfigRule(
         name="adapter-has-a-rank",
-        keys=("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.dropout", "adapter.kind", "adapter.base"),
+        keys=("adapter.rank", "adapter"),
         reason="Without a rank there is no adapter, and its other settings would do nothing.",
         predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
         message="0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave them "
@@ -356,6 +356,13 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
             f"{config.schedule.warmup_steps}: warm-up must end before train.steps={config.train.steps}. Use "
             f"schedule.warmup_steps={config.train.steps // 10}, or more steps."
         ),
+    ),
+    ConfigRule(
+        name="one-warmup",
+        keys=("schedule.warmup_ratio", "schedule.warmup_steps"),
+        reason="The warm-up is a share of the steps or a number of steps.",
+        predicate=lambda config: None not in (config.schedule.warmup_ratio, config.schedule.warmup_steps),
+        message=lambda config: f"{config.schedule.warmup_ratio}: schedule.warmup_steps is set too. Keep one of them.",
     ),
     ConfigRule(
         name="decay-fits",
@@ -417,6 +424,16 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         ),
     ),
     ConfigRule(
+        name="one-set-of-weights",
+        keys=("optimizer.name",),
+        reason="Evaluations and checkpoints use the trained weights, and schedule-free optimizers need other ones.",
+        predicate=lambda config: config.optimizer.name.startswith(("schedulefree", "pytorch_optimizer:ScheduleFree")),
+        message=lambda config: (
+            f"{config.optimizer.name}: it evaluates an average of the weights that it trains, and Weft evaluates and "
+            "saves the trained ones. Use optimizer.name=adamw with schedule.kind=wsd."
+        ),
+    ),
+    ConfigRule(
         name="nesterov-is-of-sgd",
         keys=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
         reason="Nesterov momentum is a variant of SGD with momentum.",
@@ -437,6 +454,26 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: (
             f"{config.optimizer.states}: only AdamW's moments can be stored in bf16 or fp8, and optimizer.name is "
             f"{config.optimizer.name}. Use fp32, or optimizer.name=adamw."
+        ),
+    ),
+    ConfigRule(
+        name="measured-kernels-vary",
+        keys=("train.deterministic", "kernels.convolutions"),
+        reason="cuDNN's measurements may choose other algorithms in another run.",
+        predicate=lambda config: config.train.deterministic and config.kernels.convolutions == "measured",
+        message="true: kernels.convolutions=measured may choose other algorithms in each run. Use "
+        "kernels.convolutions=guessed.",
+    ),
+    ConfigRule(
+        name="profiled-steps-exist",
+        keys=("train.profile", "train.steps"),
+        reason="The profiled steps are in order, at most 50, and within the run.",
+        predicate=lambda config: (
+            config.train.profile is not None
+            and not 0 < len(steps := config.train.profiled_steps) <= min(50, config.train.steps + 1 - steps.start)
+        ),
+        message=lambda config: (
+            f"{config.train.profile}: 1 to 50 steps up to train.steps={config.train.steps} can be profiled. Use 10-12."
         ),
     ),
     ConfigRule(

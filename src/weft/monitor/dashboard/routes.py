@@ -18,7 +18,14 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
 from weft.errors import ConfigError, WeftError
@@ -152,7 +159,16 @@ def config_of(run: RunIndex) -> dict[str, str]:
     for name in ("plan", "model", "world_size", "device", "weft", "torch", "python"):
         if name in start:
             found[f"run: {name}"] = _text(without_secrets(start[name], name))
+    for file in profile_files(run.folder):
+        found[f"profile: {file.name}"] = f"{file.stat().st_size:,} bytes"
     return found
+
+
+def profile_files(folder: Path) -> list[Path]:
+    """Return the files that `train.profile` wrote, links excluded."""
+    with contextlib.suppress(OSError):
+        return sorted(file for file in (folder / "profile").iterdir() if file.is_file() and not file.is_symlink())[:100]
+    return []
 
 
 def planned_and_measured(run: RunIndex) -> dict[str, Any]:
@@ -272,6 +288,7 @@ class Page:
             Route("/api/heat", self.heat),
             Route("/api/marks", self.marks),
             Route("/api/config", self.config),
+            Route("/api/profile", self.profile),
             Route("/api/planned", self.serve_planned_and_measured),
             Route("/api/stream", self.stream),
             Route("/api/ask", self.ask, methods=["POST"]),
@@ -342,6 +359,15 @@ class Page:
     async def config(self, request: Request) -> Response:
         """Serve a run's settings."""
         return await self._of_run(request, config_of)
+
+    async def profile(self, request: Request) -> Response:
+        """Serve a file of the profiler. Only names in the run's folder are accepted."""
+        run = self.shelf.get(request.query_params.get("id", ""))
+        files = [] if run is None else await asyncio.to_thread(profile_files, run.folder)
+        found = next((file for file in files if file.name == request.query_params.get("name")), None)
+        if found is None:
+            return JSONResponse({"error": "There is no such file in the folder of this run."}, 404)
+        return FileResponse(found, media_type="application/octet-stream", filename=found.name)
 
     async def serve_planned_and_measured(self, request: Request) -> Response:
         """Serve a run's planned and measured values."""

@@ -27,6 +27,7 @@ from weft.parallel.dropout.dropout_calls import (
     draws_noise,
     recomputes_itself,
 )
+from weft.parallel.dropout.embedding_noise import add_embedding_noise
 from weft.parallel.random.streams import drops_itself, shard_position_of
 from weft.private_torch import uncompiled
 
@@ -204,7 +205,8 @@ def _has_known_hooks(module: nn.Module) -> bool:
     hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]
     homes = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
-    return all(home.startswith(("weft.", "torch.distributed.fsdp.")) for home in homes)
+    known = ("weft.", "torch.distributed.fsdp.")
+    return all(home.startswith(known) and home != add_embedding_noise.__module__ for home in homes)
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module]:

@@ -27,7 +27,7 @@ _CLASSES = (
 )
 _NUMBERS = (Metric("pearson", "", "correlation between the model's numbers and the data's"),)
 #: Reason why sequence parallelism is unsupported.
-_NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone would have")
+NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone would have")
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class TextClassTask(FolderTask):
         self.sum_names = PAIR_SUMS if self.regression else class_sum_names(len(self._names))
 
     def limits(self) -> dict[str, Limit]:
-        return {**super().limits(), "sp": _NO_SP}
+        return {**super().limits(), "sp": NO_SP}
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
         if self.regression:

@@ -206,16 +206,18 @@ class FolderTask(ModelTask):
         assert self._tables is not None
         return self._tables
 
-    def encoded(self, texts: Any, pairs: Any = None, *, is_split: bool = False) -> Iterator[Any]:
+    def encoded(self, texts: Any, pairs: Any = None, *, is_split: bool = False, **options: Any) -> Iterator[Any]:
         """Yield the rows of texts, truncated to train.seq_len tokens: ids, token types, truncation flag.
 
         Args:
             texts: texts, or lists of words.
             pairs: second texts, one per text; None for single texts.
             is_split: if True, texts are lists of words, and rows have the word index of each token, or -1.
+            options: further arguments of the tokenizer.
         """
         tokenizer = self.network.tokenizer(**({"add_prefix_space": True} if is_split else {}))
-        found = tokenised(tokenizer, texts, pairs, max_length=self.config.train.seq_len, is_split_into_words=is_split)
+        options |= {"max_length": self.config.train.seq_len, "is_split_into_words": is_split}
+        found = tokenised(tokenizer, texts, pairs, **options)
         for one in found.encodings:
             row = {"input_ids": np.array(one.ids, np.int32), "is_cut": np.array([bool(one.overflowing)], np.uint8)}
             if "token_type_ids" in tokenizer.model_input_names:

@@ -262,7 +262,8 @@ export class RunPage {
     const entries = Object.entries(this.config);
     if (!entries.length) return;
     const body = h("tbody"), search = h("input", { className: "search", type: "search", placeholder: "Find a setting", "aria-label": "Find a setting" });
-    const fill = () => body.replaceChildren(...entries.filter(([name, value]) => `${name} ${value}`.toLowerCase().includes(search.value.toLowerCase())).map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", {}, h("code", {}, value)))));
+    const file = (name) => name.startsWith("profile: ") ? `/api/profile?${new URLSearchParams({ id: this.id, name: name.slice(9) })}` : "";
+    const fill = () => body.replaceChildren(...entries.filter(([name, value]) => `${name} ${value}`.toLowerCase().includes(search.value.toLowerCase())).map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", {}, h("code", {}, file(name) ? h("a", { href: file(name) }, value) : value)))));
     search.addEventListener("input", fill);
     fill();
     this.slots.config.replaceChildren(card("", "Config", `${entries.length} settings, versions and places`, h("div", { className: "tall scroll", tabindex: 0 }, h("table", {}, body)), { tools: search }));
