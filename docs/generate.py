@@ -1,14 +1,21 @@
-"""Write the generated pages: docs/reference/rules.md, settings.md, and the table in how-to/from_deepspeed.md.
+"""Write the generated pages: docs/reference/rules.md, settings.md, and the generated parts of README.md, how-to/plan.md
+and how-to/from_deepspeed.md.
 
 python docs/generate.py
 """
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+import tempfile
 import types
 import typing
 from pathlib import Path
 
+import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -19,8 +26,15 @@ from weft.config.rules.plan_rules import RULES
 from weft.config.run_config import RunConfig
 from weft.interop.deepspeed_keys import Group, groups
 
-REFERENCE = Path(__file__).parent / "reference"
-DEEPSPEED = Path(__file__).parent / "how-to" / "from_deepspeed.md"
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+
+from mkdocs_hooks import expanded, pages_in  # noqa: E402 (the path comes first)
+
+REFERENCE = DOCS / "reference"
+DEEPSPEED = DOCS / "how-to" / "from_deepspeed.md"
+FRONT = DOCS / "README.md"
+PLAN_COMMAND = "weft plan llama3-8b 8xh100 --top 3"
 NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->\n"
 
 
@@ -132,6 +146,53 @@ def _group_row(group: Group) -> str:
     return f"| {keys} | {group.outcome} | {group.text} |"
 
 
+def nav() -> list[typing.Any]:
+    """Return the nav of the docs site, with the pages that match its patterns."""
+    return expanded(yaml.load((DOCS.parent / "mkdocs.yml").read_text(), yaml.BaseLoader)["nav"])
+
+
+def page_list() -> str:
+    """Return the pages of the docs site for users, with their titles, by section of the site."""
+    lines = []
+    for section in nav():
+        [(title, entries)] = section.items()
+        pages = [DOCS / page for page in pages_in(entries) if page != "README.md" and (DOCS / page).is_file()]
+        if title != "Contributing":
+            links = [f"[{_title(page)}]({page.relative_to(DOCS).as_posix()})" for page in pages]
+            lines.append(f"- **{title}**: " + " · ".join(links))
+    return "\n".join(lines)
+
+
+def _title(page: Path) -> str:
+    return page.read_text().partition("# ")[2].partition("\n")[0]
+
+
+def plan_answer() -> str:
+    """Return the planner's answer to PLAN_COMMAND as a block of code, without the time of the search.
+
+    The answer uses no measurements of this machine.
+    """
+    with tempfile.TemporaryDirectory() as home:
+        words = [sys.executable, "-m", *PLAN_COMMAND.split()]
+        environment = {**os.environ, "WEFT_HOME": home, "COLUMNS": "160"}  # noqa: TID251 (a child's environment)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    answer = "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+    return f"```\n$ {PLAN_COMMAND}\n" + re.sub(r"(estimated) in [\d.]+ m?s", r"\1", answer) + "\n```"
+
+
+def with_answer(page: str, answer: str) -> str:
+    """Return a page with the planner's answer in the block that begins with PLAN_COMMAND."""
+    before, begin, rest = page.partition(f"```\n$ {PLAN_COMMAND}\n")
+    return before + answer + rest.partition("```")[2] if begin else page
+
+
+def with_pages(page: str) -> str:
+    """Return the front page with its list of pages."""
+    before, begin, rest = page.partition("<!-- pages -->")
+    _, end, after = rest.partition("<!-- end of pages -->")
+    return f"{before}{begin}\n{page_list()}\n{end}{after}"
+
+
 PAGES = {"rules.md": rules_page, "settings.md": settings_page}
 
 if __name__ == "__main__":
@@ -140,3 +201,8 @@ if __name__ == "__main__":
         print(REFERENCE / file_name)
     DEEPSPEED.write_text(deepspeed_page(DEEPSPEED.read_text()))
     print(DEEPSPEED)
+    made = plan_answer()
+    for path in (FRONT, DOCS / "how-to" / "plan.md"):
+        path.write_text(with_answer(path.read_text(), made))
+        print(path)
+    FRONT.write_text(with_pages(FRONT.read_text()))
