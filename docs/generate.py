@@ -27,7 +27,7 @@ from weft.config.run_config import RunConfig
 from weft.interop.deepspeed_keys import Group, groups
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS))
+sys.path.append(str(DOCS))
 
 from mkdocs_hooks import expanded, pages_in  # noqa: E402 (the path comes first)
 
