@@ -83,5 +83,7 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Change a page into the Markdown of the site."""
+    """Change a page into the Markdown of the site. Pages for contributors rank last in a search."""
+    if page.file.src_uri.startswith(("adr/", "contributing/", "map.md")):
+        page.meta["search"] = {"boost": 0.1}
     return site_markdown(markdown, page.file.src_uri, config.repo_url or "")
