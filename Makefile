@@ -79,17 +79,19 @@ check: $(VENV)/.ready-to-develop
 lint: check
 
 DOCS_VENV := .venv-docs
+# mike calls mkdocs, which calls ruff. Material's notice about the next MkDocs is for those who choose versions.
+IN_DOCS_VENV = PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1
 VERSION ?=
 
 docs: $(DOCS_VENV)/.ready
-	@$(DOCS_VENV)/bin/mkdocs build --quiet
+	@$(IN_DOCS_VENV) mkdocs build --quiet
 	@echo "==> build/site/index.html"
 
 # Adds a version to the branch gh-pages: make docs-publish VERSION=0.2.0
 docs-publish: $(DOCS_VENV)/.ready
 	@[ -n "$(VERSION)" ] || { echo "error: name the version: make docs-publish VERSION=0.2.0" >&2; exit 2; }
-	@$(DOCS_VENV)/bin/mike deploy --push --update-aliases $(VERSION) latest
-	@$(DOCS_VENV)/bin/mike set-default --push --allow-empty latest
+	@$(IN_DOCS_VENV) mike deploy --push --update-aliases $(VERSION) latest
+	@$(IN_DOCS_VENV) mike set-default --push --allow-empty latest
 
 $(DOCS_VENV)/.ready: $(REQUIREMENTS)
 	@$(MAKE) --no-print-directory VENV=$(DOCS_VENV) $(DOCS_VENV)/bin/python
