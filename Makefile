@@ -4,6 +4,7 @@
 # make test-touched BASE=main    the tests, `full` ones too, that changes since BASE may affect
 # make test-torch TORCH=2.11.0    the tests with another release of torch and the newest of all else, in an environment of its own
 # make release-check    build the wheel and the source archive, install each in a new environment, and use it
+# make docs     the docs site in build/site, where every link has a target
 # make check    the linters and types alone        make clean    remove what make and the tools have made
 #
 # Each sets up all it needs in .venv, from Python >= 3.11 alone; a second call finds it ready.
@@ -11,7 +12,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-touched test-torch check lint release-check clean
+.PHONY: help train test test-all test-touched test-torch check lint docs docs-publish release-check clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
 
 train: $(VENV)/.ready-to-train
 	@$(BIN)/weft train $(ARGS)
@@ -77,13 +78,35 @@ check: $(VENV)/.ready-to-develop
 
 lint: check
 
+DOCS_VENV := .venv-docs
+# mike calls mkdocs, which calls ruff. Material's notice about the next MkDocs is for those who choose versions.
+IN_DOCS_VENV = PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1
+VERSION ?=
+
+docs: $(DOCS_VENV)/.ready
+	@$(IN_DOCS_VENV) mkdocs build --quiet
+	@echo "==> build/site/index.html"
+
+# Adds a version to the branch gh-pages: make docs-publish VERSION=0.2.0
+docs-publish: $(DOCS_VENV)/.ready
+	@[ -n "$(VERSION)" ] || { echo "error: name the version: make docs-publish VERSION=0.2.0" >&2; exit 2; }
+	@$(IN_DOCS_VENV) mike deploy --push --update-aliases $(VERSION) latest
+	@$(IN_DOCS_VENV) mike set-default --push --allow-empty latest
+
+$(DOCS_VENV)/.ready: $(REQUIREMENTS)
+	@$(MAKE) --no-print-directory VENV=$(DOCS_VENV) $(DOCS_VENV)/bin/python
+	@echo "==> installing the tools of the docs site into $(DOCS_VENV) (once)"
+	@$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --group docs
+	@touch $@
+
 TAG ?=
 
 release-check: $(VENV)/bin/python
 	@$(BIN)/python tools/release_check.py $(if $(TAG),--tag $(TAG))
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(DOCS_VENV) .venv-torch-* .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last, so an installation that was interrupted is done again.

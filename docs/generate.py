@@ -1,15 +1,21 @@
-"""Write the generated pages: docs/reference/rules.md, settings.md and recipes.md, and the tables of keys in
-reference/deepspeed_keys.md and how-to/import_config.md.
+"""Write the generated pages: docs/reference/rules.md, settings.md and recipes.md, and the generated parts of README.md,
+how-to/plan.md, how-to/import_config.md and reference/deepspeed_keys.md.
 
 python docs/generate.py
 """
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+import tempfile
 import types
 import typing
 from pathlib import Path
 
+import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -22,9 +28,16 @@ from weft.config.run_config import RunConfig
 from weft.interop.deepspeed_keys import Group, groups
 from weft.interop.trainer_keys import Tool, tools
 
-REFERENCE = Path(__file__).parent / "reference"
-DEEPSPEED, TRAINERS = REFERENCE / "deepspeed_keys.md", Path(__file__).parent / "how-to" / "import_config.md"
-RECIPES = Path(__file__).parents[1] / "configs" / "tune"
+DOCS = Path(__file__).parent
+sys.path.append(str(DOCS))
+
+from mkdocs_hooks import expanded, pages_in  # noqa: E402 (the path comes first)
+
+REFERENCE = DOCS / "reference"
+DEEPSPEED, TRAINERS = REFERENCE / "deepspeed_keys.md", DOCS / "how-to" / "import_config.md"
+RECIPES = DOCS.parent / "configs" / "tune"
+FRONT = DOCS / "README.md"
+PLAN_COMMAND = "weft plan llama3-8b 8xh100 --top 3"
 NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->\n"
 
 
@@ -189,6 +202,53 @@ def recipes_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def nav() -> list[typing.Any]:
+    """Return the nav of the docs site, with the pages that match its patterns."""
+    return expanded(yaml.load((DOCS.parent / "mkdocs.yml").read_text(), yaml.BaseLoader)["nav"])
+
+
+def page_list() -> str:
+    """Return the pages of the docs site for users, with their titles, by section of the site."""
+    lines = []
+    for section in nav():
+        [(title, entries)] = section.items()
+        pages = [DOCS / page for page in pages_in(entries) if page != "README.md" and (DOCS / page).is_file()]
+        if title != "Contributing":
+            links = [f"[{_title(page)}]({page.relative_to(DOCS).as_posix()})" for page in pages]
+            lines.append(f"- **{title}**: " + " · ".join(links))
+    return "\n".join(lines)
+
+
+def _title(page: Path) -> str:
+    return page.read_text().partition("# ")[2].partition("\n")[0]
+
+
+def plan_answer() -> str:
+    """Return the planner's answer to PLAN_COMMAND as a block of code, without the time of the search.
+
+    The answer uses no measurements of this machine.
+    """
+    with tempfile.TemporaryDirectory() as home:
+        words = [sys.executable, "-m", *PLAN_COMMAND.split()]
+        environment = {**os.environ, "WEFT_HOME": home, "COLUMNS": "160"}  # noqa: TID251 (a child's environment)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    answer = "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+    return f"```\n$ {PLAN_COMMAND}\n" + re.sub(r"(estimated) in [\d.]+ m?s", r"\1", answer) + "\n```"
+
+
+def with_answer(page: str, answer: str) -> str:
+    """Return a page with the planner's answer in the block that begins with PLAN_COMMAND."""
+    before, begin, rest = page.partition(f"```\n$ {PLAN_COMMAND}\n")
+    return before + answer + rest.partition("```")[2] if begin else page
+
+
+def with_pages(page: str) -> str:
+    """Return the front page with its list of pages."""
+    before, begin, rest = page.partition("<!-- pages -->")
+    _, end, after = rest.partition("<!-- end of pages -->")
+    return f"{before}{begin}\n{page_list()}\n{end}{after}"
+
+
 PAGES = {"rules.md": rules_page, "settings.md": settings_page, "recipes.md": recipes_page}
 
 if __name__ == "__main__":
@@ -198,3 +258,8 @@ if __name__ == "__main__":
     for path, page_of in ((DEEPSPEED, deepspeed_page), (TRAINERS, import_page)):
         path.write_text(page_of(path.read_text()))
         print(path)
+    made = plan_answer()
+    for path in (FRONT, DOCS / "how-to" / "plan.md"):
+        path.write_text(with_answer(path.read_text(), made))
+        print(path)
+    FRONT.write_text(with_pages(FRONT.read_text()))

@@ -118,8 +118,9 @@ class Run(ScriptState):
                 and `first:N` or `last:N` for the first or last blocks.
             fp8_recipe: scaling recipe of precision=fp8: rowwise, or tensorwise, whose results depend on how the plan
                 divides the batch.
-            outer_lr, outer_momentum: outer step of sync=diloco:H. Replicas synchronize in `run.train_step`, so the
+            outer_lr: learning rate of the outer step of sync=diloco:H. Replicas synchronize in `run.train_step`, so the
                 number of steps should be a multiple of H.
+            outer_momentum: momentum of the outer step.
             example: inputs of one forward: a tensor, a tuple of arguments, or a dict of keyword arguments. tp and sp
                 trace the model with it. By default, inputs are made from the names of forward's parameters.
 
