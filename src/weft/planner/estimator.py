@@ -14,9 +14,6 @@ from weft.planner.cost.layer import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.cost.memory import CLASSES
 from weft.planner.cost.step import TERMS, Parts, device_parts
-from weft.planner.measured.host_layer import host_layer_costs
-from weft.planner.measured.host_step import host_parts
-from weft.planner.measured.profile_tables import HostTables
 from weft.planner.space.columns import Columns, Job
 from weft.planner.uncertainty import fits_chance, memory_error_scale, shipped
 
@@ -108,10 +105,8 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
 
     Args:
         cluster: the cluster; defines the size of a node. The rates come from `tables`.
-        tables: constants of the device, or of a measured host.
+        tables: constants of the device.
     """
-    if isinstance(tables, HostTables):
-        return _estimates(job, cluster, columns, tables, [host_parts(job, columns, tables.laws)])
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables)))
 
 
@@ -119,10 +114,8 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
     """Predict the memory of every plan, without time terms if that is faster.
 
     Args:
-        tables: constants of the device, or of a measured host.
+        tables: constants of the device.
     """
-    if isinstance(tables, HostTables):
-        return estimate(job, cluster, columns, tables)
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
 
 
@@ -130,10 +123,8 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
     """Predict the step time (s) of every plan, without memory if that is faster.
 
     Args:
-        tables: constants of the device, or of a measured host.
+        tables: constants of the device.
     """
-    if isinstance(tables, HostTables):
-        return estimate(job, cluster, columns, tables).step_s
     learned = tables.learned
     found = [
         tables.slowdown * _added(terms[name] * learned[name] if name in learned else terms[name] for name in TERMS)
@@ -146,17 +137,15 @@ def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tab
     """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them.
 
     Args:
-        tables: constants of the device, or of a measured host.
+        tables: constants of the device.
     """
-    if isinstance(tables, HostTables):
-        return host_layer_costs(job, columns, tables.laws)
     return layer_costs(
         job, columns, tables, Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     )
 
 
 def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
-    on_host = isinstance(tables, HostTables)
+    on_host = cluster.device.is_cpu
     terms = {name: _joined([part[0][name] for part in parts if name in part[0]], len(columns)) for name in TERMS}
     terms |= {name: terms[name] * factor for name, factor in tables.learned.items() if name in terms}
     return Estimates(

@@ -430,18 +430,18 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     if (columns.cp > 1).any():
         joined_f, joined_b = context_cost.joined_bytes(job, columns, tokens, q, kv)
         moved_f, moved_b = moved_f + joined_f, moved_b + joined_b
-    head = _head(job, columns, tables, fabric, tokens, half) if shape.vocab else (np.zeros_like(tokens),) * 3
-    tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, made.gemm_f, made.dgrad + made.wgrad)
-    cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, made.attn_f, made.attn_b)
-    ep = _ep(job, columns, tables, fabric, tokens, made.gemm_f)
+    head = _head(job, columns, tables, fabric, tokens, half, width) if shape.vocab else (np.zeros_like(tokens),) * 3
+    tp_f, tp_b = _tp(job, columns, tables, fabric, tokens * width, made.gemm_f, made.dgrad + made.wgrad)
+    cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens * width, q, kv, made.attn_f, made.attn_b)
+    ep = _ep(job, columns, tables, fabric, tokens * width, made.gemm_f)
     # Each additional chunk adds a collective and a matmul, four times per layer.
     calls = made.calls + np.where(t > 1, 8 * columns.tp_chunks - 4, 0) + context_cost.calls(columns)
     gathers_table = (t > 1) & (shape.vocab > 0)
     return LayerCosts(
-        gemm_f=made.gemm_f * width,
-        last_f=made.last * width,
-        gemm_b=(made.dgrad + made.wgrad) * width,
-        wgrad=made.wgrad * width,
+        gemm_f=made.gemm_f,
+        last_f=made.last,
+        gemm_b=made.dgrad + made.wgrad,
+        wgrad=made.wgrad,
         attn_f=made.attn_f,
         attn_b=made.attn_b,
         memory_f=bytes_s(tables, moved_f) * width + calls * 0.5 * tables.launch_s,
@@ -453,12 +453,12 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
         ep_f=ep,
         ep_b=ep,
         host_f=np.where(columns.graphs, 0.0, calls * tables.host_op_s * job.stack.host_ops),
-        head_gemm=head[0] * _head_share(job) + ends.after_gemm * width,
+        head_gemm=head[0] * _head_share(job) + ends.after_gemm,
         head_memory=head[1] + ends.after_memory * width,
         head_tp=head[2],
         embed=ends.embed,
         embed_tp=np.where(
-            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, columns.tp_stride), 0.0
+            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, columns.tp_stride), 0.0
         ),
     )
 
@@ -470,7 +470,7 @@ def _head_share(job: Job) -> float:
 
 
 def _head(
-    job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, peak: Array
+    job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, peak: Array, width: Array
 ) -> tuple[Array, Array, Array]:
     """Return the time (s) of head and loss, forward plus backward (matmul, memory, communication)."""
     shape, t = job.shape, columns.tp.astype(np.float64)
@@ -481,7 +481,7 @@ def _head(
     fused = job.stack.fused | columns.compile
     memory = bytes_s(tables, tokens * vocab * np.where(fused, 20.0, 48.0))
     stride = columns.tp_stride
-    wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, stride)
+    wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, stride)
     comm = np.where(t > 1, 3 * fabric.ring_s("all_reduce", tokens * 4, t, stride) + wide, 0.0)
     return gemm, memory, comm
 
@@ -495,7 +495,11 @@ def padded_vocab(job: Job, tp: Array) -> Array:
 def _tp(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, gemm_f: Array, gemm_b: Array
 ) -> tuple[Array, Array]:
-    """Return the exposed time (s) of a layer's tensor-parallel collectives (forward, backward)."""
+    """Return the exposed time (s) of a layer's tensor-parallel collectives (forward, backward).
+
+    Args:
+        tokens: tokens of a microbatch, times the bytes of an element relative to a half-precision format.
+    """
     t, stride = columns.tp.astype(np.float64), columns.tp_stride
     size = tokens * job.shape.hidden * 2.0
     whole = fabric.ring_s("all_reduce", size, t, stride)

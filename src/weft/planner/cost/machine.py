@@ -137,7 +137,7 @@ def generation(device: str) -> str:
 
 
 def _base_name(device: DeviceSpec) -> str:
-    return device.name.rstrip("*")  # a known device with some changed numbers
+    return "cpu" if device.is_cpu else device.name.rstrip("*")  # a known device with some changed numbers
 
 
 def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

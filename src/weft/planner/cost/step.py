@@ -206,7 +206,7 @@ def device_parts(
         weighed: compute the bytes.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
-    on_device = cluster.device.memory_bytes
+    on_device = 0 if cluster.device.is_cpu else cluster.device.memory_bytes
     if not timed:
         yield {}, memory_bytes(job, columns, tables, on_device)
         return
@@ -283,8 +283,8 @@ def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array
     put_off = np.where(columns.compile, 0.0, layers * each.costs.wgrad[index])
     bubble = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
-    slices = np.where(columns.sp, columns.tp, 1)
-    sent = fabric.send_s(tokens * job.shape.crossings * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
+    slices, width = np.where(columns.sp, columns.tp, 1), np.where(columns.in_fp32, 4.0, 2.0)
+    sent = fabric.send_s(tokens * job.shape.crossings * job.shape.hidden * width / slices, columns.stride("pp"))
     many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
     return bubble, many * sent
 

@@ -156,8 +156,6 @@ def _worded(question: Question, name: str, value: str) -> Question:
     job = question.job
     if name == "optimizer":
         return replace(question, job=replace(job, optimizer=value))
-    if question.profile is not None and question.profile.machine.kind == "cpu":
-        raise _error(name, f"{name}={value}: a measured host's AdamW keeps its means in fp32. Leave it out.")
     if job.optimizer != "adamw":
         raise _error(name, f"states={value}: these are formats of AdamW's means. Use it with optimizer=adamw.")
     return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))

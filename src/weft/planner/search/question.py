@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.config.cluster import ClusterSpec, device_by_torch_name
+from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import common_divisors
 from weft.config.model_spec import ModelSpec
+from weft.config.partitioning import bucket_bytes
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
 from weft.config.plan_text import split_plan
 from weft.config.rules.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
@@ -117,10 +118,11 @@ class Question:
         _expect_divisors(decided, machines.num_devices)
         _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
+        job = _job(planned, seq_len, _positive("global-batch", global_batch), machines.device)
         return cls(
             model=planned,
             cluster=machines,
-            job=_packed(_job(planned, seq_len, _positive("global-batch", global_batch)), documents, planned, known),
+            job=_packed(job, documents, planned),
             fixed=decided,
             profile=known,
             assumed=(*(words[name] for name in assumed), *_assumed_links(machines)),
@@ -192,14 +194,14 @@ def _assumed_links(cluster: ClusterSpec) -> list[str]:
     ] * needs_network
 
 
-def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
+def _job(planned: PlannedModel, seq_len: int, global_batch: int, device: DeviceSpec) -> Job:
     """Return the job, which is the same for all plans. For Weft's decoders, groups with lr=0 are frozen."""
     job = Job(
         shape=planned.shape,
         seq_len=seq_len,
         global_batch=global_batch,
         optimizer=planned.config.optimizer.name if planned.config else "adamw",
-        stack=_stack(planned),
+        stack=_stack(planned, device),
         adapter=planned.adapter,
         texts=planned.texts,
         frozen=planned.frozen,
@@ -210,11 +212,11 @@ def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
     return job.with_groups(planned.spec, planned.config.optimizer.groups)
 
 
-def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile | None) -> Job:
+def _packed(job: Job, text: str | None, planned: PlannedModel) -> Job:
     """Return the job with sequences of packed documents.
 
     Raises:
-        ConfigError: for an invalid text, or a model or profile that does not support it.
+        ConfigError: for an invalid text, or a model that does not support it.
     """
     if text is None:
         return job
@@ -223,16 +225,16 @@ def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile 
     traced = planned.traced
     if traced is not None and not any(each.causal for layer in traced.layers for each in layer.attentions):
         raise _error("documents", f"documents={text}: {planned.name} has no causal attention. Leave it out.")
-    if profile is not None and profile.machine.kind == "cpu":
-        raise _error("documents", f"documents={text}: a measured host supports only full sequences. Leave it out.")
     return job.with_documents(text)
 
 
-def _stack(planned: PlannedModel) -> Stack:
+def _stack(planned: PlannedModel, device: DeviceSpec) -> Stack:
     config = planned.config
     states = "fp32" if config is None else config.optimizer.states
     by_row = config is None or config.train.fp8_recipe == "rowwise"
     weft = Stack(half_wgrad=True, half_experts=True, row_scales=by_row)
+    if device.is_cpu:
+        weft = replace(weft, bucket_params=bucket_bytes("cpu") // 4)
     return weft if states == "fp32" else replace(weft, main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
 
 
