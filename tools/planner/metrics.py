@@ -221,7 +221,8 @@ def _regret(predictions: Sequence[Prediction]) -> dict[str, Any]:
     for members in _grouped(predictions).values():
         run = members[0].run
         device = run.cluster.device.name
-        sweeps[run.source, run.table, run.job, run.precision, run.num_devices, device].append(members)
+        job = replace(run.job, stack=replace(run.job.stack, selective_kernels=False))  # which is a choice of the plan
+        sweeps[run.source, run.table, job, run.precision, run.num_devices, device].append(members)
     regrets: list[float] = []
     for plans in sweeps.values():
         if len(plans) < 2:

@@ -156,6 +156,7 @@ def stack_of(row: Row) -> Stack:
         ("reduce", "bf16"): {"reduce_bytes": 2.0, "grad_bytes": 2.0},
         ("fp8_scales", "row"): {"row_scales": True},
         ("fp8_wgrad", "bf16"): {"half_wgrad": True},
+        ("selective", "norms"): {"selective_kernels": True},
     }
     for fact, changes in stated.items():
         if facts.get(fact[0]) == fact[1]:

@@ -53,11 +53,12 @@ def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
     """Return the recomputation time (s) of each policy, for one microbatch of a layer. `costs`: one entry per plan."""
     summed = _summed_again(columns, costs)
     whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
+    again = 0.0 if job.stack.selective_kernels else summed + _experts_again(job, columns, costs)
     half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
     return {
         "full": whole - costs.last_f + summed if job.stack.replay_stops else whole + costs.tp_f,
         "attention": costs.attn_f,
-        "selective": costs.memory_f + half + summed + _experts_again(job, columns, costs),
+        "selective": costs.memory_f + half + again,
     }
 
 

@@ -161,6 +161,8 @@ class Stack:
             "deepep" too, at a limited rate inside a node.
         balanced_experts: experts receive equal numbers of tokens.
         selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
+        selective_kernels: selective recompute repeats norms and activations from their saved inputs, as Megatron's
+            does. If False, it repeats a layer's communication too.
         replay_stops: full recompute ends before a layer's last matmul and its reduction, whose result backward does not
             need. If False, it recomputes all of forward.
         host_ops: host operations per kernel call, relative to Weft's.
@@ -198,6 +200,7 @@ class Stack:
     dispatch: str = "each"
     balanced_experts: bool = True
     selective_half: bool = False
+    selective_kernels: bool = False
     replay_stops: bool = True
     host_ops: float = 1.0
     fp8_inputs: bool = False
