@@ -97,7 +97,7 @@ def year_of(row: Row) -> int:
     if row.get("year"):
         return int(row["year"])
     text = f"{row.get('source', '')} {row.get('table', '')}"
-    known = _known(text).get("year")
+    known = known_facts(text).get("year")
     years = [int(each) for each in re.findall(r"\b(20[12]\d)\b", text)]
     years += [2000 + int(each) for each in re.findall(r"\b(2\d)\.(?:0[1-9]|1[0-2])\b", text)]  # releases by month
     papers = [2000 + int(each) for each in re.findall(r"\barxiv:(\d\d)\d\d\.", text.lower())]
@@ -106,10 +106,11 @@ def year_of(row: Row) -> int:
 
 def known_network(text: str) -> str:
     """Return the network of a known source as text, or "" if unknown."""
-    return str(_known(text).get("network", ""))
+    return str(known_facts(text).get("network", ""))
 
 
-def _known(text: str) -> dict[str, Any]:
+def known_facts(text: str) -> dict[str, Any]:
+    """Return the facts of a known source that its rows leave out."""
     words = " ".join(_words(text))
     sources: list[dict[str, Any]] = _file()["source"]
     for source in sources:
