@@ -38,7 +38,7 @@ _SPEEDS = ("samples/s", "samples/s of the job", "tokens/s (total)", "tokens/s", 
 #: Rank of an adapter whose row states none.
 _RANK = 8
 #: Reserved bytes over allocated ones of what comes and goes within a step, if lengths vary.
-_VARIED_RESERVE = 2.0
+_VARIED_RESERVE = 1.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

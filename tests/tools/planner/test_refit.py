@@ -65,8 +65,8 @@ def sample_residuals(seed: int, wide: float = 1.0) -> list[Residual]:
 @pytest.mark.parametrize("seed", range(3))
 def test_bands_cover_excluded_publishers(seed):
     held = coverage(sample_residuals(seed, wide=3.0))
-    assert 0.72 <= held[0.8]["sources"] <= 0.88
-    assert held[0.5]["runs"] < held[0.8]["runs"] < held[0.95]["runs"]
+    assert 0.72 <= held["0.8"]["sources"] <= 0.88
+    assert held["0.5"]["runs"] < held["0.8"]["runs"] < held["0.95"]["runs"]
 
 
 def test_less_certain_runs_get_a_wider_scale():

@@ -80,7 +80,7 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
 def context(one: Candidate) -> ErrorContext:
     """Return the properties of a candidate that determine its expected error."""
     question, plan = one.question, one.plan
-    found = error_context(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
+    found = error_context(question.job, question.cluster, plan.precision, question.cluster.num_devices)
     return replace(found, graphs=plan.graphs)
 
 

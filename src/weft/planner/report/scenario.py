@@ -143,9 +143,15 @@ LEVERS: dict[str, Lever] = {
 
 
 #: Conditions with a fixed set of values.
-_WORDS = {"optimizer": ("adamw", "sgd", "muon"), "states": ("fp32", "bf16", "fp8")}
-#: Bytes per parameter of the master weight and AdamW's two moments in each format.
-_STATES = {"fp32": 12.0, "bf16": 8.0, "fp8": 6.0}
+_WORDS = {"optimizer": ("adamw", "sgd", "muon"), "states": ("fp32", "bf16", "fp8", "pure_bf16")}
+#: Changes of the stack by the format of AdamW's moments: bytes per parameter of master weight and moments. With
+#: pure_bf16, as libraries for fine-tuning train all weights, there is no master weight, and gradients are bf16 too.
+_STATES: dict[str, dict[str, Any]] = {
+    "fp32": {"main_bytes": 12.0},
+    "bf16": {"main_bytes": 8.0},
+    "fp8": {"main_bytes": 6.0},
+    "pure_bf16": {"main_bytes": 4.0, "master": False, "grad_bytes": 2.0, "reduce_bytes": 2.0, "step_bytes": 2.0},
+}
 
 
 def _worded(question: Question, name: str, value: str) -> Question:
@@ -158,7 +164,7 @@ def _worded(question: Question, name: str, value: str) -> Question:
         return replace(question, job=replace(job, optimizer=value))
     if job.optimizer != "adamw":
         raise _error(name, f"states={value}: these are formats of AdamW's means. Use it with optimizer=adamw.")
-    return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))
+    return replace(question, job=replace(job, stack=replace(job.stack, **_STATES[value])))
 
 
 def change(question: Question, text: str) -> Question:
