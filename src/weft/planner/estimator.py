@@ -101,30 +101,17 @@ def _joined(parts: Sequence[Array], num_rows: int) -> Array:
 
 
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict time and memory of every plan in `columns`. Invalid plans get numbers too; prune them before the call.
-
-    Args:
-        cluster: the cluster; defines the size of a node. The rates come from `tables`.
-        tables: constants of the device.
-    """
+    """Predict time and memory of every plan in `columns`. Invalid plans get numbers too; prune them before the call."""
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables)))
 
 
 def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict the memory of every plan, without time terms if that is faster.
-
-    Args:
-        tables: constants of the device.
-    """
+    """Predict the memory of every plan, without time terms if that is faster."""
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
 
 
 def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Array:
-    """Predict the step time (s) of every plan, without memory if that is faster.
-
-    Args:
-        tables: constants of the device.
-    """
+    """Predict the step time (s) of every plan, without memory if that is faster."""
     learned = tables.learned
     found = [
         tables.slowdown * _added(terms[name] * learned[name] if name in learned else terms[name] for name in TERMS)
@@ -134,11 +121,7 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
-    """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them.
-
-    Args:
-        tables: constants of the device.
-    """
+    """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them."""
     return layer_costs(
         job, columns, tables, Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     )

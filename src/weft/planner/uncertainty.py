@@ -58,13 +58,7 @@ class ErrorContext:
 
 
 def error_context(job: Job, cluster: ClusterSpec, precision: str, num_devices: int) -> ErrorContext:
-    """Return the properties of one plan that the error of its estimate depends on.
-
-    Args:
-        cluster: the cluster; defines device and size of a node.
-        precision: precision of the plan.
-        num_devices: number of devices that the plan uses.
-    """
+    """Return the properties of one plan that the error of its estimate depends on."""
     return ErrorContext(
         generation=generation(cluster.device.name),
         experts=job.shape.moe_layers > 0,
@@ -201,7 +195,6 @@ def fits_chance(room: Array, spread: float, known: Experience | None = None) -> 
     Args:
         room: log(usable / needed) of each plan.
         spread: scale of memory errors, from `Experience.memory` for the context.
-        known: error statistics; None uses the shipped ones.
     """
     known = shipped() if known is None else known
     near, far = _logistic(room / spread), _logistic(room / known.gross_spread)

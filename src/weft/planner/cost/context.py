@@ -45,8 +45,6 @@ def blocks_s(
 
     Args:
         width: width of the queries on a rank, scaled to their FLOPs.
-        backward: compute backward instead of forward.
-        peak: dense FLOP/s of attention.
     """
     c, head_dim = columns.cp.astype(np.float64), job.shape.head_dim
     tokens = job.seq_len / c

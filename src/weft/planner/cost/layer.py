@@ -532,10 +532,6 @@ def _ep(job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Arra
 
     The host reads the token counts, so that no kernel of the layer is queued earlier: kernel launches are exposed. The
     communication that the stack overlaps is hidden by expert matmuls.
-
-    Args:
-        tokens: tokens of a microbatch on a rank.
-        experts: time (s) of expert matmuls in an average layer.
     """
     shape, stack, t, e = job.shape, job.stack, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     if not shape.moe_layers:

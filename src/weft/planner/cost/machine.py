@@ -94,8 +94,6 @@ class Tables:
         """Return the constants of a device.
 
         Args:
-            device: a device of the catalog or a described one.
-            tier: one of TIERS.
             profile: constants measured on this machine, by name; they take precedence.
 
         Raises:
@@ -235,13 +233,7 @@ def _line_share(width: NDArray[Any]) -> Array:
 
 
 def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> Array:
-    """Return the time (s) of the batched matmuls of unfused attention.
-
-    Args:
-        flops: total FLOPs.
-        moved: bytes of scores.
-        head_dim: width of a head.
-    """
+    """Return the time (s) of the batched matmuls of unfused attention."""
     rate = peak * tables.gemm_ceiling * tables.core_eff * (1.0 if head_dim % 8 == 0 else _MISALIGNED)
     return np.maximum(flops / rate, bytes_s(tables, moved)) + 2 * tables.launch_s
 
@@ -259,8 +251,6 @@ def flash_s(
     Args:
         flops: FLOPs that are executed, after a causal mask or a window.
         seq_len: maximum number of keys that a query attends to.
-        head_dim: width of a head.
-        backward: compute backward instead of forward.
         masked: True for a causal mask, which leaves some tiles partial.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
@@ -301,9 +291,7 @@ class Fabric:
         """Return the links that the tables describe. A node smaller than a scale-up domain is treated as one domain.
 
         Args:
-            devices_per_node: devices of one node.
             rack_nodes: nodes of a rack; 0 without racks.
-            oversubscription: oversubscription of the links between racks.
         """
         domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
         return cls(
@@ -334,10 +322,7 @@ class Fabric:
         network.
 
         Args:
-            kind: the collective.
             size: bytes of the unsharded buffer.
-            n: ranks of a group.
-            stride: ranks from one member of the group to the next.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
@@ -362,8 +347,6 @@ class Fabric:
 
         Args:
             size: bytes that each rank sends, including its own share.
-            n: ranks of a group.
-            stride: ranks from one member of the group to the next.
             copies: copies of each token, if a node and each rank in it receive at most one of them, as in DeepEP
                 (DeepSeek-AI 2024, arXiv 2412.19437). Copies are distributed inside a node while others arrive. Its
                 kernels reach 0.87 to 0.89 of an adapter's bandwidth over 4 and 8 nodes, so that no loss by conflicts is

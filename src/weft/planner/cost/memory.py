@@ -117,11 +117,7 @@ class WeightBytes:
 
 
 def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
-    """Return the model state bytes of the rank at one pipeline position, with one entry per plan.
-
-    Args:
-        place: see `Place`.
-    """
+    """Return the model state bytes of the rank at one pipeline position, with one entry per plan."""
     layers, _, embedding, head = place
     zero = columns.zero
     shares = rank_shares(job, columns, layers, embedding, head)
@@ -347,9 +343,6 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) 
     """Return the bytes by class of the first, a middle or the last pipeline rank, whichever needs the most.
 
     "host" is the host memory of the first rank.
-
-    Args:
-        device_bytes: memory of a GPU; 0 for a CPU.
     """
     piped = columns.pp > 1
     found = {name: np.empty(len(columns)) for name in (*CLASSES, "host")}
@@ -406,13 +399,7 @@ def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
 def rank_bytes(
     job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: Place, device_bytes: int
 ) -> dict[str, Array]:
-    """Return the bytes by class of one rank, with one entry per plan, at its peak: during the loss or backward.
-
-    Args:
-        layer: saved bytes of an average layer.
-        place: see `Place`.
-        device_bytes: memory of a GPU; 0 for a CPU.
-    """
+    """Return the bytes by class of one rank, with one entry per plan, at its peak: during the loss or backward."""
     every = RowDeduplicator(columns, slice(None), slice(None))
     rows = _Rows(columns, every, every, every)
     context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(columns))

@@ -32,12 +32,7 @@ _SUMS = 4.0
 
 
 def is_loss_fused(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
-    """Return True for plans whose head computes the loss directly: under tp, and if full logits would be large.
-
-    Args:
-        tokens: tokens of a microbatch on a rank.
-        vocab: vocabulary entries on a rank.
-    """
+    """Return True for plans whose head computes the loss directly: under tp, and if full logits would be large."""
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 
 
@@ -54,13 +49,9 @@ def fused_loss_bytes(
     """Return the peak bytes of a chunked loss: gradients of hidden states and of the weight, and logits of one chunk.
 
     Args:
-        tokens: tokens of a microbatch on a rank.
-        vocab: vocabulary entries on a rank.
-        hidden: width of the hidden state.
         width: bytes of a weight and of an activation. A narrow format needs rounded copies in addition to the
             accumulated values.
         device_bytes: memory of a GPU; 0 for a CPU. It decides the chunk size, as in `LossChunk`.
-        frozen: True if the head is not trained, so that its weight has no gradient.
     """
     sums = np.maximum(_SUMS, width)
     rows = LossChunk.of_device(device_bytes).rows(tokens, vocab, sums)
@@ -178,12 +169,7 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
 
 
 def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
-    """Return the bytes that one microbatch saves outside the layers. They are 0 unless the model was traced.
-
-    Args:
-        embedding: True if the rank has the embedding.
-        head: True if the rank has the head.
-    """
+    """Return the bytes that one microbatch saves outside the layers. They are 0 unless the model was traced."""
     found = np.zeros(len(columns))
     if isinstance(job.shape, TracedShape):
         cut, traced = rank_share(job, columns), job.shape.traced
@@ -239,11 +225,7 @@ def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
 
 
 def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
-    """Return the bytes of a microbatch's logits and of the tensors that the loss computes from them.
-
-    Args:
-        device_bytes: memory of a GPU; 0 for a CPU.
-    """
+    """Return the bytes of a microbatch's logits and of the tensors that the loss computes from them."""
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     t = columns.tp.astype(np.float64)
     each = np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes)
@@ -308,9 +290,7 @@ def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held
     """Return the host memory (bytes) of a rank for each plan: optimizer states, weights and activations.
 
     Args:
-        shares: parameters of the rank.
         kept: activation bytes of one microbatch in an average layer.
-        held: microbatches in flight.
     """
     stack, optimizer, params = job.stack, columns.offload_optimizer, columns.offload_params
     states = optimizer * shares.own * (stack.main_bytes + stack.grad_bytes)
@@ -333,11 +313,7 @@ def fullest_of_backward(
     or at the first layer, with all gradients except its own and the embedding's.
 
     Args:
-        layers: number of layers on the rank.
         saved: bytes that all layers save for backward.
-        gradients: bytes of all gradients.
-        ends: bytes of the gradients of embedding and head.
-        tied: True if embedding and head share one parameter.
     """
     count = np.maximum(1.0, layers)
     head = ends if tied else ends / 2
@@ -378,11 +354,7 @@ _REPLICATE, _SHARD, _CP, _TP, _PP, _EXPERTS, _BESIDE, _COPIES, _NEIGHBOURS, _END
 
 
 def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
-    """Return the number of a rank's communicators over mesh axes, with one entry per plan.
-
-    Args:
-        end: True if the rank has the embedding or the head.
-    """
+    """Return the number of a rank's communicators over mesh axes, with one entry per plan."""
     t, p = _used(columns.tp, _TP), _used(columns.pp, _PP)
     r, s, c = _used(columns.dp_replicate, _REPLICATE), _used(columns.dp_shard, _SHARD), _used(columns.cp, _CP)
     none = np.zeros_like(t)
@@ -411,11 +383,7 @@ def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
 
 
 def lanes(columns: Columns, rank: Any) -> Counts:
-    """Return the number of a rank's communicators to other stages, one entry per plan.
-
-    Args:
-        rank: position in the pipeline; a number, or one for each plan.
-    """
+    """Return the number of a rank's communicators to other stages, one entry per plan."""
     p = columns.pp
     sides = 1 * (rank > 0) + (rank < p - 1)
     # A V schedule sends in both directions between neighbors. With several virtual stages per rank, the chain of ranks

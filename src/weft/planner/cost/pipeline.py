@@ -207,13 +207,7 @@ def split_layers(num_layers: int, columns: Columns) -> Stages:
 
 
 def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stages:
-    """Return the number of layers per rank, by the number of ranks in a pipeline and of chunks per rank.
-
-    Args:
-        num_layers: layers of the full model.
-        num_ranks: ranks of each plan's pipeline.
-        chunks: result of `chunks_per_rank`.
-    """
+    """Return the number of layers per rank, by the number of ranks in a pipeline and of chunks per rank."""
     p, v = num_ranks.astype(np.float64), chunks
     full = v * np.ceil(num_layers / (p * v))
     short = p * full - num_layers
@@ -234,7 +228,6 @@ def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: A
 
     Args:
         forward: time (s) of one microbatch on one rank, over all its chunks.
-        backward: the same for backward.
         wgrad: the part of backward for weight gradients.
         slack: time of one microbatch summed over all ranks except the busiest; (p - 1)(forward + backward) if all are
             equal.
@@ -335,11 +328,8 @@ def fullest_moment(
     activations while gradients are created, so that the maxima of both are never reached together.
 
     Args:
-        columns: the plans, or one for each kind by OF_FLIGHT.
         rank: position in the pipeline; a number, or one for each row of `columns`.
         one_pass: activation bytes of a microbatch on the rank.
-        gradients: bytes of all gradients of the rank, if they are accumulated over microbatches.
-        index: the kind of each plan.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     kind = _HELD.take(columns.schedule)

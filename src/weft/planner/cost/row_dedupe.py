@@ -42,8 +42,6 @@ class RowDeduplicator:
         A computation that reads any other column fails, because the column is missing from `rows`.
 
         Args:
-            columns: all rows.
-            names: columns that distinguish kinds.
             beside: additional arrays that distinguish kinds, with one value per row.
             **changes: replaced values of some of these columns, one for each row.
         """

@@ -63,9 +63,6 @@ def attention_s(
     """Return the time (s) of fused attention (forward, backward).
 
     Args:
-        shape: the traced model.
-        layer: one layer; None for the average layer.
-        cut: the rank's share of a microbatch.
         gain: speed relative to the table's rate.
         pieces: (tokens, share of all tokens) of the documents in a sequence, each of which causal attention treats as a
             separate sequence; empty for full sequences.
@@ -152,7 +149,6 @@ def model_flops(shape: TracedShape, seq_len: int, *, causal: bool) -> float:
     """Return the FLOPs of forward and backward for one token, or for one sample if the model has no sequences.
 
     Args:
-        shape: the traced model.
         causal: if False, count the full T x T matrix of attention.
     """
     return float(shape.traced.flops(1.0, float(seq_len), causal=causal)) / seq_len

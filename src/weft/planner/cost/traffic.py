@@ -46,10 +46,6 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
     waits if its transfer takes longer than its compute, and is slowed down by the transfer otherwise. The devices of a
     node and the optimizer step on the host share the host's memory bandwidth.
-
-    Args:
-        work: compute of the rank.
-        devices_per_node: devices that share the host's memory bandwidth.
     """
     shares = (columns.offload_optimizer, columns.offload_params, columns.offload_activations)
     if not any(share.any() for share in shares):
@@ -132,7 +128,6 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
 
     Args:
         shares: (all parameters as communicated (`shares_in_format`), trained parameters).
-        layers: layers of the rank in each of its chunks.
     """
     units = np.maximum(1.0, layers)
     gathers, reduces, short = _traffic(job, columns, fabric, shares, units)
@@ -148,12 +143,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
 
 
 def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
-    """Return the exposed time (s) of gradient and parameter communication, and the slowdown of compute.
-
-    Args:
-        traffic: communication of the rank.
-        window: compute of the rank.
-    """
+    """Return the exposed time (s) of gradient and parameter communication, and the slowdown of compute."""
     stack, units = job.stack, traffic.units
     sharded, once = columns.zero == 3, columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
@@ -187,12 +177,7 @@ def _exposed_sync_s(columns: Columns, meeting: Array, window: Window) -> Array:
 def gathered_s(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, held: Shares, window: Window
 ) -> Array:  # fmt: skip
-    """Return the exposed time (s) of gathering parameters under ZeRO 3 for a forward without backward.
-
-    Args:
-        held: parameters of a rank, as communicated.
-        window: time of the forward, and its layers.
-    """
+    """Return the exposed time (s) of gathering parameters under ZeRO 3 for a forward without backward."""
     if not (columns.zero == 3).any():
         return np.zeros(len(columns))
     units = np.maximum(1.0, window.layers)

@@ -34,24 +34,14 @@ class RouteChoices:
     gains: Sequence[str]
 
     def transport(self, op: str, num_bytes: int, fixed: str) -> str:
-        """Return the transport to use for a call.
-
-        Args:
-            num_bytes: bytes of the full buffer.
-            fixed: default transport, for unmeasured operations.
-        """
+        """Return the transport to use for a call."""
         found = fixed
         for least, transport in self.best.get(op, ()):
             found = transport if num_bytes >= least else found
         return found
 
     def seconds(self, op: str, num_bytes: int, transport: str) -> float:
-        """Return the measured time (s) of a call; 0 if it was not measured.
-
-        Args:
-            num_bytes: bytes of the full buffer.
-            transport: name of the transport.
-        """
+        """Return the measured time (s) of a call; 0 if it was not measured."""
         law = self.laws.get(op, {}).get(transport)
         return law[0] + law[1] * math.sqrt(num_bytes) + law[2] * num_bytes if law else 0.0
 
@@ -116,10 +106,7 @@ class LinkProfile:
         """Return the transports for an axis over `hosts` hosts with `ranks` ranks on each, or None if unmeasured.
 
         Args:
-            hosts: number of hosts of the axis.
-            ranks: number of ranks of the axis on each host.
             fixed: the default transport. Another one must take less than 0.9 of its time.
-            usable: transports that the axis can use, including `fixed`.
         """
         of: defaultdict[tuple[str, str], list[LinkSample]] = defaultdict(list)
         for one in self.samples:
@@ -163,9 +150,6 @@ class LinkProfile:
     @classmethod
     def load(cls, path: Path | str) -> LinkProfile:
         """Read a profile.
-
-        Args:
-            path: the file.
 
         Raises:
             ConfigError: if the file is invalid; the message names the file and the first error.

@@ -41,10 +41,6 @@ _EAGER_BYTES = {"norm_f": 36.0, "norm_b": 90.0, "rope_f": 18.0, "rope_b": 18.0, 
 def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
     """Return the cost model's constants for a measured machine.
 
-    Args:
-        cluster: the cluster to plan for.
-        tier: source of unmeasured constants.
-
     Raises:
         ConfigError: for several CPU hosts, and for a profile of a CPU host without matmuls.
     """
@@ -60,8 +56,6 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables, num_ranks
     """Return the constants of `tables` that the profile determines, for the measured device.
 
     Args:
-        device: the measured device.
-        tables: constants without the profile.
         num_ranks: concurrent ranks, which share the cores of a CPU host.
     """
     on_host = profile.machine.kind == "cpu"

@@ -350,10 +350,7 @@ def draw_bars(
     """Draw rows of bars on one scale of seconds.
 
     Args:
-        rows: (name, bars) from top to bottom.
-        title: text above the rows.
         legend: (label, color).
-        has_axis: draw a time axis in seconds below the rows.
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
     width = _TIMELINE_WIDTH - _TIMELINE_LEFT - 10

@@ -88,12 +88,9 @@ class Question:
         """Return a query from names, as on the command line, with `fixed` as plan text ("tp=8 zero=1").
 
         Args:
-            model: a size, a path, or a specification.
-            cluster: "2x8xh100", a .toml file, or a ClusterSpec.
             seq_len: tokens of a sequence; None uses the config's or a default.
             global_batch: sequences of a step; None uses the config's or a default.
             fixed: plan fields that the search must not change, as plan text or by name.
-            profile: file with the profile of a measured machine.
             documents: lengths of packed documents, in the format of `DocumentMix.parse`; None if each sequence is one
                 document.
             **options: other fields of `Question`.
@@ -340,8 +337,6 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
     """Return the query for fine-tuning a model.
 
     Args:
-        model: as for `read_model`.
-        cluster: as for `Question.of`.
         tune: "full", "lora", "qlora" (base in nf4), or "lora=64" for a rank other than 16.
         **options: options of `Question.of`. The defaults of seq_len and global_batch are 2048 and 16, unless a config
             sets them.

@@ -401,8 +401,6 @@ def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
     """Return the bytes communicated over dp_replicate: of gradients, or of weights under local SGD.
 
     Args:
-        columns: the plans.
-        numel: number of values.
         own_bytes: bytes of a gradient that is not encoded. Weights are fp32 master weights with 4 bytes.
     """
     encoded = _of_outer(columns, lambda wire: wire.num_bytes(numel, 4.0))
@@ -428,9 +426,6 @@ def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float, *, in
     """Return the communicated bytes of gathered weights, by the plans' `gather`.
 
     Args:
-        columns: the plans.
-        numel: number of weights.
-        own_bytes: bytes of a weight that is not encoded.
         in_layers: True for weights of linear layers in blocks. Only they are communicated in fp8.
     """
     found = numel * own_bytes
