@@ -129,7 +129,6 @@ class Stopwatch:
         return self._joined((time.perf_counter() - start) / count, "max")
 
     def _windows_after(self, work: Call, call: Call, count: int) -> float:
-        """Return the time (s) of a call, averaged over ranks: while one rank waits for another, the other does not."""
         self._finalize()
         barrier(self.axis)
         spent = 0.0
@@ -219,7 +218,6 @@ def copies(make: Callable[[], Call], num_bytes: int) -> ColdCalls:
 
 
 def _backward(output: Tensor, *inputs: Tensor) -> Call:
-    """Return a call that runs the backward of `output` and can be repeated."""
     grad = torch.randn_like(output) if output.dim() else torch.ones_like(output)
     return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 

@@ -104,7 +104,6 @@ def _median(alike: Sequence[Measurement]) -> Measurement:
 
 
 def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
-    """Return the numbers of concurrent ranks to measure, ascending."""
     most = machine.count if machine.kind == "cuda" else max(4, machine.cores)
     wanted = sorted(set(ranks)) or [1 << place for place in range(most.bit_length()) if 1 << place <= min(most, 16)]
     limit = most if machine.kind == "cuda" else 8 * machine.cores

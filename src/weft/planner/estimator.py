@@ -94,7 +94,6 @@ def _added(parts: Iterable[Array]) -> Array:
 
 
 def _joined(parts: Sequence[Array], num_rows: int) -> Array:
-    """Return the concatenated rows of several parts, or zeros without parts."""
     if not parts:
         return np.broadcast_to(np.float64(0.0), num_rows)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -202,7 +202,6 @@ def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Arra
 
 
 def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tuple[Array, Array, Array]:
-    """Return the time (s) of the layer's matmuls in their formats (forward, input gradient, weight gradient)."""
     times = _linears(job, columns, tables, cut, cut.rate)
     fp8 = columns.precision == PRECISIONS.index("fp8")
     if not fp8.any() or not (job.stack.half_wgrad or job.half):
@@ -269,7 +268,6 @@ def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Arra
 
 
 def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array) -> tuple[Array, Array]:
-    """Return the time (s) of attention (forward, backward), averaged over full and windowed layers."""
     shape, stack, s = job.shape, job.stack, float(job.seq_len)
     rows = columns.microbatch * s / columns.cp  # queries on this rank
     if not stack.flash:
@@ -472,7 +470,6 @@ def _head_share(job: Job) -> float:
 def _head(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, peak: Array, width: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the time (s) of head and loss, forward plus backward (matmul, memory, communication)."""
     shape, t = job.shape, columns.tp.astype(np.float64)
     vocab = padded_vocab(job, t) / t
     h = shape.hidden * np.ones_like(tokens)

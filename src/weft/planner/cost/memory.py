@@ -153,7 +153,6 @@ def unbucketed_width(job: Job, columns: Columns) -> Array:
 def _states(
     job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the bytes of parameters, optimizer states, existing gradients, and gradients that backward creates."""
     stack, zero = job.stack, columns.zero
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
@@ -420,7 +419,6 @@ def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Ran
 
 
 def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, passing: _Pass) -> dict[str, Array]:
-    """Return the bytes at the peak of the classes that change during a step."""
     layer, logits, gathered = passing.layer, passing.logits, held.gathered
     saved = _saved_bytes(columns, held, passing)
     recorded = columns.graphs.any()
@@ -455,7 +453,6 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
 
 
 def _saved_bytes(columns: Columns, held: WeightBytes, passing: _Pass) -> Array:
-    """Return the bytes of activations saved on the device for all microbatches in flight."""
     layer, times = passing.layer, held.layers * passing.held
     saved = times * layer.kept
     if np.isfinite(columns.activation_budget).any():

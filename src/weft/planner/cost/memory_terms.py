@@ -152,7 +152,6 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
 
 
 def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
-    """Return the temporary bytes to dequantize the largest weight of a quantized base."""
     return np.zeros_like(t) if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
 
 
@@ -179,7 +178,6 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
 
 
 def _score_bytes(job: Job, t: Array) -> Array:
-    """Return the bytes per token of saved attention scores, with dropout's mask and output; 0 with flash attention."""
     if job.stack.flash:
         return np.zeros_like(t)
     return 5.0 * np.ceil(job.shape.heads / t) * job.seq_len
@@ -397,7 +395,6 @@ def _used(sizes: Counts, bit: int) -> Counts:
 
 
 def _expert_sets(columns: Columns, bits: tuple[Counts, Counts, Counts, Counts]) -> list[Counts]:
-    """Return the sets of ranks that divide the experts, that share the same experts, and the latter over replicas."""
     r, s, c, t = bits
     e, inner = columns.ep, columns.tp * columns.cp
     borders = [e == columns.tp, e == inner, e == inner * columns.dp_shard]

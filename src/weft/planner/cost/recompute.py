@@ -140,7 +140,6 @@ def _with_policy(columns: Columns, name: str) -> Columns:
 
 
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
-    """Return the heavy operations whose outputs backward needs, except the layer's last matmul."""
     cut = rank_share(job, columns)
     width = np.where(columns.in_fp32, 4.0, 2.0)
     tokens = cut.batch * cut.seq
@@ -185,7 +184,6 @@ def _work(job: Job, columns: Columns) -> _Work:
 
 
 def _traced_heavy(shape: TracedShape, cut: PassShare, width: Array) -> list[Heavy]:
-    """Return the heavy operations of a traced model's most common layer, which is used for all layers."""
     layer = max(shape.traced.layers, key=lambda each: each.count)
     work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]
     total = np.sum(work, axis=0) if work else np.ones_like(cut.batch)

@@ -61,7 +61,6 @@ class RowDeduplicator:
 
 
 def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np.intp], int]:
-    """Return a number from 0 for the combination of values in each row, and the count of distinct numbers."""
     key, span = np.zeros(num_rows, dtype=np.intp), 1
     for array in arrays:
         if array.strides == (0,):
@@ -76,7 +75,6 @@ def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np
 
 
 def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return a code for every value of an array, and the upper bound of the codes."""
     if array.dtype.kind in "bui":
         least, most = int(array.min()), int(array.max())
         if 0 <= least < most < _FEW_VALUES:

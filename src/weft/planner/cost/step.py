@@ -218,7 +218,6 @@ def device_parts(
 
 
 def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: Fabric) -> dict[str, Array]:
-    """Return the time (s) of a step by term."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
     stages = rows.rank.stages.rows(rows.ranks.index)
@@ -248,7 +247,6 @@ def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: 
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
-    """Return times (s) of one microbatch in one layer: waiting for the host in forward and backward, and all terms."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     repeated = np.zeros(len(columns))
@@ -276,7 +274,6 @@ def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, 
 
 
 def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array, slack: Array) -> tuple[Array, Array]:
-    """Return the time (s) that the busiest pipeline rank waits for other ranks, and for transfers from them."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     forward = layers * each.computes[index]
     # A compiled block computes all its gradients in one program, so weight gradients cannot be deferred.
@@ -290,7 +287,6 @@ def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array
 
 
 def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Return the time (s) of a step's forwards without gradients, of the trained model and of a second one."""
     work, second = job.frozen, second_job(job)
     found = np.zeros(len(columns))
     if work is not None and work.own:
@@ -302,7 +298,6 @@ def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs:
 
 
 def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Return the forward time (s) of all microbatches of a step on the slowest stage, with filling of the pipeline."""
     each = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
     each = np.maximum(each, costs.host_f)
     # Forward runs one of the head's three matmuls, or one of two if the head is frozen, and half of its communication.

@@ -155,7 +155,6 @@ def model_flops(shape: TracedShape, seq_len: int, *, causal: bool) -> float:
 
 
 def _weighted(shape: TracedShape, layer: TracedLayer | None) -> Iterable[tuple[TracedLayer, float]]:
-    """Return one layer, or all layers with their shares of an average layer."""
     if layer is not None:
         return [(layer, 1.0)]
     return [(each, each.count / shape.traced.num_layers) for each in shape.traced.layers]

@@ -188,7 +188,6 @@ def gathered_s(
 
 
 def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
-    """Return the time (s) of one outer step of local SGD."""
     total = np.zeros(len(columns))
     if not columns.sync.any():
         return total

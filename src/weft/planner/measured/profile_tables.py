@@ -141,7 +141,6 @@ def _attention(samples: Iterable[Measurement], tables: Tables, peak: float) -> d
 
 
 def _links(profile: Profile, device: DeviceSpec, num_ranks: int) -> dict[str, float]:
-    """Return rate and latency of collectives over all ranks of the node, or over the nearest measured number."""
     collectives = [one for one in profile.samples if one.op in _PASSES and one.group > 1 and one.group == one.ranks]
     groups = {one.group for one in collectives}
     if not groups or not device.scale_up_bytes_per_s:
@@ -288,12 +287,10 @@ def _torch_version() -> str:
 
 
 def _shares_memory() -> bool:
-    """Return True if ranks of this host can use the shared-memory transport."""
     return platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
 def _processor() -> str:
-    """Return the processor's name from Linux, or from `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -68,7 +68,6 @@ def _job(question: Question, field: str, value: float) -> Question:
 
 
 def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
-    """Train an adapter of this rank on all linear layers, with all other weights frozen."""
     size = question.model.adapter_of(int(rank), base)
     if not size.width:
         rule = f"{question.model.name} has no linear layer that an adapter fits"
@@ -155,7 +154,6 @@ _STATES: dict[str, dict[str, Any]] = {
 
 
 def _worded(question: Question, name: str, value: str) -> Question:
-    """Return the query with another optimizer, or with AdamW's moments in another format."""
     if value not in _WORDS[name]:
         rule = f"it is {', '.join(_WORDS[name][:-1])} or {_WORDS[name][-1]}"
         raise _error(name, f"{name}={value}: {rule}. Write e.g. {name}={_WORDS[name][1]}.")

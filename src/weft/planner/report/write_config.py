@@ -89,7 +89,6 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
 
 
 def _steps_note(train: dict[str, Any], one: Candidate) -> str:
-    """Return a note that compares the tokens of a default run with the usual number for a model of this size."""
     steps, question = train["steps"], one.question
     read = format_count(steps * question.job.tokens).replace(" ", "")
     trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
@@ -133,5 +132,4 @@ def _model_table(one: Candidate) -> dict[str, object]:
 
 
 def _nearest_size(spec: DecoderSpec) -> str:
-    """Return the named size of the same family from which the config differs in the fewest fields."""
     return next(name for name in model_names() if decoder_spec(name).family == spec.family)

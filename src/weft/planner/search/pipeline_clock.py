@@ -105,7 +105,6 @@ def _durations(layers: list[int], parts: Passes) -> Durations:
 
 
 def _schedule(one: Candidate, most_microbatches: int) -> Schedule:
-    """Return the candidate's schedule, with a limited number of microbatches."""
     plan = one.plan
     count = min(plan.microbatches, max(most_microbatches, 2 * plan.pp))
     if count < plan.microbatches:

@@ -181,7 +181,6 @@ class Question:
 
 
 def _assumed_links(cluster: ClusterSpec) -> list[str]:
-    """Return a note for each link rate that a plan may need and that is unknown for the device."""
     device, tables = cluster.device, _tables(None, cluster, "tables")
     node = min(device.scale_up_domain, cluster.devices_per_node)
     needs_links = node > 1 and not device.scale_up_bytes_per_s
@@ -360,7 +359,6 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
 
 
 def _rank(tune: str) -> int:
-    """Return the adapter's rank, or 0 if all weights are trained."""
     kind, equals, number = tune.partition("=")
     if kind not in TUNES or (equals and kind == "full"):
         rule = f"it is full, lora, lora=RANK, qlora, qlora=RANK or all.{did_you_mean(kind, TUNES)}"

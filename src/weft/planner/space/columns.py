@@ -462,12 +462,10 @@ def low_rank(columns: Columns) -> Array:
 
 
 def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:
-    """Return True for plans whose `compress` applies to this reduction."""
     return (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
 
 
 def _codes(column: NDArray[Any]) -> list[int]:
-    """Return the distinct codes in a column, with a fast path for a single code."""
     if len(column) and (column == column[0]).all():
         return [int(column[0])]
     return np.flatnonzero(np.bincount(column)).tolist()
@@ -478,7 +476,6 @@ def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array
 
 
 def _of_outer(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
-    """Return a value of each row's `compress` wire format; 0 without one."""
     return _by_format(columns.compress, COMPRESSES, of, none=0)
 
 
