@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weft.config.cluster import ClusterSpec
 from weft.planner.cost.machine import generation
 from weft.planner.space.columns import Job
-from weft.planner.space.shape import Shape, TracedShape
+from weft.planner.space.shape import TracedShape
 
 #: Generations with dozens of published runs.
 WELL_KNOWN = frozenset({"ampere", "hopper"})
@@ -65,16 +65,9 @@ def error_context(job: Job, cluster: ClusterSpec, precision: str, num_devices: i
         narrow=precision in ("fp8", "fp4"),
         seq_len=job.seq_len,
         nodes=-(-num_devices // cluster.devices_per_node),
-        decoder=_is_decoder(job.shape),
+        decoder=not isinstance(job.shape, TracedShape) or job.shape.is_causal_decoder,
         adapter=job.adapter is not None,
     )
-
-
-def _is_decoder(shape: Shape) -> bool:
-    if not isinstance(shape, TracedShape):
-        return True
-    attention = shape.traced.attention
-    return shape.vocab > 0 and attention is not None and attention.causal
 
 
 def unmeasured(one: ErrorContext, device: str) -> tuple[str, ...]:

@@ -429,6 +429,8 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
         joined_f, joined_b = context_cost.joined_bytes(job, columns, tokens, q, kv)
         moved_f, moved_b = moved_f + joined_f, moved_b + joined_b
     head = _head(job, columns, tables, fabric, tokens, half, width) if shape.vocab else (np.zeros_like(tokens),) * 3
+    # A frozen head has no weight gradient.
+    head_trained = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens * width, made.gemm_f, made.dgrad + made.wgrad)
     cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens * width, q, kv, made.attn_f, made.attn_b)
     ep = _ep(job, columns, tables, fabric, tokens * width, made.gemm_f)
@@ -451,7 +453,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
         ep_f=ep,
         ep_b=ep,
         host_f=np.where(columns.graphs, 0.0, calls * tables.host_op_s * job.stack.host_ops),
-        head_gemm=head[0] * _head_share(job) + ends.after_gemm,
+        head_gemm=head[0] * (2 + head_trained) / 3 + ends.after_gemm,
         head_memory=head[1] + ends.after_memory * width,
         head_tp=head[2],
         embed=ends.embed,
@@ -459,12 +461,6 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
             gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, columns.tp_stride), 0.0
         ),
     )
-
-
-def _head_share(job: Job) -> float:
-    """Return how many of the head's three matmuls run, as a share. A frozen head has no weight gradient."""
-    trained = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
-    return (2 + trained) / 3
 
 
 def _head(

@@ -123,7 +123,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + _normed_bytes(job, columns, fp32, gathered)
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
-    scores = _score_bytes(job, t)
+    # Saved attention scores, with dropout's mask and output.
+    scores = np.where(stack.flash, 0.0, 5.0 * np.ceil(shape.heads / t) * job.seq_len)
     narrow = np.where(stack.fp8_inputs & columns.narrow, 1.0, 0.0)
     # With fp8 matmul inputs, the inputs of q, k, v and the up projections are half as wide. Attention also keeps its
     # output.
@@ -144,15 +145,12 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     }
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
+    unpacking = 0.0 if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
+    beside = buffer_bytes(job, columns, tokens, q, kv) + unpacking
     # Gradients of the residual stream and of the up projections, which are the largest.
     passing = 2.0 * h + (2.0 if shape.gated else 1.0) * product_up
     whole, kept, passing = (tokens * each * width for each in (whole, kept, passing))
     return LayerBytes(whole=whole, kept=kept, beside=beside, passing=passing)
-
-
-def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
-    return np.zeros_like(t) if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
 
 
 def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
@@ -162,7 +160,8 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     whole = left[RECOMPUTES.index("none")]
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     q, kv = shape.sharded_widths(cut.t)
-    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
+    unpacking = 0.0 if job.adapter is None else job.adapter.unpacking_bytes(cut.t, 2.0 * width)
+    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + unpacking
     # Activation gradients of a traced model are not traced. They are assumed to be as large as a layer's saved bytes.
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside, passing=kept * width)
 
@@ -175,12 +174,6 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
         for there, layer in ((embedding, traced.before), (head, traced.after)):
             found = found + (end_saved_bytes(layer, cut) if there else 0.0)
     return found
-
-
-def _score_bytes(job: Job, t: Array) -> Array:
-    if job.stack.flash:
-        return np.zeros_like(t)
-    return 5.0 * np.ceil(job.shape.heads / t) * job.seq_len
 
 
 def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:

@@ -112,7 +112,10 @@ def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
 def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]:
     """Return the options of an average layer, from saving everything to saving only its input."""
-    bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
+    share = np.ones(len(columns))
+    codes = {name: np.full(len(columns), RECOMPUTES.index(name), dtype=np.uint8) for name in ("none", "full")}
+    policies = {name: columns.with_arrays(recompute=code, recompute_share=share) for name, code in codes.items()}
+    bytes_of = {name: layer_bytes(job, one).kept for name, one in policies.items()}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
     kept, seconds = _by_worth(_heavy(job, columns), costs)
     beside = costs.memory_f + _summed_again(columns, costs) + _experts_again(job, columns, costs)
@@ -132,11 +135,6 @@ def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[
     order = np.argsort(worth, axis=0, kind="stable")
     kept = np.stack([np.broadcast_to(each.kept, rows) for each in heavy])
     return list(np.take_along_axis(kept, order, axis=0)), list(np.take_along_axis(np.stack(each_s), order, axis=0))
-
-
-def _with_policy(columns: Columns, name: str) -> Columns:
-    code = np.full(len(columns), RECOMPUTES.index(name), dtype=np.uint8)
-    return columns.with_arrays(recompute=code, recompute_share=np.ones(len(columns)))
 
 
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:

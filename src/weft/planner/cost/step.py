@@ -155,13 +155,17 @@ class _Rank:
         domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
         around = tables.step_s + tables.barrier_s * np.log2(domains)
         one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one moment less is read and written
+        # Bytes to accumulate a microbatch's gradients. Under ZeRO 3 a rank accumulates only its shard.
+        each = 0.0 if job.stack.fused_sums else 2 * job.stack.grad_bytes + job.stack.weight_bytes
         optimizer = own * (ADAM_BYTES - one_mean) / (tables.memory_rate * tables.adam_eff) + around
         return cls(
             stages=stages,
             traffic=traffic_of(job, columns, fabric, moved, layers / chunks),
             own=own,
             every=(moved[0].dense + moved[0].ends) / group + moved[0].experts / inside,
-            each_sum=_sum_s(job, columns, tables, trained),
+            each_sum=bytes_s(
+                tables, np.where(columns.zero == 3, 0.0, trained.dense + trained.ends + trained.experts) * each
+            ),
             optimizer=optimizer + _turning_s(job, tables, layers / group),
             spread=np.sqrt(2 * np.log(nodes)),
         )
@@ -313,14 +317,6 @@ def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, cost
     waits = gathered_s(job, columns, tables, fabric, moved, window)
     filling = (columns.pp - 1) / chunks_per_rank(columns)
     return columns.num_micro * (forward + waits) + filling * forward
-
-
-def _sum_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
-    """Return the time (s) to accumulate a microbatch's gradients. Under ZeRO 3 a rank accumulates only its shard."""
-    stack = job.stack
-    each = 0.0 if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes  # fused: hidden
-    params = np.where(columns.zero == 3, 0.0, shares.dense + shares.ends + shares.experts)
-    return bytes_s(tables, params * each)
 
 
 def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:

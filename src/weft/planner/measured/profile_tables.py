@@ -169,6 +169,7 @@ _HERE = re.compile(r"(?:([0-9]{1,4})x)?(?:here|local)")
 def this_host() -> Machine:
     """Return the description of this machine for CPU ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    is_shared = platform.system() == "Linux" and platform.machine() == "x86_64"
     import psutil
 
     return Machine(
@@ -179,7 +180,7 @@ def this_host() -> Machine:
         threads=1,
         memory_bytes=psutil.virtual_memory().total,
         torch=_torch_version(),
-        transports=("shared memory",) if _shares_memory() else ("gloo exchange",),
+        transports=("shared memory",) if is_shared else ("gloo exchange",),
     )
 
 
@@ -284,10 +285,6 @@ def _torch_version() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def _shares_memory() -> bool:
-    return platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
 def _processor() -> str:

@@ -54,10 +54,12 @@ def answer(question: Question) -> Answer[Candidate]:
     ranked, pareto = keep.ranked()
     ranked = _refined(ranked, question)
     refused = [*tally.refused.values(), *keep.refused.values()]
+    front = [*ranked, *pareto]
+    sizes = [np.array([getattr(one, name) for one in front]) for name in ("total_bytes", "step_s")]
     return Answer(
         question=question,
         ranked=tuple(ranked),
-        pareto=tuple(_best_border([*ranked, *pareto])),
+        pareto=tuple(front[row] for row in _border(*sizes)) if front else (),
         refused=tuple(sorted(refused, key=lambda each: -each.count)),
         num_plans=keep.num_plans + sum(each.count for each in tally.refused.values()),
         num_estimated=keep.num_plans,
@@ -284,13 +286,6 @@ def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
     order = np.lexsort((speed, memory))
     best = np.minimum.accumulate(speed[order])
     return order[np.r_[True, best[1:] < best[:-1]]]
-
-
-def _best_border(found: list[Candidate]) -> list[Candidate]:
-    if not found:
-        return []
-    memory, speed = (np.array([getattr(one, name) for one in found]) for name in ("total_bytes", "step_s"))
-    return [found[row] for row in _border(memory, speed)]
 
 
 def _rows(found: Estimates, rows: Any) -> Estimates:

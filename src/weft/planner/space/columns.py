@@ -394,7 +394,8 @@ def wire_bytes(columns: Columns, numel: Array, own_bytes: Array | float, way: Wa
         return wire.num_bytes(numel, own_bytes)
 
     plain, encoded = _of_rows(columns, of), _of_outer(columns, of)
-    return np.where(_is_outer(columns, way), encoded, plain)
+    is_outer = (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
+    return np.where(is_outer, encoded, plain)
 
 
 def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
@@ -459,10 +460,6 @@ def state_bytes(columns: Columns) -> Array:
 def low_rank(columns: Columns) -> Array:
     """Return the rank of the low-rank matrices that `compress` sends; 0 if values are encoded one by one."""
     return _of_outer(columns, lambda wire: np.full(len(columns), float(wire.rank)))
-
-
-def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:
-    return (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
 
 
 def _codes(column: NDArray[Any]) -> list[int]:

@@ -87,6 +87,12 @@ class TracedShape(Shape):
     def crossings(self) -> float:
         return self.traced.crossings
 
+    @property
+    def is_causal_decoder(self) -> bool:
+        """True if it has a vocabulary and causal attention."""
+        attention = self.traced.attention
+        return self.vocab > 0 and attention is not None and attention.causal
+
     def mean(self, value: Callable[[TracedLayer], Any]) -> Any:
         """Return the average of a number over all layers."""
         return sum(layer.count * value(layer) for layer in self.traced.layers) / self.traced.num_layers
