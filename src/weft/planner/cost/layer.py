@@ -302,7 +302,7 @@ def _packed_s(
         seen = min(window, float(length))
         mean = (seen + 128) / 2 if seen == length else seen - seen * seen / (2 * length)
         work = (2.5 if backward else 1.0) * share * mean * flops
-        found = found + flash_s(tables, work, seen, job.shape.head_dim, backward, peak) - tables.launch_s
+        found = found + flash_s(tables, work, seen, backward, peak) - tables.launch_s
     return found + tables.launch_s
 
 

@@ -80,7 +80,7 @@ def attention_s(
                 flops = each.flops(batch, length / cut.c, cut.t, cut.c)
                 keys = each.keys.at(batch, length)
                 for back, times in enumerate((1.0, _ATTENTION_BACKWARD)):
-                    took = flash_s(tables, times * flops, keys, each.head_dim, bool(back), cut.half, masked=each.causal)
+                    took = flash_s(tables, times * flops, keys, bool(back), cut.half, masked=each.causal)
                     found[back] = found[back] + share / gain * took
     return found[0], found[1]
 

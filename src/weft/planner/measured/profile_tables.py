@@ -135,7 +135,7 @@ def _attention(samples: Iterable[Measurement], tables: Tables, peak: float) -> d
         name = "attn_bwd" if is_back else "attn_fwd"
         b, h, s, c = one.size
         flops = (10.0 if is_back else 4.0) * b * h * s * c * (s + 128) / 2  # causal, in blocks of 128
-        ideal = float(flash_s(tables.changed(**{name: 1.0}), flops, s, c, is_back, peak))
+        ideal = float(flash_s(tables.changed(**{name: 1.0}), flops, s, is_back, peak))
         shares.setdefault(name, []).append(ideal / one.seconds)
     return {name: statistics.median(each) for name, each in shares.items()}
 
