@@ -293,7 +293,7 @@ _LEAST_GROSS = 0.05
 #: Level of the error bands whose coverage is reported by kind of runs.
 _KIND_LEVEL = 0.8
 #: Share of the runs of a kind inside its band, in the fit: more than the level, because others are less alike.
-_KIND_HELD = 0.82
+_KIND_HELD = 0.83
 _WIDENINGS = 20
 #: Counters of memory by torch or the driver. For other names, the source does not specify the counter.
 _COUNTERS = ("allocated", "reserved", "total")

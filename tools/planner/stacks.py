@@ -137,7 +137,8 @@ def stack_of(row: Row) -> Stack:
     facts, year, gpu = facts_of(row), year_of(row), row["gpu"].lower()
     software = facts.get("software", "other")
     values: dict[str, Any] = {"name": software, "vocab_multiple": 128, "eager_pieces": False, "cut_loss": False,
-              "replay_stops": False, "host_ops": _HOST_OPS, "bucket_params_per_rank": 1e6}  # fmt: skip
+              "replay_stops": False, "host_ops": _HOST_OPS,
+              "torch_grouped": software == "torch", "bucket_params_per_rank": 1e6}  # fmt: skip
     values |= _file()["stack"][software]
     if year < 2023 and not gpu.startswith(_HOPPER_ON):
         values |= _file()["before_2023"].get(software, {})

@@ -246,6 +246,8 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
     rates = np.broadcast_to(rate, (len(parts), len(tokens))).copy()
     if shape.moe_layers and job.stack.half_experts:
         rates[grouped:] = cut.half
+    if shape.moe_layers and job.stack.torch_grouped:
+        rates[grouped:-1] *= tables.grouped_gain  # all but the router
     m3, n3, k3 = np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m])
     times = gemm_s(tables, m3, n3, k3, batch, rates, widths=(n, k))
     forward, dgrad, wgrad = (times * share).sum(axis=1)

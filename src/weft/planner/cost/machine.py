@@ -28,7 +28,7 @@ _GENERATIONS = (
     ("tpu", ("tpu-v5p", "tpu-v6e")),
 )
 #: Device constants that are facts of its hardware. Both tiers read them.
-_HARDWARE = ("sms", "flash2_gain", "fp8_share")
+_HARDWARE = ("sms", "flash2_gain", "grouped_gain", "fp8_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class Tables:
     memory_bytes: float
     sms: int
     flash2_gain: float
+    grouped_gain: float
     gemm_ceiling: float
     gemm_sustained: float
     gemm_k0: float
@@ -167,6 +168,7 @@ def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dic
         "memory_bytes": float(device.memory_bytes),
         "sms": own.get("sms", _DEFAULT_SMS),
         "flash2_gain": own.get("flash2_gain", 1.0),
+        "grouped_gain": own.get("grouped_gain", 1.0),
     }
 
 

@@ -165,6 +165,7 @@ class Stack:
         dispatch_bytes: bytes of a value that is sent to an expert. Results have 2 bytes.
         dispatch: kernels that send tokens to experts: "each" sends one copy to each expert, "once" one to each node,
             "deepep" too, at a limited rate inside a node.
+        torch_grouped: products of experts are torch's grouped matmuls, as in Weft.
         balanced_experts: experts receive equal numbers of tokens.
         selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
         selective_kernels: selective recompute repeats norms and activations from their saved inputs, as Megatron's
@@ -204,6 +205,7 @@ class Stack:
     gather_bytes: float = 2.0
     dispatch_bytes: float = 2.0
     dispatch: str = "each"
+    torch_grouped: bool = True
     balanced_experts: bool = True
     selective_half: bool = False
     selective_kernels: bool = False
