@@ -53,7 +53,7 @@ def sample_residuals(seed: int, wide: float = 1.0) -> list[Residual]:
     found: list[Residual] = []
     for source in range(40):
         experts = source % 4 == 0
-        of = ErrorContext(generation="hopper", experts=experts, narrow=False, seq_len=4096, nodes=8, stages=1)
+        of = ErrorContext(generation="hopper", experts=experts, narrow=False, seq_len=4096, nodes=8)
         bias = draw.normal(0, 0.06)
         found += [
             Residual(f"s{source}", f"s{source}", (wide if experts else 1.0) * (bias + draw.normal(0, 0.06)), of)
