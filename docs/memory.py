@@ -55,7 +55,7 @@ FULL = """
 ## Peak of a step
 Planned MiB on one rank in fp32, by class, and the measured live tensors. The first three rows have a vocabulary of
 16384 for 512 tokens, so the peak is at the loss. The others have 19 million parameters for 8 tokens, so the peak is in
-backward. A test holds the planner, with and without a profile of `weft calibrate`, to 3 %.
+backward. A test holds the planner to 3 %.
 
 | plan | parameters | gradients | optimizer | activations | logits | buffers | sum | live |
 |---|---|---|---|---|---|---|---|---|

@@ -24,7 +24,6 @@ from weft.parallel.parallelize import parallelize
 from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.estimator import estimate
-from weft.planner.measured.host_memory import host_memory
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape, Stack
 from weft.planner.space.trained_part import AdapterSize
@@ -277,15 +276,15 @@ FULLEST: dict[str, tuple[DecoderSpec, int, int]] = {
 }
 
 
-def planned_peak(plan: Plan, of_host: bool = False) -> dict[str, float]:
-    """Return planned bytes by class at the peak of a step with a plan of `FULLEST`. of_host: the host's estimate."""
+def planned_peak(plan: Plan) -> dict[str, float]:
+    """Return planned bytes by class at the peak of a step with a plan of `FULLEST`."""
     spec, rows, tokens = FULLEST[plan.format()]
     cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
     # The measured step runs on a CPU, with the CPU's bucket size.
     stack = Stack(bucket_params=bucket_bytes("cpu") // 4)
     job = Job(shape=Shape.of_decoder(spec), seq_len=tokens, global_batch=rows * plan.dp_size, stack=stack)
     columns = Columns.of([plan], job)
-    memory = host_memory(job, columns) if of_host else estimate(job, cluster, columns, Tables.of(cluster.device)).memory
+    memory = estimate(job, cluster, columns, Tables.of(cluster.device)).memory
     classes = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
     return {name: float(memory[name][0]) for name in classes}
 

@@ -11,7 +11,6 @@ from weft.calibrate.links import COLLECTIVES
 from weft.calibrate.run import calibrate, typical
 from weft.cli.app import run
 from weft.errors import ConfigError
-from weft.planner.measured.laws import Laws
 from weft.planner.measured.machine_profile import Measurement, load_profile
 from weft.planner.measured.profile_tables import this_host
 from weft.planner.search.question import Question
@@ -37,10 +36,7 @@ def test_all_operations_are_measured(path: Path) -> None:
     assert found.ranks == (1, 2)
     fp32 = {(sample.op, sample.ranks) for sample in found.samples if sample.dtype == "fp32"}
     assert fp32 >= {(op, count) for op in PROBES for count in (1, 2)}
-    assert fp32 >= {(op, 2) for op in (*COLLECTIVES, "meeting")}
-    laws = Laws.of(found)
-    small, large = (float(laws.seconds("linear_f", n, n, n, active=1)) for n in (64.0, 1024.0))
-    assert large > 20 * small  # 4096 times the work
+    assert fp32 >= {(op, 2) for op in COLLECTIVES}
 
 
 @pytest.mark.full
@@ -51,7 +47,7 @@ def test_planner_uses_the_profile(path: Path, capsys: pytest.CaptureFixture[str]
     assert "measurements of this machine" in text
     assert "the profile of" in text
     asked = Question.of("tiny", "here", profile=path, seq_len=128, global_batch=8)
-    assert asked.tables.laws is not None
+    assert asked.tables.rungs["gemm_ceiling"] == "here"
     assert asked.cluster.device.memory_bytes == this_host().memory_bytes // asked.cluster.num_devices
 
 

@@ -56,7 +56,6 @@ def test_peak_memory_matches_the_planner(peaks):
     """Check peaks in the loss, with its logits, and in backward, with communication buffers."""
     for plan, live in peaks.items():
         planned = planned_peak(Plan.parse(plan))
-        assert sum(planned_peak(Plan.parse(plan), of_host=True).values()) == pytest.approx(live, rel=0.03), plan
         assert sum(planned.values()) == pytest.approx(live, rel=0.03), plan
         is_loss = "zero" not in plan and "recompute" not in plan
         assert planned["logits" if is_loss else "buffers"] > 0.05 * live, plan

@@ -13,7 +13,7 @@ from weft.cli.app import run
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
-from weft.planner.measured.laws import RUN_FILE
+from weft.planner.measured.corrections import RUN_FILE
 from weft.planner.measured.machine_profile import load_profile
 from weft.planner.measured.profile_tables import this_host
 from weft.train.planned import expectation_lines

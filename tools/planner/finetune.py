@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tools.planner.cells import Row, device_named, number, refused, size
-from tools.planner.stacks import value_in
+from tools.planner.stacks import known_facts, value_in
 from weft.config.cluster import ClusterSpec
 from weft.config.plan import RECOMPUTES
 from weft.planner.cost.machine import Tables
@@ -37,11 +37,16 @@ _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "Gb": 1e9}
 _SPEEDS = ("samples/s", "samples/s of the job", "tokens/s (total)", "tokens/s", 'tokens/sec (column "Tokens/sec *")')
 #: Rank of an adapter whose row states none.
 _RANK = 8
+#: Reserved bytes over allocated ones of what comes and goes within a step, if lengths vary.
+_VARIED_RESERVE = 1.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneRun:
-    """One row. measured_s: seconds of an optimizer step. measured_gib: peak memory of one GPU."""
+    """One row. measured_s: seconds of an optimizer step. measured_gib: peak memory of one GPU.
+
+    varied: seq_len is the maximum of lengths that vary between batches.
+    """
 
     id: str
     source: str
@@ -53,6 +58,7 @@ class FinetuneRun:
     measured_s: float | None
     measured_gib: float | None
     out_of_memory: bool
+    varied: bool
 
 
 @functools.cache
@@ -123,6 +129,7 @@ def finetune_run(name: str, row: Row) -> FinetuneRun:
         measured_s=speed,
         measured_gib=_gib(row, ranks),
         out_of_memory=row.get("oom") == "1",
+        varied=bound,
     )
 
 
@@ -150,7 +157,11 @@ def _stack(row: Row) -> Stack:
     if "foak" in kernels or "accelerated" in kernels:
         values["residual_bytes"] = 2.0
     values |= {"loss_bytes": 13.0, "host_ops": 4.0, "fused_norm": fused}
-    return Stack(**values, grad_bytes=2.0, reduce_bytes=2.0, main_bytes=4.0, master=False, step_bytes=2.0)
+    if row["method"] == "full":
+        values |= {"main_bytes": 4.0, "master": False, "step_bytes": 2.0}  # states in the format of the weights
+    if known_facts(row.get("source", "")).get("states") == "fp32":
+        values |= {"main_bytes": 12.0, "master": True, "step_bytes": 4.0}
+    return Stack(**values, grad_bytes=2.0, reduce_bytes=2.0)  # PEFT trains adapters in fp32
 
 
 def _gib(row: Row, ranks: int) -> float | None:
@@ -198,7 +209,10 @@ class FinetuneResult:
 
 def predict_finetune(run: FinetuneRun) -> FinetuneResult:
     """Predict one run."""
-    found = estimate(run.job, run.cluster, run.columns, Tables.of(run.cluster.device))
+    tables = Tables.of(run.cluster.device)
+    if run.varied:  # blocks of every length remain in torch's allocator
+        tables = tables.changed(reserve=_VARIED_RESERVE)
+    found = estimate(run.job, run.cluster, run.columns, tables)
     memory = {"allocated": found.allocated_bytes, "reserved": found.reserved_bytes}.get(run.counter, found.total_bytes)
     return FinetuneResult(run, float(found.step_s[0]), float(memory[0]) / 2**30, bool(found.fits_probability[0] > 0.5))
 

@@ -33,7 +33,7 @@ _LONG = 16_384
 
 def context(run: PublishedRun) -> ErrorContext:
     """Return the error context of a run."""
-    return error_context(run.job, run.cluster, run.precision, run.pp, run.num_devices)
+    return error_context(run.job, run.cluster, run.precision, run.num_devices)
 
 
 def families(run: PublishedRun) -> frozenset[str]:
@@ -221,7 +221,8 @@ def _regret(predictions: Sequence[Prediction]) -> dict[str, Any]:
     for members in _grouped(predictions).values():
         run = members[0].run
         device = run.cluster.device.name
-        sweeps[run.source, run.table, run.job, run.precision, run.num_devices, device].append(members)
+        job = replace(run.job, stack=replace(run.job.stack, selective_kernels=False))  # which is a choice of the plan
+        sweeps[run.source, run.table, job, run.precision, run.num_devices, device].append(members)
     regrets: list[float] = []
     for plans in sweeps.values():
         if len(plans) < 2:
@@ -289,6 +290,11 @@ _GROSS = 0.25
 _LEAST_SPREAD, _GROSS_SPREAD = 0.05, 0.5
 #: Share of 155 runs that ran out of memory although the estimate left a fifth of it free.
 _LEAST_GROSS = 0.05
+#: Level of the error bands whose coverage is reported by kind of runs.
+_KIND_LEVEL = 0.8
+#: Share of the runs of a kind inside its band, in the fit: more than the level, because others are less alike.
+_KIND_HELD = 0.83
+_WIDENINGS = 20
 #: Counters of memory by torch or the driver. For other names, the source does not specify the counter.
 _COUNTERS = ("allocated", "reserved", "total")
 
@@ -335,14 +341,14 @@ def memory_residuals(predictions: Sequence[Prediction]) -> list[Residual]:
 
 def experience(time: Sequence[Residual], memory: Sequence[Residual]) -> Experience:
     """Fit scales and quantiles to residuals."""
-    doubts = _fit_uncertainty(time, TIME_DOUBTS)
+    doubts, quantiles = _fit_bands(time)
     near = [each for each in memory if abs(each.error) < _GROSS]
     short = [each for each in memory if each.error > _GROSS]  # what needs less than was thought does no harm
     gross = _share(memory, short) if memory else 0.0
     spread = _fit_uncertainty(near, MEMORY_DOUBTS) if near else ErrorModel(_LEAST_SPREAD, {})
     return Experience(
         time=doubts,
-        quantiles=_quantiles(time, doubts),
+        quantiles=quantiles,
         memory=ErrorModel(max(_LEAST_SPREAD, spread.spread), spread.weights),
         gross=min(0.2, max(_LEAST_GROSS, gross)),
         gross_spread=_GROSS_SPREAD,
@@ -351,31 +357,63 @@ def experience(time: Sequence[Residual], memory: Sequence[Residual]) -> Experien
     )
 
 
-def coverage(time: Sequence[Residual]) -> dict[float, dict[str, float]]:
-    """Return, by level, the share of runs inside the bands that are fitted to the other publishers.
+def coverage(time: Sequence[Residual]) -> dict[str, dict[str, float]]:
+    """Return the share of runs inside the bands that are fitted to the other publishers, by level and by kind of runs.
 
-    `sources` is a mean over sources, `runs` is a mean over configurations.
+    `sources` is a mean over sources, `runs` is a mean over configurations. Kinds are for the level `_KIND_LEVEL`.
     """
-    held: dict[float, dict[str, list[bool]]] = {level: defaultdict(list) for level in LEVELS}
+    held: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for publisher in sorted({each.publisher for each in time}):
         others = [each for each in time if each.publisher != publisher]
         if not others:
             continue
-        doubts = _fit_uncertainty(others, TIME_DOUBTS)
-        quantiles = _quantiles(others, doubts)
+        doubts, quantiles = _fit_bands(others)
         for each in time:
             if each.publisher == publisher:
                 scaled = each.error / doubts.scale(each.of)
                 for level, (low, high) in quantiles.items():
-                    held[level][each.source].append(low <= scaled <= high)
+                    kinds = _kinds(each.of) if level == _KIND_LEVEL else ()
+                    for name in (str(level), *kinds):
+                        held[name][each.source].append(low <= scaled <= high)
     return {
-        level: {
+        name: {
             "sources": float(np.mean([np.mean(each) for each in by_source.values()])),
             "runs": float(np.mean([one for each in by_source.values() for one in each])),
         }
-        for level, by_source in held.items()
-        if by_source
+        for name, by_source in held.items()
     }
+
+
+def _kinds(of: ErrorContext) -> list[str]:
+    wider = [name for name in TIME_DOUBTS if of.uncertainty_terms[name]]
+    return wider if of.experts else ["dense", *wider]
+
+
+def _fit_bands(residuals: Sequence[Residual]) -> tuple[ErrorModel, dict[float, tuple[float, float]]]:
+    """Return the scale of time errors, and their quantiles.
+
+    The quantiles are those of runs without any uncertainty term. A term widens the band until it contains
+    _KIND_HELD of the runs with it, as a mean over sources.
+    """
+    plain = [each for each in residuals if not any(each.of.uncertainty_terms.values())] or list(residuals)
+    known = ErrorModel(_fit_uncertainty(plain, ()).spread, {})
+    quantiles = _quantiles(plain, known)
+    low, high = quantiles[_KIND_LEVEL]
+
+    def lacking(name: str) -> float:
+        held: dict[str, list[bool]] = defaultdict(list)
+        for each in residuals:
+            if each.of.uncertainty_terms[name]:
+                held[each.source].append(low <= each.error / known.scale(each.of) <= high)
+        return _KIND_HELD - statistics.fmean(map(statistics.fmean, held.values())) if held else 0.0
+
+    for _ in range(_WIDENINGS):
+        least = {name: lacking(name) for name in TIME_DOUBTS}
+        name = max(least, key=least.__getitem__)
+        if least[name] <= 0:
+            break
+        known = ErrorModel(known.spread, {**known.weights, name: known.weights.get(name, 0.0) + 0.1})
+    return known, quantiles
 
 
 def experience_text(known: Experience) -> str:

@@ -132,6 +132,7 @@ def _run(name: str, row: Row) -> PublishedRun:
     shape = shape_of(row)
     job = Job(shape=shape, seq_len=size(row, "seq_len"), global_batch=max(batch, dp), stack=stack)
     precision = _precision(row)
+    is_causal = facts.get("attention_flops") == "causal" or counts_causal_half(f"{row.get('table', '')};{notes}")
     return PublishedRun(
         id=name,
         source=name.rsplit("-", 1)[0],
@@ -156,7 +157,7 @@ def _run(name: str, row: Row) -> PublishedRun:
         interleaved=facts.get("schedule") == "interleaved" and pp > 1,
         microbatch=count(row, "micro_batch", 0) or None,
         recompute=_recompute(row.get("recompute", ""), stack, facts.get("selective", "")),
-        measured_s=iteration_s(row, shape, gpus, counts_causal_half(f"{row.get('table', '')};{notes}")),
+        measured_s=iteration_s(row, shape, gpus, is_causal),
         measured_gib=number(row, "measured_mem_gib"),
         counter=facts.get("counter", "").replace("unknown", ""),
         host_optimizer=facts.get("offload_optimizer") == "yes",

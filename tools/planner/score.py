@@ -117,11 +117,15 @@ def _foresight_table(foresight: Mapping[str, Any]) -> Any:
 
 
 def _show_coverage(console: Any, coverage: Mapping[str, Mapping[str, float]]) -> None:
-    for level, held in coverage.items():
+    levels = {name: held for name, held in coverage.items() if name[0].isdigit()}
+    for level, held in levels.items():
         console.print(
             f"bands for {_percent(float(level))} of cases hold {_percent(held['runs'])} of runs whose publisher took "
             f"no part ({_percent(held['sources'])} as a mean over sources)"
         )
+    kinds = ", ".join(f"{name} {_percent(held['sources'])}" for name, held in coverage.items() if name not in levels)
+    if kinds:
+        console.print(f"bands for 80 % of cases by kind, as means over sources: {kinds}")
 
 
 def _show_order(console: Any, summary: Mapping[str, Any]) -> None:

@@ -279,7 +279,7 @@ class ScoreReport:
         return {
             **{tier: summary(self.of_tier(tier)) for tier in TIERS},
             "foresight": self.foresight(),
-            "coverage": {str(level): held for level, held in coverage(self.residuals()[0]).items()},
+            "coverage": coverage(self.residuals()[0]),
             "finetune": finetune_summary(self.finetune),
             "num_runs": len(self.predictions) // len(TIERS) + len(self.finetune),
             "num_skipped": len(self.skipped),

@@ -97,7 +97,7 @@ def year_of(row: Row) -> int:
     if row.get("year"):
         return int(row["year"])
     text = f"{row.get('source', '')} {row.get('table', '')}"
-    known = _known(text).get("year")
+    known = known_facts(text).get("year")
     years = [int(each) for each in re.findall(r"\b(20[12]\d)\b", text)]
     years += [2000 + int(each) for each in re.findall(r"\b(2\d)\.(?:0[1-9]|1[0-2])\b", text)]  # releases by month
     papers = [2000 + int(each) for each in re.findall(r"\barxiv:(\d\d)\d\d\.", text.lower())]
@@ -106,10 +106,11 @@ def year_of(row: Row) -> int:
 
 def known_network(text: str) -> str:
     """Return the network of a known source as text, or "" if unknown."""
-    return str(_known(text).get("network", ""))
+    return str(known_facts(text).get("network", ""))
 
 
-def _known(text: str) -> dict[str, Any]:
+def known_facts(text: str) -> dict[str, Any]:
+    """Return the facts of a known source that its rows leave out."""
     words = " ".join(_words(text))
     sources: list[dict[str, Any]] = _file()["source"]
     for source in sources:
@@ -136,7 +137,8 @@ def stack_of(row: Row) -> Stack:
     facts, year, gpu = facts_of(row), year_of(row), row["gpu"].lower()
     software = facts.get("software", "other")
     values: dict[str, Any] = {"name": software, "vocab_multiple": 128, "eager_pieces": False, "cut_loss": False,
-              "replay_stops": False, "host_ops": _HOST_OPS, "bucket_params_per_rank": 1e6}  # fmt: skip
+              "replay_stops": False, "host_ops": _HOST_OPS,
+              "torch_grouped": software == "torch", "bucket_params_per_rank": 1e6}  # fmt: skip
     values |= _file()["stack"][software]
     if year < 2023 and not gpu.startswith(_HOPPER_ON):
         values |= _file()["before_2023"].get(software, {})
@@ -156,6 +158,7 @@ def stack_of(row: Row) -> Stack:
         ("reduce", "bf16"): {"reduce_bytes": 2.0, "grad_bytes": 2.0},
         ("fp8_scales", "row"): {"row_scales": True},
         ("fp8_wgrad", "bf16"): {"half_wgrad": True},
+        ("selective", "norms"): {"selective_kernels": True},
     }
     for fact, changes in stated.items():
         if facts.get(fact[0]) == fact[1]:

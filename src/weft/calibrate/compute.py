@@ -23,11 +23,9 @@ from weft.comm.mesh import Axis
 from weft.config.decoder_shape import DecoderSpec
 from weft.models.attention import rotate, rotation, see_causally
 from weft.models.decoder import Block
-from weft.parallel.tensor.head import token_loss
-from weft.parallel.tensor.linear import SharedLayer
 from weft.planner.measured import profile_tables as here
-from weft.planner.measured.laws import TINY
 from weft.planner.measured.machine_profile import Machine
+from weft.planner.measured.profile_tables import TINY
 
 #: Rows, columns and inner width of matmuls: each of the three varied alone, and matmuls of typical layers.
 PRODUCTS = (
@@ -49,15 +47,11 @@ PRODUCTS = (
 ATTENTION = ((4, 8, 256, 32), (1, 8, 256, 32), (2, 8, 128, 64), (1, 4, 512, 64), (1, 4, 1024, 64))
 #: Tokens and width.
 PASSES = ((16, 64), (256, 128), (512, 256), (1024, 256), (1024, 768), (2048, 1024))
-LOSSES = ((64, 1024), (256, 2048), (512, 4096), (1024, 4096))
-EMBEDDINGS = ((256, 128, 1024), (1024, 256, 4096), (256, 256, 8192))
 PARAMS = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
 #: Bytes between a device and its host, and parameters of an optimizer step on the host.
 TRANSFERS, HOST_PARAMS = (1 << 20, 1 << 23), (1 << 20,)
 #: Bytes of a collective: the full buffer, before it is sharded.
 MESSAGES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-#: Matmuls between two synchronizations of ranks.
-MEETINGS = (1, 8, 64)
 #: Larger sizes for GPUs, which small matmuls do not fill.
 LARGE_PRODUCTS = tuple((m, n, k) for m in (1024, 4096, 8192) for n, k in ((4096, 4096), (8192, 1024), (1024, 8192)))
 LARGE_ATTENTION = ((1, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128), (2, 16, 2048, 64))
@@ -135,7 +129,6 @@ class Stopwatch:
         return self._joined((time.perf_counter() - start) / count, "max")
 
     def _windows_after(self, work: Call, call: Call, count: int) -> float:
-        """Return the time (s) of a call, averaged over ranks: while one rank waits for another, the other does not."""
         self._finalize()
         barrier(self.axis)
         spent = 0.0
@@ -213,9 +206,6 @@ class TensorPlacement:
         found = drawn[:count].clone() if count <= _DRAWN else drawn.repeat(-(-count // _DRAWN))[:count]
         return found.view(shape).requires_grad_(trained)
 
-    def labels(self, count: int, classes: int) -> Tensor:
-        return torch.randint(classes, (count,), device=self.device)
-
 
 @cache
 def _random_tensor(device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -228,7 +218,6 @@ def copies(make: Callable[[], Call], num_bytes: int) -> ColdCalls:
 
 
 def _backward(output: Tensor, *inputs: Tensor) -> Call:
-    """Return a call that runs the backward of `output` and can be repeated."""
     grad = torch.randn_like(output) if output.dim() else torch.ones_like(output)
     return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
@@ -275,16 +264,6 @@ def norm_b(place: TensorPlacement, t: int, d: int) -> Call:
     return _backward(F.rms_norm(x, (d,), weight, 1e-5), x, weight)
 
 
-def layer_norm_f(place: TensorPlacement, t: int, d: int) -> Call:
-    x, weight, bias = place.normal(t, d, trained=True), place.normal(d, trained=True), place.normal(d, trained=True)
-    return lambda: F.layer_norm(x, (d,), weight, bias)
-
-
-def layer_norm_b(place: TensorPlacement, t: int, d: int) -> Call:
-    x, weight, bias = place.normal(t, d, trained=True), place.normal(d, trained=True), place.normal(d, trained=True)
-    return _backward(F.layer_norm(x, (d,), weight, bias), x, weight, bias)
-
-
 def _turned(place: TensorPlacement, t: int, d: int, trained: bool) -> tuple[Callable[[], Tensor], Tensor]:
     width = min(64, d)
     x = place.normal(1, t, d // width, width, trained=trained)
@@ -311,26 +290,10 @@ def swiglu_b(place: TensorPlacement, t: int, d: int) -> Call:
     return _backward(F.silu(gate) * up, gate, up)
 
 
-def gelu_f(place: TensorPlacement, t: int, d: int) -> Call:
-    x = place.normal(t, d, trained=True)
-    return lambda: F.gelu(x, approximate="tanh")
-
-
-def gelu_b(place: TensorPlacement, t: int, d: int) -> Call:
-    x = place.normal(t, d, trained=True)
-    return _backward(F.gelu(x, approximate="tanh"), x)
-
-
 def add(place: TensorPlacement, t: int, d: int) -> Call:
     """Return a call that adds into new memory, as residual streams and the gradients of branches do."""
     x, y = place.normal(t, d), place.normal(t, d)
     return lambda: x + y
-
-
-def add_to(place: TensorPlacement, t: int, d: int) -> Call:
-    """Return a call that adds in place, as gradient accumulation over microbatches does."""
-    x, y = place.normal(t, d), place.normal(t, d)
-    return lambda: x.add_(y)
 
 
 def copy(place: TensorPlacement, t: int, d: int) -> Call:
@@ -338,48 +301,11 @@ def copy(place: TensorPlacement, t: int, d: int) -> Call:
     return lambda: x.copy_(y)
 
 
-def loss_f(place: TensorPlacement, t: int, v: int) -> Call:
-    logits, labels = place.normal(t, v, trained=True), place.labels(t, v)
-    return lambda: F.cross_entropy(logits.float(), labels, reduction="sum")
-
-
-def loss_b(place: TensorPlacement, t: int, v: int) -> Call:
-    logits, labels = place.normal(t, v, trained=True), place.labels(t, v)
-    return _backward(F.cross_entropy(logits.float(), labels, reduction="sum"), logits)
-
-
-def sharded_loss(place: TensorPlacement, t: int, v: int) -> Call:
-    """Return a call of the vocabulary-parallel loss without its matmuls: hidden states have width 1."""
-    x, weight = place.normal(1, t, 1, trained=True), place.normal(v, 1, trained=True)
-    labels, line = place.labels(t, v).view(1, t), SharedLayer(Axis("tp", 1, 0, (0,)))
-    return lambda: token_loss(x, weight, None, labels, line, v, -100)
-
-
-def embedding(place: TensorPlacement, t: int, d: int, v: int) -> Call:
-    """Return a call of an embedding lookup and its gradient, which is as large as the embedding table."""
-    table, ids = place.normal(v, d, trained=True), place.labels(t, v)
-    return lambda: torch.autograd.grad(
-        F.embedding(ids, table), table, torch.ones(t, d, device=place.device).to(place.dtype)
-    )
-
-
 def adamw(place: TensorPlacement, params: int) -> Call:
     weight = torch.nn.Parameter(place.normal(params))
     weight.grad = place.normal(params)
     optimizer = torch.optim.AdamW([weight], lr=1e-6, fused=True)
     return optimizer.step
-
-
-def clip(place: TensorPlacement, params: int) -> Call:
-    """Return a call that computes the norm of gradients and scales them."""
-    grad = place.normal(params)
-    factor = torch.ones((), device=place.device, dtype=place.dtype)
-
-    def call() -> None:
-        torch.linalg.vector_norm(grad)
-        grad.mul_(factor)
-
-    return call
 
 
 def to_host(place: TensorPlacement, num_bytes: int) -> Call:
@@ -433,27 +359,10 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
     **{name.__name__: (name, lambda b, h, s, c: 4 * b * h * s * c) for name in (attention_f, attention_b)},
     **{
         name.__name__: (name, lambda t, d: 3 * t * d)
-        for name in (
-            norm_f,
-            norm_b,
-            layer_norm_f,
-            layer_norm_b,
-            rope_f,
-            rope_b,
-            swiglu_f,
-            swiglu_b,
-            gelu_f,
-            gelu_b,
-            block_f,
-            block_b,
-        )
+        for name in (norm_f, norm_b, rope_f, rope_b, swiglu_f, swiglu_b, block_f, block_b, add, copy)
     },
-    **{name.__name__: (name, lambda t, d: 2 * t * d) for name in (add, add_to, copy, loss_f, loss_b, sharded_loss)},
-    "embedding": (embedding, lambda t, d, v: v * d + t * d),
-    "adamw": (adamw, lambda params: 4 * params),
-    "clip": (clip, lambda params: params),
+    **{name.__name__: (name, lambda count: 4 * count) for name in (adamw, host_adamw)},
     **{name.__name__: (name, lambda num_bytes: num_bytes) for name in (to_host, to_device)},
-    "host_adamw": (host_adamw, lambda params: 4 * params),
 }
 
 

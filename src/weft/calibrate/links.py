@@ -1,8 +1,7 @@
 """Cost of collectives in a step, measured through Weft's communication layer and its transports.
 
 Each collective is measured after a matmul, as in training. The result includes waiting for the slower rank and the
-wake-up of threads. The extra wait after longer compute is measured separately: with more ranks than cores it grows with
-the compute.
+wake-up of threads.
 """
 
 from __future__ import annotations
@@ -19,38 +18,20 @@ from weft.calibrate.compute import WINDOWS, Stopwatch, TensorPlacement, Timing, 
 from weft.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from weft.comm.connect import join
 from weft.comm.mesh import Axis, build_mesh, join_ranks, leave_ranks
-from weft.comm.peer import all_to_all, shift, start_receive, start_send
 from weft.config.plan import Plan
 from weft.errors import CommError, ConfigError
-from weft.planner.measured.laws import BETWEEN
 from weft.planner.measured.links import OPS, LinkProfile, LinkSample
 from weft.planner.measured.machine_profile import Measurement
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+#: Size of the matmul before a collective, which takes about a millisecond on one core.
+_BEFORE = (256, 512, 256)
 
 
 def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
-    """Measure the time (s) that a collective adds after a matmul.
-
-    The op "meeting" is a synchronization after `size` matmuls. For other operations, size is the bytes of the full
-    buffer, before it is sharded. For all_to_all, it is the bytes that each rank sends, including its own share. For a
-    shift or a send, it is the bytes of the message.
-    """
-    work = linear_f(TensorPlacement(watch.device, torch.float32), *BETWEEN)
-    if op == "meeting":
-        return _sync_s(watch, axis, work, size)
+    """Measure the time (s) that a collective adds after a matmul. `size`: bytes of the full buffer, before sharding."""
+    work = linear_f(TensorPlacement(watch.device, torch.float32), *_BEFORE)
     return watch.time_after(work, _collective(axis, op, size, watch.device))
-
-
-def _sync_s(watch: Stopwatch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
-    """Measure a synchronization after `num_products` matmuls."""
-    meet = _collective(axis, "all_reduce", 64, watch.device)
-
-    def works() -> None:
-        for _ in range(num_products):
-            work()
-
-    return watch.time_after(works, meet)
 
 
 def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
@@ -63,32 +44,7 @@ def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Ca
         return lambda: all_gather(part, axis, out=whole)
     if op == "reduce_scatter":
         return lambda: reduce_scatter(whole, axis, out=part)
-    if op == "broadcast":
-        return lambda: broadcast(whole, axis)
-    if op == "all_to_all":
-        received = torch.empty_like(whole).view(axis.size, shard)
-        return lambda: all_to_all(whole.view(axis.size, shard), axis, out=received)
-    if op == "shift":
-        arrives = torch.empty_like(whole)
-        return lambda: shift(whole, axis, out=arrives)
-    return _message(axis, whole)
-
-
-def _message(axis: Axis, whole: torch.Tensor) -> Callable[[], object]:
-    """Return a call that sends one message between the two ranks of each pair, in alternating directions."""
-    partner, arrives = axis.rank ^ 1, torch.empty_like(whole)
-    is_first = axis.rank % 2 == 0
-    turn = [is_first]
-
-    def call() -> None:
-        # The direction alternates, so that each call sends one message.
-        if turn[0]:
-            start_send(whole, axis, partner).wait()
-        else:
-            start_receive(arrives, axis, partner).wait()
-        turn[0] = not turn[0]
-
-    return call
+    return lambda: broadcast(whole, axis)
 
 
 # One group of measurements on all connected ranks: some ranks work at the same time, the others are idle.
@@ -100,7 +56,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Chapter:
     """Measurements on the same ranks. points: (operation, size). ranks: number of ranks that work at the same time.
 
-    group: ranks of a collective. stride: distance in ranks between its members. Both are 1 for compute.
+    group: ranks of a collective; 1 for compute.
     """
 
     name: str
@@ -108,7 +64,6 @@ class Chapter:
     ranks: int
     dtype: str = "fp32"
     group: int = 1
-    stride: int = 1
 
 
 def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "cpu") -> list[Measurement]:
@@ -116,14 +71,14 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
     here = torch.device(device, torch.distributed.get_rank() if device == "cuda" and world_size > 1 else 0)
     if here.type == "cuda":
         torch.cuda.set_device(here)
-    crowd, meeting = _axis(world_size, chapter.ranks, 1, here), _axis(world_size, chapter.group, chapter.stride, here)
+    crowd = build_mesh(Plan(tp=chapter.ranks, dp_replicate=world_size // chapter.ranks), here)["tp"]
     if 0 not in crowd.ranks:
         return []
     watch = Stopwatch(crowd, here, window_s)
     found: list[Measurement] = []
     for op, size in chapter.points:
         if chapter.group > 1:
-            timing = extra_s(watch, meeting, op, *size)
+            timing = extra_s(watch, crowd, op, *size)
         else:
             timing = watch.time(calls_of(op, size, TensorPlacement(here, DTYPES[chapter.dtype])))
         found.append(_sample(chapter, op, size, timing))
@@ -140,16 +95,9 @@ def joined(ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
         spread = max(each.spread for each in alike)
         samples.append(
             Measurement(op=first.op, size=first.size, seconds=float(f"{seconds:.4g}"), dtype=first.dtype,
-                        ranks=first.ranks, group=first.group, stride=first.stride, spread=round(spread, 3))
+                        ranks=first.ranks, group=first.group, spread=round(spread, 3))
         )  # fmt: skip
     return samples
-
-
-def _axis(world_size: int, group: int, stride: int, device: torch.device) -> Axis:
-    """Return an axis of `group` ranks, `stride` apart, in a mesh of all ranks."""
-    if stride == 1:
-        return build_mesh(Plan(tp=group, dp_replicate=world_size // group), device)["tp"]
-    return build_mesh(Plan(dp_replicate=group, tp=world_size // group), device)["dp_replicate"]
 
 
 def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) -> Measurement:
@@ -160,7 +108,6 @@ def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) ->
         dtype=chapter.dtype,
         ranks=chapter.ranks,
         group=chapter.group,
-        stride=chapter.stride,
         spread=timing.spread,
     )
 

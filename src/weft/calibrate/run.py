@@ -12,8 +12,8 @@ from weft.calibrate import compute as sizes
 from weft.calibrate.compute import WINDOWS, this_machine
 from weft.calibrate.links import COLLECTIVES, DTYPES, Chapter, joined, measure
 from weft.errors import ConfigError
-from weft.planner.measured.laws import TINY
 from weft.planner.measured.machine_profile import Machine, Measurement, Profile
+from weft.planner.measured.profile_tables import TINY
 from weft.units import counted
 from weft.verify.rank_pool import RankPool
 
@@ -93,7 +93,7 @@ def typical(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
     """
     alike: dict[tuple[object, ...], list[Measurement]] = {}
     for sample in samples:
-        key = (sample.op, sample.size, sample.dtype, sample.ranks, sample.group, sample.stride)
+        key = (sample.op, sample.size, sample.dtype, sample.ranks, sample.group)
         alike.setdefault(key, []).append(sample)
     return tuple(_median(each) for each in alike.values())
 
@@ -104,7 +104,6 @@ def _median(alike: Sequence[Measurement]) -> Measurement:
 
 
 def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
-    """Return the numbers of concurrent ranks to measure, ascending."""
     most = machine.count if machine.kind == "cuda" else max(4, machine.cores)
     wanted = sorted(set(ranks)) or [1 << place for place in range(most.bit_length()) if 1 << place <= min(most, 16)]
     limit = most if machine.kind == "cuda" else 8 * machine.cores
@@ -136,33 +135,24 @@ def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
     compute = {
         "products": _points(("linear_f", "linear_dx", "linear_dw"), products),
         "attention": _points(("attention_f", "attention_b"), attention),
-        "passes": _points(
-            ("norm_f", "norm_b", "layer_norm_f", "layer_norm_b", "rope_f", "rope_b", "swiglu_f", "swiglu_b", "gelu_f",
-             "gelu_b", "add", "add_to", "copy"), passes,
-        ) + _points(("loss_f", "loss_b", "cut_loss"), sizes.LOSSES) + _points(("embedding",), sizes.EMBEDDINGS)
+        "passes": _points(("norm_f", "norm_b", "rope_f", "rope_b", "swiglu_f", "swiglu_b", "add", "copy"), passes)
         + _points(("block_f", "block_b"), [TINY[:2]]),
-        "optimizer": _points(("adamw", "clip"), [(size,) for size in params]),
+        "optimizer": _points(("adamw",), [(size,) for size in params]),
         "transfers": _points(("to_host", "to_device"), [(size,) for size in transfers])
         + _points(("host_adamw",), [(size,) for size in stepped]),
-    }  # fmt: skip
+    }
     chapters: list[Chapter] = []
     for count in counts:
         crowd = counted(count, "rank")
         chapters += [Chapter(name=f"{name}, {crowd}", points=points, ranks=count) for name, points in compute.items()]
         moved = tuple((op, (size,)) for op in COLLECTIVES for size in messages)
-        meetings = tuple(("meeting", (count,)) for count in (() if large else sizes.MEETINGS))
-        groups = [group for group in counts if 1 < group <= count]
-        for group in groups:
-            strides = [1] if group == count or count < max(counts) else [1, count // group]
-            chapters += [
-                Chapter(name=f"collectives of {group}, {crowd}", points=moved if stride > 1 else moved + meetings,
-                        ranks=count, group=group, stride=stride)
-                for stride in strides
-            ]  # fmt: skip
+        if count > 1:
+            chapters.append(Chapter(name=f"collectives of {crowd}", points=moved, ranks=count, group=count))
+    # On a CPU, bf16 changes only the rate of matmuls.
     chapters += [
         Chapter(name=f"{name} in bf16, {count} ranks", points=compute[name], ranks=count, dtype="bf16")
         for count in counts
-        for name in ("products", "attention", "passes")
+        for name in (("products", "attention", "passes") if large else ("products",))
     ]
     return chapters
 

@@ -21,7 +21,7 @@ from weft.config.model_spec import size_hides
 from weft.config.parsing import MODEL_CODE
 from weft.config.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem, WeftError
-from weft.planner.measured.laws import learn, lesson_words
+from weft.planner.measured.corrections import learn, lesson_words
 from weft.planner.measured.machine_profile import default_path, load_profile
 from weft.planner.report import scenario
 from weft.planner.report.verdict import compare as compare_plans

@@ -14,9 +14,6 @@ from weft.planner.cost.layer import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.cost.memory import CLASSES
 from weft.planner.cost.step import TERMS, Parts, device_parts
-from weft.planner.measured.host_layer import host_layer_costs
-from weft.planner.measured.host_step import host_parts
-from weft.planner.measured.profile_tables import HostTables
 from weft.planner.space.columns import Columns, Job
 from weft.planner.uncertainty import fits_chance, memory_error_scale, shipped
 
@@ -97,43 +94,23 @@ def _added(parts: Iterable[Array]) -> Array:
 
 
 def _joined(parts: Sequence[Array], num_rows: int) -> Array:
-    """Return the concatenated rows of several parts, or zeros without parts."""
     if not parts:
         return np.broadcast_to(np.float64(0.0), num_rows)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict time and memory of every plan in `columns`. Invalid plans get numbers too; prune them before the call.
-
-    Args:
-        cluster: the cluster; defines the size of a node. The rates come from `tables`.
-        tables: constants of the device, or of a measured host.
-    """
-    if isinstance(tables, HostTables):
-        return _estimates(job, cluster, columns, tables, [host_parts(job, columns, tables.laws)])
+    """Predict time and memory of every plan in `columns`. Invalid plans get numbers too; prune them before the call."""
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables)))
 
 
 def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict the memory of every plan, without time terms if that is faster.
-
-    Args:
-        tables: constants of the device, or of a measured host.
-    """
-    if isinstance(tables, HostTables):
-        return estimate(job, cluster, columns, tables)
+    """Predict the memory of every plan, without time terms if that is faster."""
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
 
 
 def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Array:
-    """Predict the step time (s) of every plan, without memory if that is faster.
-
-    Args:
-        tables: constants of the device, or of a measured host.
-    """
-    if isinstance(tables, HostTables):
-        return estimate(job, cluster, columns, tables).step_s
+    """Predict the step time (s) of every plan, without memory if that is faster."""
     learned = tables.learned
     found = [
         tables.slowdown * _added(terms[name] * learned[name] if name in learned else terms[name] for name in TERMS)
@@ -143,20 +120,14 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
-    """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them.
-
-    Args:
-        tables: constants of the device, or of a measured host.
-    """
-    if isinstance(tables, HostTables):
-        return host_layer_costs(job, columns, tables.laws)
+    """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them."""
     return layer_costs(
         job, columns, tables, Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     )
 
 
 def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
-    on_host = isinstance(tables, HostTables)
+    on_host = cluster.device.is_cpu
     terms = {name: _joined([part[0][name] for part in parts if name in part[0]], len(columns)) for name in TERMS}
     terms |= {name: terms[name] * factor for name, factor in tables.learned.items() if name in terms}
     return Estimates(

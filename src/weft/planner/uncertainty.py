@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from weft.config.cluster import ClusterSpec
 from weft.planner.cost.machine import generation
 from weft.planner.space.columns import Job
-from weft.planner.space.shape import Shape, TracedShape
+from weft.planner.space.shape import TracedShape
 
 #: Generations with dozens of published runs.
 WELL_KNOWN = frozenset({"ampere", "hopper"})
-#: Tokens per sequence, and number of nodes, above which few runs were published.
-_LONG, _MANY = 16_384, 256
+#: Tokens per sequence above which few runs were published.
+_LONG = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,6 @@ class ErrorContext:
         experts: True if the model has experts.
         narrow: True for fp8 or fp4 matmuls.
         nodes: nodes of the run.
-        stages: stages of its pipeline.
         decoder: True if the model reads tokens and predicts the next, as in all published runs.
         adapter: True if an adapter is trained instead of the weights.
         graphs: True if steps are launched as CUDA graphs.
@@ -43,7 +42,6 @@ class ErrorContext:
     narrow: bool
     seq_len: int
     nodes: int
-    stages: int
     decoder: bool = True
     adapter: bool = False
     graphs: bool = False
@@ -56,38 +54,20 @@ class ErrorContext:
             "narrow": float(self.narrow),
             "newer": float(self.generation not in WELL_KNOWN),
             "long": max(0.0, math.log2(self.seq_len / _LONG) + 1) if self.seq_len >= _LONG else 0.0,
-            "many": max(0.0, math.log2(self.nodes / _MANY) + 1) if self.nodes >= _MANY else 0.0,
-            "network": float(self.nodes > 1),
-            "pipeline": float(self.stages > 1),
         }
 
 
-def error_context(job: Job, cluster: ClusterSpec, precision: str, stages: int, num_devices: int) -> ErrorContext:
-    """Return the properties of one plan that the error of its estimate depends on.
-
-    Args:
-        cluster: the cluster; defines device and size of a node.
-        precision: precision of the plan.
-        stages: number of pipeline stages of the plan.
-        num_devices: number of devices that the plan uses.
-    """
+def error_context(job: Job, cluster: ClusterSpec, precision: str, num_devices: int) -> ErrorContext:
+    """Return the properties of one plan that the error of its estimate depends on."""
     return ErrorContext(
         generation=generation(cluster.device.name),
         experts=job.shape.moe_layers > 0,
         narrow=precision in ("fp8", "fp4"),
         seq_len=job.seq_len,
         nodes=-(-num_devices // cluster.devices_per_node),
-        stages=stages,
-        decoder=_is_decoder(job.shape),
+        decoder=not isinstance(job.shape, TracedShape) or job.shape.is_causal_decoder,
         adapter=job.adapter is not None,
     )
-
-
-def _is_decoder(shape: Shape) -> bool:
-    if not isinstance(shape, TracedShape):
-        return True
-    attention = shape.traced.attention
-    return shape.vocab > 0 and attention is not None and attention.causal
 
 
 def unmeasured(one: ErrorContext, device: str) -> tuple[str, ...]:
@@ -118,7 +98,7 @@ Array = NDArray[np.float64]
 
 #: Shares of cases that error bands should contain.
 LEVELS = (0.5, 0.8, 0.95)
-TIME_DOUBTS = ("experts", "narrow", "newer", "long", "many", "network", "pipeline")
+TIME_DOUBTS = ("experts", "narrow", "newer", "long")
 MEMORY_DOUBTS = ("experts", "newer")
 
 
@@ -197,7 +177,7 @@ def time_bands(one: ErrorContext, known: Experience | None = None) -> dict[float
 
 def memory_error_scale(job: Job, cluster: ClusterSpec) -> float:
     """Return the scale of the logarithmic error of memory estimates for a job on a cluster."""
-    return shipped().memory.scale(error_context(job, cluster, "bf16", 1, cluster.num_devices))
+    return shipped().memory.scale(error_context(job, cluster, "bf16", cluster.num_devices))
 
 
 def fits_chance(room: Array, spread: float, known: Experience | None = None) -> Array:
@@ -208,7 +188,6 @@ def fits_chance(room: Array, spread: float, known: Experience | None = None) -> 
     Args:
         room: log(usable / needed) of each plan.
         spread: scale of memory errors, from `Experience.memory` for the context.
-        known: error statistics; None uses the shipped ones.
     """
     known = shipped() if known is None else known
     near, far = _logistic(room / spread), _logistic(room / known.gross_spread)

@@ -23,7 +23,7 @@ from weft.errors import PlanError, Problem, WeftError
 from weft.files import replace_text
 from weft.planner.estimator import estimate
 from weft.planner.measured import profile_tables as here
-from weft.planner.measured.laws import RUN_FILE, measured_parts, parts_of
+from weft.planner.measured.corrections import RUN_FILE, measured_parts, parts_of
 from weft.planner.measured.machine_profile import Profile, default_path, load_profile
 from weft.planner.report import tables as report
 from weft.planner.report.explanation import time_by_rung
@@ -67,8 +67,6 @@ def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[R
     if profile is not None:
         machines = here.cluster_of(profile, f"{world_size}xhere")
     model = find_task(config).describe()
-    if model.traced is not None or model.adapter is not None or model.frozen is not None:
-        profile = None  # measured host models cover only full decoders; use the device table for others
     best = choose_plan(model, machines, auto_fields(config.plan), profile=profile)
     return config.model_copy(update={"plan": best.plan.format()}), best
 

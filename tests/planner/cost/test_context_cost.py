@@ -61,7 +61,7 @@ def test_blocks_of_ring_attention_have_the_arithmetic_of_full_attention():
     width = np.full(3, 4096.0)
     found = context_cost.blocks_s(JOB, columns, flat, width, backward=False, peak=TABLES.flops["bf16"])
     flops = 4.0 * (8192 / columns.cp) * (8192 + 128) / 2 * 4096
-    whole = flash_s(flat, flops, 8192, SHAPE.head_dim, False, TABLES.flops["bf16"])
+    whole = flash_s(flat, flops, 8192, False, TABLES.flops["bf16"])
     assert found == pytest.approx(whole)
 
 

@@ -53,11 +53,10 @@ def test_widths_not_divisible_by_8_do_not_use_tensor_cores():
 
 
 def test_attention_speeds_up_with_length_and_width():
-    rates = [1e13 / flash_s(H100, 1e13, length, 128, False, PEAK) for length in (512, 2048, 8192, 65536)]
+    rates = [1e13 / flash_s(H100, 1e13, length, False, PEAK) for length in (512, 2048, 8192, 65536)]
     assert rates == sorted(rates)
     assert rates[-1] < H100.attn_fwd * H100.gemm_ceiling * PEAK
-    assert flash_s(H100, 1e13, 8192, 64, False, PEAK) > flash_s(H100, 1e13, 8192, 128, False, PEAK)
-    assert flash_s(H100, 1e13, 8192, 128, True, PEAK) > flash_s(H100, 1e13, 8192, 128, False, PEAK)
+    assert flash_s(H100, 1e13, 8192, True, PEAK) > flash_s(H100, 1e13, 8192, False, PEAK)
     assert bytes_s(H100, 3.35e12) == pytest.approx(1 / H100.memory_eff)
 
 
@@ -187,3 +186,29 @@ def test_fp8_on_cdna_gains_as_measured():
     job = Job(shape=shape, seq_len=8192, global_batch=8, stack=Stack(fused=True))
     half, narrow = (step(job, f"dp_shard=8 zero=3 precision={name}", "8xmi300x").step_s[0] for name in ("bf16", "fp8"))
     assert 1.0 < half / narrow < 1.25
+
+
+def test_torch_has_no_fast_grouped_products_on_blackwell():
+    decoder = replace(decoder_spec("llama3-8b"), num_experts=8, top_k=2, expert_ffn_dim=4096)
+    job = Job(shape=Shape.of_decoder(decoder), seq_len=4096, global_batch=64)
+    times = {}
+    for name, torch_grouped in (("b200", True), ("b200", False), ("h100", True), ("h100", False)):
+        cluster = ClusterSpec.parse(f"8x{name}")
+        asked = replace(job, stack=replace(job.stack, torch_grouped=torch_grouped))
+        columns = Columns.of([Plan.parse("dp_shard=8 zero=1 precision=bf16")], job)
+        times[name, torch_grouped] = estimate(asked, cluster, columns, Tables.of(cluster.device)).terms["gemm"][0]
+    assert times["h100", True] == times["h100", False]
+    assert 1.2 < times["b200", True] / times["b200", False] < 1 / 0.6
+
+
+def test_selective_recompute_of_kernels_repeats_no_communication():
+    decoder = replace(decoder_spec("llama3-8b"), num_experts=8, top_k=2, expert_ffn_dim=4096)
+    job = Job(shape=Shape.of_decoder(decoder), seq_len=4096, global_batch=64)
+    cluster = ClusterSpec.parse("8xh100")
+    columns = Columns.of([Plan.parse("dp_shard=4 tp=2 ep=4 zero=1 precision=bf16 recompute=selective")], job)
+    whole, kernels = (
+        estimate(replace(job, stack=replace(job.stack, selective_kernels=alone)), cluster, columns, H100).terms
+        for alone in (False, True)
+    )
+    assert whole["recompute"][0] - kernels["recompute"][0] > 0.4 * whole["ep"][0]
+    assert {name for name in whole if whole[name][0] != kernels[name][0]} <= {"recompute", "straggler"}

@@ -13,12 +13,6 @@ from weft.config.pipeline_schedule import Action, Schedule, build_schedule
 from weft.planner.cost.pipeline import Durations, makespan_s, simulate
 
 
-def test_overlap_in_a_pair_delays_its_forward():
-    """The paper's bubble with overlapped pairs: (p - 1)(F&B + B - 3W). A pair F&B takes the sum of its parts."""
-    timeline = simulate(build_schedule("dualpipe_v", 4, 16, 2), Durations(1, 1, 1, hidden=1e-9))
-    assert timeline.bubble_s == pytest.approx(3 * (3 + 2 - 3))
-
-
 def test_figures_of_the_study():
     """p=8, m=32, F = B = W: bubbles, and activations in flight on the first and the last rank."""
     found = {}
@@ -53,14 +47,6 @@ def test_uneven_stages_wait_for_the_slowest():
     assert timeline.idle_s.index(min(timeline.idle_s)) == 2
 
 
-def test_pair_hides_the_shorter_part():
-    plain, hidden = (
-        simulate(build_schedule("dualpipe_v", 4, 32, 2), Durations(1, 1, 1, hidden=share)).makespan_s
-        for share in (0.0, 1.0)
-    )
-    assert hidden < 0.75 * plain
-
-
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules(), times=st.tuples(*[st.floats(0.1, 3.0)] * 3), latency_s=st.floats(0, 0.5))
 def test_no_action_starts_before_its_inputs(schedule, times, latency_s):
@@ -93,5 +79,3 @@ def test_makespan_of_deadlocked_schedule_is_an_error():
     ranks = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(ValueError, match="wait for each other"):
         makespan_s(Schedule("1f1b", 2, 1, 1, ranks), Durations(1, 1, 1))
-    with pytest.raises(ValueError, match="latency"):
-        makespan_s(build_schedule("1f1b", 2, 2), Durations(1, 1, 1, latency_s=1.0))

@@ -1,25 +1,30 @@
-"""Estimates for a measured host: consequences of a synthetic machine's laws."""
+"""Estimates for a measured machine: constants from a synthetic machine's rates."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.planner.measured.synthetic import profile
-from weft.config.partitioning import divide_layers
+from tests.planner.measured.synthetic import BYTES, CALL, FLOPS, profile
+from weft.config.cluster import ClusterSpec
 from weft.config.plan import Plan
 from weft.errors import ConfigError
-from weft.planner.cost.step import TERMS
+from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate
-from weft.planner.measured.host_layer import contention_of, ranks_of
-from weft.planner.measured.machine_profile import Lesson, Profile
+from weft.planner.measured.links import fit_transfer
+from weft.planner.measured.machine_profile import Lesson, Measurement, Profile
 from weft.planner.measured.profile_tables import cluster_of, measured_tables
+from weft.planner.report.explanation import time_by_rung
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
-from weft.planner.space.trained_part import AdapterSize
 
 SHAPE = Shape(vocab=2048, hidden=256, layers=8, heads=8, kv_heads=4, head_dim=32, ffn=768)
 JOB = Job(shape=SHAPE, seq_len=128, global_batch=8)
+
+
+def tables_of(count: int, known: Profile | None = None) -> Tables:
+    known = known or profile()
+    return measured_tables(known, cluster_of(known, f"{count}xhere"), "tables")
 
 
 def step(text: str, known: Profile | None = None, job: Job = JOB) -> dict[str, float]:
@@ -33,130 +38,32 @@ def step(text: str, known: Profile | None = None, job: Job = JOB) -> dict[str, f
     return classes | terms | {"step": float(found.step_s[0]), "bytes": float(found.total_bytes[0])}
 
 
-def test_terms_are_complete_and_sum_to_the_step() -> None:
-    found = step("dp_shard=2 tp=2 zero=1")
-    assert set(TERMS) <= set(found)
-    assert sum(found[name] for name in TERMS) == pytest.approx(found["step"])
-    assert found["contention"] == found["offload"] == found["host"] == 0.0  # a host has none of these
+def test_rates_of_a_host_are_its_measurements() -> None:
+    tables = tables_of(2)
+    assert tables.flops["fp32"] * tables.gemm_ceiling == pytest.approx(FLOPS, rel=0.01)
+    assert tables.link_rate * tables.link_eff == pytest.approx(BYTES / np.cbrt(2 * 2 * 1), rel=0.01)
+    assert tables.link_alpha_s == pytest.approx(CALL)
+    assert tables.launch_s == pytest.approx(CALL, rel=0.05)
+    assert {tables.rungs[name] for name in ("gemm_ceiling", "attn_bwd", "memory_eff", "adam_eff")} == {"here"}
 
 
 def test_two_cores_take_half_and_four_ranks_no_less() -> None:
-    compute = [step(text)["gemm"] for text in ("", "dp_replicate=2", "dp_replicate=4")]
-    assert compute[1] == pytest.approx(compute[0] / 2, rel=0.02)
-    assert compute[2] == pytest.approx(compute[1], rel=0.02)
+    one, two, four, eight = (tables_of(count) for count in (1, 2, 4, 8))
+    rates = [each.flops["fp32"] * each.gemm_ceiling for each in (one, two, four, eight)]
+    assert rates == pytest.approx([rates[0], rates[0], rates[0] / 2, rates[0] / 4], rel=0.01)  # eight were not measured
+    assert eight.launch_s == pytest.approx(2 * four.launch_s)
 
 
-def test_optimizers_differ_in_update_time_and_memory() -> None:
-    adamw, sgd, muon = (
-        step("dp_shard=2 zero=1", job=replace(JOB, optimizer=name)) for name in ("adamw", "sgd", "muon")
-    )
-    assert sgd["optimizer"] < adamw["optimizer"] < muon["optimizer"]
-    for other in (sgd, muon):
-        assert {name for name in TERMS if other[name] != adamw[name]} == {"optimizer"}
-    params = SHAPE.num_params
-    assert adamw["bytes"] - sgd["bytes"] == pytest.approx(4 * params / 2, rel=0.01)  # fp32, over two ranks
+def test_fp32_sends_twice_the_bytes_and_products_take_their_own_rate() -> None:
+    fp32, bf16 = (step(f"tp=2 precision={name}", job=replace(JOB, seq_len=4096)) for name in ("fp32", "bf16"))
+    assert fp32["tp"] / bf16["tp"] == pytest.approx(2, rel=0.05)
+    assert fp32["gemm"] == pytest.approx(bf16["gemm"], rel=0.05)  # this machine has one rate
 
 
-@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3"])
-def test_gradient_traffic_depends_on_the_wire_format(layout: str) -> None:
-    exact, half = step(layout)["dp_exposed"], step(f"{layout} reduce=bf16")["dp_exposed"]
-    assert half != exact  # half of the bytes, and two more copies
-    assert step("reduce=bf16") == step("")
-
-
-def test_weight_traffic_depends_on_gather() -> None:
-    exact, coded = step("dp_shard=2 zero=3"), step("dp_shard=2 zero=3 gather=int8")
-    assert {name for name in TERMS if coded[name] != exact[name]} == {"dp_exposed"}
-    once = step("dp_shard=2 zero=3 reshard=after_step")["dp_exposed"]
-    coded_once = step("dp_shard=2 zero=3 reshard=after_step gather=int8")["dp_exposed"]
-    assert exact["dp_exposed"] - coded["dp_exposed"] == pytest.approx(2 * (once - coded_once))  # of two gathers, of one
-
-
-def test_powersgd_costs_its_products() -> None:
-    exact, low = step("dp_replicate=2"), step("dp_replicate=2 compress=powersgd:1")
-    one, many = (step(f"dp_replicate=2 compress=powersgd:{rank}")["dp_exposed"] for rank in (1, 64))
-    assert {name for name in TERMS if low[name] != exact[name]} == {"dp_exposed"}
-    assert one < many
-
-
-def test_local_sgd_sync_is_amortized_over_its_steps() -> None:
-    every = step("dp_replicate=2 dp_shard=2 zero=1")
-    ten, hundred = (step(f"dp_replicate=2 dp_shard=2 zero=1 sync=diloco:{every}") for every in (10, 100))
-    assert every["dp_exposed"] > ten["dp_exposed"] > hundred["dp_exposed"]
-
-
-def test_fragments_cost_one_exposed_call_each() -> None:
-    def over_dp(fragments: str, extra: str = "") -> float:
-        return step(f"dp_replicate=2 dp_shard=2 zero=1 sync=diloco:100{fragments}{extra}")["dp_exposed"]
-
-    # Equal bytes: more fragments only cost the start of their calls, a hundredth of it per step.
-    assert over_dp("/1") == pytest.approx(over_dp(""), rel=1e-9)
-    assert over_dp("") < over_dp("/50") < 1.5 * over_dp("")
-    # Each rank encodes its shard of the synchronized values once per hundred steps, also with several microbatches.
-    assert 0 < over_dp("/50", " compress=int8") - over_dp("/50", "") < 0.01 * over_dp("")
-
-
-def test_local_sgd_replicas_rarely_wait_for_each_other() -> None:
-    def waited(plan: str) -> float:
-        return step(plan, profile(waiting=0.03))["step"] - step(plan)["step"]
-
-    assert waited("dp_replicate=2 sync=diloco:50") < waited("dp_replicate=2")
-
-
-def test_communication_is_added_never_overlapped() -> None:
-    whole, cut = step("dp_replicate=2"), step("tp=2")
-    assert whole["tp"] == 0.0
-    assert cut["tp"] > 0.0
-    assert step("cp=2")["cp"] > 0.0
-    assert step("dp_shard=2 zero=3")["dp_exposed"] > step("dp_shard=2 zero=1")["dp_exposed"]
-
-
-@pytest.mark.parametrize(
-    ("plan", "term"),
-    [("dp_replicate=4", {"dp_exposed"}), ("dp_shard=4 zero=3", {"dp_exposed"}), ("tp=4", {"tp"}), ("pp=4", set()),
-     ("dp_shard=2 tp=2 zero=1", {"tp", "dp_exposed"}), ("cp=4 zero=1", {"cp", "dp_exposed"}),
-     ("cp=4 zero=3", {"cp", "dp_exposed"})],
-)  # fmt: skip
-def test_synchronizing_ranks_wait_for_each_other(plan: str, term: set[str]) -> None:
-    plain, known = step(plan), step(plan, profile(waiting=0.03))
-    assert {name for name in TERMS if known[name] > plain[name]} == term
-    assert {name for name in TERMS if known[name] < plain[name]} == set()
-
-
-def test_waiting_time_grows_with_synchronizations() -> None:
-    def waited(plan: str) -> float:
-        return step(plan, profile(waiting=0.03))["step"] - step(plan)["step"]
-
-    rising = ("dp_shard=4 zero=1", "dp_shard=4 zero=3 reshard=after_backward", "dp_shard=4 zero=3", "tp=4",
-              "tp=4 recompute=full")  # fmt: skip
-    found = [waited(plan) for plan in rising]
-    assert found == sorted(found)
-    assert len({*found}) == len(found)
-    kept, let_go = (waited(f"dp_shard=4 zero=3 accumulation=2 reshard=after_{when}") for when in ("step", "forward"))
-    assert kept < let_go
-    assert waited("tp=4 recompute=attention") == pytest.approx(waited("tp=4"), rel=0.1)
-
-
-def test_recompute_costs_time_and_saves_bytes() -> None:
-    plain, full = step("dp_replicate=2"), step("dp_replicate=2 recompute=full")
-    assert full["recompute"] > 0.2 * plain["gemm"]
-    assert full["bytes"] < plain["bytes"]
-
-
-def test_waiting_ranks_free_their_cores() -> None:
-    # Four stages on two cores: filling and draining run with fewer ranks, each of them faster.
-    crowded = step("pp=4 microbatches=4")
-    roomy = step("pp=2 microbatches=4")
-    assert crowded["bubble"] < 3 * roomy["bubble"]
-    assert crowded["bubble"] > 0.0
-
-
-def test_stages_are_split_as_in_the_runtime() -> None:
-    columns = Columns.of([Plan.parse("pp=4 microbatches=4")], JOB)
-    layers = [float(values[0]) for _, values, _, _ in ranks_of(JOB, columns)]
-    layer, head = float(SHAPE.dense_layer_params), float(SHAPE.vocab * SHAPE.hidden)
-    assert layers == list(divide_layers([layer] * 8, 4, after=head))
-    assert contention_of(JOB, columns).layers[0] in layers
+def test_a_host_overlaps_nothing_and_reserves_nothing() -> None:
+    found = step("dp_shard=2 zero=1")
+    assert found["dp_exposed"] + found["contention"] > 0
+    assert found["host"] == found["context"] == found["communicators"] == found["reserve"] == 0.0
 
 
 def test_run_corrections_scale_their_part() -> None:
@@ -166,40 +73,28 @@ def test_run_corrections_scale_their_part() -> None:
     assert taught["optimizer"] == plain["optimizer"]
 
 
-def test_every_estimate_reports_its_sources() -> None:
-    from weft.planner.report.explanation import time_by_rung
-
-    known = profile()
-    for count, rungs in ((4, {"here"}), (8, {"here", "common"})):
-        cluster = cluster_of(known, f"{count}xhere")
-        tables = measured_tables(known, cluster, "tables")
-        found = estimate(JOB, cluster, Columns.of([Plan.parse(f"tp={count}")], JOB), tables)
-        shares = time_by_rung({name: float(values[0]) for name, values in found.terms.items()}, tables)
-        assert set(shares) == rungs
-        assert sum(shares.values()) == pytest.approx(1.0)
+def test_measured_estimates_report_their_sources() -> None:
+    found = step("tp=4")
+    shares = time_by_rung({name: found[name] for name in ("gemm", "attention", "memory_bound", "tp")}, tables_of(4))
+    assert shares == {"here": pytest.approx(1.0)}
 
 
-def test_vectorized_estimate_equals_single_estimates() -> None:
-    texts = ["dp_shard=4 zero=3", "tp=4 sp=on", "pp=2 dp_shard=2 zero=1 microbatches=4", "cp=4"]
-    plans = [Plan.parse(text) for text in texts]
-    cluster = cluster_of(profile(), "4xhere")
-    found = estimate(JOB, cluster, Columns.of(plans, JOB), measured_tables(profile(), cluster, "tables"))
-    assert found.step_s == pytest.approx([step(text)["step"] for text in texts])
-    assert np.isfinite(found.total_bytes).all()
+def test_unusable_profiles_are_rejected() -> None:
+    rule = "nodes=2: the profile has measurements of one host only, not of the network between 2 hosts"
+    with pytest.raises(ConfigError, match=rule):
+        measured_tables(profile(), replace(cluster_of(profile(), "2xhere"), nodes=2), "tables")
+    bare = replace(profile(), samples=(), path="p.json")
+    with pytest.raises(ConfigError, match="it has no measured matrix products"):
+        measured_tables(bare, cluster_of(profile(), "2xhere"), "tables")
 
 
-def test_unmeasured_multi_host_is_rejected() -> None:
-    cluster = replace(cluster_of(profile(), "2xhere"), nodes=2)
-    with pytest.raises(
-        ConfigError, match="nodes=2: the profile has measurements of one host only, not of the network between 2 hosts"
-    ):
-        measured_tables(profile(), cluster, "tables")
+def test_transfers_are_fitted_without_negative_coefficients() -> None:
+    sizes = [1 << 8, 1 << 14, 1 << 20]
+    assert fit_transfer(sizes, [CALL + n / BYTES for n in sizes]) == pytest.approx((CALL, 0.0, 1 / BYTES), rel=1e-6)
+    assert min(fit_transfer([1, 2, 4, 8], [1.0, 0.5, 0.25, 0.125])) >= 0
 
 
 def test_gpu_profile_gives_constants() -> None:
-    from weft.config.cluster import ClusterSpec
-    from weft.planner.measured.machine_profile import Measurement
-
     cluster = ClusterSpec.parse("2xh100")
     known = profile()
     machine = replace(known.machine, kind="cuda", device="NVIDIA H100 80GB HBM3", count=2)
@@ -225,23 +120,3 @@ def test_gpu_profile_gives_constants() -> None:
     assert tables.host_step_rate == pytest.approx(2 * 40e9)  # of both ranks
     assert {tables.rungs[name] for name in ("gemm_ceiling", "host_rate", "host_step_rate")} == {"here"}
     assert tables.rungs["attn_fwd"] != "here"
-
-
-@pytest.mark.parametrize("layout", ["", "tp=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "pp=2 microbatches=2"])
-def test_frozen_weights_have_no_gradients_states_or_weight_gradient_products(layout: str) -> None:
-    adapter = AdapterSize.of_shape(SHAPE, 4)
-    whole, lora = step(layout), step(layout, job=replace(JOB, adapter=adapter))
-    assert lora["parameters"] > 0.9 * whole["parameters"] * (1.0 if "zero=3" not in layout else 0.9)
-    assert lora["gradients"] <= 0.1 * whole["gradients"]
-    assert lora["dp_exposed"] <= whole["dp_exposed"]
-    assert 0.6 * whole["gemm"] < lora["gemm"] < 0.85 * whole["gemm"]  # two of three products, and thin ones
-    assert lora["step"] < whole["step"]
-
-
-def test_packed_base_takes_less_memory_and_more_time() -> None:
-    stored, packed = (
-        step("", job=replace(JOB, adapter=AdapterSize.of_shape(SHAPE, 4, base))) for base in ("stored", "nf4")
-    )
-    layers = SHAPE.layers * (SHAPE.attention_params + SHAPE.mlp_params(SHAPE.ffn))
-    assert stored["parameters"] - packed["parameters"] == pytest.approx(layers * (4 - 36 / 64), rel=1e-3)
-    assert packed["memory_bound"] > stored["memory_bound"]

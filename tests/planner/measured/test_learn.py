@@ -7,7 +7,7 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
-from weft.planner.measured.laws import RUN_FILE, learn, lesson_of, lesson_words, measured_parts, part_factors
+from weft.planner.measured.corrections import RUN_FILE, learn, lesson_of, lesson_words, measured_parts, part_factors
 from weft.planner.measured.machine_profile import Lesson
 
 

@@ -37,7 +37,7 @@ def test_invalid_profile_is_rejected_with_a_command(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     good = json.loads(profile((1,)).to_text())
     cases = [
-        ({"weft_profile": 7}, "weft_profile=7: this Weft reads version 1"),
+        ({"weft_profile": 7}, "weft_profile=7: this Weft reads version 2"),
         ({"extra": 1}, "unknown key 'extra'"),
         ({"machine": good["machine"] | {"cores": 64}}, "does not match its machine"),
         ({"samples": [good["samples"][0] | {"seconds": -1.0}]}, "is not a time"),

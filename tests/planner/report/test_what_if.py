@@ -48,6 +48,7 @@ BASE = Question.of("llama3-8b", "2x8xh100", seq_len=4096, global_batch=64, built
         ("optimizer=muon", lambda q: q.job.optimizer, "muon"),
         ("watts=350", lambda q: q.cluster.device.measured_flops / BASE.cluster.device.measured_flops, 0.5**0.85),
         ("states=bf16", lambda q: q.job.stack.main_bytes, 8.0),
+        ("states=pure_bf16", lambda q: (q.job.stack.main_bytes, q.job.stack.master), (4.0, False)),
         ("gpus=8, hbm=2x", lambda q: (q.cluster.num_devices, q.cluster.device.name), (8, "h100*")),
     ],
 )

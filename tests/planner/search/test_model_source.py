@@ -15,7 +15,6 @@ from weft.config.plan import Plan
 from weft.errors import ConfigError, WeftError
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import estimate
-from weft.planner.measured.host_memory import host_memory
 from weft.planner.search.model_source import _FAMILIES, default_batch, default_seq_len, read_model
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns
@@ -173,8 +172,7 @@ def test_error_for_unknown_family_suggests_tracing(tmp_path):
         read_model(folder(tmp_path, {**LLAMA, "model_type": "deepseek_v2", "n_routed_experts": 64}))
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_rounded_moments_take_less_memory(on_host, tmp_path):
+def test_rounded_moments_take_less_memory(tmp_path):
     """Masters and moments take 12 bytes: 8 with bf16, 6 with one byte each."""
     found = []
     for states in ("fp32", "bf16", "fp8"):
@@ -183,9 +181,7 @@ def test_rounded_moments_take_less_memory(on_host, tmp_path):
         asked = Question.of(str(path), "8xh100")
         columns = Columns.of([Plan.parse("dp_shard=8 zero=1 precision=bf16")], asked.job)
         tables = Tables.of(asked.cluster.device)
-        memory = (
-            host_memory(asked.job, columns) if on_host else estimate(asked.job, asked.cluster, columns, tables).memory
-        )
+        memory = estimate(asked.job, asked.cluster, columns, tables).memory
         found.append(float(memory["optimizer"][0]))
     assert found[1:] == pytest.approx([found[0] * 8 / 12, found[0] * 6 / 12])
 

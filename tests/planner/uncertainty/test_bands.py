@@ -23,7 +23,7 @@ from weft.planner.uncertainty import (
     unmeasured,
 )
 
-KNOWN = ErrorContext(generation="hopper", experts=False, narrow=False, seq_len=4096, nodes=4, stages=1)
+KNOWN = ErrorContext(generation="hopper", experts=False, narrow=False, seq_len=4096, nodes=4)
 
 
 def test_shipped_error_model_is_fitted_on_many_sources():
@@ -51,12 +51,8 @@ def test_each_uncertainty_term_widens_a_band(name, level):
         "narrow": replace(KNOWN, narrow=True),
         "newer": replace(KNOWN, generation="blackwell"),
         "long": replace(KNOWN, seq_len=2**17),
-        "many": replace(KNOWN, nodes=1024),
-        "network": KNOWN,
-        "pipeline": replace(KNOWN, stages=8),
     }[name]
-    plain = replace(KNOWN, nodes=1) if name == "network" else KNOWN
-    wide, near = time_bands(doubtful)[level], time_bands(plain)[level]
+    wide, near = time_bands(doubtful)[level], time_bands(KNOWN)[level]
     assert wide.high / wide.low > near.high / near.low
 
 
@@ -94,6 +90,6 @@ def test_unmeasured_conditions_are_listed():
 def test_uncertainty_terms_of_a_job():
     shape = Shape(vocab=1000, hidden=64, layers=2, heads=2, kv_heads=2, head_dim=32, ffn=128, gated=True)
     job = Job(shape=shape, seq_len=32_768, global_batch=8)
-    one = error_context(job, ClusterSpec.parse("4x8xb200"), "fp8", 4, 32)
-    assert (one.generation, one.narrow, one.experts, one.nodes, one.stages) == ("blackwell", True, False, 4, 4)
+    one = error_context(job, ClusterSpec.parse("4x8xb200"), "fp8", 32)
+    assert (one.generation, one.narrow, one.experts, one.nodes) == ("blackwell", True, False, 4)
     assert one.uncertainty_terms["long"] == 2.0

@@ -53,7 +53,7 @@ def sample_residuals(seed: int, wide: float = 1.0) -> list[Residual]:
     found: list[Residual] = []
     for source in range(40):
         experts = source % 4 == 0
-        of = ErrorContext(generation="hopper", experts=experts, narrow=False, seq_len=4096, nodes=8, stages=1)
+        of = ErrorContext(generation="hopper", experts=experts, narrow=False, seq_len=4096, nodes=8)
         bias = draw.normal(0, 0.06)
         found += [
             Residual(f"s{source}", f"s{source}", (wide if experts else 1.0) * (bias + draw.normal(0, 0.06)), of)
@@ -65,8 +65,8 @@ def sample_residuals(seed: int, wide: float = 1.0) -> list[Residual]:
 @pytest.mark.parametrize("seed", range(3))
 def test_bands_cover_excluded_publishers(seed):
     held = coverage(sample_residuals(seed, wide=3.0))
-    assert 0.72 <= held[0.8]["sources"] <= 0.88
-    assert held[0.5]["runs"] < held[0.8]["runs"] < held[0.95]["runs"]
+    assert 0.72 <= held["0.8"]["sources"] <= 0.88
+    assert held["0.5"]["runs"] < held["0.8"]["runs"] < held["0.95"]["runs"]
 
 
 def test_less_certain_runs_get_a_wider_scale():

@@ -45,15 +45,13 @@ def blocks_s(
 
     Args:
         width: width of the queries on a rank, scaled to their FLOPs.
-        backward: compute backward instead of forward.
-        peak: dense FLOP/s of attention.
     """
-    c, head_dim = columns.cp.astype(np.float64), job.shape.head_dim
+    c = columns.cp.astype(np.float64)
     tokens = job.seq_len / c
     each = (2.5 if backward else 1.0) * 4.0 * columns.microbatch * tokens * width
-    own = flash_s(tables, each * (tokens + 128) / 2, tokens, head_dim, backward, peak)
+    own = flash_s(tables, each * (tokens + 128) / 2, tokens, backward, peak)
     # The last ranks attend to all other keys and the first ranks to none. Zigzag gives each rank half of them.
-    others = flash_s(tables, each * (job.seq_len - tokens) / 2, tokens, head_dim, backward, peak, masked=False)
+    others = flash_s(tables, each * (job.seq_len - tokens) / 2, tokens, backward, peak, masked=False)
     gain = tables.flash2_gain if job.stack.eager_pieces else 1.0
     return (own + others) / gain + (c - 2).clip(0) * tables.launch_s
 

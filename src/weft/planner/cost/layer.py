@@ -202,7 +202,6 @@ def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Arra
 
 
 def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tuple[Array, Array, Array]:
-    """Return the time (s) of the layer's matmuls in their formats (forward, input gradient, weight gradient)."""
     times = _linears(job, columns, tables, cut, cut.rate)
     fp8 = columns.precision == PRECISIONS.index("fp8")
     if not fp8.any() or not (job.stack.half_wgrad or job.half):
@@ -247,6 +246,8 @@ def _linears(job: Job, columns: Columns, tables: Tables, cut: RankShare, rate: A
     rates = np.broadcast_to(rate, (len(parts), len(tokens))).copy()
     if shape.moe_layers and job.stack.half_experts:
         rates[grouped:] = cut.half
+    if shape.moe_layers and job.stack.torch_grouped:
+        rates[grouped:-1] *= tables.grouped_gain  # all but the router
     m3, n3, k3 = np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m])
     times = gemm_s(tables, m3, n3, k3, batch, rates, widths=(n, k))
     forward, dgrad, wgrad = (times * share).sum(axis=1)
@@ -269,7 +270,6 @@ def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Arra
 
 
 def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array) -> tuple[Array, Array]:
-    """Return the time (s) of attention (forward, backward), averaged over full and windowed layers."""
     shape, stack, s = job.shape, job.stack, float(job.seq_len)
     rows = columns.microbatch * s / columns.cp  # queries on this rank
     if not stack.flash:
@@ -304,7 +304,7 @@ def _packed_s(
         seen = min(window, float(length))
         mean = (seen + 128) / 2 if seen == length else seen - seen * seen / (2 * length)
         work = (2.5 if backward else 1.0) * share * mean * flops
-        found = found + flash_s(tables, work, seen, job.shape.head_dim, backward, peak) - tables.launch_s
+        found = found + flash_s(tables, work, seen, backward, peak) - tables.launch_s
     return found + tables.launch_s
 
 
@@ -430,18 +430,20 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     if (columns.cp > 1).any():
         joined_f, joined_b = context_cost.joined_bytes(job, columns, tokens, q, kv)
         moved_f, moved_b = moved_f + joined_f, moved_b + joined_b
-    head = _head(job, columns, tables, fabric, tokens, half) if shape.vocab else (np.zeros_like(tokens),) * 3
-    tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, made.gemm_f, made.dgrad + made.wgrad)
-    cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, made.attn_f, made.attn_b)
-    ep = _ep(job, columns, tables, fabric, tokens, made.gemm_f)
+    head = _head(job, columns, tables, fabric, tokens, half, width) if shape.vocab else (np.zeros_like(tokens),) * 3
+    # A frozen head has no weight gradient.
+    head_trained = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
+    tp_f, tp_b = _tp(job, columns, tables, fabric, tokens * width, made.gemm_f, made.dgrad + made.wgrad)
+    cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens * width, q, kv, made.attn_f, made.attn_b)
+    ep = _ep(job, columns, tables, fabric, tokens * width, made.gemm_f)
     # Each additional chunk adds a collective and a matmul, four times per layer.
     calls = made.calls + np.where(t > 1, 8 * columns.tp_chunks - 4, 0) + context_cost.calls(columns)
     gathers_table = (t > 1) & (shape.vocab > 0)
     return LayerCosts(
-        gemm_f=made.gemm_f * width,
-        last_f=made.last * width,
-        gemm_b=(made.dgrad + made.wgrad) * width,
-        wgrad=made.wgrad * width,
+        gemm_f=made.gemm_f,
+        last_f=made.last,
+        gemm_b=made.dgrad + made.wgrad,
+        wgrad=made.wgrad,
         attn_f=made.attn_f,
         attn_b=made.attn_b,
         memory_f=bytes_s(tables, moved_f) * width + calls * 0.5 * tables.launch_s,
@@ -453,26 +455,19 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
         ep_f=ep,
         ep_b=ep,
         host_f=np.where(columns.graphs, 0.0, calls * tables.host_op_s * job.stack.host_ops),
-        head_gemm=head[0] * _head_share(job) + ends.after_gemm * width,
+        head_gemm=head[0] * (2 + head_trained) / 3 + ends.after_gemm,
         head_memory=head[1] + ends.after_memory * width,
         head_tp=head[2],
         embed=ends.embed,
         embed_tp=np.where(
-            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, columns.tp_stride), 0.0
+            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, columns.tp_stride), 0.0
         ),
     )
 
 
-def _head_share(job: Job) -> float:
-    """Return how many of the head's three matmuls run, as a share. A frozen head has no weight gradient."""
-    trained = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
-    return (2 + trained) / 3
-
-
 def _head(
-    job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, peak: Array
+    job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, peak: Array, width: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the time (s) of head and loss, forward plus backward (matmul, memory, communication)."""
     shape, t = job.shape, columns.tp.astype(np.float64)
     vocab = padded_vocab(job, t) / t
     h = shape.hidden * np.ones_like(tokens)
@@ -481,7 +476,7 @@ def _head(
     fused = job.stack.fused | columns.compile
     memory = bytes_s(tables, tokens * vocab * np.where(fused, 20.0, 48.0))
     stride = columns.tp_stride
-    wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, stride)
+    wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, stride)
     comm = np.where(t > 1, 3 * fabric.ring_s("all_reduce", tokens * 4, t, stride) + wide, 0.0)
     return gemm, memory, comm
 
@@ -495,7 +490,11 @@ def padded_vocab(job: Job, tp: Array) -> Array:
 def _tp(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, gemm_f: Array, gemm_b: Array
 ) -> tuple[Array, Array]:
-    """Return the exposed time (s) of a layer's tensor-parallel collectives (forward, backward)."""
+    """Return the exposed time (s) of a layer's tensor-parallel collectives (forward, backward).
+
+    Args:
+        tokens: tokens of a microbatch, times the bytes of an element relative to a half-precision format.
+    """
     t, stride = columns.tp.astype(np.float64), columns.tp_stride
     size = tokens * job.shape.hidden * 2.0
     whole = fabric.ring_s("all_reduce", size, t, stride)
@@ -528,10 +527,6 @@ def _ep(job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Arra
 
     The host reads the token counts, so that no kernel of the layer is queued earlier: kernel launches are exposed. The
     communication that the stack overlaps is hidden by expert matmuls.
-
-    Args:
-        tokens: tokens of a microbatch on a rank.
-        experts: time (s) of expert matmuls in an average layer.
     """
     shape, stack, t, e = job.shape, job.stack, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     if not shape.moe_layers:

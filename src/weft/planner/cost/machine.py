@@ -28,7 +28,7 @@ _GENERATIONS = (
     ("tpu", ("tpu-v5p", "tpu-v6e")),
 )
 #: Device constants that are facts of its hardware. Both tiers read them.
-_HARDWARE = ("sms", "flash2_gain", "fp8_share")
+_HARDWARE = ("sms", "flash2_gain", "grouped_gain", "fp8_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class Tables:
     memory_bytes: float
     sms: int
     flash2_gain: float
+    grouped_gain: float
     gemm_ceiling: float
     gemm_sustained: float
     gemm_k0: float
@@ -94,8 +95,6 @@ class Tables:
         """Return the constants of a device.
 
         Args:
-            device: a device of the catalog or a described one.
-            tier: one of TIERS.
             profile: constants measured on this machine, by name; they take precedence.
 
         Raises:
@@ -137,7 +136,7 @@ def generation(device: str) -> str:
 
 
 def _base_name(device: DeviceSpec) -> str:
-    return device.name.rstrip("*")  # a known device with some changed numbers
+    return "cpu" if device.is_cpu else device.name.rstrip("*")  # a known device with some changed numbers
 
 
 def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -169,6 +168,7 @@ def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dic
         "memory_bytes": float(device.memory_bytes),
         "sms": own.get("sms", _DEFAULT_SMS),
         "flash2_gain": own.get("flash2_gain", 1.0),
+        "grouped_gain": own.get("grouped_gain", 1.0),
     }
 
 
@@ -186,10 +186,6 @@ _FULL_TILE = 128 * 256
 #: Relative rate of a matmul whose inner widths are not multiples of 8 values (16 bytes). Tensor cores are then not
 #: used, or loaded in small chunks.
 _MISALIGNED = 0.2
-#: Inner widths that are not multiples of this number of values do not use full memory transactions (128 bytes of bf16).
-_LINE, _UNLINED = 64, 0.92
-#: Exponent by which the rate of fused attention decreases for heads narrower than 128.
-_NARROW = 0.15
 #: Ramp-up length of fused attention without a mask, relative to causal attention (Shah et al. 2024, arXiv 2407.08608,
 #: figures 5 and 6: with 512 tokens 0.84 and 0.66 of the rate with 16,384, forward and backward; causal 0.57).
 _UNMASKED = 0.3
@@ -226,22 +222,13 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, widths
 
 def aligned(n: Any, k: Any) -> Array:
     """Return the share of a matmul's rate that the alignment of its inner widths allows."""
-    return _line_share(np.asarray(n)) * _line_share(np.asarray(k))
-
-
-def _line_share(width: NDArray[Any]) -> Array:
-    whole, eighth = (width % _LINE == 0) | (width % 1 != 0), width % 8 == 0
-    return np.where(whole, 1.0, np.where(eighth, _UNLINED, _MISALIGNED))
+    narrow, inner = np.asarray(n), np.asarray(k)
+    misaligned = [(width % 8 != 0) & (width % 1 == 0) for width in (narrow, inner)]
+    return np.where(misaligned[0], _MISALIGNED, 1.0) * np.where(misaligned[1], _MISALIGNED, 1.0)
 
 
 def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> Array:
-    """Return the time (s) of the batched matmuls of unfused attention.
-
-    Args:
-        flops: total FLOPs.
-        moved: bytes of scores.
-        head_dim: width of a head.
-    """
+    """Return the time (s) of the batched matmuls of unfused attention."""
     rate = peak * tables.gemm_ceiling * tables.core_eff * (1.0 if head_dim % 8 == 0 else _MISALIGNED)
     return np.maximum(flops / rate, bytes_s(tables, moved)) + 2 * tables.launch_s
 
@@ -251,30 +238,23 @@ def bytes_s(tables: Tables, moved: Any) -> Array:
     return np.asarray(moved, dtype=np.float64) / (tables.memory_rate * tables.memory_eff)
 
 
-def flash_s(
-    tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: bool, peak: Any, *, masked: bool = True
-) -> Array:
-    """Return the time (s) of fused attention. Heads narrower than 128 do not fully use the tensor cores.
+def flash_s(tables: Tables, flops: Any, seq_len: Any, backward: bool, peak: Any, *, masked: bool = True) -> Array:
+    """Return the time (s) of fused attention.
 
     Args:
         flops: FLOPs that are executed, after a causal mask or a window.
         seq_len: maximum number of keys that a query attends to.
-        head_dim: width of a head.
-        backward: compute backward instead of forward.
         masked: True for a causal mask, which leaves some tiles partial.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
     ramp = np.asarray(seq_len) / (np.asarray(seq_len) + tables.attn_s0 * (1.0 if masked else _UNMASKED))
-    narrow = min(1.0, head_dim / 128) ** _NARROW
-    return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp * narrow) + tables.launch_s
+    return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp) + tables.launch_s
 
 
 # Time (s) of collectives by the location of their ranks: inside one scale-up domain, or over the network.
 
 #: Volume of a ring collective in full buffers, before the factor (n - 1)/n.
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-#: Share of the network bandwidth that all-to-alls over many nodes lose to conflicts (from AutoParallel's H100 fit).
-_ALL_TO_ALL_LOSS = 0.44
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +281,7 @@ class Fabric:
         """Return the links that the tables describe. A node smaller than a scale-up domain is treated as one domain.
 
         Args:
-            devices_per_node: devices of one node.
             rack_nodes: nodes of a rack; 0 without racks.
-            oversubscription: oversubscription of the links between racks.
         """
         domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
         return cls(
@@ -334,10 +312,7 @@ class Fabric:
         network.
 
         Args:
-            kind: the collective.
             size: bytes of the unsharded buffer.
-            n: ranks of a group.
-            stride: ranks from one member of the group to the next.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
@@ -362,27 +337,24 @@ class Fabric:
 
         Args:
             size: bytes that each rank sends, including its own share.
-            n: ranks of a group.
-            stride: ranks from one member of the group to the next.
             copies: copies of each token, if a node and each rank in it receive at most one of them, as in DeepEP
-                (DeepSeek-AI 2024, arXiv 2412.19437). Copies are distributed inside a node while others arrive. Its
-                kernels reach 0.87 to 0.89 of an adapter's bandwidth over 4 and 8 nodes, so that no loss by conflicts is
-                counted. None: each copy is sent separately.
+                (DeepSeek-AI 2024, arXiv 2412.19437). Copies are distributed inside a node while others arrive. If None,
+                each copy is sent separately.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
         inner = self.inside(n, stride)
         outer = np.ceil(n / inner)
         near = size * (inner - 1) / n / self.link_rate
-        crossing, lost = size * (n - inner) / n, _ALL_TO_ALL_LOSS / np.maximum(outer, 2)
+        crossing = size * (n - inner) / n
         if copies is not None:
             token = size / copies
             near = token * _reached(n, copies) * (inner - 1) / inner / self.link_rate
-            crossing, lost = token * _reached(outer, copies) * (outer - 1) / outer, np.zeros_like(n)
+            crossing = token * _reached(outer, copies) * (outer - 1) / outer
         # Share of the traffic between nodes that goes to other racks.
         leaving = (n - self.in_rack(n, stride)) / np.maximum(1.0, n - inner)
         crossing = crossing * np.maximum(1.0, leaving * self.thinner)
-        far = crossing / (self.nic_rate * (1 - lost))
+        far = crossing / self.nic_rate
         alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * np.sqrt(outer), 0.0)
         travel = far + near if copies is None else np.maximum(far, near)
         return np.where(n > 1, alpha + travel, 0.0)

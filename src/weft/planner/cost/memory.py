@@ -117,11 +117,7 @@ class WeightBytes:
 
 
 def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
-    """Return the model state bytes of the rank at one pipeline position, with one entry per plan.
-
-    Args:
-        place: see `Place`.
-    """
+    """Return the model state bytes of the rank at one pipeline position, with one entry per plan."""
     layers, _, embedding, head = place
     zero = columns.zero
     shares = rank_shares(job, columns, layers, embedding, head)
@@ -157,7 +153,6 @@ def unbucketed_width(job: Job, columns: Columns) -> Array:
 def _states(
     job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the bytes of parameters, optimizer states, existing gradients, and gradients that backward creates."""
     stack, zero = job.stack, columns.zero
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
@@ -347,9 +342,6 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) 
     """Return the bytes by class of the first, a middle or the last pipeline rank, whichever needs the most.
 
     "host" is the host memory of the first rank.
-
-    Args:
-        device_bytes: memory of a GPU; 0 for a CPU.
     """
     piped = columns.pp > 1
     found = {name: np.empty(len(columns)) for name in (*CLASSES, "host")}
@@ -406,13 +398,7 @@ def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
 def rank_bytes(
     job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: Place, device_bytes: int
 ) -> dict[str, Array]:
-    """Return the bytes by class of one rank, with one entry per plan, at its peak: during the loss or backward.
-
-    Args:
-        layer: saved bytes of an average layer.
-        place: see `Place`.
-        device_bytes: memory of a GPU; 0 for a CPU.
-    """
+    """Return the bytes by class of one rank, with one entry per plan, at its peak: during the loss or backward."""
     every = RowDeduplicator(columns, slice(None), slice(None))
     rows = _Rows(columns, every, every, every)
     context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(columns))
@@ -433,7 +419,6 @@ def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Ran
 
 
 def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, passing: _Pass) -> dict[str, Array]:
-    """Return the bytes at the peak of the classes that change during a step."""
     layer, logits, gathered = passing.layer, passing.logits, held.gathered
     saved = _saved_bytes(columns, held, passing)
     recorded = columns.graphs.any()
@@ -468,7 +453,6 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
 
 
 def _saved_bytes(columns: Columns, held: WeightBytes, passing: _Pass) -> Array:
-    """Return the bytes of activations saved on the device for all microbatches in flight."""
     layer, times = passing.layer, held.layers * passing.held
     saved = times * layer.kept
     if np.isfinite(columns.activation_budget).any():

@@ -32,12 +32,7 @@ _SUMS = 4.0
 
 
 def is_loss_fused(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
-    """Return True for plans whose head computes the loss directly: under tp, and if full logits would be large.
-
-    Args:
-        tokens: tokens of a microbatch on a rank.
-        vocab: vocabulary entries on a rank.
-    """
+    """Return True for plans whose head computes the loss directly: under tp, and if full logits would be large."""
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 
 
@@ -54,13 +49,9 @@ def fused_loss_bytes(
     """Return the peak bytes of a chunked loss: gradients of hidden states and of the weight, and logits of one chunk.
 
     Args:
-        tokens: tokens of a microbatch on a rank.
-        vocab: vocabulary entries on a rank.
-        hidden: width of the hidden state.
         width: bytes of a weight and of an activation. A narrow format needs rounded copies in addition to the
             accumulated values.
         device_bytes: memory of a GPU; 0 for a CPU. It decides the chunk size, as in `LossChunk`.
-        frozen: True if the head is not trained, so that its weight has no gradient.
     """
     sums = np.maximum(_SUMS, width)
     rows = LossChunk.of_device(device_bytes).rows(tokens, vocab, sums)
@@ -132,7 +123,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + _normed_bytes(job, columns, fp32, gathered)
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
-    scores = _score_bytes(job, t)
+    # Saved attention scores, with dropout's mask and output.
+    scores = np.where(stack.flash, 0.0, 5.0 * np.ceil(shape.heads / t) * job.seq_len)
     narrow = np.where(stack.fp8_inputs & columns.narrow, 1.0, 0.0)
     # With fp8 matmul inputs, the inputs of q, k, v and the up projections are half as wide. Attention also keeps its
     # output.
@@ -153,16 +145,12 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     }
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
+    unpacking = 0.0 if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
+    beside = buffer_bytes(job, columns, tokens, q, kv) + unpacking
     # Gradients of the residual stream and of the up projections, which are the largest.
     passing = 2.0 * h + (2.0 if shape.gated else 1.0) * product_up
     whole, kept, passing = (tokens * each * width for each in (whole, kept, passing))
     return LayerBytes(whole=whole, kept=kept, beside=beside, passing=passing)
-
-
-def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
-    """Return the temporary bytes to dequantize the largest weight of a quantized base."""
-    return np.zeros_like(t) if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
 
 
 def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
@@ -172,31 +160,20 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     whole = left[RECOMPUTES.index("none")]
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     q, kv = shape.sharded_widths(cut.t)
-    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
+    unpacking = 0.0 if job.adapter is None else job.adapter.unpacking_bytes(cut.t, 2.0 * width)
+    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + unpacking
     # Activation gradients of a traced model are not traced. They are assumed to be as large as a layer's saved bytes.
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside, passing=kept * width)
 
 
 def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
-    """Return the bytes that one microbatch saves outside the layers. They are 0 unless the model was traced.
-
-    Args:
-        embedding: True if the rank has the embedding.
-        head: True if the rank has the head.
-    """
+    """Return the bytes that one microbatch saves outside the layers. They are 0 unless the model was traced."""
     found = np.zeros(len(columns))
     if isinstance(job.shape, TracedShape):
         cut, traced = rank_share(job, columns), job.shape.traced
         for there, layer in ((embedding, traced.before), (head, traced.after)):
             found = found + (end_saved_bytes(layer, cut) if there else 0.0)
     return found
-
-
-def _score_bytes(job: Job, t: Array) -> Array:
-    """Return the bytes per token of saved attention scores, with dropout's mask and output; 0 with flash attention."""
-    if job.stack.flash:
-        return np.zeros_like(t)
-    return 5.0 * np.ceil(job.shape.heads / t) * job.seq_len
 
 
 def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:
@@ -239,11 +216,7 @@ def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
 
 
 def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
-    """Return the bytes of a microbatch's logits and of the tensors that the loss computes from them.
-
-    Args:
-        device_bytes: memory of a GPU; 0 for a CPU.
-    """
+    """Return the bytes of a microbatch's logits and of the tensors that the loss computes from them."""
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     t = columns.tp.astype(np.float64)
     each = np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes)
@@ -308,9 +281,7 @@ def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held
     """Return the host memory (bytes) of a rank for each plan: optimizer states, weights and activations.
 
     Args:
-        shares: parameters of the rank.
         kept: activation bytes of one microbatch in an average layer.
-        held: microbatches in flight.
     """
     stack, optimizer, params = job.stack, columns.offload_optimizer, columns.offload_params
     states = optimizer * shares.own * (stack.main_bytes + stack.grad_bytes)
@@ -333,11 +304,7 @@ def fullest_of_backward(
     or at the first layer, with all gradients except its own and the embedding's.
 
     Args:
-        layers: number of layers on the rank.
         saved: bytes that all layers save for backward.
-        gradients: bytes of all gradients.
-        ends: bytes of the gradients of embedding and head.
-        tied: True if embedding and head share one parameter.
     """
     count = np.maximum(1.0, layers)
     head = ends if tied else ends / 2
@@ -378,11 +345,7 @@ _REPLICATE, _SHARD, _CP, _TP, _PP, _EXPERTS, _BESIDE, _COPIES, _NEIGHBOURS, _END
 
 
 def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
-    """Return the number of a rank's communicators over mesh axes, with one entry per plan.
-
-    Args:
-        end: True if the rank has the embedding or the head.
-    """
+    """Return the number of a rank's communicators over mesh axes, with one entry per plan."""
     t, p = _used(columns.tp, _TP), _used(columns.pp, _PP)
     r, s, c = _used(columns.dp_replicate, _REPLICATE), _used(columns.dp_shard, _SHARD), _used(columns.cp, _CP)
     none = np.zeros_like(t)
@@ -411,11 +374,7 @@ def axis_groups(job: Job, columns: Columns, end: bool) -> Counts:
 
 
 def lanes(columns: Columns, rank: Any) -> Counts:
-    """Return the number of a rank's communicators to other stages, one entry per plan.
-
-    Args:
-        rank: position in the pipeline; a number, or one for each plan.
-    """
+    """Return the number of a rank's communicators to other stages, one entry per plan."""
     p = columns.pp
     sides = 1 * (rank > 0) + (rank < p - 1)
     # A V schedule sends in both directions between neighbors. With several virtual stages per rank, the chain of ranks
@@ -429,7 +388,6 @@ def _used(sizes: Counts, bit: int) -> Counts:
 
 
 def _expert_sets(columns: Columns, bits: tuple[Counts, Counts, Counts, Counts]) -> list[Counts]:
-    """Return the sets of ranks that divide the experts, that share the same experts, and the latter over replicas."""
     r, s, c, t = bits
     e, inner = columns.ep, columns.tp * columns.cp
     borders = [e == columns.tp, e == inner, e == inner * columns.dp_shard]

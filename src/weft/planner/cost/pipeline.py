@@ -6,17 +6,16 @@ other cases (different lengths of forward, input gradient and weight gradient, o
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.pipeline_schedule import Action, Pair, Schedule, Step, makes, needs, parts
+from weft.config.pipeline_schedule import Action, Schedule, parts
 from weft.config.plan import SCHEDULES
 from weft.planner.space.columns import Columns
 
@@ -29,36 +28,19 @@ class Durations:
     """Time (s) of each kind of action, as one number or per stage.
 
     Attributes:
-        hidden: share of a pair's shorter action that overlaps with the longer one. With 0, as in the runtime, they run
-            one after the other.
         latency_s: time from the end of an action until another rank has its result. Both ranks can compute meanwhile.
     """
 
     forward_s: PerStage
     input_gradient_s: PerStage
     weight_gradient_s: PerStage
-    hidden: float = 0.0
     latency_s: float = 0.0
 
-    def of(self, action: Action) -> float:
-        """Return the time (s) of one action."""
-        stage = action.stage
-        if action.kind == "F":
-            return _at(self.forward_s, stage)
-        if action.kind == "B":
-            return _at(self.input_gradient_s, stage)
-        if action.kind == "W":
-            return _at(self.weight_gradient_s, stage)
-        return _at(self.input_gradient_s, stage) + _at(self.weight_gradient_s, stage)
-
-    def of_step(self, step: Step) -> float:
-        """Return the time (s) of one step. A pair takes less than the sum of its actions if they overlap."""
-        lengths = [self.of(action) for action in parts(step)]
-        return sum(lengths) - (self.hidden * min(lengths) if isinstance(step, Pair) else 0.0)
-
-
-def _at(value: PerStage, stage: int) -> float:
-    return value if isinstance(value, int | float) else value[stage]
+    def of(self, kind: str, stage: int) -> float:
+        """Return the time (s) of a kind of action (F, B, W, or BW for both gradients) on a stage."""
+        each = {"F": self.forward_s, "B": self.input_gradient_s, "W": self.weight_gradient_s}
+        values = (each[letter] for letter in kind)
+        return sum(value if isinstance(value, int | float) else value[stage] for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,152 +69,101 @@ class Timeline:
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Run the schedule on a simulated clock.
 
+    The actions of a pair do not overlap: the forward's output is sent before the backward begins.
+
     Raises:
         ValueError: if its ranks wait for each other in a cycle.
     """
-    ranks = schedule.ranks
-    if durations.hidden:
-        starts, ends = _run(schedule, ranks, durations)
-    else:
-        # The actions of a pair do not overlap: the forward's output is sent before the backward begins.
-        starts, ends = _run(schedule, [[one for step in steps for one in parts(step)] for steps in ranks], durations)
-        counts = [[len(parts(step)) for step in steps] for steps in ranks]
-        starts = [_each(times, count, 0) for times, count in zip(starts, counts, strict=True)]
-        ends = [_each(times, count, -1) for times, count in zip(ends, counts, strict=True)]
-    makespan = max(end[-1] for end in ends)
-    busy = [sum(durations.of_step(step) for step in steps) for steps in ranks]
-    return Timeline(
-        makespan_s=makespan,
-        idle_s=tuple(makespan - one for one in busy),
-        in_flight=tuple(schedule.in_flight(rank) for rank in range(schedule.num_ranks)),
-        starts_s=tuple(map(tuple, starts)),
-        ends_s=tuple(map(tuple, ends)),
-    )
+    clock = _Clock(schedule, durations)
+    clock.run_all()
+    makespan = max(end[-1] for end in clock.ends)
+    starts, ends, idle = list[tuple[float, ...]](), list[tuple[float, ...]](), list[float]()
+    for steps, times in zip(schedule.ranks, clock.ends, strict=True):
+        seconds = [durations.of(action.kind, action.stage) for step in steps for action in parts(step)]
+        stops = list(accumulate(len(parts(step)) for step in steps))
+        firsts = [0, *stops[:-1]]
+        starts.append(tuple(times[first] - seconds[first] for first in firsts))
+        ends.append(tuple(times[stop - 1] for stop in stops))
+        idle.append(makespan - sum(seconds))
+    held = tuple(schedule.in_flight(rank) for rank in range(schedule.num_ranks))
+    return Timeline(makespan_s=makespan, idle_s=tuple(idle), in_flight=held, starts_s=tuple(starts), ends_s=tuple(ends))
 
 
-def _each(times: list[float], counts: list[int], place: int) -> list[float]:
-    """Return the first (`place` 0) or last (-1) time of each consecutive group of `counts` entries."""
-    groups = zip(accumulate(counts), counts, strict=True)
-    return [times[stop - count : stop][place] for stop, count in groups]
+def makespan_s(schedule: Schedule, durations: Durations) -> float:
+    """Return the time (s) of an optimizer step without the update, as `simulate` computes it.
 
+    Raises:
+        ValueError: if its ranks wait for each other in a cycle.
+    """
+    clock = _Clock(schedule, durations)
+    clock.run_all()
+    return max(times[-1] for times in clock.ends)
 
-def _run(
-    schedule: Schedule, ranks: Sequence[Sequence[Step]], durations: Durations
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the start and end times of each step in the ranks' lists."""
-    done: dict[Action, float] = {}
-    waiting: dict[Action, list[int]] = {}
-    starts: list[list[float]] = [[] for _ in ranks]
-    ends: list[list[float]] = [[] for _ in ranks]
-    ready = list(range(schedule.num_ranks))
-    heapq.heapify(ready)
-    while ready:
-        rank = heapq.heappop(ready)
-        while len(ends[rank]) < len(ranks[rank]):
-            step = ranks[rank][len(ends[rank])]
-            start = _start(schedule, step, rank, done, durations.latency_s)
-            if isinstance(start, Action):
-                waiting.setdefault(start, []).append(rank)
-                break
-            start = max(start, ends[rank][-1] if ends[rank] else 0.0)
-            end = start + durations.of_step(step)
-            starts[rank].append(start)
-            ends[rank].append(end)
-            for made in [one for action in parts(step) for one in makes(action)]:
-                done[made] = end
-                for other in waiting.pop(made, ()):
-                    heapq.heappush(ready, other)
-    stuck = [str(steps[len(end)]) for steps, end in zip(ranks, ends, strict=True) if len(end) < len(steps)]
-    if stuck:
-        raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {', '.join(stuck)}")
-    return starts, ends
-
-
-def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float], latency_s: float) -> float | Action:
-    """Return the time when all inputs of a step are available, or an action that it must still wait for."""
-    start = 0.0
-    for action in parts(step):
-        for need in needs(schedule, action):
-            if need not in done:
-                return need
-            far = schedule.owner(need.stage) != rank
-            start = max(start, done[need] + (latency_s if far else 0.0))
-    return start
-
-
-# Fast path: computes only the makespan of a schedule, for many thousands of actions.
 
 #: Not computed yet.
 _OPEN = -1.0
 
 
 class _Clock:
-    """End times of forwards and input gradients by stage and microbatch, and the ranks that wait for each of them."""
+    """End times of forwards and input gradients by stage and microbatch, and the ranks that wait for each of them.
+
+    ends: end times of each rank's actions, in the order of its list.
+    """
 
     def __init__(self, schedule: Schedule, durations: Durations):
-        self._last = schedule.num_stages - 1
-        self._seconds = {
-            kind: [durations.of(Action(kind, stage, 0)) for stage in range(schedule.num_stages)]
-            for kind in ("F", "B", "W", "BW")
-        }
+        count = schedule.num_stages
+        self._name, self._last = schedule.name, count - 1
+        self._left = [[action for step in steps for action in parts(step)] for steps in schedule.ranks]
+        self.ends: list[list[float]] = [[] for _ in schedule.ranks]
+        self._seconds = {kind: [durations.of(kind, stage) for stage in range(count)] for kind in ("F", "B", "W", "BW")}
+        owners = [schedule.owner(stage) for stage in range(count)]
+        #: Latency of a message between a stage and the next.
+        self._far = [durations.latency_s * (one != other) for one, other in pairwise(owners)]
         row = [_OPEN] * schedule.num_microbatches
-        self._forward, self._backward = ([row.copy() for _ in range(schedule.num_stages)] for _ in range(2))
+        self._forward, self._backward = ([row.copy() for _ in range(count)] for _ in range(2))
         self._waiting: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
 
-    def run(self, rank: int, actions: list[Action], now: float, ready: list[int]) -> tuple[int, float]:
-        """Run a rank's next actions until one must wait for another rank. Return how many ran, and the time after them.
+    def run_all(self) -> None:
+        """Run all actions of all ranks."""
+        ready = list(range(len(self._left)))
+        while ready:
+            rank = ready.pop()
+            ran = self._run(rank, self._left[rank], self.ends[rank], ready)
+            del self._left[rank][:ran]
+        if any(self._left):
+            stuck = ", ".join(str(actions[0]) for actions in self._left if actions)
+            raise ValueError(f"schedule {self._name}: its ranks wait for each other at {stuck}")
+
+    def _run(self, rank: int, actions: list[Action], ends: list[float], ready: list[int]) -> int:
+        """Run a rank's next actions until one must wait for another rank. Return how many ran.
 
         Ranks that waited for one of the results are added to `ready`.
         """
-        forward, backward, last, seconds, waiting = (
-            self._forward, self._backward, self._last, self._seconds, self._waiting,
-        )  # fmt: skip
+        forward, backward, last, seconds, far = self._forward, self._backward, self._last, self._seconds, self._far
+        now = ends[-1] if ends else 0.0
         for place, (kind, stage, microbatch) in enumerate(actions):
-            is_forward = kind == "F"
-            if is_forward:
-                there = forward[stage - 1][microbatch] if stage else 0.0
-                needed = (True, stage - 1, microbatch)
-            elif kind == "W" or stage == last:
+            is_forward, there = kind == "F", 0.0
+            needed = (True, stage - 1, microbatch)
+            if is_forward and stage:
+                there = forward[stage - 1][microbatch]
+                there = there if there == _OPEN else there + far[stage - 1]
+            elif not is_forward and (kind == "W" or stage == last):
                 there = (backward if kind == "W" else forward)[stage][microbatch]
                 needed = (kind != "W", stage, microbatch)
-            else:
+            elif not is_forward:
                 there, needed = backward[stage + 1][microbatch], (False, stage + 1, microbatch)
                 if forward[stage][microbatch] == _OPEN:
                     there, needed = _OPEN, (True, stage, microbatch)
-                there = there if there == _OPEN else max(there, forward[stage][microbatch])
+                there = there if there == _OPEN else max(there + far[stage], forward[stage][microbatch])
             if there == _OPEN:
-                waiting[needed].append(rank)
-                return place, now
+                self._waiting[needed].append(rank)
+                return place
             now = max(now, there) + seconds[kind][stage]
+            ends.append(now)
             if kind != "W":
                 (forward if is_forward else backward)[stage][microbatch] = now
-                ready += waiting.pop((is_forward, stage, microbatch), ())
-        return len(actions), now
-
-
-def makespan_s(schedule: Schedule, durations: Durations) -> float:
-    """Return the time (s) of an optimizer step without the update, as `simulate` computes it.
-
-    Args:
-        schedule: the lists of all ranks.
-        durations: time (s) of every action, without overlap in pairs and without latency.
-
-    Raises:
-        ValueError: if its ranks wait for each other in a cycle, or `durations` has overlap or latency.
-    """
-    if durations.hidden or durations.latency_s:
-        raise ValueError("pairs that hide work, and latency, are simulate's")
-    left = [[action for step in steps for action in parts(step)] for steps in schedule.ranks]
-    clock, ends = _Clock(schedule, durations), [0.0] * len(left)
-    ready = list(range(len(left)))
-    while ready:
-        rank = ready.pop()
-        ran, ends[rank] = clock.run(rank, left[rank], ends[rank], ready)
-        del left[rank][:ran]
-    if any(left):
-        stuck = ", ".join(str(actions[0]) for actions in left if actions)
-        raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {stuck}")
-    return max(ends)
+                ready += self._waiting.pop((is_forward, stage, microbatch), ())
+        return len(actions)
 
 
 # Pipelines in closed form: layers per stage, bubble of each schedule, microbatches in flight.
@@ -276,13 +207,7 @@ def split_layers(num_layers: int, columns: Columns) -> Stages:
 
 
 def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stages:
-    """Return the number of layers per rank, by the number of ranks in a pipeline and of chunks per rank.
-
-    Args:
-        num_layers: layers of the full model.
-        num_ranks: ranks of each plan's pipeline.
-        chunks: result of `chunks_per_rank`.
-    """
+    """Return the number of layers per rank, by the number of ranks in a pipeline and of chunks per rank."""
     p, v = num_ranks.astype(np.float64), chunks
     full = v * np.ceil(num_layers / (p * v))
     short = p * full - num_layers
@@ -303,7 +228,6 @@ def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: A
 
     Args:
         forward: time (s) of one microbatch on one rank, over all its chunks.
-        backward: the same for backward.
         wgrad: the part of backward for weight gradients.
         slack: time of one microbatch summed over all ranks except the busiest; (p - 1)(forward + backward) if all are
             equal.
@@ -404,11 +328,8 @@ def fullest_moment(
     activations while gradients are created, so that the maxima of both are never reached together.
 
     Args:
-        columns: the plans, or one for each kind by OF_FLIGHT.
         rank: position in the pipeline; a number, or one for each row of `columns`.
         one_pass: activation bytes of a microbatch on the rank.
-        gradients: bytes of all gradients of the rank, if they are accumulated over microbatches.
-        index: the kind of each plan.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     kind = _HELD.take(columns.schedule)

@@ -53,11 +53,12 @@ def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
     """Return the recomputation time (s) of each policy, for one microbatch of a layer. `costs`: one entry per plan."""
     summed = _summed_again(columns, costs)
     whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
+    again = 0.0 if job.stack.selective_kernels else summed + _experts_again(job, columns, costs)
     half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
     return {
         "full": whole - costs.last_f + summed if job.stack.replay_stops else whole + costs.tp_f,
         "attention": costs.attn_f,
-        "selective": costs.memory_f + half + summed + _experts_again(job, columns, costs),
+        "selective": costs.memory_f + half + again,
     }
 
 
@@ -111,7 +112,10 @@ def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
 def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]:
     """Return the options of an average layer, from saving everything to saving only its input."""
-    bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
+    share = np.ones(len(columns))
+    codes = {name: np.full(len(columns), RECOMPUTES.index(name), dtype=np.uint8) for name in ("none", "full")}
+    policies = {name: columns.with_arrays(recompute=code, recompute_share=share) for name, code in codes.items()}
+    bytes_of = {name: layer_bytes(job, one).kept for name, one in policies.items()}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
     kept, seconds = _by_worth(_heavy(job, columns), costs)
     beside = costs.memory_f + _summed_again(columns, costs) + _experts_again(job, columns, costs)
@@ -133,13 +137,7 @@ def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[
     return list(np.take_along_axis(kept, order, axis=0)), list(np.take_along_axis(np.stack(each_s), order, axis=0))
 
 
-def _with_policy(columns: Columns, name: str) -> Columns:
-    code = np.full(len(columns), RECOMPUTES.index(name), dtype=np.uint8)
-    return columns.with_arrays(recompute=code, recompute_share=np.ones(len(columns)))
-
-
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
-    """Return the heavy operations whose outputs backward needs, except the layer's last matmul."""
     cut = rank_share(job, columns)
     width = np.where(columns.in_fp32, 4.0, 2.0)
     tokens = cut.batch * cut.seq
@@ -184,7 +182,6 @@ def _work(job: Job, columns: Columns) -> _Work:
 
 
 def _traced_heavy(shape: TracedShape, cut: PassShare, width: Array) -> list[Heavy]:
-    """Return the heavy operations of a traced model's most common layer, which is used for all layers."""
     layer = max(shape.traced.layers, key=lambda each: each.count)
     work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]
     total = np.sum(work, axis=0) if work else np.ones_like(cut.batch)

@@ -42,8 +42,6 @@ class RowDeduplicator:
         A computation that reads any other column fails, because the column is missing from `rows`.
 
         Args:
-            columns: all rows.
-            names: columns that distinguish kinds.
             beside: additional arrays that distinguish kinds, with one value per row.
             **changes: replaced values of some of these columns, one for each row.
         """
@@ -63,7 +61,6 @@ class RowDeduplicator:
 
 
 def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np.intp], int]:
-    """Return a number from 0 for the combination of values in each row, and the count of distinct numbers."""
     key, span = np.zeros(num_rows, dtype=np.intp), 1
     for array in arrays:
         if array.strides == (0,):
@@ -78,7 +75,6 @@ def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np
 
 
 def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return a code for every value of an array, and the upper bound of the codes."""
     if array.dtype.kind in "bui":
         least, most = int(array.min()), int(array.max())
         if 0 <= least < most < _FEW_VALUES:

@@ -25,13 +25,7 @@ class Shares:
 
 
 def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
-    """Return the number of parameters of a rank.
-
-    Args:
-        layers: number of layers on the rank, one entry per plan.
-        embedding: True if the rank has the embedding.
-        head: True if the rank has the head.
-    """
+    """Return the number of parameters of a rank."""
     shape = job.shape
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     moe = shape.moe_share
@@ -59,13 +53,7 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
 def trained_shares(
     job: Job, columns: Columns, shares: Shares, layers: Array, ends: tuple[bool, bool | NDArray[np.bool_]]
 ) -> Shares:
-    """Return the number of trained parameters of a rank: all, an adapter's, or those without lr=0.
-
-    Args:
-        shares: all parameters of the rank.
-        layers: number of layers on the rank.
-        ends: (True if the rank has the embedding, True if it has the head).
-    """
+    """Return the number of trained parameters of a rank: all, an adapter's, or those without lr=0."""
     part = job.trained
     if job.adapter is None:
         if part is None:
@@ -82,11 +70,6 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
     """Return a rank's parameters as the number of `width`-byte values with the same total bytes.
 
     It differs from the number of parameters only for a quantized base, whose parameters use fewer bytes.
-
-    Args:
-        shares: all parameters of the rank.
-        layers: number of layers on the rank.
-        width: bytes of a parameter in the compute format.
     """
     adapter = job.adapter
     if adapter is None or not adapter.packed:
@@ -104,13 +87,7 @@ def second_job(job: Job) -> Job | None:
 
 
 def second_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares | None:
-    """Return the number of parameters of the second model on a rank, or None without a second model.
-
-    Args:
-        layers: layers of the trained model on the rank.
-        embedding: True if the rank has the embedding.
-        head: True if the rank has the head.
-    """
+    """Return the number of parameters of the second model on a rank, or None without a second model."""
     second = second_job(job)
     if second is None:
         return None

@@ -155,13 +155,17 @@ class _Rank:
         domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
         around = tables.step_s + tables.barrier_s * np.log2(domains)
         one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one moment less is read and written
+        # Bytes to accumulate a microbatch's gradients. Under ZeRO 3 a rank accumulates only its shard.
+        each = 0.0 if job.stack.fused_sums else 2 * job.stack.grad_bytes + job.stack.weight_bytes
         optimizer = own * (ADAM_BYTES - one_mean) / (tables.memory_rate * tables.adam_eff) + around
         return cls(
             stages=stages,
             traffic=traffic_of(job, columns, fabric, moved, layers / chunks),
             own=own,
             every=(moved[0].dense + moved[0].ends) / group + moved[0].experts / inside,
-            each_sum=_sum_s(job, columns, tables, trained),
+            each_sum=bytes_s(
+                tables, np.where(columns.zero == 3, 0.0, trained.dense + trained.ends + trained.experts) * each
+            ),
             optimizer=optimizer + _turning_s(job, tables, layers / group),
             spread=np.sqrt(2 * np.log(nodes)),
         )
@@ -206,7 +210,7 @@ def device_parts(
         weighed: compute the bytes.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
-    on_device = cluster.device.memory_bytes
+    on_device = 0 if cluster.device.is_cpu else cluster.device.memory_bytes
     if not timed:
         yield {}, memory_bytes(job, columns, tables, on_device)
         return
@@ -218,7 +222,6 @@ def device_parts(
 
 
 def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: Fabric) -> dict[str, Array]:
-    """Return the time (s) of a step by term."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
     stages = rows.rank.stages.rows(rows.ranks.index)
@@ -248,7 +251,6 @@ def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: 
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
-    """Return times (s) of one microbatch in one layer: waiting for the host in forward and backward, and all terms."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     repeated = np.zeros(len(columns))
@@ -276,21 +278,19 @@ def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, 
 
 
 def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array, slack: Array) -> tuple[Array, Array]:
-    """Return the time (s) that the busiest pipeline rank waits for other ranks, and for transfers from them."""
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     forward = layers * each.computes[index]
     # A compiled block computes all its gradients in one program, so weight gradients cannot be deferred.
     put_off = np.where(columns.compile, 0.0, layers * each.costs.wgrad[index])
     bubble = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
-    slices = np.where(columns.sp, columns.tp, 1)
-    sent = fabric.send_s(tokens * job.shape.crossings * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
+    slices, width = np.where(columns.sp, columns.tp, 1), np.where(columns.in_fp32, 4.0, 2.0)
+    sent = fabric.send_s(tokens * job.shape.crossings * job.shape.hidden * width / slices, columns.stride("pp"))
     many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
     return bubble, many * sent
 
 
 def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Return the time (s) of a step's forwards without gradients, of the trained model and of a second one."""
     work, second = job.frozen, second_job(job)
     found = np.zeros(len(columns))
     if work is not None and work.own:
@@ -302,7 +302,6 @@ def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs:
 
 
 def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
-    """Return the forward time (s) of all microbatches of a step on the slowest stage, with filling of the pipeline."""
     each = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
     each = np.maximum(each, costs.host_f)
     # Forward runs one of the head's three matmuls, or one of two if the head is frozen, and half of its communication.
@@ -318,14 +317,6 @@ def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, cost
     waits = gathered_s(job, columns, tables, fabric, moved, window)
     filling = (columns.pp - 1) / chunks_per_rank(columns)
     return columns.num_micro * (forward + waits) + filling * forward
-
-
-def _sum_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
-    """Return the time (s) to accumulate a microbatch's gradients. Under ZeRO 3 a rank accumulates only its shard."""
-    stack = job.stack
-    each = 0.0 if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes  # fused: hidden
-    params = np.where(columns.zero == 3, 0.0, shares.dense + shares.ends + shares.experts)
-    return bytes_s(tables, params * each)
 
 
 def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:

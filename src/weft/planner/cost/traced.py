@@ -63,9 +63,6 @@ def attention_s(
     """Return the time (s) of fused attention (forward, backward).
 
     Args:
-        shape: the traced model.
-        layer: one layer; None for the average layer.
-        cut: the rank's share of a microbatch.
         gain: speed relative to the table's rate.
         pieces: (tokens, share of all tokens) of the documents in a sequence, each of which causal attention treats as a
             separate sequence; empty for full sequences.
@@ -83,7 +80,7 @@ def attention_s(
                 flops = each.flops(batch, length / cut.c, cut.t, cut.c)
                 keys = each.keys.at(batch, length)
                 for back, times in enumerate((1.0, _ATTENTION_BACKWARD)):
-                    took = flash_s(tables, times * flops, keys, each.head_dim, bool(back), cut.half, masked=each.causal)
+                    took = flash_s(tables, times * flops, keys, bool(back), cut.half, masked=each.causal)
                     found[back] = found[back] + share / gain * took
     return found[0], found[1]
 
@@ -152,14 +149,12 @@ def model_flops(shape: TracedShape, seq_len: int, *, causal: bool) -> float:
     """Return the FLOPs of forward and backward for one token, or for one sample if the model has no sequences.
 
     Args:
-        shape: the traced model.
         causal: if False, count the full T x T matrix of attention.
     """
     return float(shape.traced.flops(1.0, float(seq_len), causal=causal)) / seq_len
 
 
 def _weighted(shape: TracedShape, layer: TracedLayer | None) -> Iterable[tuple[TracedLayer, float]]:
-    """Return one layer, or all layers with their shares of an average layer."""
     if layer is not None:
         return [(layer, 1.0)]
     return [(each, each.count / shape.traced.num_layers) for each in shape.traced.layers]

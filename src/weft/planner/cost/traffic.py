@@ -46,10 +46,6 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
     waits if its transfer takes longer than its compute, and is slowed down by the transfer otherwise. The devices of a
     node and the optimizer step on the host share the host's memory bandwidth.
-
-    Args:
-        work: compute of the rank.
-        devices_per_node: devices that share the host's memory bandwidth.
     """
     shares = (columns.offload_optimizer, columns.offload_params, columns.offload_activations)
     if not any(share.any() for share in shares):
@@ -132,7 +128,6 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
 
     Args:
         shares: (all parameters as communicated (`shares_in_format`), trained parameters).
-        layers: layers of the rank in each of its chunks.
     """
     units = np.maximum(1.0, layers)
     gathers, reduces, short = _traffic(job, columns, fabric, shares, units)
@@ -148,12 +143,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
 
 
 def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
-    """Return the exposed time (s) of gradient and parameter communication, and the slowdown of compute.
-
-    Args:
-        traffic: communication of the rank.
-        window: compute of the rank.
-    """
+    """Return the exposed time (s) of gradient and parameter communication, and the slowdown of compute."""
     stack, units = job.stack, traffic.units
     sharded, once = columns.zero == 3, columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
@@ -164,35 +154,27 @@ def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, 
     open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_data & beside)
     # In a pipeline, ZeRO 3 reduces gradients at the end of the schedule, when there is no compute to overlap with.
     hides_b = stack.overlap_data & ~(sharded & once & (columns.pp > 1)) & beside
-    reduces = np.where(_is_short(columns), traffic.short, traffic.reduces)
+    # Gradients are communicated in half precision, but accumulated ones never.
+    halves = np.isin(columns.precision, [PRECISIONS.index(name) for name in ("bf16", "fp16", "fp8")])
+    is_short = halves & ((columns.num_micro == 1) | ((columns.zero == 3) & ~columns.reduces_once))
+    reduces = np.where(is_short, traffic.short, traffic.reduces)
     open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
     exposed = passes * (open_f + open_b)
     if columns.sync.any():
-        exposed = exposed + _exposed_sync_s(columns, traffic.meetings, window)
+        # An outer step of all parameters together is fully exposed. A fragment is communicated while a step computes.
+        computes = columns.num_micro * (window.forward + window.backward)
+        fragments = np.maximum(1, columns.sync_fragments)
+        hidden = np.where(columns.sync_fragments > 0, np.minimum(traffic.meetings / fragments, computes), 0.0)
+        sync = (traffic.meetings - fragments * hidden) / columns.sync_every
+        exposed = exposed + np.where(columns.sync > 0, sync, 0.0)
     return exposed, passes * lost
-
-
-def _exposed_sync_s(columns: Columns, meeting: Array, window: Window) -> Array:
-    """Return the exposed time (s) per step of local SGD synchronization.
-
-    An outer step of all parameters together is fully exposed. A fragment is communicated while a step computes.
-    """
-    computes = columns.num_micro * (window.forward + window.backward)
-    fragments = np.maximum(1, columns.sync_fragments)
-    hidden = np.where(columns.sync_fragments > 0, np.minimum(meeting / fragments, computes), 0.0)
-    return np.where(columns.sync > 0, (meeting - fragments * hidden) / columns.sync_every, 0.0)
 
 
 def gathered_s(
     job: Job, columns: Columns, tables: Tables, fabric: Fabric, held: Shares, window: Window
 ) -> Array:  # fmt: skip
-    """Return the exposed time (s) of gathering parameters under ZeRO 3 for a forward without backward.
-
-    Args:
-        held: parameters of a rank, as communicated.
-        window: time of the forward, and its layers.
-    """
+    """Return the exposed time (s) of gathering parameters under ZeRO 3 for a forward without backward."""
     if not (columns.zero == 3).any():
         return np.zeros(len(columns))
     units = np.maximum(1.0, window.layers)
@@ -203,7 +185,6 @@ def gathered_s(
 
 
 def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
-    """Return the time (s) of one outer step of local SGD."""
     total = np.zeros(len(columns))
     if not columns.sync.any():
         return total
@@ -278,12 +259,6 @@ def _traffic(
 
 #: Maximum number of ranks in a node that reduce gradients in half-precision formats, and bytes of a value in these.
 _NODE_RANKS, _HALF_BYTES = 16, 2.0
-
-
-def _is_short(columns: Columns) -> NDArray[np.bool_]:
-    """Return True for plans that communicate gradients in half precision, which accumulated gradients never use."""
-    halves = np.isin(columns.precision, [PRECISIONS.index(name) for name in ("bf16", "fp16", "fp8")])
-    return halves & ((columns.num_micro == 1) | ((columns.zero == 3) & ~columns.reduces_once))
 
 
 def _stride(columns: Columns, fabric: Fabric) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -10,10 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from weft import env
 from weft.errors import ConfigError, Problem
-from weft.planner.measured.laws import fit_law
-from weft.planner.measured.machine_profile import Machine, Measurement, read_row, write_atomic
+from weft.planner.measured.machine_profile import Machine, read_row, write_atomic
 from weft.units import format_bytes
 
 
@@ -32,24 +34,14 @@ class RouteChoices:
     gains: Sequence[str]
 
     def transport(self, op: str, num_bytes: int, fixed: str) -> str:
-        """Return the transport to use for a call.
-
-        Args:
-            num_bytes: bytes of the full buffer.
-            fixed: default transport, for unmeasured operations.
-        """
+        """Return the transport to use for a call."""
         found = fixed
         for least, transport in self.best.get(op, ()):
             found = transport if num_bytes >= least else found
         return found
 
     def seconds(self, op: str, num_bytes: int, transport: str) -> float:
-        """Return the measured time (s) of a call; 0 if it was not measured.
-
-        Args:
-            num_bytes: bytes of the full buffer.
-            transport: name of the transport.
-        """
+        """Return the measured time (s) of a call; 0 if it was not measured."""
         law = self.laws.get(op, {}).get(transport)
         return law[0] + law[1] * math.sqrt(num_bytes) + law[2] * num_bytes if law else 0.0
 
@@ -114,10 +106,7 @@ class LinkProfile:
         """Return the transports for an axis over `hosts` hosts with `ranks` ranks on each, or None if unmeasured.
 
         Args:
-            hosts: number of hosts of the axis.
-            ranks: number of ranks of the axis on each host.
             fixed: the default transport. Another one must take less than 0.9 of its time.
-            usable: transports that the axis can use, including `fixed`.
         """
         of: defaultdict[tuple[str, str], list[LinkSample]] = defaultdict(list)
         for one in self.samples:
@@ -134,7 +123,7 @@ class LinkProfile:
         laws: dict[str, dict[str, tuple[float, ...]]] = {op: {} for op in best}
         for (op, transport), samples in of.items():
             if op in laws:
-                laws[op][transport] = _law(op, samples)
+                laws[op][transport] = fit_transfer([one.size for one in samples], [one.seconds for one in samples])
         return RouteChoices(best=best, laws=laws, gains=tuple(gains))
 
     def to_text(self) -> str:
@@ -161,9 +150,6 @@ class LinkProfile:
     @classmethod
     def load(cls, path: Path | str) -> LinkProfile:
         """Read a profile.
-
-        Args:
-            path: the file.
 
         Raises:
             ConfigError: if the file is invalid; the message names the file and the first error.
@@ -234,7 +220,19 @@ def _in_one_sentence(op: str, found: Sequence[tuple[int, str, float]], fixed: st
     return told
 
 
-def _law(op: str, samples: Sequence[LinkSample]) -> tuple[float, ...]:
-    """Return the fitted coefficients of 1, sqrt(bytes), bytes. A broadcast has the same terms as other collectives."""
-    name = "all_reduce" if op == "broadcast" else op
-    return fit_law(name, [Measurement(op=name, size=(one.size,), seconds=one.seconds) for one in samples]).coefficients
+def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return the non-negative coefficients of 1, sqrt(bytes) and bytes with the least relative errors (s)."""
+    size, wanted = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    rows = np.stack([np.ones_like(size), np.sqrt(size), size], axis=1) / wanted[:, None]
+    scale = rows.max(axis=0)
+    best, least = np.zeros(3), np.inf
+    # The best of all subsets of terms whose unrestricted solution is not negative.
+    for count in range(1, min(3, len(size)) + 1):
+        for chosen in map(list, itertools.combinations(range(3), count)):
+            part = rows[:, chosen] / scale[chosen]
+            found = np.linalg.lstsq(part, np.ones(len(rows)), rcond=None)[0]
+            left = float(((part @ found - 1) ** 2).sum())
+            if (found >= 0).all() and left < least - 1e-12:
+                best, least = np.zeros(3), left
+                best[chosen] = found / scale[chosen]
+    return tuple(map(float, best))

@@ -1,6 +1,6 @@
 """Profile of a machine: the measurements of `weft calibrate`, as a readable JSON file.
 
-    {"weft_profile": 1, "machine": {...}, "hash": "...", "made": "2026-01-31T12:00:00", "took_s": 61.0,
+    {"weft_profile": 2, "machine": {...}, "hash": "...", "made": "2026-01-31T12:00:00", "took_s": 61.0,
      "samples": [{"op": "linear_f", "dtype": "fp32", "ranks": 2, "group": 1, "size": [512, 768, 256], "seconds": ...,
                   "spread": 0.03}, ...],
      "learned": []}
@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from weft import env
 from weft.errors import ConfigError, Problem
 
-VERSION = 1
+VERSION = 2
 _TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
 _Row = TypeVar("_Row")
 
@@ -63,10 +63,6 @@ class Machine:
         return [f"{name} {_shown(mine)}, here {_shown(theirs)}" for name, mine, theirs in pairs if mine != theirs]
 
 
-#: For each group of measurements that depends on the number format, one of its operations.
-_COMPUTE = ("linear_f", "attention_f", "norm_f")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """One measurement.
@@ -75,7 +71,6 @@ class Measurement:
         seconds: time of one call on one rank.
         ranks: ranks that made the same call at the same time.
         group: ranks of the collective, 1 for compute.
-        stride: ranks from one member of the group to the next.
         spread: relative spread of the timing windows around their median.
     """
 
@@ -85,7 +80,6 @@ class Measurement:
     dtype: str = "fp32"
     ranks: int = 1
     group: int = 1
-    stride: int = 1
     spread: float = 0.0
 
 
@@ -124,14 +118,15 @@ class Profile:
         """Return the measured numbers of active ranks."""
         return tuple(sorted({sample.ranks for sample in self.samples}))
 
+    def ranks_near(self, num_ranks: int) -> int:
+        """Return the smallest measured number of concurrent ranks that is at least `num_ranks`, or the largest."""
+        counts = sorted({sample.ranks for sample in self.samples if sample.op == "linear_f"}) or [1]
+        return next((count for count in counts if count >= num_ranks), counts[-1])
+
     def formats(self, num_ranks: int) -> frozenset[str]:
-        """Return the number formats in which compute was measured with `num_ranks` active ranks, or with the most."""
-        seen = {(sample.op, sample.dtype, sample.ranks) for sample in self.samples if sample.op in _COMPUTE}
-        needed = min(num_ranks, max((ranks for _, _, ranks in seen), default=1))
-        reached = {(op, dtype) for op, dtype, ranks in seen if ranks >= needed}
-        return frozenset(
-            dtype for _, dtype in reached if all((op, dtype) in reached for op in {name for name, _, _ in seen})
-        )
+        """Return the number formats in which matmuls were measured with `num_ranks` active ranks, or with the most."""
+        ranks = self.ranks_near(num_ranks)
+        return frozenset(one.dtype for one in self.samples if one.op == "linear_f" and one.ranks == ranks)
 
     def __hash__(self) -> int:
         # The hash uses few fields: tables are cached by profile and requested often, and there are hundreds of samples.

@@ -1,55 +1,110 @@
 """Constants of the cost model from a profile: measured values replace the tables' values.
 
-For GPUs, each constant is solved from the formula that uses it (`planner/cost/machine.py`), with the measurements that
-it affects most. Constants without such measurements keep the tables' values.
+Each constant is solved from the formula that uses it (`planner/cost/`), with the measurements that it affects most.
+Constants without such measurements keep the tables' values. The ranks of a CPU host share its cores: its constants are
+those of the measured number of concurrent ranks that is nearest to the plan's.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.errors import ConfigError, Problem
 from weft.planner.cost.machine import Tables, flash_s
-from weft.planner.measured.laws import Laws, factors, fit_law
+from weft.planner.measured.corrections import factors
+from weft.planner.measured.links import fit_transfer
 from weft.planner.measured.machine_profile import Machine, Measurement, Profile, default_path, load_profile
 
+#: Size of the layer that is timed as a unit: tokens, width, feed-forward width, heads. See calibrate/compute.py.
+TINY = (16, 64, 128, 4)
+#: Kernel launches that the cost model counts in forward and backward of an eager layer.
+_TINY_LAUNCHES = 62.0
 #: Bytes that a fused AdamW step moves per fp32 parameter: four values read, three written.
 _ADAM_BYTES = 28.0
+#: Volume of a ring collective in full buffers, before the factor (n - 1)/n.
+_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+#: FLOPs from which a matmul's time is its rate, and values from which an element-wise kernel's is.
+_LARGE, _LARGE_PASS = 2e7, 1 << 16
+#: Bytes per value of 2 bytes that the cost model counts for eager element-wise kernels (`cost/layer.py`), by operation.
+_EAGER_BYTES = {"norm_f": 36.0, "norm_b": 90.0, "rope_f": 18.0, "rope_b": 18.0, "swiglu_f": 10.0, "swiglu_b": 18.0,
+                "add": 6.0}  # fmt: skip
 
 
-def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[str, float]:
+def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
+    """Return the cost model's constants for a measured machine.
+
+    Raises:
+        ConfigError: for several CPU hosts, and for a profile of a CPU host without matmuls.
+    """
+    if profile.machine.kind == "cpu" and cluster.nodes > 1:
+        rule = f"the profile has measurements of one host only, not of the network between {cluster.nodes} hosts"
+        raise ConfigError([Problem("cluster", f"nodes={cluster.nodes}: {rule}. Use one node.")])
+    tables = Tables.of(cluster.device, tier)
+    constants = constants_of(profile, cluster.device, tables, cluster.num_devices)
+    return replace(Tables.of(cluster.device, tier, constants), learned=factors(profile))
+
+
+def constants_of(profile: Profile, device: DeviceSpec, tables: Tables, num_ranks: int) -> dict[str, float]:
     """Return the constants of `tables` that the profile determines, for the measured device.
 
     Args:
-        device: the measured device.
-        tables: constants without the profile.
+        num_ranks: concurrent ranks, which share the cores of a CPU host.
     """
+    on_host = profile.machine.kind == "cpu"
+    dtype, ranks, crowd = "bf16", 1, 1.0
+    if on_host:  # the measured number of ranks that is just enough, or the largest
+        dtype, ranks = "fp32", profile.ranks_near(num_ranks)
+        crowd = max(1.0, num_ranks / ranks)
+
+    def of(*ops: str, dtype: str = "fp32") -> list[Measurement]:
+        return [one for one in profile.samples
+                if one.op in ops and one.dtype == dtype and one.ranks == ranks and one.group == 1]  # fmt: skip
+
     found: dict[str, float] = {}
-    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
-    products = [*_of(profile, "linear_f", "bf16")]
+    peak = device.peak_flops(dtype) or device.peak_flops("fp16")
+    products, memory = of("linear_f", dtype=dtype), device.memory_bytes_per_s
     if products and peak:
-        best = max(2.0 * s.size[0] * s.size[1] * s.size[2] / s.seconds for s in products)
+        best = max(_flops(each) for each in products) / crowd
         found["gemm_ceiling"] = best / peak
-        found |= _attention(profile, tables.changed(gemm_ceiling=best / peak), peak)
-    copies = [*_of(profile, "copy", "bf16")] or [*_of(profile, "copy", "fp32")]
-    if copies and device.memory_bytes_per_s:
+        attention = of("attention_f", "attention_b", dtype=dtype)
+        found |= _attention(attention, tables.changed(gemm_ceiling=best * crowd / peak), peak)
+    elif on_host:
+        rule = "it has no measured matrix products"
+        raise ConfigError([Problem("profile", f"profile={profile.path}: {rule}. Create it again: weft calibrate")])
+    copies = of("copy", dtype=dtype) or of("copy")
+    if copies and memory and not on_host:
         most = max(copies, key=lambda each: each.size)
         width = 2 if most.dtype == "bf16" else 4
-        found["memory_eff"] = 2.0 * width * most.size[0] * most.size[1] / most.seconds / device.memory_bytes_per_s
-    steps = [*_of(profile, "adamw", "fp32")]
-    if steps and device.memory_bytes_per_s:
+        found["memory_eff"] = 2.0 * width * most.size[0] * most.size[1] / most.seconds / memory
+    if (steps := of("adamw")) and memory:
         most = max(steps, key=lambda each: each.size)
-        found["adam_eff"] = _ADAM_BYTES * most.size[0] / most.seconds / device.memory_bytes_per_s
-    if calls := [*_of(profile, "add", "fp32")]:
+        found["adam_eff"] = _ADAM_BYTES * most.size[0] / most.seconds / memory / crowd
+    calls = of("add")
+    if calls and not on_host:
         found["host_op_s"] = min(each.seconds for each in calls)  # small enough that the host's call takes all of it
-    return found | _host(profile) | _links(profile, device)
+    if on_host:
+        large = [_flops(one) for one in of("linear_f", "linear_dx", "linear_dw") if 2 * math.prod(one.size) > _LARGE]
+        found["gemm_sustained"] = statistics.geometric_mean(large or [best]) / (best * crowd)
+        # Element-wise kernels move values of 4 bytes, and compute as well: a lower rate than a copy's.
+        passes = [one for one in of(*_EAGER_BYTES) if math.prod(one.size) >= _LARGE_PASS]
+        if passes and memory:
+            moved = sum(2 * _EAGER_BYTES[one.op] * math.prod(one.size) for one in passes)
+            found["memory_eff"] = moved / sum(one.seconds for one in passes) / memory / crowd
+        if tiny := of("block_f", "block_b"):
+            found["launch_s"] = sum(one.seconds for one in tiny) / _TINY_LAUNCHES * crowd
+    return found | _host(profile) | _links(profile, device, num_ranks)
+
+
+def _flops(one: Measurement) -> float:
+    return 2.0 * math.prod(one.size) / one.seconds
 
 
 def _host(profile: Profile) -> dict[str, float]:
@@ -57,55 +112,52 @@ def _host(profile: Profile) -> dict[str, float]:
 
     They are measured with all devices active, since devices share them.
     """
+
+    def contended(*ops: str) -> list[Measurement]:
+        samples = [sample for sample in profile.samples if sample.op in ops]
+        most = max((sample.ranks for sample in samples), default=0)
+        return [sample for sample in samples if sample.ranks == most]
+
     found: dict[str, float] = {}
-    moved = _most_contended(profile, "to_host", "to_device")
-    if moved:
+    if moved := contended("to_host", "to_device"):
         most = max(each.size for each in moved)
         found["host_rate"] = most[0] / max(each.seconds for each in moved if each.size == most)
-    if steps := _most_contended(profile, "host_adamw"):
+    if steps := contended("host_adamw"):
         slowest = max(steps, key=lambda each: each.seconds / each.size[0])
         found["host_step_rate"] = slowest.ranks * _ADAM_BYTES * slowest.size[0] / slowest.seconds
     return found
 
 
-def _most_contended(profile: Profile, *ops: str) -> list[Measurement]:
-    """Return the measurements of these operations with the most active ranks."""
-    found = [sample for sample in profile.samples if sample.op in ops]
-    most = max((sample.ranks for sample in found), default=0)
-    return [sample for sample in found if sample.ranks == most]
+def _attention(samples: Iterable[Measurement], tables: Tables, peak: float) -> dict[str, float]:
+    shares: dict[str, list[float]] = {}
+    for one in samples:
+        is_back = one.op == "attention_b"
+        name = "attn_bwd" if is_back else "attn_fwd"
+        b, h, s, c = one.size
+        flops = (10.0 if is_back else 4.0) * b * h * s * c * (s + 128) / 2  # causal, in blocks of 128
+        ideal = float(flash_s(tables.changed(**{name: 1.0}), flops, s, is_back, peak))
+        shares.setdefault(name, []).append(ideal / one.seconds)
+    return {name: statistics.median(each) for name, each in shares.items()}
 
 
-def _of(profile: Profile, op: str, dtype: str) -> Iterable[Measurement]:
-    return (s for s in profile.samples if s.op == op and s.dtype == dtype and s.ranks == 1)
-
-
-def _attention(profile: Profile, tables: Tables, peak: float) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for op, name, times in (("attention_f", "attn_fwd", 4.0), ("attention_b", "attn_bwd", 10.0)):
-        shares: list[float] = []
-        for sample in _of(profile, op, "bf16"):
-            b, h, s, c = sample.size
-            flops = times * b * h * s * c * (s + 128) / 2  # causal, in blocks of 128
-            unit = tables.changed(**{name: 1.0})
-            ideal = float(flash_s(unit, flops, s, c, op == "attention_b", peak))
-            shares.append(ideal / sample.seconds)
-        if shares:
-            found[name] = statistics.median(shares)
-    return found
-
-
-def _links(profile: Profile, device: DeviceSpec) -> dict[str, float]:
-    """Return rate and latency of collectives over all devices of the node."""
-    groups = [sample.group for sample in profile.samples if sample.op == "all_gather"]
+def _links(profile: Profile, device: DeviceSpec, num_ranks: int) -> dict[str, float]:
+    collectives = [one for one in profile.samples if one.op in _PASSES and one.group > 1 and one.group == one.ranks]
+    groups = {one.group for one in collectives}
     if not groups or not device.scale_up_bytes_per_s:
         return {}
-    most = max(groups)
-    law = fit_law("all_gather", [s for s in profile.samples if s.op == "all_gather" and s.group == most])
-    start, _, each = law.coefficients
-    if each <= 0:
+    group = min(groups, key=lambda size: (abs(math.log2(size / max(2, num_ranks))), -size))
+    rates, starts = list[float](), list[float]()
+    for op, passes in _PASSES.items():
+        own = [one for one in collectives if one.op == op and one.group == group]
+        start, _, each = fit_transfer([one.size[0] for one in own], [one.seconds for one in own]) if own else (0, 0, 0)
+        if each > 0:
+            rates.append(passes * (group - 1) / group / each)
+            starts.append(max(start, 1e-6))
+    if not rates:
         return {}
-    rate = (most - 1) / most / each
-    return {"link_eff": rate / device.scale_up_bytes_per_s, "link_alpha_s": max(start, 1e-6)}
+    crowd = max(1.0, num_ranks / group) if device.is_cpu else 1.0
+    rate = statistics.geometric_mean(rates) / crowd
+    return {"link_eff": rate / device.scale_up_bytes_per_s, "link_alpha_s": statistics.mean(starts) * crowd}
 
 
 # Description of this host as in a profile, without torch, to check if a profile is still valid.
@@ -117,6 +169,7 @@ _HERE = re.compile(r"(?:([0-9]{1,4})x)?(?:here|local)")
 def this_host() -> Machine:
     """Return the description of this machine for CPU ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    is_shared = platform.system() == "Linux" and platform.machine() == "x86_64"
     import psutil
 
     return Machine(
@@ -127,7 +180,7 @@ def this_host() -> Machine:
         threads=1,
         memory_bytes=psutil.virtual_memory().total,
         torch=_torch_version(),
-        transports=("shared memory",) if _shares_memory() else ("gloo exchange",),
+        transports=("shared memory",) if is_shared else ("gloo exchange",),
     )
 
 
@@ -234,13 +287,7 @@ def _torch_version() -> str:
         return "none"
 
 
-def _shares_memory() -> bool:
-    """Return True if ranks of this host can use the shared-memory transport."""
-    return platform.system() == "Linux" and platform.machine() == "x86_64"
-
-
 def _processor() -> str:
-    """Return the processor's name from Linux, or from `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -252,52 +299,3 @@ def _processor() -> str:
     name = told.get("model name") or platform.processor() or platform.machine()
     detail = "-".join(told[key] for key in ("cpu family", "model", "stepping") if told.get(key))
     return f"{name} ({detail})" if detail else name
-
-
-# Constants of a host: a device's constants and the cost models of its operations.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTables(Tables):
-    """Constants of a CPU host whose ranks share its cores.
-
-    Attributes:
-        laws: fitted cost models of its operations, from which estimates are computed.
-    """
-
-    laws: Laws
-
-    @classmethod
-    def with_laws(cls, tables: Tables, laws: Laws) -> HostTables:
-        """Return a host's constants together with its fitted cost models."""
-        return cls(**{each.name: getattr(tables, each.name) for each in fields(tables)}, laws=laws)
-
-
-# Constants of a measured machine for the planner.
-
-#: Constants of communication terms. They count as measured only if as many ranks were active.
-_TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")
-
-
-def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
-    """Return the cost model's constants for a measured machine. For a host they include the fitted cost models.
-
-    Args:
-        cluster: the cluster to plan for.
-        tier: source of unmeasured constants.
-
-    Raises:
-        ConfigError: for several hosts, and for a host's profile without compute measurements.
-    """
-    tables = Tables.of(cluster.device, tier)
-    if profile.machine.kind == "cuda":
-        constants = constants_of(profile, cluster.device, tables)
-        return replace(Tables.of(cluster.device, tier, constants), learned=factors(profile))
-    if cluster.nodes > 1:
-        rule = f"the profile has measurements of one host only, not of the network between {cluster.nodes} hosts"
-        raise ConfigError([Problem("cluster", f"nodes={cluster.nodes}: {rule}. Use one node.")])
-    laws = Laws.of(profile)
-    rungs = dict.fromkeys(tables.rungs, "here") | {"straggler": "common"}
-    if cluster.num_devices > max(laws.counts):
-        rungs |= dict.fromkeys(_TRAFFIC, "common")  # extrapolated from the largest measured number of ranks
-    return HostTables.with_laws(replace(tables, rungs=rungs, learned=factors(profile), usable=0.9), laws)

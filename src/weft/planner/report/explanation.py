@@ -16,8 +16,7 @@ from weft.config.model_spec import ModelSpec
 from weft.config.rules.plan_rules import check
 from weft.config.traced_model import TracedModel
 from weft.planner.cost.machine import Tables
-from weft.planner.measured.laws import lesson_words
-from weft.planner.measured.profile_tables import HostTables
+from weft.planner.measured.corrections import lesson_words
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.question import Question
@@ -70,9 +69,9 @@ def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]
 def band_of(one: Candidate, level: float = TOLD) -> Band | None:
     """Return the error band of a candidate's step time, as factors, or None if no similar run was measured.
 
-    A measured host also has no band, since its errors have a different distribution.
+    A CPU host also has no band, since its errors have a different distribution.
     """
-    if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
+    if one.question.cluster.device.memory_bytes == 0 or one.question.cluster.device.is_cpu:
         return None
     where = context(one)
     return None if unmeasured(where, one.question.cluster.device.name) else time_bands(where)[level]
@@ -81,7 +80,7 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
 def context(one: Candidate) -> ErrorContext:
     """Return the properties of a candidate that determine its expected error."""
     question, plan = one.question, one.plan
-    found = error_context(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
+    found = error_context(question.job, question.cluster, plan.precision, question.cluster.num_devices)
     return replace(found, graphs=plan.graphs)
 
 
@@ -89,7 +88,7 @@ def band_words(one: Candidate) -> list[str]:
     """Describe the confidence in the step time: an error band if there are similar runs, and unmeasured properties."""
     shares = time_by_rung(one.terms, one.question.tables)
     basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
-    if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
+    if one.question.cluster.device.memory_bytes == 0 or one.question.cluster.device.is_cpu:
         return [f"trust   basis: {basis}"]
     band, where = band_of(one), context(one)
     missing = unmeasured(where, one.question.cluster.device.name)

@@ -298,7 +298,6 @@ def _error(field: str, message: str) -> ConfigError:
 
 
 def _grams(text: str) -> float:
-    """Return the grams of CO2 per kWh from a number or the name of a region."""
     named = _grids().get(text.lower())
     return float(text.removesuffix("g")) if named is None else named
 

@@ -179,7 +179,6 @@ def _label(
     places: Sequence[tuple[float, float]],
     best: tuple[float, float],
 ) -> None:
-    """Add labels with the plan's axes to points of the Pareto front if there is space."""
     taken = [best]
     for one, (x, y) in zip(plans, places, strict=True):
         if all(abs(x - other) > 150 or abs(y - above) > 16 for other, above in taken):
@@ -241,7 +240,6 @@ def waterfall(one: Candidate) -> Drawing:
 
 
 def _head(drawing: Drawing, title: str, one: Candidate) -> float:
-    """Draw title and plan, in as many lines as needed, and return the y below them."""
     drawing.add(Text(20, 26, title, 16))
     lines = textwrap.wrap(str(one.plan), _LETTERS)
     for number, line in enumerate(lines):
@@ -326,7 +324,6 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
 
 
 def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> Iterator[Bar]:
-    """Yield one bar for a step, or two for a pair, each with half of the time."""
     actions = (
         [(step.forward, f", beside {step.backward}"), (step.backward, f", beside {step.forward}")]
         if isinstance(step, Pair)
@@ -350,10 +347,7 @@ def draw_bars(
     """Draw rows of bars on one scale of seconds.
 
     Args:
-        rows: (name, bars) from top to bottom.
-        title: text above the rows.
         legend: (label, color).
-        has_axis: draw a time axis in seconds below the rows.
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
     width = _TIMELINE_WIDTH - _TIMELINE_LEFT - 10
@@ -442,7 +436,6 @@ def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
 
 
 def _joined(lines: Iterable[str]) -> list[str]:
-    """Return the lines with continuation lines joined."""
     found: list[str] = []
     for line in lines:
         if line.startswith(" ") and found:
@@ -475,7 +468,6 @@ def _classes(one: Candidate) -> str:
 
 
 def _others(best: Candidate, layouts: Sequence[Candidate]) -> str:
-    """Return a table with the best plan of each other layout and the terms in which it is slower."""
 
     def why(one: Candidate) -> str:
         rows = differences(best.terms, one.terms)[:_MOST_TERMS]

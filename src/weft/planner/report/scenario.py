@@ -68,7 +68,6 @@ def _job(question: Question, field: str, value: float) -> Question:
 
 
 def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
-    """Train an adapter of this rank on all linear layers, with all other weights frozen."""
     size = question.model.adapter_of(int(rank), base)
     if not size.width:
         rule = f"{question.model.name} has no linear layer that an adapter fits"
@@ -143,24 +142,27 @@ LEVERS: dict[str, Lever] = {
 
 
 #: Conditions with a fixed set of values.
-_WORDS = {"optimizer": ("adamw", "sgd", "muon"), "states": ("fp32", "bf16", "fp8")}
-#: Bytes per parameter of the master weight and AdamW's two moments in each format.
-_STATES = {"fp32": 12.0, "bf16": 8.0, "fp8": 6.0}
+_WORDS = {"optimizer": ("adamw", "sgd", "muon"), "states": ("fp32", "bf16", "fp8", "pure_bf16")}
+#: Changes of the stack by the format of AdamW's moments: bytes per parameter of master weight and moments. With
+#: pure_bf16, as libraries for fine-tuning train all weights, there is no master weight, and gradients are bf16 too.
+_STATES: dict[str, dict[str, Any]] = {
+    "fp32": {"main_bytes": 12.0},
+    "bf16": {"main_bytes": 8.0},
+    "fp8": {"main_bytes": 6.0},
+    "pure_bf16": {"main_bytes": 4.0, "master": False, "grad_bytes": 2.0, "reduce_bytes": 2.0, "step_bytes": 2.0},
+}
 
 
 def _worded(question: Question, name: str, value: str) -> Question:
-    """Return the query with another optimizer, or with AdamW's moments in another format."""
     if value not in _WORDS[name]:
         rule = f"it is {', '.join(_WORDS[name][:-1])} or {_WORDS[name][-1]}"
         raise _error(name, f"{name}={value}: {rule}. Write e.g. {name}={_WORDS[name][1]}.")
     job = question.job
     if name == "optimizer":
         return replace(question, job=replace(job, optimizer=value))
-    if question.profile is not None and question.profile.machine.kind == "cpu":
-        raise _error(name, f"{name}={value}: a measured host's AdamW keeps its means in fp32. Leave it out.")
     if job.optimizer != "adamw":
         raise _error(name, f"states={value}: these are formats of AdamW's means. Use it with optimizer=adamw.")
-    return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))
+    return replace(question, job=replace(job, stack=replace(job.stack, **_STATES[value])))
 
 
 def change(question: Question, text: str) -> Question:

@@ -153,7 +153,6 @@ def _saved(plan: Plan, other: Plan, usage: Usage, shape: DecoderSpec | None) -> 
 
 
 def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) -> float:
-    """Return the estimated bytes under `plan`, derived from the usage under the plan `measured`."""
     parameters = usage.parameters * _share(plan, 3) / _share(measured, 3)
     if plan.zero == 3 and measured.zero < 3:
         parameters += 2 * usage.parameters / (usage.num_blocks + 2)  # two units are gathered at the same time
@@ -169,7 +168,6 @@ def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) 
 
 
 def _share(plan: Plan, stage: int) -> float:
-    """Return the share of a class of states that a rank stores, if states are sharded from ZeRO stage `stage` on."""
     return 1 / plan.dp_shard if plan.zero >= stage else 1.0
 
 
@@ -216,7 +214,6 @@ def _changed(question: Question, texts: Iterable[str]) -> Iterator[tuple[str, Qu
 
 
 def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield queries without one of the fixed fields, then without all of them."""
     names = list(question.fixed)
     for left_out in [*([name] for name in names), *([names] if len(names) > 1 else [])]:
         fixed = {name: value for name, value in question.fixed.items() if name not in left_out}
@@ -225,7 +222,6 @@ def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield queries with the next powers of two of devices, in nodes of eight beyond one node."""
     cluster = question.cluster
     count = 1 if not cluster.device.is_cpu else 2 * _MOST_DEVICES  # more ranks would use the same cores
     while count <= cluster.num_devices:
@@ -238,7 +234,6 @@ def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _larger_devices(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield queries with devices of the same vendor that have more memory, in ascending order."""
     now = question.cluster.device
     maker = now.title.partition(" ")[0]
     larger = [
@@ -252,7 +247,6 @@ def _larger_devices(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
-    """Yield queries with an adapter, on a full or 4-bit base; then also with shorter sequences."""
     now = question.job.adapter
     if now is not None and now.base != "stored":
         return
@@ -404,19 +398,16 @@ def _against_rules(
 
 
 def _ends(one: Candidate, question: Question) -> list[Candidate]:
-    """Return [one] if it fits; otherwise, the results of the smallest changes that make it fit."""
     return [one] if one.fits >= question.fits else [each.after for each in fitting_changes(one, question)]
 
 
 def _all_changes(before: Plan, after: Plan) -> str:
-    """Return as plan text the fields of `after` that differ from `before`."""
     changed = [name for name in plan_fields() if getattr(after, name) != getattr(before, name)]
     words = {part.partition("=")[0]: part for part in str(after).split()}
     return " ".join(words.get(name, f"without {name}") for name in changed)
 
 
 def _mended(plan: Plan, question: Question) -> Plan | None:
-    """Return the plan after applying the fix of each broken rule, or None if this does not lead to a legal plan."""
     for _ in range(8):
         broken = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
         if not broken:

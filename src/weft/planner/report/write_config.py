@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import decoder_spec, model_names
 from weft.errors import ConfigError, ModelError
 from weft.planner.search.candidate import Candidate
@@ -89,7 +88,6 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
 
 
 def _steps_note(train: dict[str, Any], one: Candidate) -> str:
-    """Return a note that compares the tokens of a default run with the usual number for a model of this size."""
     steps, question = train["steps"], one.question
     read = format_count(steps * question.job.tokens).replace(" ", "")
     trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
@@ -129,9 +127,6 @@ def _model_table(one: Candidate) -> dict[str, object]:
     if unknown:
         rule = f"`weft train` builds no model with {' and '.join(unknown)} from a config. Leave out --out"
         raise ModelError(f"model={model.name}: {rule}; the plan itself can be used in weft.init.")
-    return {"name": _nearest_size(model.spec), **{name: getattr(model.spec, name) for name in _SHAPE_FIELDS}}
-
-
-def _nearest_size(spec: DecoderSpec) -> str:
-    """Return the named size of the same family from which the config differs in the fewest fields."""
-    return next(name for name in model_names() if decoder_spec(name).family == spec.family)
+    # The named size of the same family, from which the config differs in the fewest fields.
+    near = next(name for name in model_names() if decoder_spec(name).family == model.spec.family)
+    return {"name": near, **{name: getattr(model.spec, name) for name in _SHAPE_FIELDS}}

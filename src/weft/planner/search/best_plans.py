@@ -54,10 +54,12 @@ def answer(question: Question) -> Answer[Candidate]:
     ranked, pareto = keep.ranked()
     ranked = _refined(ranked, question)
     refused = [*tally.refused.values(), *keep.refused.values()]
+    front = [*ranked, *pareto]
+    sizes = [np.array([getattr(one, name) for one in front]) for name in ("total_bytes", "step_s")]
     return Answer(
         question=question,
         ranked=tuple(ranked),
-        pareto=tuple(_best_border([*ranked, *pareto])),
+        pareto=tuple(front[row] for row in _border(*sizes)) if front else (),
         refused=tuple(sorted(refused, key=lambda each: -each.count)),
         num_plans=keep.num_plans + sum(each.count for each in tally.refused.values()),
         num_estimated=keep.num_plans,
@@ -69,7 +71,6 @@ def answer(question: Question) -> Answer[Candidate]:
 
 
 def _joint_parts(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
-    """Yield lists of parts to estimate in one call, since many parts are small."""
     found: list[Columns] = []
     for part in parts:
         if found and sum(map(len, found)) + len(part) > _CHUNK:
@@ -127,7 +128,6 @@ def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
 
 
 def _pipeline(plan: Plan) -> tuple[object, ...]:
-    """Return the fields that determine the ratio of a pipeline's simulated time to its closed form."""
     return (plan.pp, plan.tp, plan.cp, plan.ep, plan.schedule, plan.microbatches, plan.virtual_stages, plan.split)
 
 
@@ -144,7 +144,6 @@ def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[PlanGrid]]:
-    """Return the full space, or the part of it that `most_plans` allows."""
     space = question.space
     while True:
         tally.refused.clear()
@@ -271,7 +270,6 @@ def host_message(needed: float, limit: float) -> str:
 
 
 def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[Any]) -> NDArray[Any]:
-    """Return the plans to retain: the fastest, the fastest of each layout, and the Pareto front of memory and time."""
     memory, speed, ranks = memory[rows], speed[rows], rank_seconds(columns, speed)[rows]
     fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(ranks, _KEPT)[:_KEPT]]
     cells = (columns.tp[rows] * 4096 + columns.pp[rows]) * 4096 + columns.cp[rows]
@@ -285,17 +283,9 @@ def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[An
 
 
 def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
-    """Return the Pareto front of memory and time, in ascending order of memory."""
     order = np.lexsort((speed, memory))
     best = np.minimum.accumulate(speed[order])
     return order[np.r_[True, best[1:] < best[:-1]]]
-
-
-def _best_border(found: list[Candidate]) -> list[Candidate]:
-    if not found:
-        return []
-    memory, speed = (np.array([getattr(one, name) for one in found]) for name in ("total_bytes", "step_s"))
-    return [found[row] for row in _border(memory, speed)]
 
 
 def _rows(found: Estimates, rows: Any) -> Estimates:

@@ -40,7 +40,6 @@ def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:
     """Return the FLOPs of forward and backward for one token, without recompute.
 
     Args:
-        shape: shape of the model.
         causal: count half of the T x T attention matrix, as for a causal mask. If False, count the full matrix, as PaLM
             (Chowdhery et al. 2022, appendix B) and Megatron-LM do.
     """

@@ -19,7 +19,6 @@ from weft.planner.cost.memory import rank_bytes
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.cost.pipeline import Durations, makespan_s
 from weft.planner.estimator import Estimates, costs_of_layer
-from weft.planner.measured.profile_tables import HostTables
 from weft.planner.search.candidate import Candidate
 from weft.planner.space.columns import Columns
 from weft.planner.uncertainty import memory_error_scale
@@ -106,7 +105,6 @@ def _durations(layers: list[int], parts: Passes) -> Durations:
 
 
 def _schedule(one: Candidate, most_microbatches: int) -> Schedule:
-    """Return the candidate's schedule, with a limited number of microbatches."""
     plan = one.plan
     count = min(plan.microbatches, max(most_microbatches, 2 * plan.pp))
     if count < plan.microbatches:
@@ -117,8 +115,8 @@ def _schedule(one: Candidate, most_microbatches: int) -> Schedule:
 def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     """Return the bytes by class on every rank of the pipeline; one entry without a pipeline."""
     question, plan = one.question, one.plan
-    if plan.pp == 1 or isinstance(question.tables, HostTables):
-        return [dict(one.memory)] * plan.pp  # for a host, each rank gets the maximum
+    if plan.pp == 1:
+        return [dict(one.memory)]
     columns = Columns.of([plan], question.job)
     layers = stage_layers(one)
     found: list[dict[str, float]] = []
@@ -128,7 +126,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
         if plan.recompute_blocks:
             columns = columns.with_arrays(recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
         layer = layer_bytes(question.job, columns)
-        device_bytes = question.cluster.device.memory_bytes
+        device_bytes = 0 if question.cluster.device.is_cpu else question.cluster.device.memory_bytes
         classes = rank_bytes(question.job, columns, question.tables, layer, place, device_bytes)
         found.append({name: float(value[0]) for name, value in classes.items()})
     return found
@@ -157,8 +155,8 @@ def clocked(one: Candidate) -> Candidate:
 
     A candidate without a pipeline, or whose schedule cannot be simulated, is returned unchanged.
     """
-    if one.plan.pp == 1 or one.clocked or isinstance(one.question.tables, HostTables):
-        return one  # the simulation does not model how ranks that share cores wait for each other
+    if one.plan.pp == 1 or one.clocked:
+        return one
     parts, usual = passes(one), stage_layers(one)
     try:
         plain = _timed(one, parts, usual)

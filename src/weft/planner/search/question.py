@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.config.cluster import ClusterSpec, device_by_torch_name
+from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.layout import common_divisors
 from weft.config.model_spec import ModelSpec
+from weft.config.partitioning import bucket_bytes
 from weft.config.plan import AXES, PLAN_FIELDS, Plan
 from weft.config.plan_text import split_plan
 from weft.config.rules.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
@@ -87,12 +88,9 @@ class Question:
         """Return a query from names, as on the command line, with `fixed` as plan text ("tp=8 zero=1").
 
         Args:
-            model: a size, a path, or a specification.
-            cluster: "2x8xh100", a .toml file, or a ClusterSpec.
             seq_len: tokens of a sequence; None uses the config's or a default.
             global_batch: sequences of a step; None uses the config's or a default.
             fixed: plan fields that the search must not change, as plan text or by name.
-            profile: file with the profile of a measured machine.
             documents: lengths of packed documents, in the format of `DocumentMix.parse`; None if each sequence is one
                 document.
             **options: other fields of `Question`.
@@ -117,10 +115,11 @@ class Question:
         _expect_divisors(decided, machines.num_devices)
         _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
+        job = _job(planned, seq_len, _positive("global-batch", global_batch), machines.device)
         return cls(
             model=planned,
             cluster=machines,
-            job=_packed(_job(planned, seq_len, _positive("global-batch", global_batch)), documents, planned, known),
+            job=_packed(job, documents, planned),
             fixed=decided,
             profile=known,
             assumed=(*(words[name] for name in assumed), *_assumed_links(machines)),
@@ -182,7 +181,6 @@ class Question:
 
 
 def _assumed_links(cluster: ClusterSpec) -> list[str]:
-    """Return a note for each link rate that a plan may need and that is unknown for the device."""
     device, tables = cluster.device, _tables(None, cluster, "tables")
     node = min(device.scale_up_domain, cluster.devices_per_node)
     needs_links = node > 1 and not device.scale_up_bytes_per_s
@@ -192,14 +190,14 @@ def _assumed_links(cluster: ClusterSpec) -> list[str]:
     ] * needs_network
 
 
-def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
+def _job(planned: PlannedModel, seq_len: int, global_batch: int, device: DeviceSpec) -> Job:
     """Return the job, which is the same for all plans. For Weft's decoders, groups with lr=0 are frozen."""
     job = Job(
         shape=planned.shape,
         seq_len=seq_len,
         global_batch=global_batch,
         optimizer=planned.config.optimizer.name if planned.config else "adamw",
-        stack=_stack(planned),
+        stack=_stack(planned, device),
         adapter=planned.adapter,
         texts=planned.texts,
         frozen=planned.frozen,
@@ -210,11 +208,11 @@ def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
     return job.with_groups(planned.spec, planned.config.optimizer.groups)
 
 
-def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile | None) -> Job:
+def _packed(job: Job, text: str | None, planned: PlannedModel) -> Job:
     """Return the job with sequences of packed documents.
 
     Raises:
-        ConfigError: for an invalid text, or a model or profile that does not support it.
+        ConfigError: for an invalid text, or a model that does not support it.
     """
     if text is None:
         return job
@@ -223,16 +221,16 @@ def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile 
     traced = planned.traced
     if traced is not None and not any(each.causal for layer in traced.layers for each in layer.attentions):
         raise _error("documents", f"documents={text}: {planned.name} has no causal attention. Leave it out.")
-    if profile is not None and profile.machine.kind == "cpu":
-        raise _error("documents", f"documents={text}: a measured host supports only full sequences. Leave it out.")
     return job.with_documents(text)
 
 
-def _stack(planned: PlannedModel) -> Stack:
+def _stack(planned: PlannedModel, device: DeviceSpec) -> Stack:
     config = planned.config
     states = "fp32" if config is None else config.optimizer.states
     by_row = config is None or config.train.fp8_recipe == "rowwise"
     weft = Stack(half_wgrad=True, half_experts=True, row_scales=by_row)
+    if device.is_cpu:
+        weft = replace(weft, bucket_params=bucket_bytes("cpu") // 4)
     return weft if states == "fp32" else replace(weft, main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
 
 
@@ -338,8 +336,6 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
     """Return the query for fine-tuning a model.
 
     Args:
-        model: as for `read_model`.
-        cluster: as for `Question.of`.
         tune: "full", "lora", "qlora" (base in nf4), or "lora=64" for a rank other than 16.
         **options: options of `Question.of`. The defaults of seq_len and global_batch are 2048 and 16, unless a config
             sets them.
@@ -363,7 +359,6 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
 
 
 def _rank(tune: str) -> int:
-    """Return the adapter's rank, or 0 if all weights are trained."""
     kind, equals, number = tune.partition("=")
     if kind not in TUNES or (equals and kind == "full"):
         rule = f"it is full, lora, lora=RANK, qlora, qlora=RANK or all.{did_you_mean(kind, TUNES)}"

@@ -69,7 +69,6 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
 
 
 def _is_idle(name: str, row: Row) -> bool:
-    """Return True if a field that the planner may choose has no effect, such as cp_mode without context parallelism."""
     known = PLAN_FIELDS[name]
     return bool(known.auto_value) and all(row[PLACES[axis]] == 1 for axis in known.needs)
 
@@ -215,7 +214,6 @@ def _rank_s(one: Candidate | Neighbour) -> float:
 
 
 def _best_gain(one: Candidate, near: Iterable[Neighbour], question: Question) -> list[Candidate]:
-    """Return the best neighbor that fits and is better than the plan, or an empty list."""
     better = [each for each in near if each.rank_s < one.rank_s * _WORTH and each.fits >= question.fits]
     return [min(better, key=_rank_s).candidate()] if better else []
 

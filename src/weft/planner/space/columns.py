@@ -394,15 +394,14 @@ def wire_bytes(columns: Columns, numel: Array, own_bytes: Array | float, way: Wa
         return wire.num_bytes(numel, own_bytes)
 
     plain, encoded = _of_rows(columns, of), _of_outer(columns, of)
-    return np.where(_is_outer(columns, way), encoded, plain)
+    is_outer = (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
+    return np.where(is_outer, encoded, plain)
 
 
 def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
     """Return the bytes communicated over dp_replicate: of gradients, or of weights under local SGD.
 
     Args:
-        columns: the plans.
-        numel: number of values.
         own_bytes: bytes of a gradient that is not encoded. Weights are fp32 master weights with 4 bytes.
     """
     encoded = _of_outer(columns, lambda wire: wire.num_bytes(numel, 4.0))
@@ -428,9 +427,6 @@ def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float, *, in
     """Return the communicated bytes of gathered weights, by the plans' `gather`.
 
     Args:
-        columns: the plans.
-        numel: number of weights.
-        own_bytes: bytes of a weight that is not encoded.
         in_layers: True for weights of linear layers in blocks. Only they are communicated in fp8.
     """
     found = numel * own_bytes
@@ -466,13 +462,7 @@ def low_rank(columns: Columns) -> Array:
     return _of_outer(columns, lambda wire: np.full(len(columns), float(wire.rank)))
 
 
-def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:
-    """Return True for plans whose `compress` applies to this reduction."""
-    return (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
-
-
 def _codes(column: NDArray[Any]) -> list[int]:
-    """Return the distinct codes in a column, with a fast path for a single code."""
     if len(column) and (column == column[0]).all():
         return [int(column[0])]
     return np.flatnonzero(np.bincount(column)).tolist()
@@ -483,7 +473,6 @@ def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array
 
 
 def _of_outer(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
-    """Return a value of each row's `compress` wire format; 0 without one."""
     return _by_format(columns.compress, COMPRESSES, of, none=0)
 
 

@@ -87,6 +87,12 @@ class TracedShape(Shape):
     def crossings(self) -> float:
         return self.traced.crossings
 
+    @property
+    def is_causal_decoder(self) -> bool:
+        """True if it has a vocabulary and causal attention."""
+        attention = self.traced.attention
+        return self.vocab > 0 and attention is not None and attention.causal
+
     def mean(self, value: Callable[[TracedLayer], Any]) -> Any:
         """Return the average of a number over all layers."""
         return sum(layer.count * value(layer) for layer in self.traced.layers) / self.traced.num_layers
@@ -159,8 +165,11 @@ class Stack:
         dispatch_bytes: bytes of a value that is sent to an expert. Results have 2 bytes.
         dispatch: kernels that send tokens to experts: "each" sends one copy to each expert, "once" one to each node,
             "deepep" too, at a limited rate inside a node.
+        torch_grouped: products of experts are torch's grouped matmuls, as in Weft.
         balanced_experts: experts receive equal numbers of tokens.
         selective_half: selective recompute recomputes every second matmul. If False, it saves all of them.
+        selective_kernels: selective recompute repeats norms and activations from their saved inputs, as Megatron's
+            does. If False, it repeats a layer's communication too.
         replay_stops: full recompute ends before a layer's last matmul and its reduction, whose result backward does not
             need. If False, it recomputes all of forward.
         host_ops: host operations per kernel call, relative to Weft's.
@@ -196,8 +205,10 @@ class Stack:
     gather_bytes: float = 2.0
     dispatch_bytes: float = 2.0
     dispatch: str = "each"
+    torch_grouped: bool = True
     balanced_experts: bool = True
     selective_half: bool = False
+    selective_kernels: bool = False
     replay_stops: bool = True
     host_ops: float = 1.0
     fp8_inputs: bool = False

@@ -168,7 +168,6 @@ def feed_forward_products(shape: DecoderWidths, width: int) -> list[Widths]:
 
 
 def _products(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (path in the block, inputs, outputs) of the linear layers of one block."""
     dim, q, kv = spec.dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield from (("attn.q", dim, q), ("attn.k", dim, kv), ("attn.v", dim, kv), ("attn.o", q, dim))
     part, width = "mlp", spec.ffn_dim

@@ -28,7 +28,7 @@ from weft.monitor.machine_metrics import GpuSource, HostSource
 from weft.monitor.metrics import Collector, StepReport
 from weft.monitor.plots import Artist, plot_loss
 from weft.monitor.step_times import TimeBook
-from weft.planner.measured.laws import measured_parts, parts_of
+from weft.planner.measured.corrections import measured_parts, parts_of
 from weft.train.engine import Engine, Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook, SaveEnd, leave_out
