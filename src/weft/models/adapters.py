@@ -1,4 +1,7 @@
-"""LoRA, rsLoRA and DoRA adapters on linear layers: adding, disabling and merging them."""
+"""LoRA, rsLoRA and DoRA adapters on linear layers: adding, disabling and merging them.
+
+An adapter may also train modules in full (modules_to_save) and rows of embeddings (trainable_tokens).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,6 +20,15 @@ from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import layers
 from weft.models.inspect.blocks import replace_class, revert
 from weft.models.quantized_linear import BASE_FORMATS, leave_packed, pack_layers, unpack_layer
+from weft.models.token_rows import (
+    TOKEN_ROWS,
+    TrainedRows,
+    add_token_rows,
+    fits,
+    remove_token_rows,
+    saved_modules,
+    with_rows,
+)
 
 #: Names of an adapter's parameters within a layer.
 ADAPTER_PARAMS = ("lora_A", "lora_B", "lora_magnitude")
@@ -52,31 +63,58 @@ class Adapted:
     """Record of the changes that `add_adapter` made to a model.
 
     layers: path -> True if the layer stores its weight transposed. base: "stored", or the format of the frozen weights.
-    packed: path -> number of inputs, for layers whose weight is stored quantized.
+    packed: path -> number of inputs, for layers whose weight is stored quantized. saved: path of a module that is
+    trained in full -> name within it -> name of the tensor in the full model. tokens: path -> ids of the trained rows.
+    ties: path of a module that shares such a weight -> path in `tokens`.
     """
 
     kind: AdapterKind
     layers: Mapping[str, bool]
     base: str = "stored"
     packed: Mapping[str, int] = field(default_factory=dict[str, int])
+    saved: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    ties: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Adapted:
         """Return the record from a JSON value that `to_json` returned."""
         kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
-        return cls(kind, said["layers"], said.get("base_format", "stored"), said.get("packed", {}))
+        base, packed = said.get("base_format", "stored"), said.get("packed", {})
+        tokens = {path: tuple(ids) for path, ids in said.get("tokens", {}).items()}
+        return cls(kind, said["layers"], base, packed, said.get("saved", {}), tokens, said.get("ties", {}))
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON value."""
         kind = self.kind
         said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
         packed = {"base_format": self.base, "packed": dict(self.packed)} if self.packed else {}
-        return {**said, "layers": dict(self.layers), **packed}
+        more = {
+            "saved": {path: dict(names) for path, names in self.saved.items()},
+            "tokens": {path: list(ids) for path, ids in self.tokens.items()},
+            "ties": dict(self.ties),
+        }
+        return {**said, "layers": dict(self.layers), **packed, **{key: one for key, one in more.items() if one}}
 
     def params(self) -> Iterator[tuple[str, str]]:
-        """Yield (layer path, parameter name) for each of the adapter's parameters."""
+        """Yield (layer path, parameter name) for each parameter of the adapted layers."""
         names = ADAPTER_PARAMS if self.kind.kind == "dora" else ADAPTER_PARAMS[:2]
         return ((path, name) for path in self.layers for name in names)
+
+    def tensor_names(self) -> set[str]:
+        """Return the names of all tensors of the adapter: those of layers, trained rows and saved modules."""
+        rows = {f"{path}.{TOKEN_ROWS}" for path in self.tokens}
+        saved = {name for names in self.saved.values() for name in names.values()}
+        return {f"{path}.{name}" for path, name in self.params()} | rows | saved
+
+    def replace_rows(self, tensors: dict[str, Tensor]) -> None:
+        """Move trained rows from their own tensors into the full weights, in a dict of tensors by name."""
+        for path, ids in self.tokens.items():
+            merged = with_rows(tensors[f"{path}.weight"], ids, tensors[f"{path}.{TOKEN_ROWS}"])
+            for one in (path, *(other for other, first in self.ties.items() if first == path)):
+                tensors.pop(f"{one}.{TOKEN_ROWS}", None)
+                if f"{one}.weight" in tensors:
+                    tensors[f"{one}.weight"] = merged
 
 
 _RECORD = "_weft_adapted"
@@ -222,11 +260,16 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     """Turn off the model's adapter inside the context, for example to compute reference log-probabilities.
 
     Raises:
-        ModelError: if the model has no adapter.
+        ModelError: if the model has no adapter, or one that changed the base model's own modules (modules_to_save).
     """
-    found = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    found = [module for module in model.modules() if isinstance(module, AdaptedLinear | TrainedRows)]
     if not found:
         raise ModelError(f"model of type {type(model).__name__}: it has no adapter. Call add_adapter first.")
+    if (record := adapted(model)) is not None and record.saved:
+        raise ModelError(
+            f"modules_to_save={next(iter(record.saved))}: training replaced its weights, so the adapter cannot be "
+            "turned off. Use trainable_tokens or targets instead, or a second model."
+        )
     before = [layer._weft_is_on for layer in found]
     for layer in found:
         layer._weft_is_on = False
@@ -251,12 +294,15 @@ def add_adapter(
     dropout: float = 0.0,
     kind: str = "lora",
     base: str = "stored",
+    modules_to_save: Sequence[str] = (),
+    trainable_tokens: Mapping[str, Sequence[int]] | Sequence[int] = (),
     seed: int = 0,
 ) -> nn.Module:
     """Add an adapter to linear layers in place and freeze every other parameter. Call it before `parallelize`.
 
     Module names stay the same. A layer `q` gets the parameters `q.lora_A`, `q.lora_B` and, under dora,
-    `q.lora_magnitude`. On the meta device they have shapes only, and `parallelize` fills them from its seed.
+    `q.lora_magnitude`, and an embedding `embed` with trained rows gets `embed.token_rows`. On the meta device they have
+    shapes only, and `parallelize` fills them from its seed.
 
     Args:
         model: any nn.Module. Its nn.Linear layers and the Conv1D layers of GPT-2 in transformers can have an adapter.
@@ -269,27 +315,63 @@ def add_adapter(
         kind: "lora", "rslora" or "dora".
         base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
             "nf4": quantized in blocks of 64 with one scale, dequantized for each matmul.
+        modules_to_save: patterns of modules, as for `targets`, whose parameters are trained in full and saved with the
+            adapter. Their layers get no adapter.
+        trainable_tokens: ids of tokens whose rows are trained in the input embedding and in layers that share its
+            weight, as peft's `trainable_token_indices`. A mapping has ids by path of an embedding or output layer.
         seed: seed of the initial values of A, combined with each parameter's name.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: if a pattern matches no layer or a layer that cannot be adapted, if a number is out of range, or if
-            the model already has an adapter or is parallelized.
+        ModelError: if a pattern matches no layer or a layer that cannot be adapted, if a number is out of range, if a
+            token has no row, or if the model already has an adapter or is parallelized.
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
-    chosen = chosen_layers(model, targets)
-    if base == "stored":
-        return adapt_layers(model, chosen, adapter, seed)
-    if kind == "dora":
-        raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
-    _check(adapter)
-    packed = pack_layers(model, chosen_layers(model), base)
+    chosen, usable = chosen_layers(model, targets), chosen_layers(model)
+    saved = saved_modules(model, modules_to_save)
+    inside = {path for path in usable | chosen if any(f"{path}.".startswith(f"{one}.") for one in saved)}
+    if targets and (both := sorted(inside & chosen.keys())):
+        raise ModelError(f"targets={both[0]}: modules_to_save trains this layer in full. Leave it out of one of the two.")
+    chosen = {path: layer for path, layer in chosen.items() if path not in inside}
+    if not chosen:
+        raise ModelError(f"modules_to_save={modules_to_save[0]}: no layer is left for the adapter. Save fewer modules.")
+    packed: dict[str, int] = {}
+    if base != "stored":
+        if kind == "dora":
+            raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
+        _check(adapter)
+        packed = pack_layers(model, {path: one for path, one in usable.items() if path not in inside}, base)
     adapt_layers(model, chosen, adapter, seed)
+    return train_more(model, saved, trainable_tokens, base=base, packed=packed)
+
+
+def train_more(
+    model: nn.Module,
+    saved: Mapping[str, Mapping[str, str]],
+    tokens: Mapping[str, Sequence[int]] | Sequence[int],
+    *,
+    base: str = "stored",
+    packed: Mapping[str, int] | None = None,
+) -> nn.Module:
+    """Train modules and rows in addition to adapted layers, in place. Return the same model.
+
+    Args:
+        model: a model after `adapt_layers`.
+        saved: as in `Adapted`.
+        tokens: as `trainable_tokens` of `add_adapter`.
+        base, packed: as in `Adapted`.
+
+    Raises:
+        ModelError: as `add_adapter` raises it for tokens.
+    """
+    for path in saved:
+        model.get_submodule(path).requires_grad_(True)
+    found, ties = add_token_rows(model, tokens)
     record = adapted(model)
     assert record is not None
-    note_adapted(model, replace(record, base=base, packed=packed))
+    note_adapted(model, replace(record, base=base, packed=packed or {}, saved=saved, tokens=found, ties=ties))
     return model
 
 
@@ -348,7 +430,7 @@ def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn
         return found
     chosen: set[str] = set()
     for pattern in targets:
-        hits = {path for path, _ in model.named_modules() if path and _fits(path, pattern)}
+        hits = {path for path, _ in model.named_modules() if path and fits(path, pattern)}
         usable = hits & linear.keys()
         if not usable:
             if hits:
@@ -362,10 +444,6 @@ def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn
             raise ModelError(f"targets={pattern}: {blamed[0]} {refused[blamed[0]]}. Leave it out of the targets.")
         chosen |= usable
     return {path: module for path, module in linear.items() if path in chosen}
-
-
-def _fits(path: str, pattern: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 
 def _refused(model: nn.Module, linear: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
@@ -439,6 +517,11 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         revert(layer, AdaptedLinear)
     for path in record.packed:
         leave_packed(model.get_submodule(path))
+    for path, ids in record.tokens.items():
+        weight = model.get_submodule(path).get_parameter("weight")
+        weight.data = with_rows(weight.detach(), ids, model.get_submodule(path).get_parameter(TOKEN_ROWS).detach())
+    for path in (*record.tokens, *record.ties):
+        remove_token_rows(model.get_submodule(path))
     note_adapted(model, None)
     return model
 
@@ -462,6 +545,7 @@ def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         merged[f"{path}.weight"] = BASE_FORMATS[record.base].unpack(tensors[f"{path}.weight"], width, dtype)
     for path, parts in own.items():
         merged[f"{path}.weight"] = merged_weight(record, path, merged[f"{path}.weight"], parts)
+    record.replace_rows(merged)
     return merged
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError, ModelError
-from weft.models.adapters import Adapted, AdapterKind, adapt_layers, adapted, chosen_layers
+from weft.models.adapters import Adapted, AdapterKind, adapt_layers, adapted, chosen_layers, train_more
+from weft.models.token_rows import TOKEN_ROWS, saved_modules
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 #: Names of a layer's parameters in peft's format, by Weft's names.
 _SUFFIXES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+#: End of the name of trained rows in peft's format.
+_ROWS = ".token_adapter.trainable_tokens_delta"
 #: Settings of unsupported adapters that change the layer's computation.
 _UNKNOWN = (
-    "alpha_pattern", "rank_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
-    "target_parameters", "lora_bias", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens",
+    "alpha_pattern", "rank_pattern", "layer_replication", "target_parameters", "lora_bias", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens",
 )  # fmt: skip
 
 
@@ -42,12 +44,14 @@ def save_adapter(
     """
     found = dict(model.named_parameters()) if tensors is None else tensors
     record = _expected(model)
-    own = {f"{path}.{name}" for path, name in record.params()}
+    own = record.tensor_names()
     if more := [name for name, param in model.named_parameters() if param.requires_grad and name not in own]:
         raise ModelError(
             f"parameter {more[0]!r}: it is trained in addition to the adapter, and adapter files cannot contain it. "
-            "Save the full model: run.save_pretrained, or merged_tensors."
+            "Name its module in modules_to_save, or save the full model: run.save_pretrained, or merged_tensors."
         )
+    buffers = dict(model.named_buffers())
+    found = {**{name: buffers[name] for name in own & buffers.keys()}, **found}
     named = getattr(getattr(model, "config", None), "_name_or_path", None)
     task = "CAUSAL_LM" if hasattr(model, "generate") else None
     write_adapter(record, folder, found, base=base or named or None, task_type=task)
@@ -60,6 +64,7 @@ def write_adapter(
     *,
     base: str | None = None,
     task_type: str | None = None,
+    resized: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write an adapter in peft's format without its model.
 
@@ -69,11 +74,16 @@ def write_adapter(
         tensors: full tensors by the model's names. Tensors of the base model are ignored.
         base: see `save_adapter`.
         task_type: peft's name of the model's task.
+        resized: weights of embeddings that have more rows than the base, by the path of their module. peft loads them
+            into a base whose embeddings were resized.
     """
-    wanted = {f"{path}.{name}": f"{_PREFIX}{path}.{_SUFFIXES[name]}" for path, name in record.params()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {theirs: tensors[ours].detach().cpu().contiguous() for ours, theirs in wanted.items()}
+    whole = {theirs: tensors[ours].detach().cpu().clone().contiguous() for theirs, ours in _wanted(record).items()}
+    for path, weight in (resized or {}).items():
+        if path not in record.saved:
+            inner = ".token_adapter.base_layer" if path in record.tokens else ""
+            whole[f"{_PREFIX}{path}{inner}.weight"] = weight
     # Write both new files before replacing the old ones.
     save_file(whole, folder / f"{TENSORS_FILE}.new", {"format": "pt"})
     (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(_config(record, base, task_type), indent=2) + "\n")
@@ -100,8 +110,12 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     config, tensors = _read(folder)
     _refuse_unknown(folder, config)
-    paths = {path for path, _ in _names_in(folder, tensors)}
     modules, usable = dict(model.named_modules()), chosen_layers(model)
+    saved = saved_modules(model, _saved_paths(folder, config, modules))
+    more = {f"{_PREFIX}{path}.{name}": full for path, names in saved.items() for name, full in names.items()}
+    rows = {name for name in tensors if name.endswith(_ROWS)}
+    unchanged = {name for name in tensors if name.endswith(".token_adapter.base_layer.weight")}
+    paths = {path for path, _ in _names_in(folder, tensors.keys() - more.keys() - rows - unchanged)}
     for path in sorted(paths - usable.keys()):
         if path not in modules:
             raise CheckpointError(
@@ -115,18 +129,47 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     adapter = AdapterKind(config["r"], config["lora_alpha"], kind, float(config.get("lora_dropout", 0.0)))
     adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, seed=0)
-    own = dict(model.named_parameters())
-    for path, name in _expected(model).params():
-        theirs, param = f"{_PREFIX}{path}.{_SUFFIXES[name]}", own[f"{path}.{name}"]
-        saved = tensors.get(theirs)
-        if saved is None or saved.shape != param.shape:
-            said = "is missing" if saved is None else f"has shape {tuple(saved.shape)}, not {tuple(param.shape)}"
+    tokens: Any = config.get("trainable_token_indices") or {}
+    if isinstance(tokens, list) and tokens:
+        tokens = {next(iter(rows), "").removeprefix(_PREFIX).removesuffix(_ROWS): tokens}
+    for path, ids in tokens.items():  # Weft keeps the ids sorted
+        if (found := tensors.get(name := f"{_PREFIX}{path}{_ROWS}")) is not None and found.shape[0] == len(ids):
+            tensors[name] = found[sorted(range(len(ids)), key=ids.__getitem__)]
+    train_more(model, saved, tokens)
+    own = model.state_dict(keep_vars=True)
+    for theirs, ours in _wanted(_expected(model)).items():
+        stored, param = tensors.get(theirs), own[ours]
+        if stored is None or stored.shape != param.shape:
+            said = "is missing" if stored is None else f"has shape {tuple(stored.shape)}, not {tuple(param.shape)}"
             raise CheckpointError(
                 f"{folder}: tensor {theirs!r} {said}. Use the base that the adapter was trained on, and complete files."
             )
         with torch.no_grad():
-            param.copy_(saved)
+            param.copy_(stored)
     return model
+
+
+def _wanted(record: Adapted) -> dict[str, str]:
+    """Return the model's name of each tensor of an adapter, by peft's name."""
+    layers = {f"{_PREFIX}{path}.{_SUFFIXES[name]}": f"{path}.{name}" for path, name in record.params()}
+    rows = {f"{_PREFIX}{path}{_ROWS}": f"{path}.{TOKEN_ROWS}" for path in record.tokens}
+    saved = {f"{_PREFIX}{path}.{name}": full for path, names in record.saved.items() for name, full in names.items()}
+    return layers | rows | saved
+
+
+def _saved_paths(folder: Path, config: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the paths of the modules that peft's `modules_to_save` names by the ends of paths."""
+    asked = config.get("modules_to_save") or []
+    found = [path for path in modules if path and any(path.endswith(end) for end in asked)]
+    weights = {id(param) for path in found for param in modules[path].parameters()}
+    for path, module in modules.items():
+        shares = any(id(param) in weights for param in module.parameters(recurse=False))
+        if shares and not any(f"{path}.".startswith(f"{one}.") for one in found):
+            raise CheckpointError(
+                f"{folder}: modules_to_save has {found[0]!r}, and the model's {path!r} shares its weight but is not "
+                "trained. Merge the adapter with peft."
+            )
+    return found
 
 
 def _expected(model: nn.Module) -> Adapted:
@@ -148,6 +191,8 @@ def _config(record: Adapted, base: str | None, task_type: str | None) -> dict[st
         "use_rslora": kind.kind == "rslora",
         "use_dora": kind.kind == "dora",
         "target_modules": list(record.layers),
+        "modules_to_save": list(record.saved) or None,
+        "trainable_token_indices": {path: list(ids) for path, ids in record.tokens.items()} or None,
         "fan_in_fan_out": any(record.layers.values()),
         "bias": "none",
         "init_lora_weights": True,
@@ -183,8 +228,8 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder}: it trains biases, which Weft does not read. Merge the adapter with peft.")
 
 
-def _names_in(folder: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    for full in tensors:
+def _names_in(folder: Path, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for full in sorted(tensors):
         found = next((name for name, suffix in _SUFFIXES.items() if full.endswith(f".{suffix}")), None)
         if found is None or not full.startswith(_PREFIX):
             raise CheckpointError(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from torch import nn
 
+from weft.checkpoint.manifest import DTYPE_BYTES, TensorEntry
+from weft.checkpoint.read import Part
+from weft.checkpoint.read_tensors import copy_part
 from weft.comm.collectives import all_reduce
 from weft.errors import ModelError
-from weft.models.adapters import adapted
-from weft.parallel.state.flat_slices import FlatSlice, StateSource
+from weft.models.adapters import Adapted, adapted
+from weft.models.token_rows import TOKEN_ROWS
+from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import data_parallel
 
 
@@ -24,11 +31,36 @@ def load_base(model: nn.Module, source: StateSource) -> None:
         engine.load_weights(source)
         return
     own = {f"{path}.{name}" for path, name in record.params()}
+    source = RowsSource(source, record)
     for one in engine.model_slices():
         if one.name not in own:
             one.fill(source)
     engine.publish()
     start_magnitudes(model)
+
+
+class RowsSource:
+    """A source of base weights that also has the trained rows of embeddings, as rows of their full weights."""
+
+    def __init__(self, source: StateSource, record: Adapted):
+        self._source = source
+        entries, self._rows = dict(source.entries), dict[str, tuple[str, Part]]()
+        for path, ids in record.tokens.items():
+            weight = source.entries[f"{path}.weight"]
+            part = Part(tuple(weight.shape), 0, tuple((token, token + 1) for token in ids))
+            self._rows[f"{path}.{TOKEN_ROWS}"] = f"{path}.weight", part
+            entries[f"{path}.{TOKEN_ROWS}"] = TensorEntry("", weight.dtype, part.local_shape)
+        self.entries: Mapping[str, SavedTensor] = entries
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a flattened part, from index `start` on."""
+        if name not in self._rows:
+            self._source.read(name, part, start, out)
+            return
+        weight, rows = self._rows[name]
+        full = np.empty(rows.local_shape, f"V{DTYPE_BYTES[self.entries[name].dtype]}")
+        self._source.read(weight, rows, 0, full.reshape(-1).view(np.uint8).data)
+        copy_part(full, part, start, out)
 
 
 @torch.no_grad()

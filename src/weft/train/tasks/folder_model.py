@@ -18,6 +18,7 @@ from torch import nn
 
 from weft.checkpoint.pretrained import JoinedTensors, no_folder
 from weft.checkpoint.read import Part
+from weft.checkpoint.read_tensors import copy_part
 from weft.checkpoint.safetensors_files import torch_formats
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
@@ -434,14 +435,7 @@ class WeightsWithHead:
         if name not in self._made:
             self._stored.read(name, part, start, out)
             return
-        whole = self._compute_full(name)
-        target = np.frombuffer(out, whole.dtype)
-        target[:] = 0  # padding rows
-        for view in part.views(start, start + len(target)):
-            steps = tuple(stride * target.itemsize for stride in view.strides)
-            sizes = tuple(high - low for low, high in view.box)
-            there = np.lib.stride_tricks.as_strided(target[view.offset :], sizes, steps)
-            there[...] = whole[tuple(slice(low, high) for low, high in view.box)]
+        copy_part(self._compute_full(name), part, start, out)
 
     def _compute_full(self, name: str) -> np.ndarray:
         """Compute a new tensor in full. Heads are small, so it is computed again for each slice that is read."""
