@@ -25,11 +25,14 @@ class AdapterCase:
     targets: tuple[str, ...] = ()
     start_noise: float = 0.05
     base: str = "stored"
+    saved: tuple[str, ...] = ()
+    tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def model(self) -> nn.Module:
         model = self.of.model()
         settings = {"targets": self.targets, "kind": self.kind, "dropout": self.dropout, "base": self.base}
-        add_adapter(model, rank=2, alpha=3, seed=5, **settings)
+        more = {"modules_to_save": self.saved, "trainable_tokens": dict(self.tokens)}
+        add_adapter(model, rank=2, alpha=3, seed=5, **settings, **more)
         generator = torch.Generator().manual_seed(11)
         for _, param in model.named_parameters():
             if param.requires_grad:
@@ -73,6 +76,23 @@ def packed_subjects() -> dict[str, Subject]:
         "nf4": Subject(AdapterCase(wide, base="nf4"), WIDE),
         "int8": Subject(AdapterCase(wide, base="int8", targets=("attn.q", "mlp.down")), WIDE),
         "nf4-experts": Subject(AdapterCase(MoECase(WIDE_MOE, num_steps=3), base="nf4"), WIDE_MOE),
+    }
+
+
+#: Ids on both sides of the border between two ranks that share a vocabulary of 61.
+ROWS = (2, 30, 31, 60)
+
+
+def extra_subjects() -> dict[str, Subject]:
+    """Return subjects that also train rows of embeddings, or modules in full, with tied and untied embeddings."""
+    chosen = cases()
+    tied, untied = dataclasses.replace(chosen["hf-qwen2"], kind="llama"), (("embed_tokens", ROWS), ("lm_head", (5, *ROWS)))
+    return {
+        "rows-tied": Subject(AdapterCase(tied, tokens=(("embed_tokens", ROWS),)), LLAMA),
+        "rows-untied": Subject(AdapterCase(chosen["hf-qwen2"], tokens=untied), LLAMA),
+        "rows-gpt2": Subject(AdapterCase(chosen["hf-gpt2"], kind="dora", tokens=(("wte", ROWS),)), GPT2),
+        "saved-tied": Subject(AdapterCase(chosen["decoder"], saved=("embed", "blocks.1.norm1")), LLAMA),
+        "saved-untied": Subject(AdapterCase(chosen["hf-qwen2"], saved=("lm_head", "layers.1.mlp")), LLAMA),
     }
 
 

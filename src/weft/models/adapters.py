@@ -16,6 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError
+from weft.models.adapters_experts import (
+    AdaptedExperts,
+    adapt_stacks,
+    chosen_stacks,
+    merged_stack,
+    remove_stack_adapters,
+    stack_names,
+    stacked_parameters,
+)
 from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import layers
 from weft.models.inspect.blocks import replace_class, revert
@@ -65,7 +74,8 @@ class Adapted:
     layers: path -> True if the layer stores its weight transposed. base: "stored", or the format of the frozen weights.
     packed: path -> number of inputs, for layers whose weight is stored quantized. saved: path of a module that is
     trained in full -> name within it -> name of the tensor in the full model. tokens: path -> ids of the trained rows.
-    ties: path of a module that shares such a weight -> path in `tokens`.
+    ties: path of a module that shares such a weight -> path in `tokens`. experts: path of an adapted stack of experts'
+    weights -> True if it is stored as (E, inputs, outputs).
     """
 
     kind: AdapterKind
@@ -75,6 +85,7 @@ class Adapted:
     saved: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     ties: Mapping[str, str] = field(default_factory=dict[str, str])
+    experts: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Adapted:
@@ -82,7 +93,8 @@ class Adapted:
         kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
         base, packed = said.get("base_format", "stored"), said.get("packed", {})
         tokens = {path: tuple(ids) for path, ids in said.get("tokens", {}).items()}
-        return cls(kind, said["layers"], base, packed, said.get("saved", {}), tokens, said.get("ties", {}))
+        saved, ties, experts = (said.get(key, {}) for key in ("saved", "ties", "experts"))
+        return cls(kind, said["layers"], base, packed, saved, tokens, ties, experts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON value."""
@@ -93,6 +105,7 @@ class Adapted:
             "saved": {path: dict(names) for path, names in self.saved.items()},
             "tokens": {path: list(ids) for path, ids in self.tokens.items()},
             "ties": dict(self.ties),
+            "experts": dict(self.experts),
         }
         return {**said, "layers": dict(self.layers), **packed, **{key: one for key, one in more.items() if one}}
 
@@ -105,16 +118,26 @@ class Adapted:
         """Return the names of all tensors of the adapter: those of layers, trained rows and saved modules."""
         rows = {f"{path}.{TOKEN_ROWS}" for path in self.tokens}
         saved = {name for names in self.saved.values() for name in names.values()}
-        return {f"{path}.{name}" for path, name in self.params()} | rows | saved
+        stacks = {f"{path}{end}" for path, end in stack_names(self.experts, self.kind.kind)}
+        return {f"{path}.{name}" for path, name in self.params()} | stacks | rows | saved
 
-    def replace_rows(self, tensors: dict[str, Tensor]) -> None:
-        """Move trained rows from their own tensors into the full weights, in a dict of tensors by name."""
+    def merge_rest(self, tensors: dict[str, Tensor]) -> None:
+        """Move trained rows and adapters of experts into the full weights, in a dict of tensors by name."""
+        for path, is_transposed in self.experts.items():
+            own = {end: tensors.pop(f"{path}{end}") for _, end in stack_names({path: False}, self.kind.kind)}
+            tensors[path] = self.merged_experts(tensors[path], own, is_transposed)
         for path, ids in self.tokens.items():
             merged = with_rows(tensors[f"{path}.weight"], ids, tensors[f"{path}.{TOKEN_ROWS}"])
             for one in (path, *(other for other, first in self.ties.items() if first == path)):
                 tensors.pop(f"{one}.{TOKEN_ROWS}", None)
                 if f"{one}.weight" in tensors:
                     tensors[f"{one}.weight"] = merged
+
+    @torch.no_grad()
+    def merged_experts(self, stored: Tensor, own: Mapping[str, Tensor], is_transposed: bool) -> Tensor:
+        """Return stacked weights with their adapter merged, in their dtype, computed in the adapter's."""
+        wide = stored.to(torch.promote_types(stored.dtype, own["_lora_A"].dtype))
+        return merged_stack(self.kind.scale, wide, own, is_transposed).contiguous().to(stored.dtype)
 
 
 _RECORD = "_weft_adapted"
@@ -262,7 +285,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     Raises:
         ModelError: if the model has no adapter, or one that changed the base model's own modules (modules_to_save).
     """
-    found = [module for module in model.modules() if isinstance(module, AdaptedLinear | TrainedRows)]
+    found = [module for module in model.modules() if isinstance(module, AdaptedLinear | AdaptedExperts | TrainedRows)]
     if not found:
         raise ModelError(f"model of type {type(model).__name__}: it has no adapter. Call add_adapter first.")
     if (record := adapted(model)) is not None and record.saved:
@@ -310,7 +333,8 @@ def add_adapter(
         alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora. None: twice
             the rank.
         targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*". `*` matches
-            any text. (): all linear layers except the output layer and routers.
+            any text. (): all linear layers except the output layer and routers. A pattern that ends in the names of a
+            module and a parameter, such as "experts.down_proj", adapts stacked experts.
         dropout: dropout rate of the adapter's inputs in training.
         kind: "lora", "rslora" or "dora".
         base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
@@ -329,13 +353,15 @@ def add_adapter(
             token has no row, or if the model already has an adapter or is parallelized.
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
-    chosen, usable = chosen_layers(model, targets), chosen_layers(model)
+    stacks, rest = chosen_stacks(model, targets)
+    usable = chosen_layers(model, optional=bool(stacks))
+    chosen = usable if not targets else chosen_layers(model, rest) if rest else {}
     saved = saved_modules(model, modules_to_save)
     inside = {path for path in usable | chosen if any(f"{path}.".startswith(f"{one}.") for one in saved)}
     if targets and (both := sorted(inside & chosen.keys())):
         raise ModelError(f"targets={both[0]}: modules_to_save trains this layer in full. Leave it out of one of the two.")
     chosen = {path: layer for path, layer in chosen.items() if path not in inside}
-    if not chosen:
+    if not chosen and not stacks:
         raise ModelError(f"modules_to_save={modules_to_save[0]}: no layer is left for the adapter. Save fewer modules.")
     packed: dict[str, int] = {}
     if base != "stored":
@@ -343,7 +369,7 @@ def add_adapter(
             raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
         _check(adapter)
         packed = pack_layers(model, {path: one for path, one in usable.items() if path not in inside}, base)
-    adapt_layers(model, chosen, adapter, seed)
+    adapt_layers(model, chosen, adapter, seed, stacks)
     return train_more(model, saved, trainable_tokens, base=base, packed=packed)
 
 
@@ -375,7 +401,13 @@ def train_more(
     return model
 
 
-def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: AdapterKind, seed: int) -> nn.Module:
+def adapt_layers(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    adapter: AdapterKind,
+    seed: int,
+    stacks: Mapping[str, bool] | None = None,
+) -> nn.Module:
     """Add an adapter to the chosen layers in place and freeze all else. Return the same model.
 
     Args:
@@ -383,6 +415,7 @@ def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: Ada
         chosen: its layers by path, as returned by `chosen_layers`.
         adapter: settings for all of these layers.
         seed: see `add_adapter`.
+        stacks: stacked weights of experts, as returned by `chosen_stacks`.
 
     Raises:
         ModelError: if a number is out of range.
@@ -392,7 +425,9 @@ def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: Ada
         param.requires_grad_(False)
     for path, layer in chosen.items():
         _adapt(layer, path, adapter, seed)
-    note_adapted(model, Adapted(adapter, {path: layers.is_transposed(layer) for path, layer in chosen.items()}))
+    adapt_stacks(model, stacks or {}, adapter, seed)
+    transposed = {path: layers.is_transposed(layer) for path, layer in chosen.items()}
+    note_adapted(model, Adapted(adapter, transposed, experts=dict(stacks or {})))
     return model
 
 
@@ -407,10 +442,13 @@ def _check(adapter: AdapterKind) -> None:
         raise ModelError(f"alpha={adapter.alpha:g}: it must be above 0. Use alpha={2 * adapter.rank}.")
 
 
-def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn.Module]:
+def chosen_layers(
+    model: nn.Module, targets: Sequence[str] = (), *, optional: bool = False
+) -> dict[str, nn.Module]:
     """Return the layers that patterns choose, by path, in the model's order.
 
-    model: without an adapter. targets: as `add_adapter` takes them.
+    model: without an adapter. targets: as `add_adapter` takes them. optional: True to return {} for a model without
+    such layers.
 
     Raises:
         ModelError: as `add_adapter` raises it.
@@ -425,7 +463,7 @@ def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn
     refused = dict(_refused(model, linear))
     if not targets:
         found = {path: module for path, module in linear.items() if path not in refused}
-        if not found:
+        if not found and not optional:
             raise ModelError(f"model of type {type(model).__name__}: it has no linear layer that an adapter fits.")
         return found
     chosen: set[str] = set()
@@ -438,7 +476,9 @@ def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn
                 why = f"{first} is a {type(model.get_submodule(first)).__name__}, and adapters fit linear layers alone"
             else:
                 why = "no module has such a path or ending"
-            ends = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linear if path not in refused))
+            names = [path.rpartition(".")[2] for path in linear if path not in refused]
+            names += [".".join(path.split(".")[-2:]) for path in stacked_parameters(model)]
+            ends = ", ".join(dict.fromkeys(names))
             raise ModelError(f"targets={pattern}: {why}. Use some of {ends}.")
         if blamed := sorted(usable & refused.keys()):
             raise ModelError(f"targets={pattern}: {blamed[0]} {refused[blamed[0]]}. Leave it out of the targets.")
@@ -517,6 +557,11 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         revert(layer, AdaptedLinear)
     for path in record.packed:
         leave_packed(model.get_submodule(path))
+    own = dict(model.named_parameters())
+    for path, is_transposed in record.experts.items():
+        parts = {end: own[f"{path}{end}"] for _, end in stack_names({path: False}, record.kind.kind)}
+        own[path].data = record.merged_experts(own[path].detach(), parts, is_transposed)
+    remove_stack_adapters(model, record.experts)
     for path, ids in record.tokens.items():
         weight = model.get_submodule(path).get_parameter("weight")
         weight.data = with_rows(weight.detach(), ids, model.get_submodule(path).get_parameter(TOKEN_ROWS).detach())
@@ -545,7 +590,7 @@ def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         merged[f"{path}.weight"] = BASE_FORMATS[record.base].unpack(tensors[f"{path}.weight"], width, dtype)
     for path, parts in own.items():
         merged[f"{path}.weight"] = merged_weight(record, path, merged[f"{path}.weight"], parts)
-    record.replace_rows(merged)
+    record.merge_rest(merged)
     return merged
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weft.errors import CheckpointError, ModelError
 from weft.models.adapters import Adapted, AdapterKind, adapt_layers, adapted, chosen_layers, train_more
+from weft.models.adapters_experts import stack_names, stacked_parameters
 from weft.models.token_rows import TOKEN_ROWS, saved_modules
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -24,7 +25,7 @@ _SUFFIXES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitu
 _ROWS = ".token_adapter.trainable_tokens_delta"
 #: Settings of unsupported adapters that change the layer's computation.
 _UNKNOWN = (
-    "alpha_pattern", "rank_pattern", "layer_replication", "target_parameters", "lora_bias", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens",
+    "alpha_pattern", "rank_pattern", "layer_replication", "lora_bias", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens",
 )  # fmt: skip
 
 
@@ -79,7 +80,16 @@ def write_adapter(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {theirs: tensors[ours].detach().cpu().clone().contiguous() for theirs, ours in _wanted(record).items()}
+    if record.experts and record.kind.kind == "dora":
+        raise ModelError(
+            f"kind=dora: peft has no format for magnitudes of {next(iter(record.experts))}. Write the merged model: "
+            "weft export RUN OUT --merge, or run.save_pretrained."
+        )
+    own = dict(tensors)
+    for path in record.experts:  # (E, R, inputs) becomes (E R, inputs), and (E, outputs, R) becomes (outputs, R E)
+        own[f"{path}_lora_A"] = tensors[f"{path}_lora_A"].flatten(0, 1)
+        own[f"{path}_lora_B"] = tensors[f"{path}_lora_B"].permute(1, 2, 0).flatten(1)
+    whole = {theirs: own[ours].detach().cpu().clone().contiguous() for theirs, ours in _wanted(record).items()}
     for path, weight in (resized or {}).items():
         if path not in record.saved:
             inner = ".token_adapter.base_layer" if path in record.tokens else ""
@@ -113,9 +123,11 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     modules, usable = dict(model.named_modules()), chosen_layers(model)
     saved = saved_modules(model, _saved_paths(folder, config, modules))
     more = {f"{_PREFIX}{path}.{name}": full for path, names in saved.items() for name, full in names.items()}
+    stacks = _target_stacks(folder, config, model)
+    inner = {name for name in tensors if any(name.startswith(f"{one}lora_") for one in _stack_prefixes(stacks).values())}
     rows = {name for name in tensors if name.endswith(_ROWS)}
     unchanged = {name for name in tensors if name.endswith(".token_adapter.base_layer.weight")}
-    paths = {path for path, _ in _names_in(folder, tensors.keys() - more.keys() - rows - unchanged)}
+    paths = {path for path, _ in _names_in(folder, tensors.keys() - more.keys() - rows - unchanged - inner)}
     for path in sorted(paths - usable.keys()):
         if path not in modules:
             raise CheckpointError(
@@ -128,7 +140,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         )
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     adapter = AdapterKind(config["r"], config["lora_alpha"], kind, float(config.get("lora_dropout", 0.0)))
-    adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, seed=0)
+    adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, 0, stacks)
     tokens: Any = config.get("trainable_token_indices") or {}
     if isinstance(tokens, list) and tokens:
         tokens = {next(iter(rows), "").removeprefix(_PREFIX).removesuffix(_ROWS): tokens}
@@ -139,6 +151,10 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     own = model.state_dict(keep_vars=True)
     for theirs, ours in _wanted(_expected(model)).items():
         stored, param = tensors.get(theirs), own[ours]
+        if stored is not None and param.ndim == 3 and stored.ndim == 2:
+            count, first, second = param.shape
+            is_a = ours.endswith("_lora_A")
+            stored = stored.view(count, first, second) if is_a else stored.view(first, second, count).permute(2, 0, 1)
         if stored is None or stored.shape != param.shape:
             said = "is missing" if stored is None else f"has shape {tuple(stored.shape)}, not {tuple(param.shape)}"
             raise CheckpointError(
@@ -154,7 +170,38 @@ def _wanted(record: Adapted) -> dict[str, str]:
     layers = {f"{_PREFIX}{path}.{_SUFFIXES[name]}": f"{path}.{name}" for path, name in record.params()}
     rows = {f"{_PREFIX}{path}{_ROWS}": f"{path}.{TOKEN_ROWS}" for path in record.tokens}
     saved = {f"{_PREFIX}{path}.{name}": full for path, names in record.saved.items() for name, full in names.items()}
-    return layers | rows | saved
+    prefixes = _stack_prefixes(record.experts)
+    stacks = {
+        f"{prefixes[path]}{end.removeprefix('_')}.weight": f"{path}{end}"
+        for path, end in stack_names(record.experts, record.kind.kind)
+    }
+    return layers | stacks | rows | saved
+
+
+def _stack_prefixes(stacks: Mapping[str, bool]) -> dict[str, str]:
+    """Return the start of peft's names of each stack's tensors. peft wraps a module once for each of its parameters."""
+    modules: dict[str, list[str]] = {}
+    for path in stacks:
+        modules.setdefault(path.rpartition(".")[0], []).append(path)
+    return {
+        path: f"{_PREFIX}{module}.{'base_layer.' * (len(paths) - 1 - place)}"
+        for module, paths in modules.items()
+        for place, path in enumerate(paths)
+    }
+
+
+def _target_stacks(folder: Path, config: Mapping[str, Any], model: nn.Module) -> dict[str, bool]:
+    """Return the stacks of experts that peft's `target_parameters` names, as `chosen_stacks` does."""
+    asked, found = config.get("target_parameters") or [], dict[str, bool]()
+    for path, (module, _) in stacked_parameters(model).items():
+        if any(path == one or path.endswith(f".{one}") for one in asked):
+            found[path] = bool(getattr(module, "is_transposed", False))
+    if unknown := [one for one in asked if not any(path == one or path.endswith(f".{one}") for path in found)]:
+        raise CheckpointError(
+            f"{folder}: it adapts the parameter {unknown[0]!r}, which is not a weight of stacked experts of this model. "
+            "Merge it with peft, and load the merged model."
+        )
+    return found
 
 
 def _saved_paths(folder: Path, config: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> list[str]:
@@ -191,6 +238,7 @@ def _config(record: Adapted, base: str | None, task_type: str | None) -> dict[st
         "use_rslora": kind.kind == "rslora",
         "use_dora": kind.kind == "dora",
         "target_modules": list(record.layers),
+        "target_parameters": list(record.experts) or None,
         "modules_to_save": list(record.saved) or None,
         "trainable_token_indices": {path: list(ids) for path, ids in record.tokens.items()} or None,
         "fan_in_fan_out": any(record.layers.values()),

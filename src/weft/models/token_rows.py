@@ -22,7 +22,6 @@ from weft.models.inspect.blocks import replace_class, revert
 
 #: Name of the parameter within its module.
 TOKEN_ROWS = "token_rows"
-_BUFFERS = ("token_ids", "local_places", "local_rows")
 
 
 class TrainedRows(nn.Module):
@@ -32,20 +31,19 @@ class TrainedRows(nn.Module):
     token_rows: nn.Parameter
     #: Ids of the trained tokens in ascending order, (K,).
     token_ids: Tensor
-    #: Rows of `token_rows` that belong to this rank's part of the vocabulary, and their rows in `weight`.
-    local_places: Tensor
-    local_rows: Tensor
     _weft_is_on: bool
     _weft_tokens: tuple[int, ...]
     _weft_num_rows: int
     _weft_first_row: int
+    #: Rows of `token_rows` that belong to this rank's part of the vocabulary, and their rows in `weight`. They are no
+    #: buffers, because they differ between ranks.
+    _weft_local: tuple[Tensor, Tensor]
 
     def take_range(self, first: int, count: int) -> None:
         """Replace rows only for `count` tokens from id `first` on, which `weight` has on this rank."""
-        ids, device = self.token_ids.cpu(), self.token_ids.device
+        ids = self.token_ids
         [places] = ((ids >= first) & (ids < first + count)).nonzero(as_tuple=True)
-        self._weft_first_row = first
-        self.local_places, self.local_rows = places.to(device), (ids[places] - first).to(device)
+        self._weft_first_row, self._weft_local = first, (places, ids[places] - first)
 
     @torch.no_grad()
     def fill_adapter(self, parameter: Tensor, name: str, full_name: str, seed: int) -> bool:
@@ -109,8 +107,10 @@ class RowsLinear(TrainedRows):
         """Return the weight with the trained rows, (V, D). Its gradient is that of the rows."""
         if not self._weft_is_on:
             return self.weight
-        rows = self.token_rows[self.local_places].to(self.weight.dtype)
-        return self.weight.index_copy(0, self.local_rows, rows)
+        if self._weft_local[0].device != self.weight.device:
+            self._weft_local = (self._weft_local[0].to(self.weight.device), self._weft_local[1].to(self.weight.device))
+        places, here = self._weft_local
+        return self.weight.index_copy(0, here, self.token_rows[places].to(self.weight.dtype))
 
 
 def add_token_rows(
@@ -160,7 +160,7 @@ def add_token_rows(
 def remove_token_rows(module: nn.Module) -> None:
     """Remove the trained rows from a module and restore its class, if no later class replacement is in front of it."""
     kind = RowsEmbedding if isinstance(module, RowsEmbedding) else RowsLinear
-    for name in (TOKEN_ROWS, *_BUFFERS, "_weft_is_on", "_weft_num_rows", "_weft_first_row", "_weft_tokens"):
+    for name in (TOKEN_ROWS, "token_ids", *(f"_weft_{one}" for one in ("is_on", "num_rows", "first_row", "tokens", "local"))):
         delattr(module, name)
     revert(module, kind)
 
@@ -178,8 +178,7 @@ def _convert(module: nn.Module, ids: tuple[int, ...], rows: nn.Parameter) -> Non
     assert isinstance(module, TrainedRows)
     module.token_rows = rows
     here = "cpu" if rows.is_meta else rows.device  # buffers need values
-    for name in _BUFFERS:
-        module.register_buffer(name, torch.tensor(ids, dtype=torch.int64, device=here), persistent=False)
+    module.register_buffer("token_ids", torch.tensor(ids, dtype=torch.int64, device=here), persistent=False)
     module.take_range(0, num_rows)
 
 

@@ -5,10 +5,13 @@ The model is built on the meta device. Each rank reads only its slices from the 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.config.traced_model import Limit
 from weft.data.store.prepared import PreparedData
+from weft.data.text.tokenizer import with_added_tokens
 from weft.errors import ConfigError, ModelError, Problem
 from weft.files import COMPANIONS, read_regular
 from weft.models.decoder import as_shapes
@@ -38,8 +42,14 @@ from weft.train.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder, run_folder
 from weft.train.tasks.base import setting_error
 from weft.train.tasks.description import describe_by_tracing
+from weft.train.weights.added_rows import add_to_files, num_entries, number_of_rows, write_added_rows
 from weft.train.weights.decoder_files import base_of, keep_base, keep_files
-from weft.train.weights.published_weights import format_new_keys, format_unexpected_keys, pretrained_source
+from weft.train.weights.published_weights import (
+    ADDED_ROWS,
+    format_new_keys,
+    format_unexpected_keys,
+    pretrained_source,
+)
 from weft.train.weights.run_adapter import adapter_size
 from weft.units import format_count
 
@@ -57,6 +67,7 @@ class FolderModel:
         self.config, self.needs_weights = config, needs_weights or bool(config.adapter.rank)
         self.path = Path(config.model.path).expanduser()
         self._folder: RunFolder | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         #: Lines about the weights for users, set after the weights are checked.
         self.notes: Sequence[str] = ()
 
@@ -78,8 +89,44 @@ class FolderModel:
         raise ConfigError([Problem("model.path", no_folder(self.path))])
 
     def read_config(self) -> Any:
-        """Return the folder's transformers config."""
-        return hugging_face.load_model_config(self.base)
+        """Return the folder's transformers config, with the number of rows that its embeddings have in this run."""
+        config = hugging_face.load_model_config(self.base)
+        if self.base == self.path and self.num_rows is not None:
+            config.get_text_config().vocab_size = self.num_rows
+        return config
+
+    @property
+    def new_tokens(self) -> Sequence[str]:
+        """The tokens that `base` lacks. A run's copy of a folder has all."""
+        return self.config.tokenizer.add_tokens if self.base == self.path else ()
+
+    @cached_property
+    def num_rows(self) -> int | None:
+        """Number of rows of the embeddings if rows are added to those of model.path, else None."""
+        if not self.path.is_dir() or not (self.config.model.vocab_size or self.config.tokenizer.add_tokens):
+            return None
+        stored = hugging_face.load_model_config(self.path).get_text_config().vocab_size
+        rows = number_of_rows(self.config, stored, lambda: num_entries(self.path, self.config.tokenizer.add_tokens))
+        return rows if rows > stored else None
+
+    @property
+    def added_rows(self) -> Path | None:
+        """File of the rows that are added to the folder's embeddings, or None. It is computed for a new run."""
+        kept = base_of(self._folder if self._folder is not None else run_folder(self.config)) / ADDED_ROWS
+        if kept.is_file() or self.num_rows is None:
+            return kept if kept.is_file() else None
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="weft-rows-")
+            file = Path(self._scratch.name) / ADDED_ROWS
+            plain = copy.copy(self)
+            plain.num_rows = None
+            write_added_rows(file, self.shapes(), plain.shapes(), self.path, self.config.seed)
+        return Path(self._scratch.name) / ADDED_ROWS
+
+    def keep_copy(self, folder: RunFolder) -> None:
+        """Copy the folder's files except weights, with the added tokens and rows."""
+        tokens, rows, file = self.new_tokens, self.num_rows, self.added_rows
+        keep_base(folder, self.path, lambda draft: add_to_files(draft, tokens, rows, file))
 
     def build(self) -> nn.Module:
         """Return the model, in plain PyTorch."""
@@ -96,7 +143,7 @@ class FolderModel:
 
     def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
         """Return the source of a model's tensors, and notes on tensors that only the files or only the model has."""
-        found, unexpected = pretrained_source(model, self.path)
+        found, unexpected = pretrained_source(model, self.path, added=self.added_rows)
         return found, format_unexpected_keys(unexpected)
 
     def weights(self, model: nn.Module) -> StateSource | None:
@@ -133,9 +180,8 @@ class FolderModel:
         rows = self.shapes().get_input_embeddings().weight.shape[0]
         if entries > rows:
             rule = f"its tokenizer has {entries} entries, and its embedding {rows} rows"
-            raise setting_error(
-                "model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights of one model."
-            )
+            remedy = f"Set model.vocab_size={entries} to add rows, or give a tokenizer and weights of one model."
+            raise setting_error("model.path", self.config.model.path, f"{rule}. {remedy}")
         return rows
 
     def name(self) -> str:
@@ -203,7 +249,7 @@ class CausalModel(FolderModel):
 
     def keep(self, folder: RunFolder, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
         """Copy the folder's files except weights, and return the contents of the run's other files."""
-        keep_base(folder, self.path)
+        self.keep_copy(folder)
         return keep_files(folder, None, data, [*notes, *self.notes])
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -276,12 +322,20 @@ class HeadedModel(FolderModel):
         return changes
 
     def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
-        found, unexpected = source_with_head(model, self.path, self.config.seed, new_head=self._new_head)
+        found, unexpected = source_with_head(
+            model, self.path, self.config.seed, new_head=self._new_head, added=self.added_rows
+        )
         return found, [*format_unexpected_keys(unexpected), *format_new_keys(found.new_names, self.config.seed)]
 
     def tokenizer(self, **options: Any) -> Any:
-        """Return the folder's transformers tokenizer. options: arguments of from_pretrained."""
-        return hugging_face.load_tokenizer(self.base, **options)
+        """Return the folder's transformers tokenizer, with added tokens. options: arguments of from_pretrained."""
+        found = hugging_face.load_tokenizer(self.base, **options)
+        if self.new_tokens:
+            from tokenizers import AddedToken
+
+            with_added_tokens(found.backend_tokenizer.to_str(), self.new_tokens)  # raises an error for a known token
+            found.add_tokens([AddedToken(token, normalized=False) for token in self.new_tokens])
+        return found
 
     def labels(self) -> Mapping[Any, str] | None:
         """Return the class names in the folder's config."""
@@ -290,6 +344,7 @@ class HeadedModel(FolderModel):
     def tokenizer_digest(self) -> str:
         """Return a digest of the tokenizer's files."""
         hasher, base = hashlib.blake2b(digest_size=16), self.base
+        hasher.update("".join(f"\0{token}" for token in self.new_tokens).encode())
         for file in sorted({file for pattern in COMPANIONS for file in base.glob(pattern)}):
             if file.name.startswith(("tokenizer", "vocab", "merges", "special", "added", "spiece", "sentencepiece")):
                 hasher.update(file.name.encode() + read_regular(file, base))
@@ -298,7 +353,7 @@ class HeadedModel(FolderModel):
     def keep(self, folder: RunFolder) -> None:
         """Copy the folder's files except weights, with the task's fields in config.json."""
         folder.path.mkdir(parents=True, exist_ok=True)
-        keep_base(folder, self.path)
+        self.keep_copy(folder)
         file = base_of(folder) / "config.json"
         fields = json.loads(file.read_text("utf-8"))
         fields["architectures"] = [type(self.shapes()).__name__]
@@ -355,7 +410,7 @@ _USUAL_STD = 0.02
 
 
 def source_with_head(
-    model: Any, folder: Path, seed: int, *, new_head: bool = False
+    model: Any, folder: Path, seed: int, *, new_head: bool = False, added: Path | None = None
 ) -> tuple[WeightsWithHead, list[str]]:
     """Return the source of a model's tensors, and the stored names that the model lacks.
 
@@ -366,6 +421,7 @@ def source_with_head(
         folder: config.json and safetensors files.
         seed: seed of new tensors.
         new_head: if True, ignore the head in the files.
+        added: as in `pretrained_source`.
 
     Raises:
         CheckpointError, ModelError: as in `pretrained_source`.
@@ -376,7 +432,7 @@ def source_with_head(
     def may_lack(name: str) -> bool:
         return "pooler." in name or (has_body and not name.startswith(body))
 
-    stored, unexpected = pretrained_source(model, folder, may_lack)
+    stored, unexpected = pretrained_source(model, folder, may_lack, added)
     if new_head:
         heads = [name for name in stored.entries if has_body and not name.startswith(body)]
         stored = stored.without(heads)
