@@ -11,6 +11,7 @@ from tests.parity.adapter_cases import (
     dropping_subjects,
     extra_subjects,
     packed_subjects,
+    stack_subjects,
 )
 from tests.parity.cases import cases
 from tests.parity.plans import BROAD_GROUPS, RTOL, Cell, chosen_cells, differing
@@ -117,6 +118,26 @@ def test_trained_rows_and_saved_modules_match_one_process(ranks2):
     subjects = extra_subjects()
     chosen = [Cell(name, Plan.parse(f"{text} precision=fp64")) for name, some in EXTRA_PLANS.items() for text in some]
     references = {one.case: train_plain(one.case) for one in subjects.values()}
+    found = differing(chosen, subjects, references, ranks2)
+    assert not found, "\n".join(found)
+
+
+STACK_PLANS = {
+    "stacks": ("dp_shard=2 zero=1", "dp_shard=2 zero=3", "dp_shard=2 ep=2", "dp_shard=2 ep=2 zero=3", "tp=2",
+               "tp=2 sp=on", "pp=2 accumulation=2", "cp=2", "dp_shard=2 zero=2 recompute=full"),
+    "stacks-dora": ("dp_shard=2 zero=2", "dp_shard=2 ep=2", "tp=2 sp=on", "pp=2 accumulation=2"),
+    "stacks-oss": ("dp_shard=2 zero=3", "dp_shard=2 ep=2", "tp=2"),
+    "stacks-own": ("dp_replicate=2", "dp_shard=2 ep=2 zero=2", "tp=2 sp=on", "pp=2 accumulation=2"),
+}  # fmt: skip
+
+
+def test_adapters_of_stacked_experts_match_one_process(ranks2):
+    subjects = stack_subjects()
+    chosen = [Cell(name, Plan.parse(f"{text} precision=fp64")) for name, some in STACK_PLANS.items() for text in some]
+    references = {
+        one.case: train_case("precision=fp64", one.case) if name == "stacks-own" else train_plain(one.case)
+        for name, one in subjects.items()
+    }
     found = differing(chosen, subjects, references, ranks2)
     assert not found, "\n".join(found)
 

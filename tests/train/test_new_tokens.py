@@ -228,7 +228,9 @@ def test_folder_whose_tokenizer_is_longer_than_its_embedding(home, tmp_path, cap
     assert wanted in capsys.readouterr().err
     run = train(*words, f"model.vocab_size={rows + 3}")
     assert json.loads((run.path / "base" / "config.json").read_text())["vocab_size"] == rows + 3
-    with pytest.raises(ConfigError, match=f"model.vocab_size=20: the embedding of model.path has {rows} rows, and rows"):
+    with pytest.raises(
+        ConfigError, match=f"model.vocab_size=20: the embedding of model.path has {rows} rows, and rows"
+    ):
         prepare_run(load_config(None, [*words, "model.vocab_size=20", "run.name=fewer"]).config, world_size=1)
 
 

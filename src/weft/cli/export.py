@@ -237,7 +237,9 @@ def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, An
     record = Adapted.read(said)
     modules = dict(model.named_modules())
     # `restore_model` reports tensors that are missing from the model.
-    adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, 0, record.experts)
+    adapt_layers(
+        model, {path: modules[path] for path in record.layers if path in modules}, record.kind, 0, record.experts
+    )
     train_more(model, {}, {path: ids for path, ids in record.tokens.items() if path in modules})
     for name, param in model.named_parameters():
         if name in checkpoint.entries("model"):

@@ -142,8 +142,8 @@ class TokenizerSection(Section):
     train_bytes: PositiveInt = 20_000_000
     """Maximum number of bytes of text read to train a tokenizer."""
     add_tokens: tuple[str, ...] = Field(default=(), strict=False, examples=[["<tool>", "</tool>"]])
-    """Tokens to add to the tokenizer. Each occurrence in the data, written exactly like this, becomes one token. Missing
-    rows of the embeddings of model.path are added. They start from the mean of the other rows."""
+    """Tokens to add to the tokenizer. Each occurrence in the data, written exactly like this, becomes one token. Rows
+    that the embeddings of model.path lack are added. They start from the mean of the other rows."""
 
 
 class SourceSection(Section):

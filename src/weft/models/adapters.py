@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from weft.errors import ModelError
 from weft.models.adapters_experts import (
     AdaptedExperts,
+    AdapterKind,
     adapt_stacks,
     chosen_stacks,
     merged_stack,
@@ -41,30 +42,6 @@ from weft.models.token_rows import (
 
 #: Names of an adapter's parameters within a layer.
 ADAPTER_PARAMS = ("lora_A", "lora_B", "lora_magnitude")
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterKind:
-    """Settings of an adapter on a linear layer.
-
-    rank: rows of A and columns of B. alpha: the product of B and A is multiplied by alpha / rank, or by alpha /
-    sqrt(rank) under rslora. kind: "lora", "rslora" or "dora". dropout: dropout rate of the adapter's inputs in
-    training.
-    """
-
-    rank: int
-    alpha: float
-    kind: str = "lora"
-    dropout: float = 0.0
-
-    def __str__(self) -> str:
-        drops = f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"{self.kind} of rank {self.rank}, alpha {self.alpha:g}{drops}"
-
-    @property
-    def scale(self) -> float:
-        """The factor of the product of B and A."""
-        return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +336,9 @@ def add_adapter(
     saved = saved_modules(model, modules_to_save)
     inside = {path for path in usable | chosen if any(f"{path}.".startswith(f"{one}.") for one in saved)}
     if targets and (both := sorted(inside & chosen.keys())):
-        raise ModelError(f"targets={both[0]}: modules_to_save trains this layer in full. Leave it out of one of the two.")
+        raise ModelError(
+            f"targets={both[0]}: modules_to_save trains this layer in full. Leave it out of one of the two."
+        )
     chosen = {path: layer for path, layer in chosen.items() if path not in inside}
     if not chosen and not stacks:
         raise ModelError(f"modules_to_save={modules_to_save[0]}: no layer is left for the adapter. Save fewer modules.")
@@ -442,9 +421,7 @@ def _check(adapter: AdapterKind) -> None:
         raise ModelError(f"alpha={adapter.alpha:g}: it must be above 0. Use alpha={2 * adapter.rank}.")
 
 
-def chosen_layers(
-    model: nn.Module, targets: Sequence[str] = (), *, optional: bool = False
-) -> dict[str, nn.Module]:
+def chosen_layers(model: nn.Module, targets: Sequence[str] = (), *, optional: bool = False) -> dict[str, nn.Module]:
     """Return the layers that patterns choose, by path, in the model's order.
 
     model: without an adapter. targets: as `add_adapter` takes them. optional: True to return {} for a model without

@@ -11,8 +11,9 @@ E experts, R rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,32 @@ from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import hugging_face, layers
 from weft.models.inspect.blocks import replace_class, revert
 
-if TYPE_CHECKING:
-    from weft.models.adapters import AdapterKind
-
 #: Ends of the names of an adapter's parameters, after the name of the adapted one.
 EXPERT_PARAMS = ("_lora_A", "_lora_B", "_lora_magnitude")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterKind:
+    """Settings of an adapter on a linear layer.
+
+    rank: rows of A and columns of B. alpha: the product of B and A is multiplied by alpha / rank, or by alpha /
+    sqrt(rank) under rslora. kind: "lora", "rslora" or "dora". dropout: dropout rate of the adapter's inputs in
+    training.
+    """
+
+    rank: int
+    alpha: float
+    kind: str = "lora"
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        drops = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{self.kind} of rank {self.rank}, alpha {self.alpha:g}{drops}"
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of B and A."""
+        return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
 
 class AdaptedExperts(nn.Module):
@@ -38,10 +60,19 @@ class AdaptedExperts(nn.Module):
     _weft_is_on: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward with adapted weights, each of which is computed once."""
-        self.__dict__["_weft_merged"] = {} if self._weft_is_on else None
+        """Run the module with adapted weights, each of which is computed once."""
+        return self._merged_in(super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the experts' own forward with adapted weights, also if it is called without `__call__`."""
+        return self._merged_in(super().forward, args, kwargs)
+
+    def _merged_in(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._weft_is_on or self.__dict__.get("_weft_merged") is not None:
+            return call(*args, **kwargs)
+        self.__dict__["_weft_merged"] = {}
         try:
-            return super().__call__(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             self.__dict__["_weft_merged"] = None
 
@@ -75,13 +106,8 @@ class AdaptedExperts(nn.Module):
                 # If the weight is sharded or not allocated yet, it is computed from seed and name too.
                 weight = torch.empty(shape, dtype=parameter.dtype)
                 initialise_parameter(weight, full_name.removesuffix(end), self, seed)
-            parameter.copy_(stack_norms(weight.to(parameter.dtype), is_transposed))
+            parameter.copy_(torch.linalg.vector_norm(weight.to(parameter.dtype), dim=1 if is_transposed else 2))
         return True
-
-
-def stack_norms(weight: Tensor, is_transposed: bool) -> Tensor:
-    """Return the norm of each output's weights, (E, outputs)."""
-    return torch.linalg.vector_norm(weight, dim=1 if is_transposed else 2)
 
 
 def merged_stack(scale: float, stored: Tensor, own: Mapping[str, Tensor], is_transposed: bool) -> Tensor:
@@ -133,7 +159,7 @@ def chosen_stacks(model: nn.Module, targets: Sequence[str]) -> tuple[dict[str, b
 
 
 def adapt_stacks(model: nn.Module, chosen: Mapping[str, bool], adapter: AdapterKind, seed: int) -> None:
-    """Add adapters to stacked parameters of experts in place.
+    """Add adapters to stacked parameters of experts.
 
     Args:
         model: a model whose parameters are frozen.
@@ -146,8 +172,8 @@ def adapt_stacks(model: nn.Module, chosen: Mapping[str, bool], adapter: AdapterK
     """
     if chosen and adapter.dropout:
         raise ModelError(
-            f"dropout={adapter.dropout}: the adapter of {next(iter(chosen))} is added to the weights, and dropout would "
-            "need its inputs. Use dropout=0, or leave the experts out of the targets."
+            f"dropout={adapter.dropout}: the adapter of {next(iter(chosen))} is added to the weights, and dropout "
+            "needs its inputs. Use dropout=0, or leave the experts out of the targets."
         )
     stacks = stacked_parameters(model)
     for path, is_transposed in chosen.items():

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError, ModelError
-from weft.models.adapters import Adapted, AdapterKind, adapt_layers, adapted, chosen_layers, train_more
-from weft.models.adapters_experts import stack_names, stacked_parameters
+from weft.models.adapters import Adapted, adapt_layers, adapted, chosen_layers, train_more
+from weft.models.adapters_experts import AdapterKind, stack_names, stacked_parameters
 from weft.models.token_rows import TOKEN_ROWS, saved_modules
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -25,7 +25,8 @@ _SUFFIXES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitu
 _ROWS = ".token_adapter.trainable_tokens_delta"
 #: Settings of unsupported adapters that change the layer's computation.
 _UNKNOWN = (
-    "alpha_pattern", "rank_pattern", "layer_replication", "lora_bias", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens",
+    "alpha_pattern", "rank_pattern", "layer_replication", "lora_bias", "use_qalora", "use_bdlora", "arrow_config",
+    "alora_invocation_tokens",
 )  # fmt: skip
 
 
@@ -124,7 +125,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     saved = saved_modules(model, _saved_paths(folder, config, modules))
     more = {f"{_PREFIX}{path}.{name}": full for path, names in saved.items() for name, full in names.items()}
     stacks = _target_stacks(folder, config, model)
-    inner = {name for name in tensors if any(name.startswith(f"{one}lora_") for one in _stack_prefixes(stacks).values())}
+    inner = {
+        name for name in tensors if any(name.startswith(f"{one}lora_") for one in _stack_prefixes(stacks).values())
+    }
     rows = {name for name in tensors if name.endswith(_ROWS)}
     unchanged = {name for name in tensors if name.endswith(".token_adapter.base_layer.weight")}
     paths = {path for path, _ in _names_in(folder, tensors.keys() - more.keys() - rows - unchanged - inner)}
@@ -198,7 +201,7 @@ def _target_stacks(folder: Path, config: Mapping[str, Any], model: nn.Module) ->
             found[path] = bool(getattr(module, "is_transposed", False))
     if unknown := [one for one in asked if not any(path == one or path.endswith(f".{one}") for path in found)]:
         raise CheckpointError(
-            f"{folder}: it adapts the parameter {unknown[0]!r}, which is not a weight of stacked experts of this model. "
+            f"{folder}: it adapts the parameter {unknown[0]!r}, which is no weight of stacked experts of this model. "
             "Merge it with peft, and load the merged model."
         )
     return found

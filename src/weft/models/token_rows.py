@@ -104,19 +104,19 @@ class RowsLinear(TrainedRows):
         return F.linear(x, self.unpacked_weight().to(x.dtype), bias)
 
     def unpacked_weight(self) -> Tensor:
-        """Return the weight with the trained rows, (V, D). Its gradient is that of the rows."""
+        """Return the weight with the trained rows, (V, D). The rows get its gradient."""
         if not self._weft_is_on:
             return self.weight
-        if self._weft_local[0].device != self.weight.device:
-            self._weft_local = (self._weft_local[0].to(self.weight.device), self._weft_local[1].to(self.weight.device))
-        places, here = self._weft_local
+        places, here = (one.to(self.weight.device) for one in self._weft_local)
+        if not self.weight.is_meta:  # a trace on the meta device must not lose the values
+            self._weft_local = (places, here)
         return self.weight.index_copy(0, here, self.token_rows[places].to(self.weight.dtype))
 
 
 def add_token_rows(
     model: nn.Module, tokens: Mapping[str, Sequence[int]] | Sequence[int]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Make rows of embeddings trainable, in place.
+    """Make rows of embeddings trainable.
 
     Args:
         model: a model whose parameters are frozen.
@@ -141,10 +141,14 @@ def add_token_rows(
         _check_ids(ids, weight.shape[0], path)
         if path in found:
             if found[path] != tuple(sorted(ids)):
-                raise ModelError(f"trainable_tokens={pattern}: it shares its weight with {path}. Give equal ids for both.")
+                raise ModelError(
+                    f"trainable_tokens={pattern}: it shares its weight with {path}. Give equal ids for both."
+                )
             continue
         if weight.requires_grad:
-            raise ModelError(f"trainable_tokens={pattern}: modules_to_save trains all rows of {path}. Use one of the two.")
+            raise ModelError(
+                f"trainable_tokens={pattern}: modules_to_save trains all rows of {path}. Use one of the two."
+            )
         found[path] = tuple(sorted(ids))
         dtype = torch.promote_types(weight.dtype, torch.float32)
         rows = nn.Parameter(torch.empty(len(ids), weight.shape[1], dtype=dtype, device=weight.device))
@@ -160,7 +164,11 @@ def add_token_rows(
 def remove_token_rows(module: nn.Module) -> None:
     """Remove the trained rows from a module and restore its class, if no later class replacement is in front of it."""
     kind = RowsEmbedding if isinstance(module, RowsEmbedding) else RowsLinear
-    for name in (TOKEN_ROWS, "token_ids", *(f"_weft_{one}" for one in ("is_on", "num_rows", "first_row", "tokens", "local"))):
+    for name in (
+        TOKEN_ROWS,
+        "token_ids",
+        *(f"_weft_{one}" for one in ("is_on", "num_rows", "first_row", "tokens", "local")),
+    ):
         delattr(module, name)
     revert(module, kind)
 
@@ -224,8 +232,8 @@ def _modules_of(model: nn.Module, pattern: str) -> tuple[str, dict[str, nn.Modul
 
 def _not_rows(pattern: str, path: str, module: nn.Module) -> ModelError:
     return ModelError(
-        f"trainable_tokens={pattern}: {path} is a {type(module).__name__}, and only embeddings and output layers have a "
-        "row for each token. Name one of those."
+        f"trainable_tokens={pattern}: {path} is a {type(module).__name__}, and only embeddings and output layers "
+        "have a row for each token. Name one of those."
     )
 
 

@@ -343,8 +343,16 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     ConfigRule(
         name="adapter-has-a-rank",
-        keys=("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.dropout", "adapter.kind", "adapter.base",
-              "adapter.modules_to_save", "adapter.trainable_tokens"),
+        keys=(
+            "adapter.rank",
+            "adapter.alpha",
+            "adapter.targets",
+            "adapter.dropout",
+            "adapter.kind",
+            "adapter.base",
+            "adapter.modules_to_save",
+            "adapter.trainable_tokens",
+        ),
         reason="Without a rank there is no adapter, and its other settings would do nothing.",
         predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
         message="0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave them "

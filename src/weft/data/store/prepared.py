@@ -327,7 +327,9 @@ def ready_tokenizer(
         settings = source.parent / "tokenizer_config.json"
         files = [source, settings, *([source.parent / "chat_template.jinja"] if section.template else [])]
         content = [path.read_bytes().hex() for path in files if path.is_file()]
-        key = key_of("file", FORMAT_VERSION, content, config.data.bos, *(["template"] if section.template else []), *added)
+        key = key_of(
+            "file", FORMAT_VERSION, content, config.data.bos, *(["template"] if section.template else []), *added
+        )
     else:
         # The file names determine the order in which texts are read.
         texts = [

@@ -265,7 +265,9 @@ class RankForwards:
         assert model is not None
         found: list[torch.Tensor] = []
         # A pipeline stage may have no adapted layers.
-        has_adapter = of == "base" and any(isinstance(module, AdaptedLinear | AdaptedExperts | TrainedRows) for module in model.modules())
+        has_adapter = of == "base" and any(
+            isinstance(module, AdaptedLinear | AdaptedExperts | TrainedRows) for module in model.modules()
+        )
         with without_adapter(model) if has_adapter else nullcontext():
             each_output(
                 model, batches, self._mesh, self._task.loss, self._task.forward,

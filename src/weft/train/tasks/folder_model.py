@@ -42,7 +42,7 @@ from weft.train.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder, run_folder
 from weft.train.tasks.base import setting_error
 from weft.train.tasks.description import describe_by_tracing
-from weft.train.weights.added_rows import add_to_files, num_entries, number_of_rows, write_added_rows
+from weft.train.weights.added_rows import add_to_files, number_of_rows, write_added_rows
 from weft.train.weights.decoder_files import base_of, keep_base, keep_files
 from weft.train.weights.published_weights import (
     ADDED_ROWS,
@@ -103,11 +103,7 @@ class FolderModel:
     @cached_property
     def num_rows(self) -> int | None:
         """Number of rows of the embeddings if rows are added to those of model.path, else None."""
-        if not self.path.is_dir() or not (self.config.model.vocab_size or self.config.tokenizer.add_tokens):
-            return None
-        stored = hugging_face.load_model_config(self.path).get_text_config().vocab_size
-        rows = number_of_rows(self.config, stored, lambda: num_entries(self.path, self.config.tokenizer.add_tokens))
-        return rows if rows > stored else None
+        return number_of_rows(self.config, self.path) if self.path.is_dir() else None
 
     @property
     def added_rows(self) -> Path | None:

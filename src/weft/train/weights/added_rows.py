@@ -10,7 +10,7 @@ Source: Hewitt 2021, "Initializing new word embeddings for pretrained language m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +32,31 @@ _SHARE = 1e-9
 _AT_ONCE = 2**14
 
 
-def number_of_rows(config: RunConfig, stored: int, entries: Callable[[], int]) -> int:
-    """Return the number of rows of the embeddings of model.path.
-
-    Args:
-        config: the run's config.
-        stored: rows in the folder.
-        entries: returns the number of entries of the tokenizer, with added tokens.
+def number_of_rows(config: RunConfig, folder: Path) -> int | None:
+    """Return the number of rows of the embeddings of model.path if the config adds rows, else None.
 
     Raises:
         ConfigError: if model.vocab_size is less than the rows in the folder.
+        DataError: as in `entries_of`.
     """
-    asked = config.model.vocab_size
+    asked, tokens = config.model.vocab_size, config.tokenizer.add_tokens
+    if not (asked or tokens):
+        return None
+    stored = hugging_face.load_model_config(folder).get_text_config().vocab_size
     if asked is not None and asked < stored:
         rule = f"the embedding of model.path has {stored} rows, and rows are only added"
         raise ConfigError([Problem.of("model.vocab_size", asked, f"{rule}. Use {stored} or more, or leave it out.")])
-    return max(stored, asked or 0, entries() if config.tokenizer.add_tokens else 0)
+    entries = max(entries_of(folder, tokens).values()) + 1 if tokens else 0
+    rows = max(stored, asked or 0, entries)
+    return rows if rows > stored else None
 
 
-def num_entries(folder: Path, tokens: Sequence[str]) -> int:
-    """Return the number of entries of a folder's tokenizer, after adding tokens.
+def entries_of(folder: Path, tokens: Sequence[str] = ()) -> dict[str, int]:
+    """Return the ids of a folder's tokenizer by token, after adding tokens.
 
     Raises:
         DataError: if the folder has no tokenizer.json, or it has one of the tokens already.
     """
-    return max(entries_of(folder, tokens).values()) + 1
-
-
-def entries_of(folder: Path, tokens: Sequence[str] = ()) -> dict[str, int]:
-    """Return the ids of a folder's tokenizer by token, after adding tokens. Raise DataError as in `num_entries`."""
     from tokenizers import Tokenizer as Library
 
     text = find_tokenizer_file(str(folder)).read_text("utf-8")
@@ -88,10 +84,14 @@ def write_added_rows(file: Path, model: nn.Module, stored: nn.Module, folder: Pa
     known = {name for name, param in model.named_parameters() if id(param) in own}
     if other := sorted(changed - known):
         rule = f"tensor {other[0]!r} of model.path has a row per token too, and only embeddings are resized"
-        raise ConfigError([Problem("model.vocab_size", f"model.vocab_size: {rule}. Resize the folder with transformers.")])
+        raise ConfigError(
+            [Problem("model.vocab_size", f"model.vocab_size: {rule}. Resize the folder with transformers.")]
+        )
     source, _ = pretrained_source(stored, folder, lambda name: name not in changed)
     found = {
-        f"{name}{ADDED_SUFFIX}": drawn_rows(read_full(source, name), wanted[name].shape[0] - before[name].shape[0], name, seed)
+        f"{name}{ADDED_SUFFIX}": drawn_rows(
+            read_full(source, name), wanted[name].shape[0] - before[name].shape[0], name, seed
+        )
         for name in sorted(changed & source.entries.keys())
     }
     save_file(found, file)
@@ -104,7 +104,9 @@ def drawn_rows(stored: Tensor, count: int, name: str, seed: int) -> Tensor:
     Rows of a weight are normal with the mean and 1e-9 of the covariance of the stored rows, or equal to the mean if the
     covariance is not positive definite. A bias has the mean and 1e-9 of the standard deviation.
     """
-    flat = torch.cat([values for _, values in normal_values(seed, f"{name}{ADDED_SUFFIX}", count * stored[0].numel())]).double()
+    flat = torch.cat(
+        [values for _, values in normal_values(seed, f"{name}{ADDED_SUFFIX}", count * stored[0].numel())]
+    ).double()
     if stored.ndim == 1:
         wide = stored.double()
         return (wide.mean() + _SHARE * wide.std() * flat).to(stored.dtype)

@@ -57,17 +57,14 @@ def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> d
 
     asked, added = config.adapter.trainable_tokens, config.tokenizer.add_tokens
     tokens = added if asked == "added" else asked
-    if not any(isinstance(token, str) for token in tokens):
-        return [token for token in tokens if not isinstance(token, str)]
-    base = base or base_of(run_folder(config))
-    path = Path(config.model.path).expanduser()
-    known = entries_of(base) if base.is_dir() and not path.is_dir() else entries_of(path, added)
-    if (unknown := next((token for token in tokens if isinstance(token, str) and token not in known), None)) is not None:
-        raise ModelError(
-            f"trainable_tokens={unknown}: the tokenizer has no such token. Add it with tokenizer.add_tokens, or leave it "
-            "out."
-        )
-    ids = [known[token] if isinstance(token, str) else token for token in tokens]
+    known: dict[str | int, int] = {token: token for token in tokens if isinstance(token, int)}
+    if len(known) < len(set(tokens)):
+        base, path = base or base_of(run_folder(config)), Path(config.model.path).expanduser()
+        known |= entries_of(path, added) if path.is_dir() else entries_of(base)
+    if unknown := [token for token in tokens if token not in known]:
+        rule = "the tokenizer has no such token. Add it with tokenizer.add_tokens, or leave it out"
+        raise ModelError(f"trainable_tokens={unknown[0]}: {rule}.")
+    ids = [known[token] for token in tokens]
     if asked != "added":
         return ids
     saved = [*saved_modules(model, config.adapter.modules_to_save)]
