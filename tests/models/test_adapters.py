@@ -211,7 +211,7 @@ MORE = {
     "saved untied": (lambda: of_family("Llama"), {"modules_to_save": ["lm_head", "model.norm"]}),
     "mixtral": (lambda: of_family("Mixtral", num_local_experts=4),
                 {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"], "kind": "rslora"}),
-    "qwen3_moe": (lambda: of_family("Qwen3Moe", head_dim=8, num_experts=4, moe_intermediate_size=8),
+    "qwen3_moe": (lambda: of_family("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
                   {"targets": ["layers.1.mlp.experts.down_proj"]}),
     "gpt_oss": (lambda: of_family("GptOss", head_dim=8, num_local_experts=4, num_experts_per_tok=2),
                 {"targets": ["experts.gate_up_proj", "experts.down_proj"]}),
@@ -240,7 +240,7 @@ def test_rows_modules_and_experts_are_exchanged_with_peft_and_merged(name, tmp_p
     plain.load_state_dict(merged_tensors(model, model.state_dict()))
     torch.testing.assert_close(plain(input_ids=ids).logits, wanted, rtol=0, atol=1e-12)
     if "modules_to_save" in settings:
-        with pytest.raises(ModelError, match="modules_to_save=.*: training replaced its weights"):
+        with pytest.raises(ModelError, match=r"modules_to_save=.*: training replaced its weights"):
             without_adapter(model).__enter__()
     else:
         with without_adapter(model):
@@ -326,14 +326,14 @@ def test_deepcopy_keeps_the_adapter():
         ),
         ({"rank": 2, "modules_to_save": ["blocks"]}, "modules_to_save=blocks: no layer is left for the adapter."),
         (
-            {"rank": 2, "trainable_tokens": [61]},
+            {"rank": 2, "trainable_tokens": {"embed": [61]}},
             "trainable_tokens=61: embed has 61 rows, with ids from 0 to 60. Use one",
         ),
         (
-            {"rank": 2, "trainable_tokens": [-1]},
+            {"rank": 2, "trainable_tokens": {"embed": [-1]}},
             "trainable_tokens=-1: embed has 61 rows, with ids from 0 to 60. Use one",
         ),
-        ({"rank": 2, "trainable_tokens": [4, 4]}, "trainable_tokens=4: the id is given twice. Give each id once."),
+        ({"rank": 2, "trainable_tokens": {"embed": [4, 4]}}, "trainable_tokens=4: the id is given twice. Give"),
         (
             {"rank": 2, "trainable_tokens": {"x": [4]}},
             "trainable_tokens=x: no module has such a path or ending. Use one",
@@ -343,7 +343,7 @@ def test_deepcopy_keeps_the_adapter():
             "trainable_tokens=norm: norm is a RMSNorm, and only embeddings",
         ),
         (
-            {"rank": 2, "trainable_tokens": [4], "modules_to_save": ["embed"]},
+            {"rank": 2, "trainable_tokens": {"embed": [4]}, "modules_to_save": ["embed"]},
             "trainable_tokens=embed: modules_to_save trains all rows of embed. Use one of the two.",
         ),
     ],

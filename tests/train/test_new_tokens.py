@@ -117,7 +117,7 @@ def test_exports_of_runs_with_new_tokens_load_in_transformers_and_peft(home, bas
     alone = peft.PeftModel.from_pretrained(resized, home / f"{base}-lora-out")
     torch.testing.assert_close(logits(alone, ids), logits(merged, ids), rtol=1e-5, atol=1e-5)
     said = json.loads((home / f"{base}-lora-out" / "adapter_config.json").read_text())["trainable_token_indices"]
-    assert said == dict.fromkeys(["model.embed_tokens"] + ["lm_head"] * (base == "untied"), [rows, rows + 1])
+    assert said == {key: [rows, rows + 1] for key in ["model.embed_tokens"] + ["lm_head"] * (base == "untied")}
     trained = auto.from_pretrained(home / f"{base}-full-out").get_input_embeddings().weight
     start = auto.from_pretrained(home / base).get_input_embeddings().weight
     assert trained.shape[0] == rows + 2
@@ -236,17 +236,17 @@ def test_folder_whose_tokenizer_is_longer_than_its_embedding(home, tmp_path, cap
 
 MANY = json.dumps([f"<{number}>" for number in range(100_001)])
 BAD = {
-    'tokenizer.add_tokens=["</s>"]': "tokenizer.add_tokens=</s>: the tokenizer has this token already, with id 1. Leave",
-    'tokenizer.add_tokens=["a", ""]': 'tokenizer.add_tokens="": a token has at least one character. Leave the empty one',
-    'tokenizer.add_tokens=["<a>", "<a>"]': "tokenizer.add_tokens='<a>': the token is listed twice. List each token once",
+    'tokenizer.add_tokens=["</s>"]': "tokenizer.add_tokens=</s>: the tokenizer has this token already, with id 1.",
+    'tokenizer.add_tokens=["a", ""]': 'tokenizer.add_tokens="": a token has at least one character. Leave the',
+    'tokenizer.add_tokens=["<a>", "<a>"]': "tokenizer.add_tokens=<a>: the token is listed twice. List each token once",
     f"tokenizer.add_tokens={MANY}": "tokenizer.add_tokens=100001 tokens: at most 100000 are added. Train a tokenizer",
     "adapter.trainable_tokens=[999]": "adapter.trainable_tokens=999: model.embed_tokens has ",
     "adapter.trainable_tokens=[-1]": "adapter.trainable_tokens=-1: model.embed_tokens has ",
     "adapter.trainable_tokens=[5, 5]": "adapter.trainable_tokens=5: the id is given twice. Give each id once.",
     'adapter.trainable_tokens=["<no>"]': "adapter.trainable_tokens=<no>: the tokenizer has no such token. Add it with",
-    'adapter.modules_to_save=["nope"]': "adapter.modules_to_save=nope: no module has such a path or ending. Use some of",
+    'adapter.modules_to_save=["nope"]': "adapter.modules_to_save=nope: no module has such a path or ending. Use",
     'adapter.modules_to_save=["act_fn"]': "adapter.modules_to_save=act_fn: model.layers.0.mlp.act_fn has no parameters",
-    'adapter.targets=["q_proj"] adapter.modules_to_save=["self_attn"]': "adapter.targets=model.layers.0.self_attn.q_proj",
+    'adapter.targets=["q_proj"] adapter.modules_to_save=["self_attn"]': "adapter.targets=model.layers.0.self_attn.q",
     'adapter.trainable_tokens=[5] adapter.modules_to_save=["embed_tokens"]': "adapter.trainable_tokens=model.embed_tok",
 }  # fmt: skip
 

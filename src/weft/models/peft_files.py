@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weft.errors import CheckpointError, ModelError
 from weft.models.adapters import Adapted, adapt_layers, adapted, chosen_layers, train_more
 from weft.models.adapters_experts import AdapterKind, stack_names, stacked_parameters
+from weft.models.inspect import layers
 from weft.models.token_rows import TOKEN_ROWS, saved_modules
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -129,8 +130,12 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         name for name in tensors if any(name.startswith(f"{one}lora_") for one in _stack_prefixes(stacks).values())
     }
     rows = {name for name in tensors if name.endswith(_ROWS)}
-    unchanged = {name for name in tensors if name.endswith(".token_adapter.base_layer.weight")}
-    paths = {path for path, _ in _names_in(folder, tensors.keys() - more.keys() - rows - unchanged - inner)}
+    # peft adds the full embeddings if they have more rows than those of the base.
+    resized = {name: name.removeprefix(_PREFIX).replace(".token_adapter.base_layer", "") for name in tensors}
+    tables = (layers.input_embeddings(model), layers.find_lm_head(model))
+    full = {f"{path}.weight" for path, module in modules.items() if any(module is table for table in tables)}
+    resized = {name: ours for name, ours in resized.items() if ours in full and name not in more}
+    paths = {path for path, _ in _names_in(folder, tensors.keys() - more.keys() - rows - resized.keys() - inner)}
     for path in sorted(paths - usable.keys()):
         if path not in modules:
             raise CheckpointError(
@@ -152,9 +157,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
             tensors[name] = found[sorted(range(len(ids)), key=ids.__getitem__)]
     train_more(model, saved, tokens)
     own = model.state_dict(keep_vars=True)
-    for theirs, ours in _wanted(_expected(model)).items():
+    for theirs, ours in (_wanted(_expected(model)) | resized).items():
         stored, param = tensors.get(theirs), own[ours]
-        if stored is not None and param.ndim == 3 and stored.ndim == 2:
+        if stored is not None and param.ndim == 3 and stored.numel() == param.numel():
             count, first, second = param.shape
             is_a = ours.endswith("_lora_A")
             stored = stored.view(count, first, second) if is_a else stored.view(first, second, count).permute(2, 0, 1)
@@ -230,7 +235,8 @@ def _expected(model: nn.Module) -> Adapted:
 
 
 def _config(record: Adapted, base: str | None, task_type: str | None) -> dict[str, Any]:
-    kind = record.kind
+    kind, stored = record.kind, [name for saved in record.saved.values() for name in saved.values()]
+    names = {path.rpartition(".")[2] for path in record.saved}
     return {
         "peft_type": "LORA",
         "task_type": task_type,
@@ -243,6 +249,7 @@ def _config(record: Adapted, base: str | None, task_type: str | None) -> dict[st
         "target_modules": list(record.layers),
         "target_parameters": list(record.experts) or None,
         "modules_to_save": list(record.saved) or None,
+        "ensure_weight_tying": len(set(stored)) < len(stored) and not names.isdisjoint(("embed_tokens", "lm_head")),
         "trainable_token_indices": {path: list(ids) for path, ids in record.tokens.items()} or None,
         "fan_in_fan_out": any(record.layers.values()),
         "bias": "none",
