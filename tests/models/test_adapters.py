@@ -344,7 +344,7 @@ def test_deepcopy_keeps_the_adapter():
         ),
         (
             {"rank": 2, "trainable_tokens": {"embed": [4]}, "modules_to_save": ["embed"]},
-            "trainable_tokens=embed: modules_to_save trains all rows of embed. Use one of the two.",
+            "trainable_tokens=embed: modules_to_save trains all of embed. Use one of the two.",
         ),
     ],
 )

@@ -232,6 +232,7 @@ def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, An
         CheckpointError: if the model is not the base that the adapter was trained on.
     """
     from weft.models.adapters import Adapted, adapt_layers, merge_adapter, train_more
+    from weft.models.token_rows import find_rows
     from weft.train.model_state import model_tensors, restore_model
 
     record = Adapted.read(said)
@@ -240,7 +241,7 @@ def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, An
     adapt_layers(
         model, {path: modules[path] for path in record.layers if path in modules}, record.kind, 0, record.experts
     )
-    train_more(model, {}, {path: ids for path, ids in record.tokens.items() if path in modules})
+    train_more(model, {}, find_rows(model, {path: ids for path, ids in record.tokens.items() if path in modules}))
     for name, param in model.named_parameters():
         if name in checkpoint.entries("model"):
             param.requires_grad_(True)  # such as a norm that was trained with the adapter

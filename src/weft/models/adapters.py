@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from weft.models.adapters_experts import (
     AdapterKind,
     adapt_stacks,
     chosen_stacks,
-    merged_stack,
+    merge_stack,
     remove_stack_adapters,
     stack_names,
     stacked_parameters,
@@ -32,10 +32,14 @@ from weft.models.inspect.blocks import replace_class, revert
 from weft.models.quantized_linear import BASE_FORMATS, leave_packed, pack_layers, unpack_layer
 from weft.models.token_rows import (
     TOKEN_ROWS,
+    Rows,
+    RowsEmbedding,
+    RowsLinear,
     TrainedRows,
-    add_token_rows,
+    add_rows,
+    find_rows,
     fits,
-    remove_token_rows,
+    remove_rows,
     saved_modules,
     with_rows,
 )
@@ -102,19 +106,13 @@ class Adapted:
         """Move trained rows and adapters of experts into the full weights, in a dict of tensors by name."""
         for path, is_transposed in self.experts.items():
             own = {end: tensors.pop(f"{path}{end}") for _, end in stack_names({path: False}, self.kind.kind)}
-            tensors[path] = self.merged_experts(tensors[path], own, is_transposed)
+            tensors[path] = merge_stack(self.kind.scale, tensors[path], own, is_transposed)
         for path, ids in self.tokens.items():
             merged = with_rows(tensors[f"{path}.weight"], ids, tensors[f"{path}.{TOKEN_ROWS}"])
             for one in (path, *(other for other, first in self.ties.items() if first == path)):
                 tensors.pop(f"{one}.{TOKEN_ROWS}", None)
                 if f"{one}.weight" in tensors:
                     tensors[f"{one}.weight"] = merged
-
-    @torch.no_grad()
-    def merged_experts(self, stored: Tensor, own: Mapping[str, Tensor], is_transposed: bool) -> Tensor:
-        """Return stacked weights with their adapter merged, in their dtype, computed in the adapter's."""
-        wide = stored.to(torch.promote_types(stored.dtype, own["_lora_A"].dtype))
-        return merged_stack(self.kind.scale, wide, own, is_transposed).contiguous().to(stored.dtype)
 
 
 _RECORD = "_weft_adapted"
@@ -342,41 +340,44 @@ def add_adapter(
     chosen = {path: layer for path, layer in chosen.items() if path not in inside}
     if not chosen and not stacks:
         raise ModelError(f"modules_to_save={modules_to_save[0]}: no layer is left for the adapter. Save fewer modules.")
-    packed: dict[str, int] = {}
+    rows, packed = find_rows(model, trainable_tokens, saved), dict[str, int]()
+    if stacks and dropout:
+        raise ModelError(
+            f"dropout={dropout}: the adapter of {next(iter(stacks))} is added to the weights, and dropout needs its "
+            "inputs. Use dropout=0, or leave the experts out of the targets."
+        )
     if base != "stored":
         if kind == "dora":
             raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
         _check(adapter)
         packed = pack_layers(model, {path: one for path, one in usable.items() if path not in inside}, base)
     adapt_layers(model, chosen, adapter, seed, stacks)
-    return train_more(model, saved, trainable_tokens, base=base, packed=packed)
+    return train_more(model, saved, rows, base=base, packed=packed)
 
 
 def train_more(
     model: nn.Module,
     saved: Mapping[str, Mapping[str, str]],
-    tokens: Mapping[str, Sequence[int]] | Sequence[int],
+    rows: Mapping[str, Rows],
     *,
     base: str = "stored",
     packed: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Train modules and rows in addition to adapted layers, in place. Return the same model.
+    """Train modules and rows in addition to adapted layers, and record them. Return the same model.
 
     Args:
         model: a model after `adapt_layers`.
-        saved: as in `Adapted`.
-        tokens: as `trainable_tokens` of `add_adapter`.
-        base, packed: as in `Adapted`.
-
-    Raises:
-        ModelError: as `add_adapter` raises it for tokens.
+        saved, base, packed: as in `Adapted`.
+        rows: as returned by `find_rows`.
     """
     for path in saved:
         model.get_submodule(path).requires_grad_(True)
-    found, ties = add_token_rows(model, tokens)
+    add_rows(rows)
     record = adapted(model)
     assert record is not None
-    note_adapted(model, replace(record, base=base, packed=packed or {}, saved=saved, tokens=found, ties=ties))
+    tokens = {path: one.ids for path, one in rows.items()}
+    ties = {other: path for path, one in rows.items() for other in one.sharing if other != path}
+    note_adapted(model, replace(record, base=base, packed=packed or {}, saved=saved, tokens=tokens, ties=ties))
     return model
 
 
@@ -498,6 +499,9 @@ def _adapt(layer: nn.Module, path: str, adapter: AdapterKind, seed: int) -> None
 
 # Merging adapters into their layers' weights.
 
+#: Classes that `add_adapter` puts in front of a module's own class.
+_CLASSES = (AdaptedLinear, AdaptedExperts, RowsEmbedding, RowsLinear)
+
 
 def merge_adapter(model: nn.Module) -> nn.Module:
     """Add each adapter to its layer's weight in place and restore the layers' classes from before `add_adapter`.
@@ -511,17 +515,21 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: if the model has no adapter or is parallelized.
     """
-    record, found = _expected(model), dict[str, AdaptedLinear]()
-    for path in record.layers:
-        layer = model.get_submodule(path)
-        # An adapted class has AdaptedLinear as its first base. A later class replacement would come before it.
-        if type(layer).__bases__[0] is not AdaptedLinear:
+    record = _expected(model)
+    around = dict.fromkeys(path.rpartition(".")[0] for path in record.experts)
+    for path in (*record.layers, *around, *record.tokens, *record.ties):
+        # An adapted class has one of these as its first base. A later class replacement would come before it.
+        if type(model.get_submodule(path)).__bases__[0] not in (
+            AdaptedLinear,
+            AdaptedExperts,
+            RowsEmbedding,
+            RowsLinear,
+        ):
             raise ModelError(
                 f"model: {path} was changed after add_adapter, such as by parallelize. Merge the full tensors: "
                 "merged_tensors(model, run.full_state_dict(model))."
             )
-        assert isinstance(layer, AdaptedLinear)
-        found[path] = layer
+    found = {path: cast(AdaptedLinear, model.get_submodule(path)) for path in record.layers}
     for path in record.packed:
         unpack_layer(model.get_submodule(path))
     for path, layer in found.items():
@@ -534,16 +542,14 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         revert(layer, AdaptedLinear)
     for path in record.packed:
         leave_packed(model.get_submodule(path))
-    own = dict(model.named_parameters())
-    for path, is_transposed in record.experts.items():
-        parts = {end: own[f"{path}{end}"] for _, end in stack_names({path: False}, record.kind.kind)}
-        own[path].data = record.merged_experts(own[path].detach(), parts, is_transposed)
+    params = dict(model.named_parameters())
+    rest = {name: param.detach() for name, param in params.items()}
+    record.merge_rest(rest)
+    for name in (*record.experts, *(f"{path}.weight" for path in record.tokens)):
+        params[name].data = rest[name]
     remove_stack_adapters(model, record.experts)
-    for path, ids in record.tokens.items():
-        weight = model.get_submodule(path).get_parameter("weight")
-        weight.data = with_rows(weight.detach(), ids, model.get_submodule(path).get_parameter(TOKEN_ROWS).detach())
     for path in (*record.tokens, *record.ties):
-        remove_token_rows(model.get_submodule(path))
+        remove_rows(model.get_submodule(path))
     note_adapted(model, None)
     return model
 

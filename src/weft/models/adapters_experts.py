@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ModelError
 from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import hugging_face, layers
 from weft.models.inspect.blocks import replace_class, revert
@@ -127,6 +126,13 @@ def merged_stack(scale: float, stored: Tensor, own: Mapping[str, Tensor], is_tra
     return weight.mT if is_transposed else weight
 
 
+@torch.no_grad()
+def merge_stack(scale: float, stored: Tensor, own: Mapping[str, Tensor], is_transposed: bool) -> Tensor:
+    """Return the result of `merged_stack` in the stored dtype, computed in the adapter's."""
+    wide = stored.to(torch.promote_types(stored.dtype, own["_lora_A"].dtype))
+    return merged_stack(scale, wide, own, is_transposed).contiguous().to(stored.dtype)
+
+
 def stacked_parameters(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the stacked matrices of all experts by path, as (module, name within it)."""
     known = {id(module) for _, module in layers.find_experts(model)}
@@ -166,15 +172,7 @@ def adapt_stacks(model: nn.Module, chosen: Mapping[str, bool], adapter: AdapterK
         chosen: as returned by `chosen_stacks`.
         adapter: settings of the adapters.
         seed: as in `add_adapter`.
-
-    Raises:
-        ModelError: for dropout, which acts on inputs and not on weights.
     """
-    if chosen and adapter.dropout:
-        raise ModelError(
-            f"dropout={adapter.dropout}: the adapter of {next(iter(chosen))} is added to the weights, and dropout "
-            "needs its inputs. Use dropout=0, or leave the experts out of the targets."
-        )
     stacks = stacked_parameters(model)
     for path, is_transposed in chosen.items():
         module, name = stacks[path]

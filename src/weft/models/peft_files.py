@@ -16,7 +16,7 @@ from weft.errors import CheckpointError, ModelError
 from weft.models.adapters import Adapted, adapt_layers, adapted, chosen_layers, train_more
 from weft.models.adapters_experts import AdapterKind, stack_names, stacked_parameters
 from weft.models.inspect import layers
-from weft.models.token_rows import TOKEN_ROWS, saved_modules
+from weft.models.token_rows import TOKEN_ROWS, find_rows, saved_modules
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -155,7 +155,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     for path, ids in tokens.items():  # Weft keeps the ids sorted
         if (found := tensors.get(name := f"{_PREFIX}{path}{_ROWS}")) is not None and found.shape[0] == len(ids):
             tensors[name] = found[sorted(range(len(ids)), key=ids.__getitem__)]
-    train_more(model, saved, tokens)
+    train_more(model, saved, find_rows(model, tokens, saved))
     own = model.state_dict(keep_vars=True)
     for theirs, ours in (_wanted(_expected(model)) | resized).items():
         stored, param = tensors.get(theirs), own[ours]

@@ -8,7 +8,8 @@ V entries of the vocabulary, D features, K trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -113,63 +114,84 @@ class RowsLinear(TrainedRows):
         return self.weight.index_copy(0, here, self.token_rows[places].to(self.weight.dtype))
 
 
-def add_token_rows(
-    model: nn.Module, tokens: Mapping[str, Sequence[int]] | Sequence[int]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Make rows of embeddings trainable.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows to train in one weight. ids: in ascending order. sharing: the modules that have the weight, by path."""
+
+    ids: tuple[int, ...]
+    sharing: Mapping[str, nn.Module]
+
+
+def find_rows(
+    model: nn.Module, tokens: Mapping[str, Sequence[int]] | Sequence[int], saved: Iterable[str] = ()
+) -> dict[str, Rows]:
+    """Return the rows to train by the path of the first module that has their weight.
 
     Args:
-        model: a model whose parameters are frozen.
+        model: a model without trained rows.
         tokens: token ids for the input embedding and the modules that share its weight, or ids by path, or end of a
             path, of a module.
-
-    Returns:
-        The sorted ids by path, and the path of the first module of a shared weight for each other one.
+        saved: paths of modules that are trained in full.
 
     Raises:
         ModelError: if a module cannot have trained rows, or an id is beyond its rows or given twice.
     """
+    every, table = dict(model.named_modules()), layers.input_embeddings(model)
     if not isinstance(tokens, Mapping):
-        tokens = {_input_path(model): tokens} if tokens else {}
-    found: dict[str, tuple[int, ...]] = {}
-    ties: dict[str, str] = {}
+        if tokens and table is None:
+            raise ModelError(
+                f"trainable_tokens: {type(model).__name__} does not name its input embedding. Give the ids by module, "
+                'such as {"embed": [5]}.'
+            )
+        tokens = {path: tokens for path, module in every.items() if tokens and module is table}
+    found: dict[str, Rows] = {}
     for pattern, ids in tokens.items():
         if not ids:
             continue
-        path, sharing = _modules_of(model, pattern)
-        weight = layers.stored_weight(sharing[path])
-        _check_ids(ids, weight.shape[0], path)
-        if path in found:
-            if found[path] != tuple(sorted(ids)):
-                raise ModelError(
-                    f"trainable_tokens={pattern}: it shares its weight with {path}. Give equal ids for both."
-                )
-            continue
-        if weight.requires_grad:
-            raise ModelError(
-                f"trainable_tokens={pattern}: modules_to_save trains all rows of {path}. Use one of the two."
-            )
-        found[path] = tuple(sorted(ids))
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        rows = nn.Parameter(torch.empty(len(ids), weight.shape[1], dtype=dtype, device=weight.device))
-        for other, one in sharing.items():
-            _convert(one, found[path], rows)
-            if other != path:
-                ties[other] = path
+        hits = [path for path in every if path == pattern or path.endswith(f".{pattern}")]
+        if len(hits) != 1:
+            what = f"{hits[0]} and {hits[1]} have such an ending" if hits else "no module has such a path or ending"
+            tables = [path for path, module in every.items() if isinstance(module, nn.Embedding)]
+            raise ModelError(f"trainable_tokens={pattern}: {what}. Use one path, such as {' or '.join(tables[:2])}.")
+        weight = getattr(every[hits[0]], "weight", None)
+        sharing = {path: one for path, one in every.items() if one is every[hits[0]] or _weight_is(one, weight)}
+        for path, module in sharing.items():
+            _expect_rows(pattern, path, module)
+        first, one = next(iter(sharing)), Rows(tuple(sorted(ids)), sharing)
+        _check_ids(ids, layers.stored_weight(sharing[first]).shape[0], first)
+        if first in found and found[first].ids != one.ids:
+            raise ModelError(f"trainable_tokens={pattern}: it shares its weight with {first}. Give equal ids for both.")
+        if any(f"{path}.".startswith(f"{other}.") for path in sharing for other in saved):
+            raise ModelError(f"trainable_tokens={pattern}: modules_to_save trains all of {first}. Use one of the two.")
+        found[first] = one
+    return found
+
+
+def add_rows(found: Mapping[str, Rows]) -> None:
+    """Make rows trainable. found: as returned by `find_rows`, with frozen weights."""
+    for path, one in found.items():
+        weight = layers.stored_weight(one.sharing[path])
+        dtype, here = torch.promote_types(weight.dtype, torch.float32), "cpu" if weight.is_meta else weight.device
+        rows = nn.Parameter(torch.empty(len(one.ids), weight.shape[1], dtype=dtype, device=weight.device))
         if not rows.is_meta:
-            rows.data.copy_(weight.detach()[list(found[path])])
-    return found, ties
+            rows.data.copy_(weight.detach()[list(one.ids)])
+        for module in one.sharing.values():
+            kind = RowsEmbedding if isinstance(module, nn.Embedding) else RowsLinear
+            replace_class(module, kind, is_on=True, num_rows=len(weight), first_row=0, tokens=one.ids)
+            assert isinstance(module, TrainedRows)
+            module.token_rows = rows
+            # A buffer needs its values, even if the weight has none yet.
+            module.register_buffer("token_ids", torch.tensor(one.ids, device=here), persistent=False)
+            module.take_range(0, len(weight))
 
 
-def remove_token_rows(module: nn.Module) -> None:
+def remove_rows(module: nn.Module) -> None:
     """Remove the trained rows from a module and restore its class, if no later class replacement is in front of it."""
     kind = RowsEmbedding if isinstance(module, RowsEmbedding) else RowsLinear
-    for name in (
-        TOKEN_ROWS,
-        "token_ids",
-        *(f"_weft_{one}" for one in ("is_on", "num_rows", "first_row", "tokens", "local")),
-    ):
+    for name in (TOKEN_ROWS, "token_ids"):
         delattr(module, name)
+    for name in ("is_on", "num_rows", "first_row", "tokens", "local"):
+        delattr(module, f"_weft_{name}")
     revert(module, kind)
 
 
@@ -179,62 +201,24 @@ def with_rows(weight: Tensor, ids: Sequence[int], rows: Tensor) -> Tensor:
     return weight.index_copy(0, index, rows.to(weight.device, weight.dtype))
 
 
-def _convert(module: nn.Module, ids: tuple[int, ...], rows: nn.Parameter) -> None:
-    kind = RowsEmbedding if isinstance(module, nn.Embedding) else RowsLinear
-    num_rows = layers.stored_weight(module).shape[0]
-    replace_class(module, kind, is_on=True, num_rows=num_rows, first_row=0, tokens=ids)
-    assert isinstance(module, TrainedRows)
-    module.token_rows = rows
-    here = "cpu" if rows.is_meta else rows.device  # buffers need values
-    module.register_buffer("token_ids", torch.tensor(ids, dtype=torch.int64, device=here), persistent=False)
-    module.take_range(0, num_rows)
+def _weight_is(module: nn.Module, weight: object) -> bool:
+    return isinstance(weight, nn.Parameter) and getattr(module, "weight", None) is weight
 
 
-def _input_path(model: nn.Module) -> str:
-    table = layers.input_embeddings(model)
-    if table is None:
+def _expect_rows(pattern: str, path: str, module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding):
+        usual = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+        is_known = usual and module.max_norm is None
+    else:
+        is_known = layers.is_linear(module) and not layers.is_transposed(module)
+    if not is_known or not isinstance(module.weight, nn.Parameter):
         raise ModelError(
-            f"trainable_tokens: {type(model).__name__} does not name its input embedding. Give the ids by module, such "
-            'as {"embed": [5]}.'
+            f"trainable_tokens={pattern}: {path} is a {type(module).__name__}, and only embeddings and output layers "
+            "have a row for each token. Name one of those."
         )
-    return next(path for path, module in model.named_modules() if module is table)
-
-
-def _modules_of(model: nn.Module, pattern: str) -> tuple[str, dict[str, nn.Module]]:
-    """Return the path of the named module, or of the first one with its weight, and all modules with its weight."""
-    every = dict(model.named_modules())
-    hits = [path for path in every if path == pattern or path.endswith(f".{pattern}")]
-    if len(hits) != 1:
-        tables = [path for path, module in every.items() if isinstance(module, nn.Embedding)]
-        what = f"{hits[0]} and {hits[1]} have such an ending" if hits else "no module has such a path or ending"
-        raise ModelError(f"trainable_tokens={pattern}: {what}. Use one path, such as {' or '.join(tables[:2])}.")
-    weight = getattr(every[hits[0]], "weight", None)
-    if not isinstance(weight, nn.Parameter):
-        raise _not_rows(pattern, hits[0], every[hits[0]])
-    sharing = {path: module for path, module in every.items() if getattr(module, "weight", None) is weight}
-    for path, module in sharing.items():
-        if isinstance(module, TrainedRows):
-            continue
-        if isinstance(module, nn.Embedding):
-            usual = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
-            is_known = usual and module.max_norm is None
-        else:
-            is_known = layers.is_linear(module) and not layers.is_transposed(module)
-        if not is_known:
-            raise _not_rows(pattern, path, module)
-        if not isinstance(module, nn.Embedding) and layers.bias_of(module) is not None:
-            raise ModelError(
-                f"trainable_tokens={pattern}: {path} has a bias, which peft omits for trained rows. Use "
-                f"modules_to_save={path}."
-            )
-    return next(iter(sharing)), sharing
-
-
-def _not_rows(pattern: str, path: str, module: nn.Module) -> ModelError:
-    return ModelError(
-        f"trainable_tokens={pattern}: {path} is a {type(module).__name__}, and only embeddings and output layers "
-        "have a row for each token. Name one of those."
-    )
+    if not isinstance(module, nn.Embedding) and layers.bias_of(module) is not None:
+        rule = f"{path} has a bias, which peft omits for trained rows"
+        raise ModelError(f"trainable_tokens={pattern}: {rule}. Use modules_to_save={path}.")
 
 
 def _check_ids(ids: Sequence[int], num_rows: int, path: str) -> None:

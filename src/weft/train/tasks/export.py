@@ -21,7 +21,7 @@ from weft.data.text.tokenizer import Tokenizer
 from weft.errors import ConfigError, ModelError
 from weft.files import copy_companions
 from weft.models.adapters import Adapted, merge_adapter, merged_weight
-from weft.models.adapters_experts import stack_names
+from weft.models.adapters_experts import merge_stack, stack_names
 from weft.models.quantized_linear import BASE_FORMATS
 from weft.models.token_rows import TOKEN_ROWS, with_rows
 from weft.parallel.state.flat_slices import read_full
@@ -160,7 +160,8 @@ class MergedBase:
         if name in self._record.experts:
             ends = [end for _, end in stack_names({name: False}, self._record.kind.kind)]
             own = {end: self._trained[f"{name}{end}"] for end in ends}
-            return self._record.merged_experts(self._wide(stored, own["_lora_A"]), own, self._record.experts[name])
+            scale, is_transposed = self._record.kind.scale, self._record.experts[name]
+            return merge_stack(scale, self._wide(stored, own["_lora_A"]), own, is_transposed)
         if path in self._record.tokens:
             rows = self._trained[f"{path}.{TOKEN_ROWS}"]
             return with_rows(self._wide(stored, rows), self._record.tokens[path], rows)
