@@ -322,7 +322,7 @@ def test_deepcopy_keeps_the_adapter():
         ),
         (
             {"rank": 2, "targets": ["q"], "modules_to_save": ["attn"]},
-            "targets=blocks.0.attn.q: modules_to_save trains this layer in full. Leave it out of one of the two.",
+            "targets=blocks.0.attn.q: modules_to_save trains this layer in full. Leave it out of one of them.",
         ),
         ({"rank": 2, "modules_to_save": ["blocks"]}, "modules_to_save=blocks: no layer is left for the adapter."),
         (

@@ -124,10 +124,10 @@ def test_trained_rows_and_saved_modules_match_one_process(ranks2):
 
 STACK_PLANS = {
     "stacks": ("dp_shard=2 zero=1", "dp_shard=2 zero=3", "dp_shard=2 ep=2", "dp_shard=2 ep=2 zero=3", "tp=2",
-               "tp=2 sp=on", "pp=2 accumulation=2", "cp=2", "dp_shard=2 zero=2 recompute=full"),
+               "tp=2 sp=on", "pp=2 accumulation=2", "cp=2"),
     "stacks-dora": ("dp_shard=2 zero=2", "dp_shard=2 ep=2", "tp=2 sp=on", "pp=2 accumulation=2"),
     "stacks-oss": ("dp_shard=2 zero=3", "dp_shard=2 ep=2", "tp=2"),
-    "stacks-own": ("dp_replicate=2", "dp_shard=2 ep=2 zero=2", "tp=2 sp=on", "pp=2 accumulation=2"),
+    "stacks-own": ("dp_replicate=2", "dp_shard=2 ep=2 zero=2 recompute=full", "tp=2 sp=on", "pp=2 accumulation=2"),
 }  # fmt: skip
 
 

@@ -27,9 +27,6 @@ CASES = [
      "tokenizer.add_tokens=<a>: tokenizer.kind=bytes has one token per byte. Use tokenizer.kind=bpe or file."),
     ("added-tokens-are-new", [f"tokenizer.add_tokens={[f'<{number}>' for number in range(100_001)]}"],
      "tokenizer.add_tokens=100001 tokens: at most 100000 are added. Train a tokenizer instead (tokenizer.kind=bpe)."),
-    ("trained-tokens-have-a-folder", ["adapter.rank=4", "adapter.trainable_tokens=[5]"],
-     "adapter.trainable_tokens=[5]: an adapter trains tokens of a pretrained model, and model.path is not set. Set "
-     "model.path to a Hugging Face folder, or leave adapter.rank out."),
     ("packed-base-has-a-folder", ["adapter.rank=4", "adapter.base=nf4"],
      "adapter.base=nf4: weights are quantized while a folder is read, and model.path is not set. Set model.path to a "
      "Hugging Face folder, or use adapter.base=stored."),

@@ -211,17 +211,18 @@ def _write_adapter(
     if run is None:
         write_adapter(record, out, tensors)
         return
+    from weft.config.sections import TRAINS
     from weft.train.tasks.export import base_name, resized_weights, write_card
     from weft.train.weights.decoder_files import base_of
 
-    base, resized = base_name(run), resized_weights(run)
-    write_adapter(record, out, tensors, base=base, task_type=None if base is None else "CAUSAL_LM", resized=resized)
-    if run.config().tokenizer.add_tokens or resized:
-        with tempfile.TemporaryDirectory(dir=out.parent) as work:
-            copy_companions(base_of(run), Path(work))
-            for file in Path(work).iterdir():
-                if file.name not in ("config.json", "generation_config.json"):
-                    file.rename(out / file.name)
+    base, resized, config = base_name(run), resized_weights(run), run.config()
+    is_causal = base is not None and TRAINS.get(config.task.name or "", "decoder") == "decoder"
+    task_type = "CAUSAL_LM" if is_causal else None
+    write_adapter(record, out, tensors, base=base, task_type=task_type, resized=resized)
+    if config.tokenizer.add_tokens or resized:  # the base's own tokenizer lacks the new tokens
+        copy_companions(base_of(run), out, overwrite=False)
+        for name in ("config.json", "generation_config.json"):
+            (out / name).unlink(missing_ok=True)
     write_card(run, checkpoint, out)
 
 

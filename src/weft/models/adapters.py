@@ -328,18 +328,7 @@ def add_adapter(
             token has no row, or if the model already has an adapter or is parallelized.
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
-    stacks, rest = chosen_stacks(model, targets)
-    usable = chosen_layers(model, optional=bool(stacks))
-    chosen = usable if not targets else chosen_layers(model, rest) if rest else {}
-    saved = saved_modules(model, modules_to_save)
-    inside = {path for path in usable | chosen if any(f"{path}.".startswith(f"{one}.") for one in saved)}
-    if targets and (both := sorted(inside & chosen.keys())):
-        raise ModelError(
-            f"targets={both[0]}: modules_to_save trains this layer in full. Leave it out of one of the two."
-        )
-    chosen = {path: layer for path, layer in chosen.items() if path not in inside}
-    if not chosen and not stacks:
-        raise ModelError(f"modules_to_save={modules_to_save[0]}: no layer is left for the adapter. Save fewer modules.")
+    stacks, chosen, usable, saved = _choose(model, targets, modules_to_save)
     rows, packed = find_rows(model, trainable_tokens, saved), dict[str, int]()
     if stacks and dropout:
         raise ModelError(
@@ -350,9 +339,25 @@ def add_adapter(
         if kind == "dora":
             raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
         _check(adapter)
-        packed = pack_layers(model, {path: one for path, one in usable.items() if path not in inside}, base)
+        packed = pack_layers(model, usable, base)
     adapt_layers(model, chosen, adapter, seed, stacks)
     return train_more(model, saved, rows, base=base, packed=packed)
+
+
+def _choose(
+    model: nn.Module, targets: Sequence[str], modules_to_save: Sequence[str]
+) -> tuple[dict[str, bool], dict[str, nn.Module], dict[str, nn.Module], dict[str, dict[str, str]]]:
+    stacks, rest = chosen_stacks(model, targets)
+    usable = chosen_layers(model, optional=bool(stacks))
+    chosen = usable if not targets else chosen_layers(model, rest) if rest else {}
+    saved = saved_modules(model, modules_to_save)
+    inside = {path for path in usable | chosen | stacks if any(f"{path}.".startswith(f"{one}.") for one in saved)}
+    if targets and (both := sorted(inside & (chosen.keys() | stacks.keys()))):
+        raise ModelError(f"targets={both[0]}: modules_to_save trains this layer in full. Leave it out of one of them.")
+    chosen, usable = ({path: one for path, one in some.items() if path not in inside} for some in (chosen, usable))
+    if not chosen and not stacks:
+        raise ModelError(f"modules_to_save={modules_to_save[0]}: no layer is left for the adapter. Save fewer modules.")
+    return stacks, chosen, usable, saved
 
 
 def train_more(
@@ -367,14 +372,12 @@ def train_more(
 
     Args:
         model: a model after `adapt_layers`.
-        saved, base, packed: as in `Adapted`.
-        rows: as returned by `find_rows`.
+        saved, base, packed: as in `Adapted`. rows: as returned by `find_rows`.
     """
     for path in saved:
         model.get_submodule(path).requires_grad_(True)
     add_rows(rows)
-    record = adapted(model)
-    assert record is not None
+    record = _expected(model)
     tokens = {path: one.ids for path, one in rows.items()}
     ties = {other: path for path, one in rows.items() for other in one.sharing if other != path}
     note_adapted(model, replace(record, base=base, packed=packed or {}, saved=saved, tokens=tokens, ties=ties))
@@ -432,9 +435,7 @@ def chosen_layers(model: nn.Module, targets: Sequence[str] = (), *, optional: bo
         ModelError: as `add_adapter` raises it.
     """
     if adapted(model) is not None:
-        raise ModelError(
-            "model: it has an adapter already. Merge that one first (merge_adapter), or build a new model."
-        )
+        raise ModelError("model: it has an adapter already. Merge it first (merge_adapter), or build a new model.")
     if any(name.startswith("_weft_") for name in vars(model)):
         raise ModelError("model: it is parallelized already. Add the adapter before parallelize.")
     linear = {path: module for path, module in model.named_modules() if path and layers.is_linear(module)}
@@ -507,10 +508,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     """Add each adapter to its layer's weight in place and restore the layers' classes from before `add_adapter`.
 
     Quantized weights are dequantized, because the adapter was trained with the quantized values. For a parallelized
-    model, use `merged_tensors` on the full tensors. All parameters stay frozen.
-
-    Returns:
-        The same model.
+    model, use `merged_tensors` on the full tensors. Returns the same model. All parameters stay frozen.
 
     Raises:
         ModelError: if the model has no adapter or is parallelized.

@@ -122,20 +122,12 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     config, tensors = _read(folder)
     _refuse_unknown(folder, config)
-    modules, usable = dict(model.named_modules()), chosen_layers(model)
-    saved = saved_modules(model, _saved_paths(folder, config, modules))
-    more = {f"{_PREFIX}{path}.{name}": full for path, names in saved.items() for name, full in names.items()}
-    stacks = _target_stacks(folder, config, model)
-    inner = {
-        name for name in tensors if any(name.startswith(f"{one}lora_") for one in _stack_prefixes(stacks).values())
-    }
-    rows = {name for name in tensors if name.endswith(_ROWS)}
-    # peft adds the full embeddings if they have more rows than those of the base.
-    resized = {name: name.removeprefix(_PREFIX).replace(".token_adapter.base_layer", "") for name in tensors}
-    tables = (layers.input_embeddings(model), layers.find_lm_head(model))
-    full = {f"{path}.weight" for path, module in modules.items() if any(module is table for table in tables)}
-    resized = {name: ours for name, ours in resized.items() if ours in full and name not in more}
-    paths = {path for path, _ in _names_in(folder, tensors.keys() - more.keys() - rows - resized.keys() - inner)}
+    modules, usable = dict(model.named_modules()), chosen_layers(model, optional=True)
+    saved, stacks = saved_modules(model, _saved_paths(folder, config, modules)), _target_stacks(folder, config, model)
+    resized = _resized(model, tensors)
+    other = [*_stack_prefixes(stacks).values(), *(f"{_PREFIX}{path}." for path in saved)]
+    rest = [name for name in tensors if name not in resized and not name.endswith(_ROWS)]
+    paths = {path for path, _ in _names_in(folder, [name for name in rest if not _is_of(name, other)])}
     for path in sorted(paths - usable.keys()):
         if path not in modules:
             raise CheckpointError(
@@ -149,13 +141,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     adapter = AdapterKind(config["r"], config["lora_alpha"], kind, float(config.get("lora_dropout", 0.0)))
     adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, 0, stacks)
-    tokens: Any = config.get("trainable_token_indices") or {}
-    if isinstance(tokens, list) and tokens:
-        tokens = {next(iter(rows), "").removeprefix(_PREFIX).removesuffix(_ROWS): tokens}
-    for path, ids in tokens.items():  # Weft keeps the ids sorted
-        if (found := tensors.get(name := f"{_PREFIX}{path}{_ROWS}")) is not None and found.shape[0] == len(ids):
-            tensors[name] = found[sorted(range(len(ids)), key=ids.__getitem__)]
-    train_more(model, saved, find_rows(model, tokens, saved))
+    train_more(model, saved, find_rows(model, _tokens_of(config, tensors), saved))
     own = model.state_dict(keep_vars=True)
     for theirs, ours in (_wanted(_expected(model)) | resized).items():
         stored, param = tensors.get(theirs), own[ours]
@@ -171,6 +157,34 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         with torch.no_grad():
             param.copy_(stored)
     return model
+
+
+def _is_of(name: str, starts: Iterable[str]) -> bool:
+    """Return True if a tensor belongs to a stack of experts, or to a module that is trained in full."""
+    return any(name.startswith(start) and "base_layer" not in name.removeprefix(start) for start in starts)
+
+
+def _resized(model: nn.Module, tensors: Iterable[str]) -> dict[str, str]:
+    """Return the model's names of full embeddings, which peft adds if they have more rows than those of the base."""
+    tables = (layers.input_embeddings(model), layers.find_lm_head(model))
+    full = {f"{path}.weight" for path, one in model.named_modules() if any(one is table for table in tables)}
+    names = {name: name.removeprefix(_PREFIX).replace(".token_adapter.base_layer", "") for name in tensors}
+    return {name: ours for name, ours in names.items() if ours in full}
+
+
+def _tokens_of(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Return the ids of trained tokens by module, and sort the rows of `tensors` by id, as Weft keeps them."""
+    asked: Any = config.get("trainable_token_indices") or {}
+    tokens: dict[str, list[int]] = {}
+    for name in [name for name in tensors if name.endswith(_ROWS)]:
+        path = name.removeprefix(_PREFIX).removesuffix(_ROWS)
+        ends = [end for end in asked if f".{path}".endswith(f".{end}")] if isinstance(asked, dict) else []
+        ids = tokens[path] = list(asked[ends[0]] if ends else asked if isinstance(asked, list) else [])
+        if len(ids) == tensors[name].shape[0]:
+            tensors[name] = tensors[name][sorted(range(len(ids)), key=ids.__getitem__)]
+    if asked and not tokens:
+        raise CheckpointError(f"{CONFIG_FILE}: trainable_token_indices has no rows in {TENSORS_FILE}. Copy both again.")
+    return tokens
 
 
 def _wanted(record: Adapted) -> dict[str, str]:

@@ -269,9 +269,8 @@ def _layout_problem(config: RunConfig) -> str:
 
 def _set_by_model_path(config: RunConfig) -> list[str]:
     """Return the settings that have a value although the folder of model.path decides them."""
-    usual, free = RunConfig(), (
-        "model.path", "model.balance", "model.balance_rate", "model.vocab_size", "tokenizer.add_tokens"
-    )  # fmt: skip
+    usual = RunConfig()
+    free = ("model.path", "model.balance", "model.balance_rate", "model.vocab_size", "tokenizer.add_tokens")
     tables = (("model", config.model, usual.model), ("tokenizer", config.tokenizer, usual.tokenizer))
     changed = [
         f"{key}.{name}" for key, table, default in tables for name, value in table if value != getattr(default, name)
@@ -279,22 +278,16 @@ def _set_by_model_path(config: RunConfig) -> list[str]:
     return [key for key in changed if key not in free]
 
 
-#: Maximum number of added tokens.
-_MOST_ADDED = 100_000
-
-
 def _added_tokens_problem(config: RunConfig) -> str:
-    """Return the error text for `tokenizer.add_tokens`, or ""."""
     tokens = config.tokenizer.add_tokens
-    if len(tokens) > _MOST_ADDED:
-        return f"{len(tokens)} tokens: at most {_MOST_ADDED} are added. Train a tokenizer instead (tokenizer.kind=bpe)."
+    if len(tokens) > 100_000:
+        return f"{len(tokens)} tokens: at most 100000 are added. Train a tokenizer instead (tokenizer.kind=bpe)."
     if "" in tokens:
         return '"": a token has at least one character. Leave the empty one out.'
     if len(set(tokens)) < len(tokens):
-        [(twice, _)] = Counter(tokens).most_common(1)
-        return f"{shown(twice)}: the token is listed twice. List each token once."
+        return f"{Counter(tokens).most_common(1)[0][0]}: the token is listed twice. List each token once."
     if tokens and config.tokenizer.kind == "bytes" and not config.model.path:
-        return f"{shown(tokens[0])}: tokenizer.kind=bytes has one token per byte. Use tokenizer.kind=bpe or file."
+        return f"{tokens[0]}: tokenizer.kind=bytes has one token per byte. Use tokenizer.kind=bpe or file."
     return ""
 
 
@@ -364,20 +357,6 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         reason="Each added token is a text of its own, and a tokenizer of bytes has no table to add it to.",
         predicate=lambda config: bool(_added_tokens_problem(config)),
         message=_added_tokens_problem,
-    ),
-    ConfigRule(
-        name="trained-tokens-have-a-folder",
-        keys=("adapter.trainable_tokens", "tokenizer.add_tokens", "model.path"),
-        reason="An adapter trains single tokens of a pretrained model, so its folder is needed.",
-        predicate=lambda config: (
-            config.adapter.rank > 0
-            and not config.model.path
-            and (config.adapter.trainable_tokens not in ("added", ()) or bool(config.tokenizer.add_tokens))
-        ),
-        message=lambda config: (
-            f"{shown(config.adapter.trainable_tokens)}: an adapter trains tokens of a pretrained model, and model.path "
-            "is not set. Set model.path to a Hugging Face folder, or leave adapter.rank out."
-        ),
     ),
     ConfigRule(
         name="packed-base-has-a-folder",
