@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,7 +69,7 @@ class FolderModel:
         self.config, self.needs_weights = config, needs_weights or bool(config.adapter.rank)
         self.path = Path(config.model.path).expanduser()
         self._folder: RunFolder | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._computed_rows: Path | None = None
         #: Lines about the weights for users, set after the weights are checked.
         self.notes: Sequence[str] = ()
 
@@ -111,13 +113,13 @@ class FolderModel:
         kept = base_of(self._folder if self._folder is not None else run_folder(self.config)) / ADDED_ROWS
         if kept.is_file() or self.num_rows is None:
             return kept if kept.is_file() else None
-        if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="weft-rows-")
-            file = Path(self._scratch.name) / ADDED_ROWS
-            plain = copy.copy(self)
+        if self._computed_rows is None:
+            folder, plain = tempfile.mkdtemp(prefix="weft-rows-"), copy.copy(self)
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             plain.num_rows = None
-            write_added_rows(file, self.shapes(), plain.shapes(), self.path, self.config.seed)
-        return Path(self._scratch.name) / ADDED_ROWS
+            write_added_rows(Path(folder) / ADDED_ROWS, self.shapes(), plain.shapes(), self.path, self.config.seed)
+            self._computed_rows = Path(folder) / ADDED_ROWS
+        return self._computed_rows
 
     def keep_copy(self, folder: RunFolder) -> None:
         """Copy the folder's files except weights, with the added tokens and rows."""

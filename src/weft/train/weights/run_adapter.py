@@ -58,9 +58,7 @@ def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> d
     asked, added = config.adapter.trainable_tokens, config.tokenizer.add_tokens
     tokens = added if asked == "added" else asked
     if tokens and not config.model.path:
-        raise ModelError(
-            f"trainable_tokens={tokens[0]}: only a model of model.path has trained tokens. Set model.path."
-        )
+        raise ModelError(f"trainable_tokens={tokens[0]}: only a model of model.path has such tokens. Set model.path.")
     known: dict[str | int, int] = {token: token for token in tokens if isinstance(token, int)}
     if len(known) < len(set(tokens)):
         base, path = base or base_of(run_folder(config)), Path(config.model.path).expanduser()
