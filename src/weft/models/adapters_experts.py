@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import hugging_face, layers
 from weft.models.inspect.blocks import replace_class, revert
+from weft.private_torch import uncompiled
 
 #: Ends of the names of an adapter's parameters, after the name of the adapted one.
 EXPERT_PARAMS = ("_lora_A", "_lora_B", "_lora_magnitude")
@@ -66,6 +67,8 @@ class AdaptedExperts(nn.Module):
         """Run the experts' own forward with adapted weights, also if it is called without `__call__`."""
         return self._merged_in(super().forward, args, kwargs)
 
+    # The compiler does not trace attribute lookups that compute.
+    @uncompiled
     def _merged_in(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._weft_is_on or self.__dict__.get("_weft_merged") is not None:
             return call(*args, **kwargs)
