@@ -96,7 +96,7 @@ class Adapted:
         return ((path, name) for path in self.layers for name in names)
 
     def tensor_names(self) -> set[str]:
-        """Return the names of all tensors of the adapter: those of layers, trained rows and saved modules."""
+        """Return the names of all tensors of the adapter, with trained rows and saved modules."""
         rows = {f"{path}.{TOKEN_ROWS}" for path in self.tokens}
         saved = {name for names in self.saved.values() for name in names.values()}
         stacks = {f"{path}{end}" for path, end in stack_names(self.experts, self.kind.kind)}
@@ -368,12 +368,7 @@ def train_more(
     base: str = "stored",
     packed: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Train modules and rows in addition to adapted layers, and record them. Return the same model.
-
-    Args:
-        model: a model after `adapt_layers`.
-        saved, base, packed: as in `Adapted`. rows: as returned by `find_rows`.
-    """
+    """Train modules and rows of a model after `adapt_layers`, and record them as in `Adapted`. Return the model."""
     for path in saved:
         model.get_submodule(path).requires_grad_(True)
     add_rows(rows)

@@ -151,10 +151,8 @@ def stacked_parameters(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def chosen_stacks(model: nn.Module, targets: Sequence[str]) -> tuple[dict[str, bool], list[str]]:
     """Return the stacked parameters that patterns name, and the other patterns.
 
-    A pattern names a parameter if it ends in the names of the module and of the parameter, as "experts.down_proj".
-
-    Returns:
-        The paths of parameters -> True if stored as (E, inputs, outputs), and the patterns that name none.
+    A pattern names a parameter if it ends in the names of the module and of the parameter, as "experts.down_proj". The
+    value of a path is True for a parameter that is stored as (E, inputs, outputs).
     """
     from weft.models.token_rows import fits
 
@@ -168,14 +166,7 @@ def chosen_stacks(model: nn.Module, targets: Sequence[str]) -> tuple[dict[str, b
 
 
 def adapt_stacks(model: nn.Module, chosen: Mapping[str, bool], adapter: AdapterKind, seed: int) -> None:
-    """Add adapters to stacked parameters of experts.
-
-    Args:
-        model: a model whose parameters are frozen.
-        chosen: as returned by `chosen_stacks`.
-        adapter: settings of the adapters.
-        seed: as in `add_adapter`.
-    """
+    """Add adapters to the chosen stacks of `chosen_stacks`. seed: as in `add_adapter`."""
     stacks = stacked_parameters(model)
     for path, is_transposed in chosen.items():
         module, name = stacks[path]

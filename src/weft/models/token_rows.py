@@ -180,7 +180,7 @@ def add_rows(found: Mapping[str, Rows]) -> None:
             replace_class(module, kind, is_on=True, num_rows=len(weight), first_row=0, tokens=one.ids)
             assert isinstance(module, TrainedRows)
             module.token_rows = rows
-            # A buffer needs its values, even if the weight has none yet.
+            # A buffer needs its values, even if the weight is still on the meta device.
             module.register_buffer("token_ids", torch.tensor(one.ids, device=here), persistent=False)
             module.take_range(0, len(weight))
 

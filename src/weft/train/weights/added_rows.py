@@ -66,12 +66,7 @@ def entries_of(folder: Path, tokens: Sequence[str] = ()) -> dict[str, int]:
 def write_added_rows(file: Path, model: nn.Module, stored: nn.Module, folder: Path, seed: int) -> None:
     """Compute the new rows of a model's embeddings, and write them by the names of their tensors.
 
-    Args:
-        file: new safetensors file.
-        model: the model with more rows, on the meta device.
-        stored: the model of the folder's config, on the meta device.
-        folder: folder with the weights.
-        seed: seed of the new rows.
+    model, stored: the model with more rows and that of the folder's config, on the meta device.
 
     Raises:
         ConfigError: if another tensor depends on the number of tokens.
@@ -123,13 +118,9 @@ def drawn_rows(stored: Tensor, count: int, name: str, seed: int) -> Tensor:
 
 
 def add_to_files(folder: Path, tokens: Sequence[str], rows: int | None, file: Path | None) -> None:
-    """Change a copy of a folder's files, in place: the tokenizer, the vocabulary size in config.json, and new rows.
+    """Change a copy of a folder's files: add tokens to tokenizer.json and rows to config.json, and copy `file`.
 
-    Args:
-        folder: the copy.
-        tokens: tokens to add to tokenizer.json.
-        rows: number of rows of the embeddings, or None if they stay.
-        file: file of `write_added_rows`, which is copied, or None.
+    rows: number of rows of the embeddings, or None if they stay. file: file of `write_added_rows`, or None.
     """
     if tokens:
         text = (folder / "tokenizer.json").read_text("utf-8")
