@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from weft.checkpoint.load import load_checkpoint
 from weft.cli.app import run as weft_run
 from weft.comm.mesh import build_mesh
 from weft.config.files import load_config
@@ -143,6 +145,26 @@ def test_run_with_new_tokens_resumes_exactly(home):
     assert losses("halves") == losses("again")
     assert len(losses("whole")) == 4
     assert (whole.path / "base" / "added_rows.safetensors").is_file()
+
+
+def test_classifier_learns_new_tokens_and_its_new_head(home, capsys):
+    rows = [{"text": f"warp {word} loom", "label": word == "<tool>"} for word in ("<tool>", "weft") * 8]
+    (home / "labels.jsonl").write_text("".join(json.dumps({**one, "label": str(one["label"])}) + "\n" for one in rows))
+    words = [word for word in words_of(home, "untied", "labels", ADD) if not word.startswith(("sample", "data.train"))]
+    words += [f"data.train={home / 'labels.jsonl'}", "task=classify_text", "adapter.rank=2"]
+    run = train(*words, 'adapter.modules_to_save=["score"]', "train.steps=2")
+    names = load_checkpoint(run.checkpoint(2)).entries("model").keys()
+    assert {"score.weight", "model.embed_tokens.token_rows"} <= names
+    assert weft_run(["export", str(run.path), str(home / "labels-out")]) == 0
+    said = json.loads((home / "labels-out" / "adapter_config.json").read_text())
+    assert said["modules_to_save"] == ["score"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home / "labels-out")
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(home / "untied", num_labels=2)
+    base.resize_token_embeddings(len(tokenizer))
+    model = peft.PeftModel.from_pretrained(base, home / "labels-out")
+    saved = load_file(home / "labels-out" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert torch.equal(model.base_model.model.score.modules_to_save["default"].weight.cpu(), saved)
+    capsys.readouterr()
 
 
 def started(plan_text: str, words: list[str]) -> tuple[dict[str, torch.Tensor], list[float]]:

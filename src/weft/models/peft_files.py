@@ -142,9 +142,12 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     adapter = AdapterKind(config["r"], config["lora_alpha"], kind, float(config.get("lora_dropout", 0.0)))
     adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, 0, stacks)
     train_more(model, saved, find_rows(model, _tokens_of(config, tensors), saved))
-    own = model.state_dict(keep_vars=True)
-    for theirs, ours in (_wanted(_expected(model)) | resized).items():
+    own, names = model.state_dict(keep_vars=True), _wanted(_expected(model)) | resized
+    found = {ours for theirs, ours in names.items() if theirs in tensors}
+    for theirs, ours in names.items():
         stored, param = tensors.get(theirs), own[ours]
+        if stored is None and ours in found:  # tied modules may be saved once
+            continue
         if stored is not None and param.ndim == 3 and stored.numel() == param.numel():
             count, first, second = param.shape
             is_a = ours.endswith("_lora_A")
@@ -230,6 +233,8 @@ def _saved_paths(folder: Path, config: Mapping[str, Any], modules: Mapping[str, 
     """Return the paths of the modules that peft's `modules_to_save` names by the ends of paths."""
     asked = config.get("modules_to_save") or []
     found = [path for path in modules if path and any(path.endswith(end) for end in asked)]
+    if config.get("ensure_weight_tying"):
+        return found
     weights = {id(param) for path in found for param in modules[path].parameters()}
     for path, module in modules.items():
         shares = any(id(param) in weights for param in module.parameters(recurse=False))
