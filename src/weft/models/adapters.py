@@ -512,12 +512,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     around = dict.fromkeys(path.rpartition(".")[0] for path in record.experts)
     for path in (*record.layers, *around, *record.tokens, *record.ties):
         # An adapted class has one of these as its first base. A later class replacement would come before it.
-        if type(model.get_submodule(path)).__bases__[0] not in (
-            AdaptedLinear,
-            AdaptedExperts,
-            RowsEmbedding,
-            RowsLinear,
-        ):
+        if type(model.get_submodule(path)).__bases__[0] not in _CLASSES:
             raise ModelError(
                 f"model: {path} was changed after add_adapter, such as by parallelize. Merge the full tensors: "
                 "merged_tensors(model, run.full_state_dict(model))."
