@@ -33,8 +33,11 @@ def with_adapter(model: Model, config: RunConfig, base: Path | None = None) -> M
 
     settings = {"targets": section.targets, "dropout": section.dropout, "kind": section.kind, "base": section.base}
     try:
-        more = {"modules_to_save": section.modules_to_save, "trainable_tokens": _trained_tokens(model, config, base)}
-        add_adapter(model, rank=section.rank, alpha=section.alpha, seed=config.seed, **settings, **more)
+        tokens, saved = _trained_tokens(model, config, base), section.modules_to_save
+        add_adapter(
+            model, rank=section.rank, alpha=section.alpha, modules_to_save=saved, trainable_tokens=tokens,
+            seed=config.seed, **settings,
+        )  # fmt: skip
     except ModelError as error:
         keys = ("targets", "base", "modules_to_save", "trainable_tokens")
         named = next((key for key in keys if str(error).startswith(f"{key}=")), None)
