@@ -29,8 +29,7 @@ from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.config.traced_model import Limit
 from weft.data.store.prepared import PreparedData
-from weft.data.text.tokenizer import with_added_tokens
-from weft.errors import ConfigError, ModelError, Problem
+from weft.errors import ConfigError, DataError, ModelError, Problem
 from weft.files import COMPANIONS, read_regular
 from weft.models.decoder import as_shapes
 from weft.models.initialize import initialise_parameter
@@ -44,7 +43,7 @@ from weft.train.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder, run_folder
 from weft.train.tasks.base import setting_error
 from weft.train.tasks.description import describe_by_tracing
-from weft.train.weights.added_rows import add_to_files, number_of_rows, write_added_rows
+from weft.train.weights.added_rows import add_to_files, entries_of, number_of_rows, write_added_rows
 from weft.train.weights.decoder_files import base_of, keep_base, keep_files
 from weft.train.weights.published_weights import (
     ADDED_ROWS,
@@ -331,8 +330,12 @@ class HeadedModel(FolderModel):
         if self.new_tokens:
             from tokenizers import AddedToken
 
-            with_added_tokens(found.backend_tokenizer.to_str(), self.new_tokens)  # raises an error for a known token
+            ids = entries_of(self.path, self.new_tokens)
             found.add_tokens([AddedToken(token, normalized=False) for token in self.new_tokens])
+            if other := [token for token in self.new_tokens if found.convert_tokens_to_ids(token) != ids[token]]:
+                rule = f"transformers adds tokens of its own to the tokenizer of {self.path}, which take these ids"
+                remedy = "Save it with them: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                raise DataError(f"tokenizer.add_tokens={other[0]}: {rule}. {remedy}.")
         return found
 
     def labels(self) -> Mapping[Any, str] | None:
