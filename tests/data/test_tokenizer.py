@@ -111,6 +111,24 @@ def test_end_token_of_a_saved_tokenizer_is_found(tmp_path: Path) -> None:
     assert found.encode("Hello world") == [1, 2]
 
 
+def test_added_tokens_match_their_exact_text_and_are_refused_if_known(tmp_path: Path) -> None:
+    new = ("<Tool>", "two words")
+    trained = train_bpe(tmp_path / "t", TEXTS, 320, new)
+    text = "x<Tool>y two words <tool>"
+    assert [token for token in trained.encode(text) if token >= trained.vocab_size - 2] == [
+        trained.vocab_size - 2, trained.vocab_size - 1
+    ]  # fmt: skip
+    assert trained.decode(trained.encode(text)) == text
+    assert trained.token_bytes[-2:].tolist() == [len(token) for token in new]
+    stop = AddedToken("<stop>", special=True)
+    source = word_level_tokenizer(tmp_path / "s", stop)  # its normalizer changes texts to lower case
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<stop>"}))
+    found = import_tokenizer(tmp_path / "u", str(source), add_tokens=["<Tool>"])
+    assert found.encode("hello <Tool> <tool>")[:2] == [1, 4]
+    with pytest.raises(DataError, match=r"add_tokens=world: the tokenizer has this token already, with id 2"):
+        import_tokenizer(tmp_path / "v", str(source), add_tokens=["world"])
+
+
 def test_tokenizer_without_end_token_is_refused(tmp_path: Path) -> None:
     source = word_level_tokenizer(tmp_path / "s")
     with pytest.raises(DataError, match=r"tokenizer\.path=.*: it has no end token \(<\|endoftext\|>, "):

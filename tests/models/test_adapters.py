@@ -189,6 +189,103 @@ def test_files_are_exchanged_with_peft(kind, tmp_path):
     torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=0, atol=1e-12)
 
 
+SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+
+
+def of_family(family, **more):
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    torch.manual_seed(4)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **more)
+    config._experts_implementation = "eager"  # the default does not support float64
+    return transformers.AutoModelForCausalLM.from_config(config).double().eval()
+
+
+MORE = {
+    "rows tied": (lambda: of_family("Llama", tie_word_embeddings=True), {"trainable_tokens": [30, 5]}),
+    "rows untied": (lambda: of_family("Llama"), {"trainable_tokens": {"lm_head": [3], "embed_tokens": [30, 5]}}),
+    "rows scaled": (lambda: of_family("Gemma3Text", head_dim=8), {"trainable_tokens": [7]}),
+    "saved tied": (lambda: of_family("Llama", tie_word_embeddings=True), {"modules_to_save": ["embed_tokens"]}),
+    "saved untied": (lambda: of_family("Llama"), {"modules_to_save": ["lm_head", "model.norm"]}),
+    "mixtral": (lambda: of_family("Mixtral", num_local_experts=4),
+                {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"], "kind": "rslora"}),
+    "qwen3_moe": (lambda: of_family("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+                  {"targets": ["layers.1.mlp.experts.down_proj"]}),
+    "gpt_oss": (lambda: of_family("GptOss", head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+                {"targets": ["experts.gate_up_proj", "experts.down_proj"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_rows_modules_and_experts_are_exchanged_with_peft_and_merged(name, tmp_path):
+    """Adapters that peft calls trainable_token_indices, modules_to_save and target_parameters."""
+    import peft
+
+    build, settings = MORE[name]
+    model = noised(add_adapter(build(), rank=3, **{"targets": ["q_proj"], **settings})).eval()
+    save_adapter(model, tmp_path / "ours")
+    ids = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(1))
+    ids[0, :5] = torch.tensor([3, 5, 7, 30, 5])
+    wanted = model(input_ids=ids).logits
+    assert (build()(input_ids=ids).logits - wanted).abs().max() > 1e-3
+    theirs = peft.PeftModel.from_pretrained(build(), str(tmp_path / "ours")).double().eval()
+    torch.testing.assert_close(theirs(input_ids=ids).logits, wanted, rtol=0, atol=1e-12)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    back = load_adapter(build(), tmp_path / "theirs").eval()
+    assert adapted(back) == adapted(model)
+    torch.testing.assert_close(back(input_ids=ids).logits, wanted, rtol=0, atol=1e-12)
+    plain = build()
+    plain.load_state_dict(merged_tensors(model, model.state_dict()))
+    torch.testing.assert_close(plain(input_ids=ids).logits, wanted, rtol=0, atol=1e-12)
+    if "modules_to_save" in settings:
+        with pytest.raises(ModelError, match=r"modules_to_save=.*: training replaced its weights"):
+            without_adapter(model).__enter__()
+    else:
+        with without_adapter(model):
+            torch.testing.assert_close(model(input_ids=ids).logits, build()(input_ids=ids).logits, rtol=0, atol=0)
+    merge_adapter(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=0, atol=1e-12)
+    assert list(model.state_dict()) == list(build().state_dict())
+
+
+@pytest.mark.parametrize("name", ["rows tied", "rows untied", "mixtral"])
+def test_gradients_of_rows_and_experts_match_peft(name, tmp_path):
+    import peft
+
+    build, settings = MORE[name]
+    model = noised(add_adapter(build(), rank=3, **{"targets": ["q_proj"], **settings}))
+    save_adapter(model, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(build(), str(tmp_path), is_trainable=True).double()
+    ids = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(1))
+    ids[0, :5] = torch.tensor([3, 5, 7, 30, 5])
+    for one in (model, theirs):
+        one(input_ids=ids, labels=ids).loss.backward()
+    ours = {key: param for key, param in model.named_parameters() if param.requires_grad}
+    pairs = [param for param in theirs.parameters() if param.requires_grad]
+    assert sum(param.numel() for param in ours.values()) == sum(param.numel() for param in pairs)
+    norms = [torch.stack([one.grad.norm() for one in some]).sort()[0] for some in (ours.values(), pairs)]
+    torch.testing.assert_close(*norms, rtol=1e-10, atol=0)
+
+
+def test_dora_of_experts_normalizes_each_output_and_has_no_peft_format(tmp_path):
+    build = MORE["mixtral"][0]
+    model = add_adapter(build(), rank=3, kind="dora", targets=["experts.down_proj"])
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(model(input_ids=ids).logits, build()(input_ids=ids).logits, rtol=0, atol=1e-13)
+    noised(model)
+    experts, path = build().model.layers[0].mlp.experts, "model.layers.0.mlp.experts.down_proj"
+    own = {end: model.get_parameter(f"{path}_lora_{end}") for end in ("A", "B", "magnitude")}
+    for expert in range(4):
+        weight = experts.down_proj[expert] + 2 * own["B"][expert] @ own["A"][expert]
+        weight = weight * (own["magnitude"][expert] / weight.norm(dim=1))[:, None]
+        merged = merged_tensors(model, model.state_dict())[path][expert]
+        torch.testing.assert_close(merged, weight, rtol=1e-12, atol=0)
+    with pytest.raises(ModelError, match="kind=dora: peft has no format for magnitudes of"):
+        save_adapter(model, tmp_path)
+
+
 def test_model_can_run_without_its_adapter():
     model, x = noised(add_adapter(net(), rank=2)), torch.randn(3, 5, dtype=torch.float64)
     with without_adapter(model):
@@ -219,6 +316,36 @@ def test_deepcopy_keeps_the_adapter():
             "targets=wq: no module has such a path or ending. Use some of q, k, v, o, gate",
         ),
         ({"rank": 2, "targets": ["head"]}, "targets=head: head makes the logits, which Weft computes inside the"),
+        (
+            {"rank": 2, "modules_to_save": ["xx"]},
+            "modules_to_save=xx: no module has such a path or ending. Use some of",
+        ),
+        (
+            {"rank": 2, "targets": ["q"], "modules_to_save": ["attn"]},
+            "targets=blocks.0.attn.q: modules_to_save trains this layer in full. Leave it out of one of them.",
+        ),
+        ({"rank": 2, "modules_to_save": ["blocks"]}, "modules_to_save=blocks: no layer is left for the adapter."),
+        (
+            {"rank": 2, "trainable_tokens": {"embed": [61]}},
+            "trainable_tokens=61: embed has 61 rows, with ids from 0 to 60. Use one",
+        ),
+        (
+            {"rank": 2, "trainable_tokens": {"embed": [-1]}},
+            "trainable_tokens=-1: embed has 61 rows, with ids from 0 to 60. Use one",
+        ),
+        ({"rank": 2, "trainable_tokens": {"embed": [4, 4]}}, "trainable_tokens=4: the id is given twice. Give"),
+        (
+            {"rank": 2, "trainable_tokens": {"x": [4]}},
+            "trainable_tokens=x: no module has such a path or ending. Use one",
+        ),
+        (
+            {"rank": 2, "trainable_tokens": {"norm": [4]}},
+            "trainable_tokens=norm: norm is a RMSNorm, and only embeddings",
+        ),
+        (
+            {"rank": 2, "trainable_tokens": {"embed": [4]}, "modules_to_save": ["embed"]},
+            "trainable_tokens=embed: modules_to_save trains all of embed. Use one of the two.",
+        ),
     ],
 )
 def test_invalid_settings_are_rejected_with_one_message(settings, message):
@@ -253,6 +380,8 @@ def test_stacked_experts_get_no_adapter():
     )
     with pytest.raises(ModelError, match="experts is a Experts, and adapters fit linear layers alone"):
         add_adapter(build_decoder(spec), rank=2, targets=["experts"])
+    with pytest.raises(ModelError, match=r"dropout=0.1: the adapter of blocks.0.mlp.experts.down is added to the"):
+        add_adapter(build_decoder(spec), rank=2, targets=["experts.down"], dropout=0.1)
     assert set(adapted(add_adapter(build_decoder(spec), rank=2)).layers) == {f"blocks.0.attn.{name}" for name in "qkvo"}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.parity.cases import GPT2, LLAMA, cases
 from tests.parity.families import FAMILIES, FamilyCase, shape_of
-from tests.parity.moe_cases import MOE, MoECase
+from tests.parity.moe_cases import MOE, MoECase, hugging_face_moe_cases
 from tests.parity.plans import Subject
 from weft.models.adapters import add_adapter
 from weft.verify.parity import Case, DecoderCase
@@ -25,11 +25,14 @@ class AdapterCase:
     targets: tuple[str, ...] = ()
     start_noise: float = 0.05
     base: str = "stored"
+    saved: tuple[str, ...] = ()
+    tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def model(self) -> nn.Module:
         model = self.of.model()
         settings = {"targets": self.targets, "kind": self.kind, "dropout": self.dropout, "base": self.base}
-        add_adapter(model, rank=2, alpha=3, seed=5, **settings)
+        more = {"modules_to_save": self.saved, "trainable_tokens": dict(self.tokens)}
+        add_adapter(model, rank=2, alpha=3, seed=5, **settings, **more)
         generator = torch.Generator().manual_seed(11)
         for _, param in model.named_parameters():
             if param.requires_grad:
@@ -73,6 +76,40 @@ def packed_subjects() -> dict[str, Subject]:
         "nf4": Subject(AdapterCase(wide, base="nf4"), WIDE),
         "int8": Subject(AdapterCase(wide, base="int8", targets=("attn.q", "mlp.down")), WIDE),
         "nf4-experts": Subject(AdapterCase(MoECase(WIDE_MOE, num_steps=3), base="nf4"), WIDE_MOE),
+    }
+
+
+#: Ids on both sides of the border between two ranks that share a vocabulary of 61.
+ROWS = (2, 30, 31, 60)
+
+
+def extra_subjects() -> dict[str, Subject]:
+    """Return subjects that also train rows of embeddings, or modules in full, with tied and untied embeddings."""
+    chosen = cases()
+    tied, untied = (
+        dataclasses.replace(chosen["hf-qwen2"], kind="llama"),
+        (("embed_tokens", ROWS), ("lm_head", (5, *ROWS))),
+    )
+    return {
+        "rows-tied": Subject(AdapterCase(tied, tokens=(("embed_tokens", ROWS),)), LLAMA),
+        "rows-untied": Subject(AdapterCase(chosen["hf-qwen2"], tokens=untied), LLAMA),
+        "rows-gpt2": Subject(AdapterCase(chosen["hf-gpt2"], kind="dora", tokens=(("wte", ROWS),)), GPT2),
+        "saved-tied": Subject(AdapterCase(chosen["decoder"], saved=("embed", "blocks.1.norm1")), LLAMA),
+        "saved-untied": Subject(AdapterCase(chosen["hf-qwen2"], saved=("lm_head", "layers.1.mlp")), LLAMA),
+    }
+
+
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def stack_subjects() -> dict[str, Subject]:
+    """Return subjects with adapters on stacked experts, of code that Weft knows, and of code that it does not."""
+    mixtral, own = hugging_face_moe_cases()["mixtral"], MoECase(MOE, num_steps=3)
+    return {
+        "stacks": Subject(AdapterCase(mixtral, targets=("q_proj", *STACKS)), MOE),
+        "stacks-dora": Subject(AdapterCase(mixtral, kind="dora", targets=STACKS), MOE),
+        "stacks-oss": Subject(AdapterCase(FamilyCase("gpt-oss"), targets=STACKS), shape_of(FAMILIES["gpt-oss"])),
+        "stacks-own": Subject(AdapterCase(own, targets=("experts.gate_up", "experts.down")), MOE),
     }
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parity.adapter_cases import AdapterCase, adapter_subjects, dropping_subjects, packed_subjects
+from tests.parity.adapter_cases import (
+    AdapterCase,
+    adapter_subjects,
+    dropping_subjects,
+    extra_subjects,
+    packed_subjects,
+    stack_subjects,
+)
 from tests.parity.cases import cases
 from tests.parity.plans import BROAD_GROUPS, RTOL, Cell, chosen_cells, differing
 from weft.comm.ledger import Ledger
@@ -95,6 +102,44 @@ def _differing_packed(texts, ranks):
         for name, one in subjects.items()
     }
     return differing(chosen, subjects, references, ranks)
+
+
+EXTRA_PLANS = {
+    "rows-tied": ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2", "tp=2 sp=on",
+                  "pp=2 accumulation=2", "cp=2"),
+    "rows-untied": ("dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2", "tp=2 sp=on", "pp=2 accumulation=2"),
+    "rows-gpt2": ("dp_shard=2 zero=3", "tp=2", "pp=2 accumulation=2 schedule=zb_h1"),
+    "saved-tied": ("dp_replicate=2", "dp_shard=2 zero=3 recompute=full", "tp=2 sp=on", "pp=2 accumulation=2"),
+    "saved-untied": ("dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2", "pp=2 accumulation=2"),
+}  # fmt: skip
+
+
+def test_trained_rows_and_saved_modules_match_one_process(ranks2):
+    subjects = extra_subjects()
+    chosen = [Cell(name, Plan.parse(f"{text} precision=fp64")) for name, some in EXTRA_PLANS.items() for text in some]
+    references = {one.case: train_plain(one.case) for one in subjects.values()}
+    found = differing(chosen, subjects, references, ranks2)
+    assert not found, "\n".join(found)
+
+
+STACK_PLANS = {
+    "stacks": ("dp_shard=2 zero=1", "dp_shard=2 zero=3", "dp_shard=2 ep=2", "dp_shard=2 ep=2 zero=3", "tp=2",
+               "tp=2 sp=on", "pp=2 accumulation=2", "cp=2"),
+    "stacks-dora": ("dp_shard=2 zero=2", "dp_shard=2 ep=2", "tp=2 sp=on", "pp=2 accumulation=2"),
+    "stacks-oss": ("dp_shard=2 zero=3", "dp_shard=2 ep=2", "tp=2"),
+    "stacks-own": ("dp_replicate=2", "dp_shard=2 ep=2 zero=2 recompute=full", "tp=2 sp=on", "pp=2 accumulation=2"),
+}  # fmt: skip
+
+
+def test_adapters_of_stacked_experts_match_one_process(ranks2):
+    subjects = stack_subjects()
+    chosen = [Cell(name, Plan.parse(f"{text} precision=fp64")) for name, some in STACK_PLANS.items() for text in some]
+    references = {
+        one.case: train_case("precision=fp64", one.case) if name == "stacks-own" else train_plain(one.case)
+        for name, one in subjects.items()
+    }
+    found = differing(chosen, subjects, references, ranks2)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.full

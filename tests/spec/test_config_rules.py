@@ -19,6 +19,14 @@ CASES = [
     ("adapter-has-a-rank", ["adapter.kind=dora"],
      "adapter.rank=0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave "
      "them out."),
+    ("added-tokens-are-new", ['tokenizer.add_tokens=["<a>", ""]'],
+     'tokenizer.add_tokens="": a token has at least one character. Leave the empty one out.'),
+    ("added-tokens-are-new", ['tokenizer.add_tokens=["<a>", "<b>", "<a>"]'],
+     "tokenizer.add_tokens=<a>: the token is listed twice. List each token once."),
+    ("added-tokens-are-new", ["tokenizer.kind=bytes", 'tokenizer.add_tokens=["<a>"]'],
+     "tokenizer.add_tokens=<a>: tokenizer.kind=bytes has one token per byte. Use tokenizer.kind=bpe or file."),
+    ("added-tokens-are-new", [f"tokenizer.add_tokens={[f'<{number}>' for number in range(100_001)]}"],
+     "tokenizer.add_tokens=100001 tokens: at most 100000 are added. Train a tokenizer instead (tokenizer.kind=bpe)."),
     ("packed-base-has-a-folder", ["adapter.rank=4", "adapter.base=nf4"],
      "adapter.base=nf4: weights are quantized while a folder is read, and model.path is not set. Set model.path to a "
      "Hugging Face folder, or use adapter.base=stored."),

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.choice import gate_runs
-from tests.parity.adapter_cases import AdapterCase
+from tests.parity.adapter_cases import AdapterCase, extra_subjects, stack_subjects
 from tests.parity.cases import cases
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.read import Part
@@ -104,6 +104,40 @@ def test_adapter_saved_under_one_plan_resumes_under_another(pairs, tmp_path, ran
         for rank in results:
             for losses, folder in zip(rank, some, strict=True):
                 assert losses == pytest.approx(want, rel=1e-10), (plan, folder)
+
+
+MORE_CASES = {
+    "rows": (extra_subjects()["rows-untied"].case, ["dp_shard=2 zero=3", "tp=2", "pp=2 accumulation=2"]),
+    "saved": (extra_subjects()["saved-tied"].case, ["dp_shard=2 zero=1", "tp=2 sp=on", "pp=2 accumulation=2"]),
+    "stacks": (stack_subjects()["stacks"].case, ["dp_shard=2 ep=2", "tp=2", "dp_shard=2 zero=3"]),
+}
+
+
+def halves(plan: str, name: str, folder: str, source: str) -> tuple[list[float], list[str]]:
+    """Train and save the first half, load another folder's half, and return the losses of the second half."""
+    script = Tuning(plan, MORE_CASES[name][0])
+    if source:
+        script.load(source)
+        return script.train(HALF, STEPS), []
+    script.train(0, HALF)
+    path = script.save(folder)
+    return [], sorted(load_checkpoint(path).entries("model"))
+
+
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_rows_modules_and_experts_resume_under_another_plan(name, tmp_path, ranks2):
+    case, plans = MORE_CASES[name]
+    script = Tuning("precision=fp64", case)
+    trained = {key for key, param in case.model().named_parameters() if param.requires_grad}
+    script.train(0, HALF)
+    want = script.train(HALF, STEPS)
+    for place, plan in enumerate(plans):
+        [_, names], _ = ranks2.run(halves, f"{plan} precision=fp64", name, str(tmp_path / str(place)), "")
+        assert set(names) == trained, plan
+    for place, plan in enumerate(plans):
+        before = str(tmp_path / str((place - 1) % len(plans)))
+        for losses, _ in ranks2.run(halves, f"{plan} precision=fp64", name, "", before):
+            assert losses == pytest.approx(want, rel=1e-10), plan
 
 
 def test_base_digest_is_equal_in_every_precision(tmp_path, ranks2):

@@ -32,6 +32,20 @@ _LONG_RUN = 4 * 2**10
 _WINDOW = 4 * 2**20
 
 
+def copy_part(full: np.ndarray, part: Part, start: int, out: memoryview) -> None:
+    """Fill `out` with the elements of a flattened part of an array in memory, from index `start` on.
+
+    Padding becomes zero.
+    """
+    np.frombuffer(out, np.uint8)[:] = 0
+    target = np.frombuffer(out, full.dtype)
+    for view in part.views(start, start + len(target)):
+        steps = tuple(stride * target.itemsize for stride in view.strides)
+        sizes = tuple(high - low for low, high in view.box)
+        there = np.lib.stride_tricks.as_strided(target[view.offset :], sizes, steps)
+        there[...] = full[tuple(slice(low, high) for low, high in view.box)]
+
+
 class SliceReader:
     """Reads flat slices of one checkpoint's tensors. `num_bytes` counts the bytes of tensors that were read."""
 

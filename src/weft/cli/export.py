@@ -201,8 +201,7 @@ def _write_adapter(
     from weft.models.peft_files import write_adapter
 
     tensors, record = checkpoint.tensors("model"), Adapted.read(said)
-    own = {f"{path}.{name}" for path, name in record.params()}
-    if more := sorted(tensors.keys() - own):
+    if more := sorted(tensors.keys() - record.tensor_names()):
         raise CheckpointError(
             f"tensor {more[0]!r}: it was trained in addition to the adapter, and files of an adapter cannot hold it. "
             "Use --merge, or --like with the folder of the base, to write both as one model."
@@ -212,10 +211,18 @@ def _write_adapter(
     if run is None:
         write_adapter(record, out, tensors)
         return
-    from weft.train.tasks.export import base_name, write_card
+    from weft.config.sections import TRAINS
+    from weft.train.tasks.export import base_name, resized_weights, write_card
+    from weft.train.weights.decoder_files import base_of
 
-    base = base_name(run)
-    write_adapter(record, out, tensors, base=base, task_type=None if base is None else "CAUSAL_LM")
+    base, resized, config = base_name(run), resized_weights(run), run.config()
+    is_causal = base is not None and TRAINS.get(config.task.name or "", "decoder") == "decoder"
+    task_type = "CAUSAL_LM" if is_causal else None
+    write_adapter(record, out, tensors, base=base, task_type=task_type, resized=resized)
+    if config.tokenizer.add_tokens or resized:  # the base's own tokenizer lacks the new tokens
+        copy_companions(base_of(run), out, overwrite=False)
+        for name in ("config.json", "generation_config.json"):
+            (out / name).unlink(missing_ok=True)
     write_card(run, checkpoint, out)
 
 
@@ -225,13 +232,17 @@ def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, An
     Raises:
         CheckpointError: if the model is not the base that the adapter was trained on.
     """
-    from weft.models.adapters import Adapted, adapt_layers, merge_adapter
+    from weft.models.adapters import Adapted, adapt_layers, merge_adapter, train_more
+    from weft.models.token_rows import find_rows
     from weft.train.model_state import model_tensors, restore_model
 
     record = Adapted.read(said)
     modules = dict(model.named_modules())
     # `restore_model` reports tensors that are missing from the model.
-    adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
+    adapt_layers(
+        model, {path: modules[path] for path in record.layers if path in modules}, record.kind, 0, record.experts
+    )
+    train_more(model, {}, find_rows(model, {path: ids for path, ids in record.tokens.items() if path in modules}))
     for name, param in model.named_parameters():
         if name in checkpoint.entries("model"):
             param.requires_grad_(True)  # such as a norm that was trained with the adapter

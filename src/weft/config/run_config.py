@@ -73,7 +73,7 @@ class ModelSection(Section):
     path: str = ""
     """A Hugging Face model to fine-tune: a folder of config.json, safetensors weights and tokenizer, or a name on the
     hub, OWNER/NAME or OWNER/NAME@REVISION, which is downloaded (extra `hub`). Its config sets the shape, so omit the
-    other settings of [model] and [tokenizer]."""
+    other settings of [model] and [tokenizer], except `vocab_size` and `add_tokens`."""
     name: str = "tiny"
     """A built-in size, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
@@ -81,7 +81,7 @@ class ModelSection(Section):
     biases. This setting and those below override single fields of the named size."""
     vocab_size: Extent | None = None
     """Vocabulary size, the rows of the embedding; by default the named size's, or the tokenizer's if the size sets
-    none."""
+    none. Of model.path: rows are added up to this number, in the input embedding and the output layer."""
     dim: Width | None = None
     """Width of the hidden state; a multiple of num_heads."""
     num_layers: Width | None = None
@@ -144,6 +144,9 @@ class TokenizerSection(Section):
     False: as ChatML."""
     train_bytes: PositiveInt = 20_000_000
     """Maximum number of bytes of text read to train a tokenizer."""
+    add_tokens: tuple[str, ...] = Field(default=(), strict=False, examples=[["<tool>", "</tool>"]])
+    """Tokens to add to the tokenizer. Each occurrence in the data, written exactly like this, becomes one token. Rows
+    that the embeddings of model.path lack are added. They start from the mean of the other rows."""
 
 
 class SourceSection(Section):

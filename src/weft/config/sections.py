@@ -57,6 +57,10 @@ OptionValue = Annotated[
     bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
     WithJsonSchema({"x-rule": "true, false, a number, a string or a list of numbers"}),
 ]
+TokenList = Annotated[
+    Literal["added"] | Annotated[tuple[int | str, ...], Strict(False)],
+    WithJsonSchema({"x-rule": 'added, or a list of token ids and tokens such as [5, "<tool>"]'}),
+]
 StoreOrFolder = Annotated[
     str,
     _text(
@@ -157,6 +161,12 @@ class AdapterSection(Section):
     base: Literal["stored", "int8", "nf4"] = "stored"
     """Storage of frozen linear weights. stored: in the plan's precision; int8, nf4: quantized in blocks of 64, to 1.06
     and 0.56 bytes per weight, and dequantized for each matmul (QLoRA)."""
+    modules_to_save: tuple[str, ...] = Field(default=(), strict=False, examples=[["embed_tokens", "lm_head"]])
+    """Modules that are trained in full and saved with the adapter: patterns as for `targets`. Their layers get no
+    adapter."""
+    trainable_tokens: TokenList = "added"
+    """Tokens whose rows of the input embedding, and of an output layer that shares its weight, are trained: ids, and
+    tokens as text. added: those of `tokenizer.add_tokens`, also in an output layer with its own weight."""
 
 
 # Resources of the machine: ranks and devices, pinned memory, GPU kernels.

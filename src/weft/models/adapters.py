@@ -1,4 +1,7 @@
-"""LoRA, rsLoRA and DoRA adapters on linear layers: adding, disabling and merging them."""
+"""LoRA, rsLoRA and DoRA adapters on linear layers: adding, disabling and merging them.
+
+An adapter may also train modules in full (modules_to_save) and rows of embeddings (trainable_tokens).
+"""
 
 from __future__ import annotations
 
@@ -6,45 +9,43 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError
+from weft.models.adapters_experts import (
+    AdaptedExperts,
+    AdapterKind,
+    adapt_stacks,
+    chosen_stacks,
+    merge_stack,
+    remove_stack_adapters,
+    stack_names,
+    stacked_parameters,
+)
 from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import layers
 from weft.models.inspect.blocks import replace_class, revert
 from weft.models.quantized_linear import BASE_FORMATS, leave_packed, pack_layers, unpack_layer
+from weft.models.token_rows import (
+    TOKEN_ROWS,
+    Rows,
+    RowsEmbedding,
+    RowsLinear,
+    TrainedRows,
+    add_rows,
+    find_rows,
+    fits,
+    remove_rows,
+    saved_modules,
+    with_rows,
+)
 
 #: Names of an adapter's parameters within a layer.
 ADAPTER_PARAMS = ("lora_A", "lora_B", "lora_magnitude")
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterKind:
-    """Settings of an adapter on a linear layer.
-
-    rank: rows of A and columns of B. alpha: the product of B and A is multiplied by alpha / rank, or by alpha /
-    sqrt(rank) under rslora. kind: "lora", "rslora" or "dora". dropout: dropout rate of the adapter's inputs in
-    training.
-    """
-
-    rank: int
-    alpha: float
-    kind: str = "lora"
-    dropout: float = 0.0
-
-    def __str__(self) -> str:
-        drops = f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"{self.kind} of rank {self.rank}, alpha {self.alpha:g}{drops}"
-
-    @property
-    def scale(self) -> float:
-        """The factor of the product of B and A."""
-        return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +53,66 @@ class Adapted:
     """Record of the changes that `add_adapter` made to a model.
 
     layers: path -> True if the layer stores its weight transposed. base: "stored", or the format of the frozen weights.
-    packed: path -> number of inputs, for layers whose weight is stored quantized.
+    packed: path -> number of inputs, for layers whose weight is stored quantized. saved: path of a module that is
+    trained in full -> name within it -> name of the tensor in the full model. tokens: path -> ids of the trained rows.
+    ties: path of a module that shares such a weight -> path in `tokens`. experts: path of an adapted stack of experts'
+    weights -> True if it is stored as (E, inputs, outputs).
     """
 
     kind: AdapterKind
     layers: Mapping[str, bool]
     base: str = "stored"
     packed: Mapping[str, int] = field(default_factory=dict[str, int])
+    saved: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    ties: Mapping[str, str] = field(default_factory=dict[str, str])
+    experts: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Adapted:
         """Return the record from a JSON value that `to_json` returned."""
         kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
-        return cls(kind, said["layers"], said.get("base_format", "stored"), said.get("packed", {}))
+        base, packed = said.get("base_format", "stored"), said.get("packed", {})
+        tokens = {path: tuple(ids) for path, ids in said.get("tokens", {}).items()}
+        saved, ties, experts = (said.get(key, {}) for key in ("saved", "ties", "experts"))
+        return cls(kind, said["layers"], base, packed, saved, tokens, ties, experts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON value."""
         kind = self.kind
         said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
         packed = {"base_format": self.base, "packed": dict(self.packed)} if self.packed else {}
-        return {**said, "layers": dict(self.layers), **packed}
+        more = {
+            "saved": {path: dict(names) for path, names in self.saved.items()},
+            "tokens": {path: list(ids) for path, ids in self.tokens.items()},
+            "ties": dict(self.ties),
+            "experts": dict(self.experts),
+        }
+        return {**said, "layers": dict(self.layers), **packed, **{key: one for key, one in more.items() if one}}
 
     def params(self) -> Iterator[tuple[str, str]]:
-        """Yield (layer path, parameter name) for each of the adapter's parameters."""
+        """Yield (layer path, parameter name) for each parameter of the adapted layers."""
         names = ADAPTER_PARAMS if self.kind.kind == "dora" else ADAPTER_PARAMS[:2]
         return ((path, name) for path in self.layers for name in names)
+
+    def tensor_names(self) -> set[str]:
+        """Return the names of all tensors of the adapter, with trained rows and saved modules."""
+        rows = {f"{path}.{TOKEN_ROWS}" for path in self.tokens}
+        saved = {name for names in self.saved.values() for name in names.values()}
+        stacks = {f"{path}{end}" for path, end in stack_names(self.experts, self.kind.kind)}
+        return {f"{path}.{name}" for path, name in self.params()} | stacks | rows | saved
+
+    def merge_rest(self, tensors: dict[str, Tensor]) -> None:
+        """Move trained rows and adapters of experts into the full weights, in a dict of tensors by name."""
+        for path, is_transposed in self.experts.items():
+            own = {end: tensors.pop(f"{path}{end}") for _, end in stack_names({path: False}, self.kind.kind)}
+            tensors[path] = merge_stack(self.kind.scale, tensors[path], own, is_transposed)
+        for path, ids in self.tokens.items():
+            merged = with_rows(tensors[f"{path}.weight"], ids, tensors[f"{path}.{TOKEN_ROWS}"])
+            for one in (path, *(other for other, first in self.ties.items() if first == path)):
+                tensors.pop(f"{one}.{TOKEN_ROWS}", None)
+                if f"{one}.weight" in tensors:
+                    tensors[f"{one}.weight"] = merged
 
 
 _RECORD = "_weft_adapted"
@@ -222,11 +258,16 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     """Turn off the model's adapter inside the context, for example to compute reference log-probabilities.
 
     Raises:
-        ModelError: if the model has no adapter.
+        ModelError: if the model has no adapter, or one that changed the base model's own modules (modules_to_save).
     """
-    found = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    found = [module for module in model.modules() if isinstance(module, AdaptedLinear | AdaptedExperts | TrainedRows)]
     if not found:
         raise ModelError(f"model of type {type(model).__name__}: it has no adapter. Call add_adapter first.")
+    if (record := adapted(model)) is not None and record.saved:
+        raise ModelError(
+            f"modules_to_save={next(iter(record.saved))}: training replaced its weights, so the adapter cannot be "
+            "turned off. Use trainable_tokens or targets instead, or a second model."
+        )
     before = [layer._weft_is_on for layer in found]
     for layer in found:
         layer._weft_is_on = False
@@ -251,12 +292,15 @@ def add_adapter(
     dropout: float = 0.0,
     kind: str = "lora",
     base: str = "stored",
+    modules_to_save: Sequence[str] = (),
+    trainable_tokens: Mapping[str, Sequence[int]] | Sequence[int] = (),
     seed: int = 0,
 ) -> nn.Module:
     """Add an adapter to linear layers in place and freeze every other parameter. Call it before `parallelize`.
 
     Module names stay the same. A layer `q` gets the parameters `q.lora_A`, `q.lora_B` and, under dora,
-    `q.lora_magnitude`. On the meta device they have shapes only, and `parallelize` fills them from its seed.
+    `q.lora_magnitude`, and an embedding `embed` with trained rows gets `embed.token_rows`. On the meta device they have
+    shapes only, and `parallelize` fills them from its seed.
 
     Args:
         model: any nn.Module. Its nn.Linear layers and the Conv1D layers of GPT-2 in transformers can have an adapter.
@@ -264,36 +308,84 @@ def add_adapter(
         alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora. None: twice
             the rank.
         targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*". `*` matches
-            any text. (): all linear layers except the output layer and routers.
+            any text. (): all linear layers except the output layer and routers. A pattern that ends in the names of a
+            module and a parameter, such as "experts.down_proj", adapts stacked experts.
         dropout: dropout rate of the adapter's inputs in training.
         kind: "lora", "rslora" or "dora".
         base: format of the frozen weights of all linear layers that may have an adapter. "stored": unchanged. "int8" or
             "nf4": quantized in blocks of 64 with one scale, dequantized for each matmul.
+        modules_to_save: patterns of modules, as for `targets`, whose parameters are trained in full and saved with the
+            adapter. Their layers get no adapter.
+        trainable_tokens: ids of tokens whose rows are trained in the input embedding and in layers that share its
+            weight, as peft's `trainable_token_indices`. A mapping has ids by path of an embedding or output layer.
         seed: seed of the initial values of A, combined with each parameter's name.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: if a pattern matches no layer or a layer that cannot be adapted, if a number is out of range, or if
-            the model already has an adapter or is parallelized.
+        ModelError: if a pattern matches no layer or a layer that cannot be adapted, if a number is out of range, if a
+            token has no row, or if the model already has an adapter or is parallelized.
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
-    chosen = chosen_layers(model, targets)
-    if base == "stored":
-        return adapt_layers(model, chosen, adapter, seed)
-    if kind == "dora":
-        raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
-    _check(adapter)
-    packed = pack_layers(model, chosen_layers(model), base)
-    adapt_layers(model, chosen, adapter, seed)
-    record = adapted(model)
-    assert record is not None
-    note_adapted(model, replace(record, base=base, packed=packed))
+    stacks, chosen, usable, saved = _choose(model, targets, modules_to_save)
+    rows, packed = find_rows(model, trainable_tokens, saved), dict[str, int]()
+    if stacks and dropout:
+        raise ModelError(
+            f"dropout={dropout}: the adapter of {next(iter(stacks))} is added to the weights, and dropout needs its "
+            "inputs. Use dropout=0, or leave the experts out of the targets."
+        )
+    if base != "stored":
+        if kind == "dora":
+            raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
+        _check(adapter)
+        packed = pack_layers(model, usable, base)
+    adapt_layers(model, chosen, adapter, seed, stacks)
+    return train_more(model, saved, rows, base=base, packed=packed)
+
+
+def _choose(
+    model: nn.Module, targets: Sequence[str], modules_to_save: Sequence[str]
+) -> tuple[dict[str, bool], dict[str, nn.Module], dict[str, nn.Module], dict[str, dict[str, str]]]:
+    stacks, rest = chosen_stacks(model, targets)
+    usable = chosen_layers(model, optional=bool(stacks))
+    chosen = usable if not targets else chosen_layers(model, rest) if rest else {}
+    saved = saved_modules(model, modules_to_save)
+    inside = {path for path in usable | chosen | stacks if any(f"{path}.".startswith(f"{one}.") for one in saved)}
+    if targets and (both := sorted(inside & (chosen.keys() | stacks.keys()))):
+        raise ModelError(f"targets={both[0]}: modules_to_save trains this layer in full. Leave it out of one of them.")
+    chosen, usable = ({path: one for path, one in some.items() if path not in inside} for some in (chosen, usable))
+    if not chosen and not stacks:
+        raise ModelError(f"modules_to_save={modules_to_save[0]}: no layer is left for the adapter. Save fewer modules.")
+    return stacks, chosen, usable, saved
+
+
+def train_more(
+    model: nn.Module,
+    saved: Mapping[str, Mapping[str, str]],
+    rows: Mapping[str, Rows],
+    *,
+    base: str = "stored",
+    packed: Mapping[str, int] | None = None,
+) -> nn.Module:
+    """Train modules and rows of a model after `adapt_layers`, and record them as in `Adapted`. Return the model."""
+    for path in saved:
+        model.get_submodule(path).requires_grad_(True)
+    add_rows(rows)
+    record = _expected(model)
+    tokens = {path: one.ids for path, one in rows.items()}
+    ties = {other: path for path, one in rows.items() for other in one.sharing if other != path}
+    note_adapted(model, replace(record, base=base, packed=packed or {}, saved=saved, tokens=tokens, ties=ties))
     return model
 
 
-def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: AdapterKind, seed: int) -> nn.Module:
+def adapt_layers(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    adapter: AdapterKind,
+    seed: int,
+    stacks: Mapping[str, bool] | None = None,
+) -> nn.Module:
     """Add an adapter to the chosen layers in place and freeze all else. Return the same model.
 
     Args:
@@ -301,6 +393,7 @@ def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: Ada
         chosen: its layers by path, as returned by `chosen_layers`.
         adapter: settings for all of these layers.
         seed: see `add_adapter`.
+        stacks: stacked weights of experts, as returned by `chosen_stacks`.
 
     Raises:
         ModelError: if a number is out of range.
@@ -310,7 +403,9 @@ def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: Ada
         param.requires_grad_(False)
     for path, layer in chosen.items():
         _adapt(layer, path, adapter, seed)
-    note_adapted(model, Adapted(adapter, {path: layers.is_transposed(layer) for path, layer in chosen.items()}))
+    adapt_stacks(model, stacks or {}, adapter, seed)
+    transposed = {path: layers.is_transposed(layer) for path, layer in chosen.items()}
+    note_adapted(model, Adapted(adapter, transposed, experts=dict(stacks or {})))
     return model
 
 
@@ -325,30 +420,29 @@ def _check(adapter: AdapterKind) -> None:
         raise ModelError(f"alpha={adapter.alpha:g}: it must be above 0. Use alpha={2 * adapter.rank}.")
 
 
-def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn.Module]:
+def chosen_layers(model: nn.Module, targets: Sequence[str] = (), *, optional: bool = False) -> dict[str, nn.Module]:
     """Return the layers that patterns choose, by path, in the model's order.
 
-    model: without an adapter. targets: as `add_adapter` takes them.
+    model: without an adapter. targets: as `add_adapter` takes them. optional: True to return {} for a model without
+    such layers.
 
     Raises:
         ModelError: as `add_adapter` raises it.
     """
     if adapted(model) is not None:
-        raise ModelError(
-            "model: it has an adapter already. Merge that one first (merge_adapter), or build a new model."
-        )
+        raise ModelError("model: it has an adapter already. Merge it first (merge_adapter), or build a new model.")
     if any(name.startswith("_weft_") for name in vars(model)):
         raise ModelError("model: it is parallelized already. Add the adapter before parallelize.")
     linear = {path: module for path, module in model.named_modules() if path and layers.is_linear(module)}
     refused = dict(_refused(model, linear))
     if not targets:
         found = {path: module for path, module in linear.items() if path not in refused}
-        if not found:
+        if not found and not optional:
             raise ModelError(f"model of type {type(model).__name__}: it has no linear layer that an adapter fits.")
         return found
     chosen: set[str] = set()
     for pattern in targets:
-        hits = {path for path, _ in model.named_modules() if path and _fits(path, pattern)}
+        hits = {path for path, _ in model.named_modules() if path and fits(path, pattern)}
         usable = hits & linear.keys()
         if not usable:
             if hits:
@@ -356,16 +450,14 @@ def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn
                 why = f"{first} is a {type(model.get_submodule(first)).__name__}, and adapters fit linear layers alone"
             else:
                 why = "no module has such a path or ending"
-            ends = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linear if path not in refused))
+            names = [path.rpartition(".")[2] for path in linear if path not in refused]
+            names += [".".join(path.split(".")[-2:]) for path in stacked_parameters(model)]
+            ends = ", ".join(dict.fromkeys(names))
             raise ModelError(f"targets={pattern}: {why}. Use some of {ends}.")
         if blamed := sorted(usable & refused.keys()):
             raise ModelError(f"targets={pattern}: {blamed[0]} {refused[blamed[0]]}. Leave it out of the targets.")
         chosen |= usable
     return {path: module for path, module in linear.items() if path in chosen}
-
-
-def _fits(path: str, pattern: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 
 def _refused(model: nn.Module, linear: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
@@ -403,30 +495,29 @@ def _adapt(layer: nn.Module, path: str, adapter: AdapterKind, seed: int) -> None
 
 # Merging adapters into their layers' weights.
 
+#: Classes that `add_adapter` puts in front of a module's own class.
+_CLASSES = (AdaptedLinear, AdaptedExperts, RowsEmbedding, RowsLinear)
+
 
 def merge_adapter(model: nn.Module) -> nn.Module:
     """Add each adapter to its layer's weight in place and restore the layers' classes from before `add_adapter`.
 
     Quantized weights are dequantized, because the adapter was trained with the quantized values. For a parallelized
-    model, use `merged_tensors` on the full tensors. All parameters stay frozen.
-
-    Returns:
-        The same model.
+    model, use `merged_tensors` on the full tensors. Returns the same model. All parameters stay frozen.
 
     Raises:
         ModelError: if the model has no adapter or is parallelized.
     """
-    record, found = _expected(model), dict[str, AdaptedLinear]()
-    for path in record.layers:
-        layer = model.get_submodule(path)
-        # An adapted class has AdaptedLinear as its first base. A later class replacement would come before it.
-        if type(layer).__bases__[0] is not AdaptedLinear:
+    record = _expected(model)
+    around = dict.fromkeys(path.rpartition(".")[0] for path in record.experts)
+    for path in (*record.layers, *around, *record.tokens, *record.ties):
+        # An adapted class has one of these as its first base. A later class replacement would come before it.
+        if type(model.get_submodule(path)).__bases__[0] not in _CLASSES:
             raise ModelError(
                 f"model: {path} was changed after add_adapter, such as by parallelize. Merge the full tensors: "
                 "merged_tensors(model, run.full_state_dict(model))."
             )
-        assert isinstance(layer, AdaptedLinear)
-        found[path] = layer
+    found = {path: cast(AdaptedLinear, model.get_submodule(path)) for path in record.layers}
     for path in record.packed:
         unpack_layer(model.get_submodule(path))
     for path, layer in found.items():
@@ -439,6 +530,14 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         revert(layer, AdaptedLinear)
     for path in record.packed:
         leave_packed(model.get_submodule(path))
+    params = dict(model.named_parameters())
+    rest = {name: param.detach() for name, param in params.items()}
+    record.merge_rest(rest)
+    for name in (*record.experts, *(f"{path}.weight" for path in record.tokens)):
+        params[name].data = rest[name]
+    remove_stack_adapters(model, record.experts)
+    for path in (*record.tokens, *record.ties):
+        remove_rows(model.get_submodule(path))
     note_adapted(model, None)
     return model
 
@@ -462,6 +561,7 @@ def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         merged[f"{path}.weight"] = BASE_FORMATS[record.base].unpack(tensors[f"{path}.weight"], width, dtype)
     for path, parts in own.items():
         merged[f"{path}.weight"] = merged_weight(record, path, merged[f"{path}.weight"], parts)
+    record.merge_rest(merged)
     return merged
 
 

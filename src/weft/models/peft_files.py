@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError, ModelError
-from weft.models.adapters import Adapted, AdapterKind, adapt_layers, adapted, chosen_layers
+from weft.models.adapters import Adapted, adapt_layers, adapted, chosen_layers, train_more
+from weft.models.adapters_experts import AdapterKind, stack_names, stacked_parameters
+from weft.models.inspect import layers
+from weft.models.token_rows import TOKEN_ROWS, find_rows, saved_modules
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 #: Names of a layer's parameters in peft's format, by Weft's names.
 _SUFFIXES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+#: End of the name of trained rows in peft's format.
+_ROWS = ".token_adapter.trainable_tokens_delta"
 #: Settings of unsupported adapters that change the layer's computation.
 _UNKNOWN = (
-    "alpha_pattern", "rank_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
-    "target_parameters", "lora_bias", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens",
+    "alpha_pattern", "rank_pattern", "layer_replication", "lora_bias", "use_qalora", "use_bdlora", "arrow_config",
+    "alora_invocation_tokens",
 )  # fmt: skip
 
 
@@ -42,12 +47,14 @@ def save_adapter(
     """
     found = dict(model.named_parameters()) if tensors is None else tensors
     record = _expected(model)
-    own = {f"{path}.{name}" for path, name in record.params()}
+    own = record.tensor_names()
     if more := [name for name, param in model.named_parameters() if param.requires_grad and name not in own]:
         raise ModelError(
             f"parameter {more[0]!r}: it is trained in addition to the adapter, and adapter files cannot contain it. "
-            "Save the full model: run.save_pretrained, or merged_tensors."
+            "Name its module in modules_to_save, or save the full model: run.save_pretrained, or merged_tensors."
         )
+    buffers = dict(model.named_buffers())
+    found = {**{name: buffers[name] for name in own & buffers.keys()}, **found}
     named = getattr(getattr(model, "config", None), "_name_or_path", None)
     task = "CAUSAL_LM" if hasattr(model, "generate") else None
     write_adapter(record, folder, found, base=base or named or None, task_type=task)
@@ -60,6 +67,7 @@ def write_adapter(
     *,
     base: str | None = None,
     task_type: str | None = None,
+    resized: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write an adapter in peft's format without its model.
 
@@ -69,11 +77,25 @@ def write_adapter(
         tensors: full tensors by the model's names. Tensors of the base model are ignored.
         base: see `save_adapter`.
         task_type: peft's name of the model's task.
+        resized: weights of embeddings that have more rows than the base, by the path of their module. peft loads them
+            into a base whose embeddings were resized.
     """
-    wanted = {f"{path}.{name}": f"{_PREFIX}{path}.{_SUFFIXES[name]}" for path, name in record.params()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {theirs: tensors[ours].detach().cpu().contiguous() for ours, theirs in wanted.items()}
+    if record.experts and record.kind.kind == "dora":
+        raise ModelError(
+            f"kind=dora: peft has no format for magnitudes of {next(iter(record.experts))}. Write the merged model: "
+            "weft export RUN OUT --merge, or run.save_pretrained."
+        )
+    own = dict(tensors)
+    for path in record.experts:  # (E, R, inputs) becomes (E R, inputs), and (E, outputs, R) becomes (outputs, R E)
+        own[f"{path}_lora_A"] = tensors[f"{path}_lora_A"].flatten(0, 1)
+        own[f"{path}_lora_B"] = tensors[f"{path}_lora_B"].permute(1, 2, 0).flatten(1)
+    whole = {theirs: own[ours].detach().cpu().clone().contiguous() for theirs, ours in _wanted(record).items()}
+    for path, weight in (resized or {}).items():
+        if path not in record.saved:
+            inner = ".token_adapter.base_layer" if path in record.tokens else ""
+            whole[f"{_PREFIX}{path}{inner}.weight"] = weight
     # Write both new files before replacing the old ones.
     save_file(whole, folder / f"{TENSORS_FILE}.new", {"format": "pt"})
     (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(_config(record, base, task_type), indent=2) + "\n")
@@ -100,8 +122,12 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     config, tensors = _read(folder)
     _refuse_unknown(folder, config)
-    paths = {path for path, _ in _names_in(folder, tensors)}
-    modules, usable = dict(model.named_modules()), chosen_layers(model)
+    modules, usable = dict(model.named_modules()), chosen_layers(model, optional=True)
+    saved, stacks = saved_modules(model, _saved_paths(folder, config, modules)), _target_stacks(folder, config, model)
+    resized = _resized(model, tensors)
+    other = [*_stack_prefixes(stacks).values(), *(f"{_PREFIX}{path}." for path in saved)]
+    rest = [name for name in tensors if name not in resized and not name.endswith(_ROWS)]
+    paths = {path for path, _ in _names_in(folder, [name for name in rest if not _is_of(name, other)])}
     for path in sorted(paths - usable.keys()):
         if path not in modules:
             raise CheckpointError(
@@ -114,19 +140,110 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         )
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     adapter = AdapterKind(config["r"], config["lora_alpha"], kind, float(config.get("lora_dropout", 0.0)))
-    adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, seed=0)
-    own = dict(model.named_parameters())
-    for path, name in _expected(model).params():
-        theirs, param = f"{_PREFIX}{path}.{_SUFFIXES[name]}", own[f"{path}.{name}"]
-        saved = tensors.get(theirs)
-        if saved is None or saved.shape != param.shape:
-            said = "is missing" if saved is None else f"has shape {tuple(saved.shape)}, not {tuple(param.shape)}"
+    adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, 0, stacks)
+    train_more(model, saved, find_rows(model, _tokens_of(config, tensors), saved))
+    own, names = model.state_dict(keep_vars=True), _wanted(_expected(model)) | resized
+    found = {ours for theirs, ours in names.items() if theirs in tensors}
+    for theirs, ours in names.items():
+        stored, param = tensors.get(theirs), own[ours]
+        if stored is None and ours in found:  # tied modules may be saved once
+            continue
+        if stored is not None and param.ndim == 3 and stored.numel() == param.numel():
+            count, first, second = param.shape
+            is_a = ours.endswith("_lora_A")
+            stored = stored.view(count, first, second) if is_a else stored.view(first, second, count).permute(2, 0, 1)
+        if stored is None or stored.shape != param.shape:
+            said = "is missing" if stored is None else f"has shape {tuple(stored.shape)}, not {tuple(param.shape)}"
             raise CheckpointError(
                 f"{folder}: tensor {theirs!r} {said}. Use the base that the adapter was trained on, and complete files."
             )
         with torch.no_grad():
-            param.copy_(saved)
+            param.copy_(stored)
     return model
+
+
+def _is_of(name: str, starts: Iterable[str]) -> bool:
+    """Return True if a tensor belongs to a stack of experts, or to a module that is trained in full."""
+    return any(name.startswith(start) and "base_layer" not in name.removeprefix(start) for start in starts)
+
+
+def _resized(model: nn.Module, tensors: Iterable[str]) -> dict[str, str]:
+    """Return the model's names of full embeddings, which peft adds if they have more rows than those of the base."""
+    tables = (layers.input_embeddings(model), layers.find_lm_head(model))
+    full = {f"{path}.weight" for path, one in model.named_modules() if any(one is table for table in tables)}
+    names = {name: name.removeprefix(_PREFIX).replace(".token_adapter.base_layer", "") for name in tensors}
+    return {name: ours for name, ours in names.items() if ours in full}
+
+
+def _tokens_of(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Return the ids of trained tokens by module, and sort the rows of `tensors` by id, as Weft keeps them."""
+    asked: Any = config.get("trainable_token_indices") or {}
+    tokens: dict[str, list[int]] = {}
+    for name in [name for name in tensors if name.endswith(_ROWS)]:
+        path = name.removeprefix(_PREFIX).removesuffix(_ROWS)
+        ends = [end for end in asked if f".{path}".endswith(f".{end}")] if isinstance(asked, dict) else []
+        ids = tokens[path] = list(asked[ends[0]] if ends else asked if isinstance(asked, list) else [])
+        if len(ids) == tensors[name].shape[0]:
+            tensors[name] = tensors[name][sorted(range(len(ids)), key=ids.__getitem__)]
+    if asked and not tokens:
+        raise CheckpointError(f"{CONFIG_FILE}: trainable_token_indices has no rows in {TENSORS_FILE}. Copy both again.")
+    return tokens
+
+
+def _wanted(record: Adapted) -> dict[str, str]:
+    """Return the model's name of each tensor of an adapter, by peft's name."""
+    layers = {f"{_PREFIX}{path}.{_SUFFIXES[name]}": f"{path}.{name}" for path, name in record.params()}
+    rows = {f"{_PREFIX}{path}{_ROWS}": f"{path}.{TOKEN_ROWS}" for path in record.tokens}
+    saved = {f"{_PREFIX}{path}.{name}": full for path, names in record.saved.items() for name, full in names.items()}
+    prefixes = _stack_prefixes(record.experts)
+    stacks = {
+        f"{prefixes[path]}{end.removeprefix('_')}.weight": f"{path}{end}"
+        for path, end in stack_names(record.experts, record.kind.kind)
+    }
+    return layers | stacks | rows | saved
+
+
+def _stack_prefixes(stacks: Mapping[str, bool]) -> dict[str, str]:
+    """Return the start of peft's names of each stack's tensors. peft wraps a module once for each of its parameters."""
+    modules: dict[str, list[str]] = {}
+    for path in stacks:
+        modules.setdefault(path.rpartition(".")[0], []).append(path)
+    return {
+        path: f"{_PREFIX}{module}.{'base_layer.' * (len(paths) - 1 - place)}"
+        for module, paths in modules.items()
+        for place, path in enumerate(paths)
+    }
+
+
+def _target_stacks(folder: Path, config: Mapping[str, Any], model: nn.Module) -> dict[str, bool]:
+    """Return the stacks of experts that peft's `target_parameters` names, as `chosen_stacks` does."""
+    asked, found = config.get("target_parameters") or [], dict[str, bool]()
+    for path, (module, _) in stacked_parameters(model).items():
+        if any(path == one or path.endswith(f".{one}") for one in asked):
+            found[path] = bool(getattr(module, "is_transposed", False))
+    if unknown := [one for one in asked if not any(path == one or path.endswith(f".{one}") for path in found)]:
+        raise CheckpointError(
+            f"{folder}: it adapts the parameter {unknown[0]!r}, which is no weight of stacked experts of this model. "
+            "Merge it with peft, and load the merged model."
+        )
+    return found
+
+
+def _saved_paths(folder: Path, config: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the paths of the modules that peft's `modules_to_save` names by the ends of paths."""
+    asked = config.get("modules_to_save") or []
+    found = [path for path in modules if path and any(path.endswith(end) for end in asked)]
+    if config.get("ensure_weight_tying"):
+        return found
+    weights = {id(param) for path in found for param in modules[path].parameters()}
+    for path, module in modules.items():
+        shares = any(id(param) in weights for param in module.parameters(recurse=False))
+        if shares and not any(f"{path}.".startswith(f"{one}.") for one in found):
+            raise CheckpointError(
+                f"{folder}: modules_to_save has {found[0]!r}, and the model's {path!r} shares its weight but is not "
+                "trained. Merge the adapter with peft."
+            )
+    return found
 
 
 def _expected(model: nn.Module) -> Adapted:
@@ -137,7 +254,8 @@ def _expected(model: nn.Module) -> Adapted:
 
 
 def _config(record: Adapted, base: str | None, task_type: str | None) -> dict[str, Any]:
-    kind = record.kind
+    kind, stored = record.kind, [name for saved in record.saved.values() for name in saved.values()]
+    names = {path.rpartition(".")[2] for path in record.saved}
     return {
         "peft_type": "LORA",
         "task_type": task_type,
@@ -148,6 +266,10 @@ def _config(record: Adapted, base: str | None, task_type: str | None) -> dict[st
         "use_rslora": kind.kind == "rslora",
         "use_dora": kind.kind == "dora",
         "target_modules": list(record.layers),
+        "target_parameters": list(record.experts) or None,
+        "modules_to_save": list(record.saved) or None,
+        "ensure_weight_tying": len(set(stored)) < len(stored) and not names.isdisjoint(("embed_tokens", "lm_head")),
+        "trainable_token_indices": {path: list(ids) for path, ids in record.tokens.items()} or None,
         "fan_in_fan_out": any(record.layers.values()),
         "bias": "none",
         "init_lora_weights": True,
@@ -183,8 +305,8 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder}: it trains biases, which Weft does not read. Merge the adapter with peft.")
 
 
-def _names_in(folder: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    for full in tensors:
+def _names_in(folder: Path, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for full in sorted(tensors):
         found = next((name for name, suffix in _SUFFIXES.items() if full.endswith(f".{suffix}")), None)
         if found is None or not full.startswith(_PREFIX):
             raise CheckpointError(

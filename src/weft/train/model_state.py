@@ -84,6 +84,12 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
         raise CheckpointError(
             f"{path}: its adapter {which} {differing[0]!r}, and the model's differs. Use the targets it was saved with."
         )
+    settings = {"tokens": "trainable_tokens", "saved": "modules_to_save", "experts": "targets"}
+    for key, setting in settings.items():
+        if now.get(key, {}) != saved.get(key, {}):
+            raise CheckpointError(
+                f"{path}: its adapter trains other parts than the model's. Use the {setting} it was saved with."
+            )
     for name, digest in now["base"].items():
         _expect_equal(name, digest, saved["base"], path)
 

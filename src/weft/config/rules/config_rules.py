@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -268,12 +269,26 @@ def _layout_problem(config: RunConfig) -> str:
 
 def _set_by_model_path(config: RunConfig) -> list[str]:
     """Return the settings that have a value although the folder of model.path decides them."""
-    usual, free = RunConfig(), ("model.path", "model.balance", "model.balance_rate")
+    usual = RunConfig()
+    free = ("model.path", "model.balance", "model.balance_rate", "model.vocab_size", "tokenizer.add_tokens")
     tables = (("model", config.model, usual.model), ("tokenizer", config.tokenizer, usual.tokenizer))
     changed = [
         f"{key}.{name}" for key, table, default in tables for name, value in table if value != getattr(default, name)
     ]
     return [key for key in changed if key not in free]
+
+
+def _added_tokens_problem(config: RunConfig) -> str:
+    tokens = config.tokenizer.add_tokens
+    if len(tokens) > 100_000:
+        return f"{len(tokens)} tokens: at most 100000 are added. Train a tokenizer instead (tokenizer.kind=bpe)."
+    if "" in tokens:
+        return '"": a token has at least one character. Leave the empty one out.'
+    if len(set(tokens)) < len(tokens):
+        return f"{Counter(tokens).most_common(1)[0][0]}: the token is listed twice. List each token once."
+    if tokens and config.tokenizer.kind == "bytes" and not config.model.path:
+        return f"{tokens[0]}: tokenizer.kind=bytes has one token per byte. Use tokenizer.kind=bpe or file."
+    return ""
 
 
 def _is_on_text(config: RunConfig) -> bool:
@@ -326,6 +341,13 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
         message="0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave them "
         "out.",
+    ),
+    ConfigRule(
+        name="added-tokens-are-new",
+        keys=("tokenizer.add_tokens", "tokenizer.kind"),
+        reason="Each added token is a text of its own, and a tokenizer of bytes has no table to add it to.",
+        predicate=lambda config: bool(_added_tokens_problem(config)),
+        message=_added_tokens_problem,
     ),
     ConfigRule(
         name="packed-base-has-a-folder",

@@ -315,7 +315,7 @@ def ready_tokenizer(
     cache: Path, config: RunConfig, train: Sequence[RequestedSource], report: Report | None
 ) -> tuple[Path, Tokenizer]:
     """Return the config's tokenizer and its folder. It is created if it is missing or damaged."""
-    section = config.tokenizer
+    section, added = config.tokenizer, [["added", *config.tokenizer.add_tokens]] if config.tokenizer.add_tokens else []
     if config.data.bos is True and section.kind != "file":
         raise DataError(
             f"data.bos=true: a tokenizer of kind {section.kind} has no bos_token. Leave data.bos out, or "
@@ -328,13 +328,15 @@ def ready_tokenizer(
         settings = source.parent / "tokenizer_config.json"
         files = [source, settings, *([source.parent / "chat_template.jinja"] if section.template else [])]
         content = [path.read_bytes().hex() for path in files if path.is_file()]
-        key = key_of("file", FORMAT_VERSION, content, config.data.bos, *(["template"] if section.template else []))
+        key = key_of(
+            "file", FORMAT_VERSION, content, config.data.bos, *(["template"] if section.template else []), *added
+        )
     else:
         # The file names determine the order in which texts are read.
         texts = [
             [w.key(content_digests(cache, w.files, report)), [file.path.name for file in w.files.files]] for w in train
         ]
-        key = key_of("bpe", FORMAT_VERSION, section.vocab_size, section.train_bytes, texts)
+        key = key_of("bpe", FORMAT_VERSION, section.vocab_size, section.train_bytes, texts, *added)
     folder = cache / f"tokenizer-{key}"
     with locked(cache / "locks" / f"{folder.name}.lock", _waiting(report, "tokenizer")):
         if folder.is_dir():
@@ -347,9 +349,11 @@ def ready_tokenizer(
             if section.kind == "bytes":
                 save_bytes_tokenizer(temporary)
             elif section.kind == "file":
-                import_tokenizer(temporary, section.path, template=section.template, bos=config.data.bos)
+                options = {"template": section.template, "bos": config.data.bos, "add_tokens": section.add_tokens}
+                import_tokenizer(temporary, section.path, **options)
             else:
-                train_bpe(temporary, _training_text(train, section.train_bytes, report), section.vocab_size)
+                sample = _training_text(train, section.train_bytes, report)
+                train_bpe(temporary, sample, section.vocab_size, section.add_tokens)
         return folder, Tokenizer.load(folder)
 
 

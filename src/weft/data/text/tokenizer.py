@@ -323,7 +323,34 @@ def find_tokenizer_file(path: str) -> Path:
     return found
 
 
-def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bos = "auto") -> Tokenizer:
+def with_added_tokens(text: str, tokens: Sequence[str]) -> str:
+    """Return a tokenizer.json with more tokens, which match their exact text anywhere. Their ids follow the last one.
+
+    Args:
+        text: content of a tokenizer.json.
+        tokens: texts of the new tokens.
+
+    Raises:
+        DataError: if the tokenizer has one of them already.
+    """
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Library
+
+    if not tokens:
+        return text
+    library = Library.from_str(text)
+    known = library.get_vocab(with_added_tokens=True)
+    if (old := next((token for token in tokens if token in known), None)) is not None:
+        raise DataError(
+            f"tokenizer.add_tokens={old}: the tokenizer has this token already, with id {known[old]}. Leave it out."
+        )
+    library.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    return library.to_str()
+
+
+def import_tokenizer(
+    folder: Path, path: str, *, template: bool = False, bos: Bos = "auto", add_tokens: Sequence[str] = ()
+) -> Tokenizer:
     """Copy the tokenizer of `path` into `folder`.
 
     Args:
@@ -331,6 +358,7 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bo
         path: a tokenizer.json, or a folder with one.
         template: copy its chat template too, if it has one.
         bos: the option data.bos, which selects the tokens that begin a document.
+        add_tokens: texts of tokens to add.
 
     Raises:
         DataError: if it is missing or unreadable, or lacks an end token or the token that data.bos requires.
@@ -357,6 +385,7 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bo
     pad = next((name for name in (_token_name(settings.get("pad_token")), PAD, "<pad>", "[PAD]") if name in names), end)
     begin_ids = _begin_ids(text, names, settings, path, bos)
     chat = _chat(source.parent, settings) if template else None
+    text = with_added_tokens(text, add_tokens)
     return save_json_tokenizer(folder, "file", text, end, pad, chat, begin_ids)
 
 
@@ -417,13 +446,14 @@ def _token_name(entry: Any) -> str | None:
 # Training of a byte-level BPE tokenizer. Equal text gives an equal tokenizer, byte for byte.
 
 
-def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int, add_tokens: Sequence[str] = ()) -> Tokenizer:
     """Train a byte-level BPE and save it in `folder`.
 
     Args:
         folder: folder of the tokenizer's files.
         texts: an iterable that is consumed once.
         vocab_size: number of entries, including special tokens. Little text may give fewer.
+        add_tokens: texts of tokens to add after training.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -440,4 +470,4 @@ def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
-    return save_json_tokenizer(folder, "bpe", library.to_str(), END, PAD)
+    return save_json_tokenizer(folder, "bpe", with_added_tokens(library.to_str(), add_tokens), END, PAD)

@@ -159,6 +159,8 @@ class _Trace:
         for path, layer in named_modules(module):
             if is_linear(layer) or isinstance(layer, nn.Embedding):
                 for name, param in layer.named_parameters(recurse=False):
+                    if param is getattr(layer, "token_rows", None):  # an embedding and a head may share them
+                        continue
                     self.weights.setdefault(id(param), []).append((path, name))
         self.flow.weights = set(self.weights)
 

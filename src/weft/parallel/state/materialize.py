@@ -18,6 +18,7 @@ from torch import nn
 from weft.comm.collectives import all_gather, all_reduce
 from weft.errors import CommError, ModelError
 from weft.models.adapters import AdaptedLinear
+from weft.models.adapters_experts import AdaptedExperts
 from weft.models.initialize import initialise_parameter
 from weft.parallel.private_torch import apply_to_tensors
 from weft.parallel.state.placement import AxisMap
@@ -87,7 +88,7 @@ class Materialise:
         if not self._filled_later:
             return False
         name, owner = self._owners[id(param)]
-        return not (isinstance(owner, AdaptedLinear) and name.endswith((".lora_A", ".lora_B")))
+        return not (isinstance(owner, AdaptedLinear | AdaptedExperts) and name.endswith(("lora_A", "lora_B")))
 
 
 def move(model: nn.Module, device: torch.device) -> None:

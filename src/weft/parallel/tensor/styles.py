@@ -17,6 +17,7 @@ from weft.models.inspect import hugging_face, layers
 from weft.models.inspect.blocks import replace_class
 from weft.models.inspect.layers import Heads, WrittenHeads
 from weft.models.inspect.rms_norm import rms_form
+from weft.models.token_rows import TOKEN_ROWS, TrainedRows
 from weft.parallel.layers.float8 import refuse_partial
 from weft.parallel.random.streams import ShardPosition
 from weft.parallel.state.placement import Placement
@@ -254,7 +255,8 @@ class EmbeddingParallel:
     def apply(self, path: str, module: nn.Module) -> None:
         del path
         assert isinstance(module, nn.Embedding)
-        self._context.shards.replace(module, "weight", Placement(cut=("tp",)), dim=1)
+        for name in ("weight", TOKEN_ROWS):
+            self._context.shards.replace(module, name, Placement(cut=("tp",)), dim=1)
         module.embedding_dim = module.weight.shape[1]
 
 
@@ -286,6 +288,10 @@ class VocabParallel:
         placement = Placement(cut=("tp",), pad=-vocab % axis.size)
         context.shards.replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
         context.shards.replace(module, "bias", placement, dim=0)
+        if isinstance(module, TrainedRows):
+            count = layers.stored_weight(module).shape[0]
+            module.take_range(axis.rank * count, count)
+            context.shards.mark_partial(module, TOKEN_ROWS)
         if isinstance(module, nn.Embedding):
             rows = module.weight.shape[0]
             if module.padding_idx is not None:

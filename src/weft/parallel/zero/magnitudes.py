@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from torch import nn
 
+from weft.checkpoint.manifest import DTYPE_BYTES, TensorEntry
+from weft.checkpoint.read import Part
+from weft.checkpoint.read_tensors import copy_part
+from weft.checkpoint.safetensors_files import torch_formats
 from weft.comm.collectives import all_reduce
 from weft.errors import ModelError
-from weft.models.adapters import adapted
-from weft.parallel.state.flat_slices import FlatSlice, StateSource
+from weft.models.adapters import Adapted, adapted
+from weft.models.adapters_experts import stack_names
+from weft.models.token_rows import TOKEN_ROWS
+from weft.parallel.state.flat_slices import FlatSlice, SavedTensor, StateSource
 from weft.parallel.state.gradients import data_parallel
 
 
@@ -24,11 +33,60 @@ def load_base(model: nn.Module, source: StateSource) -> None:
         engine.load_weights(source)
         return
     own = {f"{path}.{name}" for path, name in record.params()}
+    own |= {f"{path}{end}" for path, end in stack_names(record.experts, "lora")}
+    source = BaseSource(source, record)
     for one in engine.model_slices():
         if one.name not in own:
             one.fill(source)
     engine.publish()
     start_magnitudes(model)
+
+
+class BaseSource:
+    """A source of base weights that also has tensors of an adapter that start from them.
+
+    These are the trained rows of embeddings, and the magnitudes of experts under dora.
+    """
+
+    def __init__(self, source: StateSource, record: Adapted):
+        self._source, entries = source, dict(source.entries)
+        self._rows, self._norms = dict[str, tuple[str, Part]](), dict[str, tuple[str, bool]]()
+        for path, ids in record.tokens.items():
+            weight, name = source.entries[f"{path}.weight"], f"{path}.{TOKEN_ROWS}"
+            part = Part(tuple(weight.shape), 0, tuple((token, token + 1) for token in ids))
+            self._rows[name] = f"{path}.weight", part
+            entries[name] = TensorEntry("", weight.dtype, part.local_shape)
+        for path, is_transposed in record.experts.items() if record.kind.kind == "dora" else ():
+            count, first, second = source.entries[path].shape
+            self._norms[f"{path}_lora_magnitude"] = path, is_transposed
+            shape = (count, second if is_transposed else first)
+            entries[f"{path}_lora_magnitude"] = TensorEntry("", "F64", shape)
+        self.entries: Mapping[str, SavedTensor] = entries
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a flattened part, from index `start` on."""
+        if name in self._rows:
+            weight, rows = self._rows[name]
+            full = np.empty(rows.local_shape, f"V{DTYPE_BYTES[self.entries[name].dtype]}")
+            self._source.read(weight, rows, 0, full.reshape(-1).view(np.uint8).data)
+            copy_part(full, part, start, out)
+        elif name in self._norms:
+            weight, is_transposed = self._norms[name]
+            copy_part(self._norms_of(weight, is_transposed, part), part, start, out)
+        else:
+            self._source.read(name, part, start, out)
+
+    def _norms_of(self, name: str, is_transposed: bool, part: Part) -> np.ndarray:
+        """Return the norms of each output of the experts in a part, and zeros for other experts."""
+        entry = self._source.entries[name]
+        found = np.zeros(part.shape)
+        for low, high in part.rows if part.rows is not None and part.dim == 0 else ((0, part.shape[0]),):
+            for expert in range(low, min(high, part.shape[0])):
+                one = Part(tuple(entry.shape), 0, ((expert, expert + 1),))
+                weight = torch.empty(entry.shape[1:], dtype=torch_formats()[entry.dtype])
+                self._source.read(name, one, 0, weight.view(-1).view(torch.uint8).numpy().data)
+                found[expert] = torch.linalg.vector_norm(weight.double(), dim=0 if is_transposed else 1).numpy()
+        return found
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ class AdapterSize:
         rank: rank of its matrices.
         width: sum of inputs and outputs of the adapted linear layers.
         products: number of adapted linear layers.
+        more: other trained parameters, such as rows of embeddings and modules trained in full.
         base: storage of frozen linear layers: "stored", "int8" or "nf4".
         packed: number of quantized weights in an average layer.
         packed_bytes: bytes of the quantized weights.
@@ -57,6 +58,7 @@ class AdapterSize:
     rank: int
     width: float
     products: float
+    more: float = 0.0
     base: str = "stored"
     packed: float = 0.0
     packed_bytes: float = 0.0
@@ -67,7 +69,7 @@ class AdapterSize:
     @property
     def params(self) -> float:
         """Number of parameters in an average layer."""
-        return self.rank * self.width
+        return self.rank * self.width + self.more
 
     def params_of_rank(self, layers: Any, t: Any) -> Any:
         """Return the number of parameters of `layers` layers on one of `t` tensor-parallel ranks.

@@ -15,6 +15,8 @@ from weft.comm.mesh import Axis, Mesh
 from weft.config.plan import Plan
 from weft.data.random_state import preserve_generators, seed_generators
 from weft.models.adapters import AdaptedLinear, without_adapter
+from weft.models.adapters_experts import AdaptedExperts
+from weft.models.token_rows import TrainedRows
 from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.dropout.drop_state import marked_samples
 from weft.parallel.local_sgd import anchored
@@ -263,7 +265,9 @@ class RankForwards:
         assert model is not None
         found: list[torch.Tensor] = []
         # A pipeline stage may have no adapted layers.
-        has_adapter = of == "base" and any(isinstance(module, AdaptedLinear) for module in model.modules())
+        has_adapter = of == "base" and any(
+            isinstance(module, AdaptedLinear | AdaptedExperts | TrainedRows) for module in model.modules()
+        )
         with without_adapter(model) if has_adapter else nullcontext():
             each_output(
                 model, batches, self._mesh, self._task.loss, self._task.forward,

@@ -56,8 +56,8 @@ class DecoderTask(ModelTask):
     leaves = ("samples/",)
     sections = ("model", "tokenizer", "data", "sample", "train.seq_len")
     # Data and saved tokenizers are compared by content, not by path. `prepare` checks them.
-    identity = ("model", "tokenizer.kind", "tokenizer.vocab_size", "tokenizer.train_bytes", "data.holdout",
-                "data.borders", "train.seq_len")  # fmt: skip
+    identity = ("model", "tokenizer.kind", "tokenizer.vocab_size", "tokenizer.train_bytes", "tokenizer.add_tokens",
+                "data.holdout", "data.borders", "train.seq_len")  # fmt: skip
 
     #: True if the task trains on preference data.
     learns_preferences = False
@@ -126,7 +126,7 @@ class DecoderTask(ModelTask):
         Raises:
             DataError: for all problems with the data.
         """
-        return self.text.tokenise(report, self.network.tokenizer_folder)
+        return self.text.tokenise(report, self.network.tokenizer_folder, self.network.new_tokens)
 
     def samples_per_epoch(self) -> int:
         return self.text.stream("train").num_sequences
@@ -207,6 +207,7 @@ class OwnDecoder:
 
     #: None, because the config describes the tokenizer.
     tokenizer_folder = None
+    new_tokens = ()
 
     def __init__(self, config: RunConfig, text: TokenData):
         self._config, self._text = config, text
@@ -294,17 +295,21 @@ class TokenData:
         assert self.prepared is not None
         return self.prepared
 
-    def tokenise(self, report: Report | None, tokenizer: str | None = None) -> PreparedData:
+    def tokenise(
+        self, report: Report | None, tokenizer: str | None = None, new_tokens: Sequence[str] = ()
+    ) -> PreparedData:
         """Tokenise the data that is not tokenised yet, and open the rest.
 
         tokenizer: Hugging Face folder of the tokenizer and its chat template, or None for the config's tokenizer.
+        new_tokens: tokens that the folder's tokenizer lacks.
 
         Raises:
             DataError: for all problems with the data.
         """
         config = self._config
         if tokenizer is not None:
-            section = config.tokenizer.model_copy(update={"kind": "file", "path": tokenizer, "template": True})
+            update = {"kind": "file", "path": tokenizer, "template": True, "add_tokens": tuple(new_tokens)}
+            section = config.tokenizer.model_copy(update=update)
             config = config.model_copy(update={"tokenizer": section})
         return prepare_data(config, report, preferences=self._preferences)
 

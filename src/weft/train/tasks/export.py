@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from weft.checkpoint.load import Checkpoint
 from weft.checkpoint.pretrained import JoinedTensors
@@ -21,13 +22,15 @@ from weft.errors import ConfigError, ModelError
 from weft.files import copy_companions
 from weft.hub import is_hub_text, local_folder, parse
 from weft.models.adapters import Adapted, merge_adapter, merged_weight
+from weft.models.adapters_experts import merge_stack, stack_names
 from weft.models.quantized_linear import BASE_FORMATS
+from weft.models.token_rows import TOKEN_ROWS, with_rows
 from weft.parallel.state.flat_slices import read_full
 from weft.train.folder import RunFolder
 from weft.train.model_state import expect_same_base, model_tensors, restore_model
 from weft.train.tasks.registry import find_task
 from weft.train.weights.decoder_files import base_of, data_of, decoder_of, tokenizer_of
-from weft.train.weights.published_weights import pretrained_source
+from weft.train.weights.published_weights import ADDED_ROWS, ADDED_SUFFIX, pretrained_source
 from weft.train.weights.run_adapter import with_adapter
 
 _LLAMA = {
@@ -155,12 +158,21 @@ class MergedBase:
             stored = kept.unpack(packed, stored.shape[1], stored.dtype)
         else:
             expect_same_base(name, stored, self._digests, self._path)
+        if name in self._record.experts:
+            ends = [end for _, end in stack_names({name: False}, self._record.kind.kind)]
+            own = {end: self._trained[f"{name}{end}"] for end in ends}
+            scale, is_transposed = self._record.kind.scale, self._record.experts[name]
+            return merge_stack(scale, self._wide(stored, own["_lora_A"]), own, is_transposed)
+        if path in self._record.tokens:
+            rows = self._trained[f"{path}.{TOKEN_ROWS}"]
+            return with_rows(self._wide(stored, rows), self._record.tokens[path], rows)
         if name not in self._own:
             return stored
         parts = {kind: self._trained[full] for kind, full in self._own[name].items()}
-        if self._widened:
-            stored = stored.to(torch.promote_types(stored.dtype, parts["lora_A"].dtype))
-        return merged_weight(self._record, name.removesuffix(".weight"), stored, parts)
+        return merged_weight(self._record, path, self._wide(stored, parts["lora_A"]), parts)
+
+    def _wide(self, stored: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+        return stored.to(torch.promote_types(stored.dtype, trained.dtype)) if self._widened else stored
 
 
 def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -197,6 +209,22 @@ def base_name(folder: RunFolder) -> str | None:
         return parse(text, "model", "model.path").repo
     path = Path(text).expanduser()
     return str(path.resolve() if path.is_dir() else path)
+
+
+def resized_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    """Return the weights of a run's frozen embeddings with added rows, by module, or {} if no rows were added.
+
+    Raises:
+        ConfigError: if the base no longer exists.
+    """
+    if not (base_of(folder) / ADDED_ROWS).is_file():
+        return {}
+    task = find_task(folder.config())
+    task.open(folder)
+    source, _ = pretrained_source(task.shapes(), base_folder(folder), added=base_of(folder) / ADDED_ROWS)
+    added = [name.removesuffix(ADDED_SUFFIX) for name in load_file(base_of(folder) / ADDED_ROWS)]
+    names = [name for name in added if name.endswith(".weight")]
+    return {name.removesuffix(".weight"): read_full(source, name) for name in names}
 
 
 # Export of a run of `weft train` to a folder that transformers loads, tensor by tensor.
@@ -238,7 +266,8 @@ def exported_tensors(
     task.open(folder)
     model = task.shapes()
     if merged:
-        whole = MergedBase(pretrained_source(model, base_folder(folder))[0], checkpoint, widened=widened)
+        source, _ = pretrained_source(model, base_folder(folder), added=base_of(folder) / ADDED_ROWS)
+        whole = MergedBase(source, checkpoint, widened=widened)
         yield from as_published(model, whole.names, whole.read)
         return
     names = [name for name, entry in checkpoint.entries("model").items() if entry.same_as is None]

@@ -5,10 +5,15 @@ The model is built on the meta device. Each rank reads only its slices from the 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +23,13 @@ from torch import nn
 
 from weft.checkpoint.pretrained import JoinedTensors, no_folder
 from weft.checkpoint.read import Part
+from weft.checkpoint.read_tensors import copy_part
 from weft.checkpoint.safetensors_files import torch_formats
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
 from weft.config.traced_model import Limit
 from weft.data.store.prepared import PreparedData
-from weft.errors import ConfigError, ModelError, Problem
+from weft.errors import ConfigError, DataError, ModelError, Problem
 from weft.files import COMPANIONS, read_regular
 from weft.hub import local_folder
 from weft.models.decoder import as_shapes
@@ -38,8 +44,14 @@ from weft.train.batching_by_cost import TokenCosts
 from weft.train.folder import RunFolder, run_folder
 from weft.train.tasks.base import setting_error
 from weft.train.tasks.description import describe_by_tracing
+from weft.train.weights.added_rows import add_to_files, entries_of, number_of_rows, write_added_rows
 from weft.train.weights.decoder_files import base_of, keep_base, keep_files
-from weft.train.weights.published_weights import format_new_keys, format_unexpected_keys, pretrained_source
+from weft.train.weights.published_weights import (
+    ADDED_ROWS,
+    format_new_keys,
+    format_unexpected_keys,
+    pretrained_source,
+)
 from weft.train.weights.run_adapter import adapter_size
 from weft.units import format_count
 
@@ -57,6 +69,7 @@ class FolderModel:
         self.config, self.needs_weights = config, needs_weights or bool(config.adapter.rank)
         self.path = local_folder(config.model.path)
         self._folder: RunFolder | None = None
+        self._computed_rows: Path | None = None
         #: Lines about the weights for users, set after the weights are checked.
         self.notes: Sequence[str] = ()
 
@@ -78,8 +91,40 @@ class FolderModel:
         raise ConfigError([Problem("model.path", no_folder(self.path))])
 
     def read_config(self) -> Any:
-        """Return the folder's transformers config."""
-        return hugging_face.load_model_config(self.base)
+        """Return the folder's transformers config, with the number of rows that its embeddings have in this run."""
+        config = hugging_face.load_model_config(self.base)
+        if self.base == self.path and self.num_rows is not None:
+            config.get_text_config().vocab_size = self.num_rows
+        return config
+
+    @property
+    def new_tokens(self) -> Sequence[str]:
+        """The tokens that `base` lacks. A run's copy of a folder has all."""
+        return self.config.tokenizer.add_tokens if self.base == self.path else ()
+
+    @cached_property
+    def num_rows(self) -> int | None:
+        """Number of rows of the embeddings if rows are added to those of model.path, else None."""
+        return number_of_rows(self.config, self.path) if self.path.is_dir() else None
+
+    @property
+    def added_rows(self) -> Path | None:
+        """File of the rows that are added to the folder's embeddings, or None. It is computed for a new run."""
+        kept = base_of(self._folder if self._folder is not None else run_folder(self.config)) / ADDED_ROWS
+        if kept.is_file() or self.num_rows is None:
+            return kept if kept.is_file() else None
+        if self._computed_rows is None:
+            folder, plain = tempfile.mkdtemp(prefix="weft-rows-"), copy.copy(self)
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            plain.num_rows = None
+            write_added_rows(Path(folder) / ADDED_ROWS, self.shapes(), plain.shapes(), self.path, self.config.seed)
+            self._computed_rows = Path(folder) / ADDED_ROWS
+        return self._computed_rows
+
+    def keep_copy(self, folder: RunFolder) -> None:
+        """Copy the folder's files except weights, with the added tokens and rows."""
+        tokens, rows, file = self.new_tokens, self.num_rows, self.added_rows
+        keep_base(folder, self.path, lambda draft: add_to_files(draft, tokens, rows, file))
 
     def build(self) -> nn.Module:
         """Return the model, in plain PyTorch."""
@@ -96,7 +141,7 @@ class FolderModel:
 
     def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
         """Return the source of a model's tensors, and notes on tensors that only the files or only the model has."""
-        found, unexpected = pretrained_source(model, self.path)
+        found, unexpected = pretrained_source(model, self.path, added=self.added_rows)
         return found, format_unexpected_keys(unexpected)
 
     def weights(self, model: nn.Module) -> StateSource | None:
@@ -133,9 +178,8 @@ class FolderModel:
         rows = self.shapes().get_input_embeddings().weight.shape[0]
         if entries > rows:
             rule = f"its tokenizer has {entries} entries, and its embedding {rows} rows"
-            raise setting_error(
-                "model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights of one model."
-            )
+            remedy = f"Set model.vocab_size={entries} to add rows, or give a tokenizer and weights of one model."
+            raise setting_error("model.path", self.config.model.path, f"{rule}. {remedy}")
         return rows
 
     def name(self) -> str:
@@ -203,7 +247,7 @@ class CausalModel(FolderModel):
 
     def keep(self, folder: RunFolder, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
         """Copy the folder's files except weights, and return the contents of the run's other files."""
-        keep_base(folder, self.path)
+        self.keep_copy(folder)
         return keep_files(folder, None, data, [*notes, *self.notes])
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -276,12 +320,24 @@ class HeadedModel(FolderModel):
         return changes
 
     def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
-        found, unexpected = source_with_head(model, self.path, self.config.seed, new_head=self._new_head)
+        found, unexpected = source_with_head(
+            model, self.path, self.config.seed, new_head=self._new_head, added=self.added_rows
+        )
         return found, [*format_unexpected_keys(unexpected), *format_new_keys(found.new_names, self.config.seed)]
 
     def tokenizer(self, **options: Any) -> Any:
-        """Return the folder's transformers tokenizer. options: arguments of from_pretrained."""
-        return hugging_face.load_tokenizer(self.base, **options)
+        """Return the folder's transformers tokenizer, with added tokens. options: arguments of from_pretrained."""
+        found = hugging_face.load_tokenizer(self.base, **options)
+        if self.new_tokens:
+            from tokenizers import AddedToken
+
+            ids = entries_of(self.path, self.new_tokens)
+            found.add_tokens([AddedToken(token, normalized=False) for token in self.new_tokens])
+            if other := [token for token in self.new_tokens if found.convert_tokens_to_ids(token) != ids[token]]:
+                rule = f"transformers adds tokens of its own to the tokenizer of {self.path}, which take these ids"
+                remedy = "Save it with them: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                raise DataError(f"tokenizer.add_tokens={other[0]}: {rule}. {remedy}.")
+        return found
 
     def labels(self) -> Mapping[Any, str] | None:
         """Return the class names in the folder's config."""
@@ -290,6 +346,7 @@ class HeadedModel(FolderModel):
     def tokenizer_digest(self) -> str:
         """Return a digest of the tokenizer's files."""
         hasher, base = hashlib.blake2b(digest_size=16), self.base
+        hasher.update("".join(f"\0{token}" for token in self.new_tokens).encode())
         for file in sorted({file for pattern in COMPANIONS for file in base.glob(pattern)}):
             if file.name.startswith(("tokenizer", "vocab", "merges", "special", "added", "spiece", "sentencepiece")):
                 hasher.update(file.name.encode() + read_regular(file, base))
@@ -298,7 +355,7 @@ class HeadedModel(FolderModel):
     def keep(self, folder: RunFolder) -> None:
         """Copy the folder's files except weights, with the task's fields in config.json."""
         folder.path.mkdir(parents=True, exist_ok=True)
-        keep_base(folder, self.path)
+        self.keep_copy(folder)
         file = base_of(folder) / "config.json"
         fields = json.loads(file.read_text("utf-8"))
         fields["architectures"] = [type(self.shapes()).__name__]
@@ -355,7 +412,7 @@ _USUAL_STD = 0.02
 
 
 def source_with_head(
-    model: Any, folder: Path, seed: int, *, new_head: bool = False
+    model: Any, folder: Path, seed: int, *, new_head: bool = False, added: Path | None = None
 ) -> tuple[WeightsWithHead, list[str]]:
     """Return the source of a model's tensors, and the stored names that the model lacks.
 
@@ -366,6 +423,7 @@ def source_with_head(
         folder: config.json and safetensors files.
         seed: seed of new tensors.
         new_head: if True, ignore the head in the files.
+        added: as in `pretrained_source`.
 
     Raises:
         CheckpointError, ModelError: as in `pretrained_source`.
@@ -376,7 +434,7 @@ def source_with_head(
     def may_lack(name: str) -> bool:
         return "pooler." in name or (has_body and not name.startswith(body))
 
-    stored, unexpected = pretrained_source(model, folder, may_lack)
+    stored, unexpected = pretrained_source(model, folder, may_lack, added)
     if new_head:
         heads = [name for name in stored.entries if has_body and not name.startswith(body)]
         stored = stored.without(heads)
@@ -435,14 +493,7 @@ class WeightsWithHead:
         if name not in self._made:
             self._stored.read(name, part, start, out)
             return
-        whole = self._compute_full(name)
-        target = np.frombuffer(out, whole.dtype)
-        target[:] = 0  # padding rows
-        for view in part.views(start, start + len(target)):
-            steps = tuple(stride * target.itemsize for stride in view.strides)
-            sizes = tuple(high - low for low, high in view.box)
-            there = np.lib.stride_tricks.as_strided(target[view.offset :], sizes, steps)
-            there[...] = whole[tuple(slice(low, high) for low, high in view.box)]
+        copy_part(self._compute_full(name), part, start, out)
 
     def _compute_full(self, name: str) -> np.ndarray:
         """Compute a new tensor in full. Heads are small, so it is computed again for each slice that is read."""

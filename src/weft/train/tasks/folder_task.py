@@ -103,10 +103,10 @@ def folder_limits(config: RunConfig) -> dict[str, Limit]:
 class FolderTask(ModelTask):
     """Trains a Hugging Face model with a task head on rows of tables."""
 
-    sections = ("model.path", "data.train", "data.eval", "data.holdout", "data.max_record_bytes",
-                "data.max_bad_fraction", "data.cache_dir", "data.batching", "data.microbatch_cost",
-                "train.seq_len")  # fmt: skip
-    identity = ("model", "data.holdout", "train.seq_len")
+    sections = ("model.path", "model.vocab_size", "tokenizer.add_tokens", "data.train", "data.eval", "data.holdout",
+                "data.max_record_bytes", "data.max_bad_fraction", "data.cache_dir", "data.batching",
+                "data.microbatch_cost", "train.seq_len")  # fmt: skip
+    identity = ("model", "tokenizer.add_tokens", "data.holdout", "train.seq_len")
 
     #: Suffix of transformers' AutoModelFor class, and its name in messages.
     head: ClassVar[str]

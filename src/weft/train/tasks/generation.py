@@ -31,7 +31,7 @@ from weft.models.sampling import generate
 from weft.train.folder import RunFolder
 from weft.train.model_state import restore_model
 from weft.train.weights.decoder_files import base_of, data_of, decoder_of, tokenizer_of
-from weft.train.weights.published_weights import load_pretrained
+from weft.train.weights.published_weights import ADDED_ROWS, load_pretrained
 from weft.train.weights.run_adapter import with_adapter
 
 
@@ -339,8 +339,8 @@ def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
     model: Any = hugging_face.causal_model(model_config)
     config = folder.config()
     if config.adapter.rank:  # its checkpoints have no base
-        load_pretrained(model, local_folder(config.model.path))
-    restore_model(with_adapter(model, config), load_checkpoint(path))
+        load_pretrained(model, local_folder(config.model.path), base_of(folder) / ADDED_ROWS)
+    restore_model(with_adapter(model, config, base_of(folder)), load_checkpoint(path))
     if config.adapter.base != "stored":  # otherwise each token unpacks all weights
         merge_adapter(model)
     return PretrainedText(model, Tokenizer.load(tokenizer_of(folder)), model_config)

@@ -85,7 +85,8 @@ class PreferTask(DecoderTask):
         Raises:
             ConfigError: if the config does not allow it.
         """
-        asked, has_adapter = self._requested, bool(self.config.adapter.rank)
+        asked, adapter = self._requested, self.config.adapter
+        has_adapter = bool(adapter.rank) and not adapter.modules_to_save  # saved modules have no weights to go back to
         if not self._objective.compares:
             if asked != "auto":
                 rule = f"objective={self._objective.name} compares with no reference. Leave it out."
@@ -94,7 +95,10 @@ class PreferTask(DecoderTask):
         if asked == "auto":
             return "adapter_off" if has_adapter else "cached"
         if asked == "adapter_off" and not has_adapter:
-            rule = "the run trains no adapter that could be off. Set adapter.rank, or use cached or frozen_copy."
+            what = (
+                "adapter.modules_to_save replaces weights of the base" if adapter.rank else "the run trains no adapter"
+            )
+            rule = f"{what}, so there is nothing to turn off. Use cached or frozen_copy."
             raise setting_error("task.options.reference", asked, rule)
         return asked
 

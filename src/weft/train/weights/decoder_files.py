@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from weft.config.decoder_shape import DecoderSpec
@@ -32,8 +32,10 @@ def base_of(folder: RunFolder) -> Path:
     return folder.path / "base"
 
 
-def keep_base(folder: RunFolder, source: Path) -> None:
+def keep_base(folder: RunFolder, source: Path, change: Callable[[Path], None] | None = None) -> None:
     """Copy a pretrained folder's files except weights into the run folder, so that it can be moved.
+
+    change: changes the copy before it gets its final name.
 
     Raises:
         CheckpointError: for a file that is not a regular one, or a link that leads outside the folder.
@@ -45,6 +47,8 @@ def keep_base(folder: RunFolder, source: Path) -> None:
     draft.mkdir(parents=True)
     try:
         copy_companions(source, draft)
+        if change is not None:
+            change(draft)
     except CheckpointError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(f"model.path={source}: {error}") from error

@@ -13,16 +13,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from weft.checkpoint.manifest import FileEntry, TensorEntry
 from weft.checkpoint.pretrained import Computed, Joined, JoinedTensors, StoredWeights, stored_weights, under_model_names
+from weft.checkpoint.safetensors_files import RangedTensors
 from weft.errors import CheckpointError
 from weft.parallel.state.flat_slices import StateSource, originals_of, read_full
 from weft.train.model_state import model_tensors
 
 _SHOWN = 3
+#: File in a run's copy of a folder with the rows that were added to embeddings: tensors with this suffix.
+ADDED_ROWS, ADDED_SUFFIX = "added_rows.safetensors", " (added)"
 
 
 def pretrained_source(
-    model: nn.Module, folder: Path, may_lack: Callable[[str], bool] = lambda name: False
+    model: nn.Module,
+    folder: Path,
+    may_lack: Callable[[str], bool] = lambda name: False,
+    added: Path | None = None,
 ) -> tuple[JoinedTensors, list[str]]:
     """Return the source of a model's tensors, and the stored names that the model does not use.
 
@@ -30,6 +37,7 @@ def pretrained_source(
         model: unsharded, on any device. For tied tensors, the result uses the first name.
         folder: config.json and safetensors files.
         may_lack: returns True for a tensor that may be missing or have another shape in the folder; it is then omitted.
+        added: file of rows that follow those of the folder (`added_rows.py`); None or a missing file: no such rows.
 
     Raises:
         CheckpointError: for missing, truncated or pickled files, missing tensors, other shapes, tied tensors that
@@ -40,6 +48,8 @@ def pretrained_source(
     originals, by_first = originals_of(model), defaultdict[str, list[str]](list)
     for name, one in originals.items():
         by_first[one.first].append(name)
+    if added is not None and added.is_file():
+        stored, entries = _with_added_rows(stored, entries, by_first, added)
     _refuse_unequal(by_first, entries, stored, folder)
     found: dict[str, Joined | Computed] = {}
     missing: list[str] = []
@@ -71,6 +81,20 @@ def pretrained_source(
         )
     parameters = {name for name, one in originals.items() if one.is_parameter}
     return JoinedTensors(stored, found, finite=parameters), unexpected
+
+
+def _with_added_rows(
+    stored: StoredWeights, entries: Mapping[str, Joined | Computed], by_first: Mapping[str, list[str]], added: Path
+) -> tuple[StoredWeights, dict[str, Joined | Computed]]:
+    """Return weights and tensors with the rows of a file after the rows of the folder's tensors."""
+    size, where, found = added.stat().st_size, str(added.absolute()), dict(entries)
+    more = {key: TensorEntry(where, one.dtype, one.shape) for key, one in RangedTensors(added, size).tensors.items()}
+    stored = StoredWeights(stored.folder, {**stored.entries, **more}, {**stored.files, where: FileEntry(size, "")})
+    for key, entry in more.items():
+        for name in by_first.get(key.removesuffix(ADDED_SUFFIX), ()):
+            if isinstance(before := found.get(name), Joined):
+                found[name] = Joined.end_to_end([before, Joined.of(key, entry)], 0)
+    return stored, found
 
 
 def _refuse_unequal(
@@ -109,13 +133,13 @@ def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str,
     return None
 
 
-def load_pretrained(model: nn.Module, folder: Path) -> None:
-    """Load the weights of a folder into a plain model on one device.
+def load_pretrained(model: nn.Module, folder: Path, added: Path | None = None) -> None:
+    """Load the weights of a folder into a plain model on one device. added: as in `pretrained_source`.
 
     Raises:
         CheckpointError: as in `pretrained_source`.
     """
-    fill_full(model, pretrained_source(model, folder)[0])
+    fill_full(model, pretrained_source(model, folder, added=added)[0])
 
 
 @torch.no_grad()

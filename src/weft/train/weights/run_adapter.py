@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from weft.config.run_config import RunConfig
@@ -16,11 +18,13 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="nn.Module")
 
 
-def with_adapter(model: Model, config: RunConfig) -> Model:
+def with_adapter(model: Model, config: RunConfig, base: Path | None = None) -> Model:
     """Add the config's adapter, if any, to a task's model in place, and return the model.
 
+    base: the run's copy of model.path, if it is not in the config's run folder.
+
     Raises:
-        ConfigError: for targets that match no layer, or a layer that does not support adapters.
+        ConfigError: for targets that match no layer, a layer that does not support adapters, and unknown tokens.
     """
     section = config.adapter
     if not section.rank:
@@ -29,13 +33,49 @@ def with_adapter(model: Model, config: RunConfig) -> Model:
 
     settings = {"targets": section.targets, "dropout": section.dropout, "kind": section.kind, "base": section.base}
     try:
-        add_adapter(model, rank=section.rank, alpha=section.alpha, seed=config.seed, **settings)
+        tokens, saved = _trained_tokens(model, config, base), section.modules_to_save
+        add_adapter(
+            model, rank=section.rank, alpha=section.alpha, modules_to_save=saved, trainable_tokens=tokens,
+            seed=config.seed, **settings,
+        )  # fmt: skip
     except ModelError as error:
-        named = next((key for key in ("targets", "base") if str(error).startswith(f"{key}=")), None)
+        keys = ("targets", "base", "modules_to_save", "trainable_tokens")
+        named = next((key for key in keys if str(error).startswith(f"{key}=")), None)
         key = f"adapter.{named or 'rank'}"
         said = f"adapter.{error}" if named else f"{key}={section.rank}: {error}"
         raise ConfigError([Problem(key, said)]) from error
     return model
+
+
+def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> dict[str, list[int]] | list[int]:
+    """Return `trainable_tokens` of `add_adapter` for the config's tokens.
+
+    The added tokens are trained in the input embedding and in the output layer, unless modules_to_save trains these.
+    """
+    from weft.models.inspect import layers
+    from weft.models.token_rows import saved_modules
+    from weft.train.folder import run_folder
+    from weft.train.weights.added_rows import entries_of
+    from weft.train.weights.decoder_files import base_of
+
+    asked, added = config.adapter.trainable_tokens, config.tokenizer.add_tokens
+    tokens = added if asked == "added" else asked
+    if tokens and not config.model.path:
+        raise ModelError(f"trainable_tokens={tokens[0]}: only a model of model.path has such tokens. Set model.path.")
+    known: dict[str | int, int] = {token: token for token in tokens if isinstance(token, int)}
+    if len(known) < len(set(tokens)):
+        base, path = base or base_of(run_folder(config)), Path(config.model.path).expanduser()
+        known |= entries_of(path, added) if path.is_dir() else entries_of(base)
+    if unknown := [token for token in tokens if token not in known]:
+        rule = "the tokenizer has no such token. Add it with tokenizer.add_tokens, or leave it out"
+        raise ModelError(f"trainable_tokens={unknown[0]}: {rule}.")
+    ids = [known[token] for token in tokens]
+    if asked != "added":
+        return ids
+    saved = [*saved_modules(model, config.adapter.modules_to_save)]
+    tables = (layers.input_embeddings(model), layers.find_lm_head(model))
+    paths = [path for path, module in model.named_modules() if any(module is table for table in tables)]
+    return {path: ids for path in paths if not any(f"{path}.".startswith(f"{one}.") for one in saved)}
 
 
 def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> AdapterSize | None:
@@ -57,8 +97,13 @@ def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> Adapt
         return None
     pairs = [(shapes.get_parameter(f"{path}.lora_A"), shapes.get_parameter(f"{path}.lora_B")) for path in record.layers]
     chosen = [(float(a.shape[1]), float(b.shape[0])) for a, b in pairs]
+    for path in record.experts:
+        a, b = (shapes.get_parameter(f"{path}_lora_{name}") for name in "AB")
+        chosen.append((float(a.shape[0] * a.shape[2]), float(b.shape[0] * b.shape[1])))
     frozen = [(float(width), float(_weight(shapes, path).shape[0])) for path, width in record.packed.items()]
-    return AdapterSize.of_widths(record.kind.rank, num_layers, chosen, record.base, frozen)
+    size = AdapterSize.of_widths(record.kind.rank, num_layers, chosen, record.base, frozen)
+    trained = [param.numel() for param in shapes.parameters() if param.requires_grad]
+    return replace(size, more=max(sum(trained) / num_layers - size.params, 0.0))
 
 
 def _weight(model: nn.Module, path: str) -> torch.Tensor:

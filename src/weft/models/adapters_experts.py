@@ -1,0 +1,206 @@
+"""LoRA, rsLoRA and DoRA on stacked experts: parameters of shape (E, outputs, inputs), or (E, inputs, outputs).
+
+Each expert has its own A and B. A parameter `gate_up_proj` gets `gate_up_proj_lora_A`, (E, R, inputs),
+`gate_up_proj_lora_B`, (E, outputs, R), and under dora `gate_up_proj_lora_magnitude`, (E, outputs), in the same module.
+They are stacked by expert like the weights, so whatever distributes experts distributes them too. In forward, the
+module's code reads W + s B A as the parameter, so it can be the code of any family (peft's `target_parameters`).
+
+E experts, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.initialize import initialise_parameter, uniform_values
+from weft.models.inspect import hugging_face, layers
+from weft.models.inspect.blocks import replace_class, revert
+from weft.private_torch import uncompiled
+
+#: Ends of the names of an adapter's parameters, after the name of the adapted one.
+EXPERT_PARAMS = ("_lora_A", "_lora_B", "_lora_magnitude")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterKind:
+    """Settings of an adapter on a linear layer.
+
+    rank: rows of A and columns of B. alpha: the product of B and A is multiplied by alpha / rank, or by alpha /
+    sqrt(rank) under rslora. kind: "lora", "rslora" or "dora". dropout: dropout rate of the adapter's inputs in
+    training.
+    """
+
+    rank: int
+    alpha: float
+    kind: str = "lora"
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        drops = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{self.kind} of rank {self.rank}, alpha {self.alpha:g}{drops}"
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of B and A."""
+        return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
+
+
+class AdaptedExperts(nn.Module):
+    """Base of the classes of experts with an adapter. Each such class also inherits from the experts' own class."""
+
+    _weft_adapter: AdapterKind
+    #: Name of an adapted parameter -> (shape of the full parameter, True if it is stored as (E, inputs, outputs)).
+    _weft_stacks: Mapping[str, tuple[tuple[int, ...], bool]]
+    _weft_is_on: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with adapted weights, each of which is computed once."""
+        return self._merged_in(super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the experts' own forward with adapted weights, also if it is called without `__call__`."""
+        return self._merged_in(super().forward, args, kwargs)
+
+    # The compiler does not trace attribute lookups that compute.
+    @uncompiled
+    def _merged_in(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._weft_is_on or self.__dict__.get("_weft_merged") is not None:
+            return call(*args, **kwargs)
+        self.__dict__["_weft_merged"] = {}
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.__dict__["_weft_merged"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        found, merged = super().__getattr__(name), self.__dict__.get("_weft_merged")
+        if merged is None or name not in self.__dict__["_weft_stacks"]:
+            return found
+        if name not in merged:
+            own = {end: super(AdaptedExperts, self).__getattr__(f"{name}{end}") for end in EXPERT_PARAMS[:2]}
+            magnitude = self._parameters.get(f"{name}_lora_magnitude")
+            own |= {} if magnitude is None else {"_lora_magnitude": magnitude}
+            merged[name] = merged_stack(self._weft_adapter.scale, found, own, self._weft_stacks[name][1])
+        return merged[name]
+
+    @torch.no_grad()
+    def fill_adapter(self, parameter: Tensor, name: str, full_name: str, seed: int) -> bool:
+        """Fill one of the adapter's full parameters with its initial values, as `AdaptedLinear.fill_adapter` does."""
+        end = next((one for one in EXPERT_PARAMS if name.endswith(one)), None)
+        if end is None or (own := name.removesuffix(end)) not in self._weft_stacks:
+            return False
+        shape, is_transposed = self._weft_stacks[own]
+        if end == "_lora_A":
+            flat, bound = parameter.view(-1), 1 / math.sqrt(parameter.shape[-1])
+            for start, values in uniform_values(seed, full_name, parameter.numel()):
+                flat[start : start + values.numel()] = values.mul_(2).sub_(1).mul_(bound).to(parameter.device)
+        elif end == "_lora_B":
+            parameter.zero_()
+        else:
+            weight: Tensor = self._parameters[own]  # pyright: ignore[reportAssignmentType] - it is never None
+            if weight.is_meta or tuple(weight.shape) != shape:
+                # If the weight is sharded or not allocated yet, it is computed from seed and name too.
+                weight = torch.empty(shape, dtype=parameter.dtype)
+                initialise_parameter(weight, full_name.removesuffix(end), self, seed)
+            parameter.copy_(torch.linalg.vector_norm(weight.to(parameter.dtype), dim=1 if is_transposed else 2))
+        return True
+
+
+def merged_stack(scale: float, stored: Tensor, own: Mapping[str, Tensor], is_transposed: bool) -> Tensor:
+    """Return stacked weights with their adapters, in the dtype and layout of the stored ones; differentiable.
+
+    Args:
+        scale: factor of the product of B and A.
+        stored: (E, outputs, inputs), or (E, inputs, outputs) if transposed.
+        own: the adapter's parameters by the ends of their names.
+        is_transposed: layout of `stored`.
+    """
+    a, b = own["_lora_A"].to(stored.dtype), own["_lora_B"].to(stored.dtype)
+    weight = torch.baddbmm(stored.mT if is_transposed else stored, b, a, alpha=scale)
+    if (magnitude := own.get("_lora_magnitude")) is not None:
+        norms = torch.linalg.vector_norm(weight.detach(), dim=2, dtype=torch.promote_types(weight.dtype, torch.float32))
+        weight = weight * (magnitude / norms).to(weight.dtype)[..., None]
+    return weight.mT if is_transposed else weight
+
+
+@torch.no_grad()
+def merge_stack(scale: float, stored: Tensor, own: Mapping[str, Tensor], is_transposed: bool) -> Tensor:
+    """Return the result of `merged_stack` in the stored dtype, computed in the adapter's."""
+    wide = stored.to(torch.promote_types(stored.dtype, own["_lora_A"].dtype))
+    return merged_stack(scale, wide, own, is_transposed).contiguous().to(stored.dtype)
+
+
+def stacked_parameters(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the stacked matrices of all experts by path, as (module, name within it)."""
+    known = {id(module) for _, module in layers.find_experts(model)}
+    return {
+        f"{path}.{name}": (module, name)
+        for path, module in model.named_modules()
+        if id(module) in known or hugging_face.computes_tokens_separately(module)
+        for name, param in module.named_parameters(recurse=False)
+        if param.ndim == 3 and not name.endswith(EXPERT_PARAMS)
+    }
+
+
+def chosen_stacks(model: nn.Module, targets: Sequence[str]) -> tuple[dict[str, bool], list[str]]:
+    """Return the stacked parameters that patterns name, and the other patterns.
+
+    A pattern names a parameter if it ends in the names of the module and of the parameter, as "experts.down_proj". The
+    value of a path is True for a parameter that is stored as (E, inputs, outputs).
+    """
+    from weft.models.token_rows import fits
+
+    stacks, chosen, rest = stacked_parameters(model), dict[str, bool](), list[str]()
+    for pattern in targets:
+        ending = pattern.split(".")[-2:]
+        hits = [path for path in stacks if len(ending) == 2 and path.split(".")[-2:] == ending and fits(path, pattern)]
+        chosen |= {path: bool(getattr(stacks[path][0], "is_transposed", False)) for path in hits}
+        rest += [] if hits else [pattern]
+    return {path: chosen[path] for path in stacks if path in chosen}, rest
+
+
+def adapt_stacks(model: nn.Module, chosen: Mapping[str, bool], adapter: AdapterKind, seed: int) -> None:
+    """Add adapters to the chosen stacks of `chosen_stacks`. seed: as in `add_adapter`."""
+    stacks = stacked_parameters(model)
+    for path, is_transposed in chosen.items():
+        module, name = stacks[path]
+        if not isinstance(module, AdaptedExperts):
+            replace_class(module, AdaptedExperts, adapter=adapter, stacks={}, is_on=True)
+        assert isinstance(module, AdaptedExperts)
+        weight = module.get_parameter(name)
+        count, first, second = weight.shape
+        outputs, inputs = (second, first) if is_transposed else (first, second)
+        module._weft_stacks = {**module._weft_stacks, name: (tuple(weight.shape), is_transposed)}
+        shapes = {"_lora_A": (count, adapter.rank, inputs), "_lora_B": (count, outputs, adapter.rank)}
+        shapes |= {"_lora_magnitude": (count, outputs)} if adapter.kind == "dora" else {}
+        options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
+        for end, shape in shapes.items():
+            param = nn.Parameter(torch.empty(shape, **options))
+            module.register_parameter(f"{name}{end}", param)
+            if not param.is_meta:
+                module.fill_adapter(param, f"{name}{end}", f"{path}{end}", seed)
+
+
+def remove_stack_adapters(model: nn.Module, chosen: Mapping[str, bool]) -> None:
+    """Remove the adapters of experts without merging them, and restore the experts' classes."""
+    stacks = stacked_parameters(model)
+    for module in {id(stacks[path][0]): stacks[path][0] for path in chosen}.values():
+        assert isinstance(module, AdaptedExperts)
+        for name in module._weft_stacks:
+            for end in EXPERT_PARAMS:
+                module._parameters.pop(f"{name}{end}", None)
+        for name in ("adapter", "stacks", "is_on"):
+            delattr(module, f"_weft_{name}")
+        module.__dict__.pop("_weft_merged", None)
+        revert(module, AdaptedExperts)
+
+
+def stack_names(chosen: Mapping[str, bool], kind: str) -> Iterator[tuple[str, str]]:
+    """Yield (path of the adapted parameter, end of the name) of each parameter of the adapters of experts."""
+    return ((path, end) for path in chosen for end in (EXPERT_PARAMS if kind == "dora" else EXPERT_PARAMS[:2]))
