@@ -143,7 +143,7 @@ def _train(
         callbacks=[logs], **plan,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
-    run = getattr(trainer, "_run", None)
+    run = getattr(trainer, "weft_run", None)
     if run is None:
         weights = {name: one.clone() for name, one in trainer.model.state_dict().items()}
     else:

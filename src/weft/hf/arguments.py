@@ -113,12 +113,12 @@ def check_model(trainer: Any, plan: Plan) -> None:
         raise ConfigError(
             "use_liger_kernel=True: its loss reads the full weight of the head, and the plan shards it. Use False."
         )
-    if getattr(trainer.args, "predict_with_generate", False) and plan.world_size > plan.dp_replicate:
-        if plan.zero == 3 or plan.world_size != plan.dp_size:
-            raise ConfigError(
-                f"predict_with_generate=True: under plan={plan} ranks need each other in every forward, and they "
-                "generate different numbers of tokens. Use False, and generate from a saved checkpoint."
-            )
+    generates = getattr(trainer.args, "predict_with_generate", False)
+    if generates and (plan.world_size != plan.dp_size or (plan.zero == 3 and plan.dp_shard > 1)):
+        raise ConfigError(
+            f"predict_with_generate=True: under plan={plan} ranks need each other in every forward, and they generate "
+            "different numbers of tokens. Use False, and generate from a saved checkpoint."
+        )
     if plan.pp > 1 or plan.cp > 1:
         _check_own_loss(trainer, plan)
 

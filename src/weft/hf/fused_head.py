@@ -1,4 +1,4 @@
-"""Heads of TRL's trainers, which read the full weight of a head that a plan shards: its module computes logits instead."""
+"""Fused heads of TRL's trainers. They read the head's full weight, so under zero=3 and tp the head computes logits."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ class StepBatches:
         Raises:
             DataError: if this rank has no sample from the start.
         """
-        data, device = trainer.run.mesh.data, trainer.run.mesh.device
+        data, device = trainer.weft_run.mesh.data, trainer.weft_run.mesh.device
         table = torch.zeros(num_batches, 3, dtype=torch.float64)
         for index, batch in enumerate(batches):
             counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
@@ -96,7 +97,7 @@ class TrainerStep:
     """
 
     def __init__(self, trainer: Any, optimizer: torch.optim.Optimizer):
-        self._trainer, self._mesh = trainer, trainer.run.mesh
+        self._trainer, self._mesh = trainer, trainer.weft_run.mesh
         self._inputs: list[Any] = []
         self._items: Any = None
         self._is_counted = False
@@ -109,7 +110,7 @@ class TrainerStep:
 
     def add(self, inputs: Any, num_items: Any) -> torch.Tensor:
         """Add a microbatch on the device. After the last one, return the loss of the step; before, zero."""
-        batches, device = self._trainer._batches, self._mesh.device
+        batches, device = self._trainer._weft_batches, self._mesh.device
         self._inputs.append(inputs)
         if len(self._inputs) < batches.count:
             return torch.zeros((), device=device)
@@ -173,24 +174,35 @@ class TrainerStep:
     @torch.no_grad()
     def _find_scale(self, inputs: Any) -> bool:
         """Return True if twice as many items halve the loss. All ranks call it."""
-        trainer, model, losses = self._trainer, self._trainer.model, list[torch.Tensor]()
+        trainer, model, pipeline = self._trainer, self._trainer.model, pipeline_of(self._trainer.model)
+        losses = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+
+        def forward(model: nn.Module, batch: dict[str, Any], factor: int = 1) -> torch.Tensor:
+            return trainer.compute_loss(model, dict(batch), num_items_in_batch=self._items * factor).mean()
+
+        def add(output: torch.Tensor, batch: Any, index: int = 0) -> None:
+            losses[index] += output
+
         model.eval()
         try:
-            for factor in (1, 2):
-                loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=self._items * factor)
-                losses.append(loss.detach().double().mean())
+            for index in range(2):
+                call = functools.partial(forward, factor=index + 1)
+                if pipeline is None:
+                    add(call(model, inputs), inputs, index)
+                else:
+                    pipeline.evaluate([dict(inputs)], call, functools.partial(add, index=index))
         finally:
             model.train()
-        sums = all_reduce(torch.stack(losses), self._mesh.world).tolist()
+        sums = all_reduce(losses, self._mesh.world).tolist()
         for factor, is_scaled in ((1.0, False), (2.0, True)):
             if abs(sums[0] - factor * sums[1]) <= 1e-3 * abs(sums[0]):
                 return is_scaled
         if self._mesh.world_size == 1:
             return True
         raise ModelError(
-            f"{type(trainer).__name__}.compute_loss: with twice the num_items_in_batch its loss is {sums[1] / sums[0]:.3g} "
-            "times as large, so it is neither a mean of its batch nor a sum divided by num_items_in_batch. Use one of "
-            "them."
+            f"{type(trainer).__name__}.compute_loss: with twice the num_items_in_batch its loss is "
+            f"{sums[1] / sums[0]:.3g} times as large, so it is no mean of its batch, and no sum divided by "
+            "num_items_in_batch. Use one of them."
         )
 
 

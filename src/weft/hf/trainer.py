@@ -1,4 +1,4 @@
-"""`weft.hf.Trainer`: transformers' Trainer with a plan. Data, callbacks and logs are transformers', steps are Weft's."""
+"""`weft.hf.Trainer`: transformers' Trainer with a plan. Weft runs the steps; transformers runs everything else."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ class Trainer(transformers.Trainer):
         PlanError: if the plan breaks a rule, or does not fit the ranks or the arguments.
     """
 
-    _requested: str | Plan = "dp_replicate=*"
-    _run: Run | None = None
-    _step: TrainerStep | None = None
+    _weft_plan: str | Plan = "dp_replicate=*"
+    _weft_run: Run | None = None
+    _weft_step: TrainerStep | None = None
 
     def __init__(self, *args: Any, plan: str | Plan | None = None, **kwargs: Any):
         if plan is not None:
-            self._requested = plan
-        self._batches = StepBatches()
-        self._decayed: list[str] | None = None
-        self._loads_training = False
+            self._weft_plan = plan
+        self._weft_batches = StepBatches()
+        self._weft_decayed: list[str] | None = None
+        self._weft_loads_training = False
         super().__init__(*args, **kwargs)
         if self.train_dataset is not None or self.eval_dataset is not None:
-            check_model(self, self.run.plan)
+            check_model(self, self.weft_run.plan)
 
     # --- construction ---
 
     @property
-    def run(self) -> Run:
+    def weft_run(self) -> Run:
         """The plan on this rank, as `weft.init` returns it."""
-        assert self._run is not None
-        return self._run
+        assert self._weft_run is not None
+        return self._weft_run
 
     @property
     def shifts_labels(self) -> bool:
@@ -79,7 +79,7 @@ class Trainer(transformers.Trainer):
         """True if the loss is the model's own, in one call of the model. TRL's SFTTrainer adds only metrics to it."""
         kind = type(self)
         is_own = kind.compute_loss is transformers.Trainer.compute_loss
-        return is_own and kind.prediction_step is Trainer.prediction_step or self._adds_metrics()
+        return (is_own and kind.prediction_step is Trainer.prediction_step) or self._adds_metrics()
 
     def _adds_metrics(self) -> bool:
         home = type(self).compute_loss.__module__
@@ -93,13 +93,13 @@ class Trainer(transformers.Trainer):
         device, args = self.args.device, self.args
         args._n_gpu = min(args.n_gpu, 1)
         args.average_tokens_across_devices = False  # Weft adds up the tokens of the data ranks
-        if self._run is None:
-            self._run = init(plan_of(self._requested, args, self.model), device=device.type, seed=args.seed)
+        if self._weft_run is None:
+            self._weft_run = init(plan_of(self._weft_plan, args, self.model), device=device.type, seed=args.seed)
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             name = "fsdp" if self.is_fsdp_enabled else "deepspeed"
             raise ConfigError(f"{name}: with plan= the plan shards the model. Start the ranks with torchrun or weft.")
-        gather = DataGather(self.accelerator, self.run.mesh)
+        gather = DataGather(self.accelerator, self.weft_run.mesh)
         accelerator: Any = self.accelerator
         accelerator.gather, accelerator.gather_for_metrics = gather.gather, gather.gather_for_metrics
         accelerator.reduce, accelerator.prepare_data_loader = gather.reduce, self._prepare_loader
@@ -118,16 +118,16 @@ class Trainer(transformers.Trainer):
             return model
         if not kwargs.get("evaluation_mode"):
             raise ModelError(
-                f"model of type {type(model).__name__}: the trainer trains a second model, and a plan is for one. Train "
-                "it in a loop of your own with weft.init."
+                f"model of type {type(model).__name__}: the trainer trains a second model, and a plan is for one. "
+                "Train it in a loop of your own with weft.init."
             )
         return prepare(model, *args, **kwargs)
 
     def _refuse_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         del loss, kwargs
         raise ModelError(
-            f"{type(self).__name__}.training_step: it runs backward itself, and Weft runs the forwards and backwards of "
-            "a step in the plan's order. Override compute_loss instead."
+            f"{type(self).__name__}.training_step: it runs backward itself, and Weft runs the passes of a step in the "
+            "plan's order. Override compute_loss instead."
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -136,26 +136,26 @@ class Trainer(transformers.Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return model
 
-    def _parallelize(self) -> None:
+    def _weft_parallelize(self) -> None:
         """Apply the plan to the model, once."""
         if is_attached(self.model):
             return
         model: Any = self.model
-        plan = self.run.plan
+        plan = self.weft_run.plan
         check_model(self, plan)
         names = {id(one): name for name, one in model.named_parameters()} if self.optimizer is not None else {}
-        self._decayed = super().get_decay_parameter_names(model)
+        self._weft_decayed = super().get_decay_parameter_names(model)
         if plan.tp > 1 or plan.zero == 3:
             replace_fused_head(model)
         if (plan.pp > 1 or plan.cp > 1) and self._adds_metrics():
             own: Any = self  # methods of this object, in place of those of its class
             own.compute_loss = functools.partial(transformers.Trainer.compute_loss, self)
             own.prediction_step = functools.partial(Trainer.prediction_step, self)
-            if self.run.is_first:
+            if self.weft_run.is_first:
                 text = f"plan={plan}: entropy and mean_token_accuracy are not logged, because no rank has all logits."
                 warnings.warn(text, WeftWarning, stacklevel=2)
-        self.run.parallelize(model)
-        self._step = None
+        self.weft_run.parallelize(model)
+        self._weft_step = None
         if self.optimizer is not None:  # built by the user: it continues with the parameters of the divided model
             now = dict(model.named_parameters())
             for group in self.optimizer.param_groups:
@@ -163,47 +163,47 @@ class Trainer(transformers.Trainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of parameters with weight decay, from the model before the plan divided it."""
-        return super().get_decay_parameter_names(model) if self._decayed is None else self._decayed
+        return super().get_decay_parameter_names(model) if self._weft_decayed is None else self._weft_decayed
 
     # --- data ---
 
     def get_train_dataloader(self) -> Any:
         """Return this rank's part of the training data."""
-        self._loads_training = True
+        self._weft_loads_training = True
         try:
             return super().get_train_dataloader()
         finally:
-            self._loads_training = False
+            self._weft_loads_training = False
 
     def _prepare_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
         del device_placement, slice_fn_for_dispatch
-        data, seed = self.run.mesh.data, self.args.data_seed
-        found = rank_loader(loader, data, self.args.device, seed, trains=self._loads_training)
+        data, seed = self.weft_run.mesh.data, self.args.data_seed
+        found = rank_loader(loader, data, self.args.device, seed, trains=self._weft_loads_training)
         self.accelerator._dataloaders.append(found)
         return found
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples of a step, over all data ranks."""
-        return self._train_batch_size * args.gradient_accumulation_steps * self.run.mesh.data.size
+        return self._train_batch_size * args.gradient_accumulation_steps * self.weft_run.mesh.data.size
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return this rank's microbatches of a step, and the number of items in all ranks' microbatches."""
         batches, own = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return self._batches.begin(self, batches, own, num_batches)
+        return self._weft_batches.begin(self, batches, own, num_batches)
 
     # --- steps ---
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        self._parallelize()
-        if self._step is None:
+        self._weft_parallelize()
+        if self._weft_step is None:
             self.create_optimizer()
             assert self.optimizer is not None
-            self._step = TrainerStep(self, self.optimizer)
-            self.optimizer = StepOptimizer(self.optimizer, self._step)
+            self._weft_step = TrainerStep(self, self.optimizer)
+            self.optimizer = StepOptimizer(self.optimizer, self._weft_step)
         self.accelerator._optimizers = [self.optimizer]
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = self.model
@@ -216,31 +216,31 @@ class Trainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Collect a microbatch. At the last one, compute the gradients of all, and return the loss of the step."""
-        assert self._step is not None
+        assert self._weft_step is not None
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
-        return self._step.add(self._prepare_inputs(inputs), num_items_in_batch)
+        return self._weft_step.add(self._prepare_inputs(inputs), num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        assert self._step is not None
-        return self._step.metrics.grad_norm
+        assert self._weft_step is not None
+        return self._weft_step.metrics.grad_norm
 
     # --- evaluation ---
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the divided model."""
-        self._parallelize()
+        self._weft_parallelize()
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """Return loss, logits and labels of a batch. In a pipeline, all stages get those of the last one."""
-        if self.run.plan.pp == 1:
+        if self.weft_run.plan.pp == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
         def predict(model: nn.Module, inputs: Any) -> Any:
@@ -250,7 +250,7 @@ class Trainer(transformers.Trainer):
         labels = tuple(inputs[name] for name in self.label_names if inputs.get(name) is not None)
         shown = None if prediction_loss_only or len(labels) < len(self.label_names) else labels
         shown = shown[0] if shown is not None and len(shown) == 1 else shown
-        return predict_in_pipeline(model, inputs, shown, self.run.mesh, predict)
+        return predict_in_pipeline(model, inputs, shown, self.weft_run.mesh, predict)
 
     # --- checkpoints ---
 
@@ -260,7 +260,7 @@ class Trainer(transformers.Trainer):
         if not is_attached(self.model):
             super()._save(folder, state_dict)
             return
-        self.run.save_pretrained(self.model, folder)
+        self.weft_run.save_pretrained(self.model, folder)
         if not self.args.should_save:
             return
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -269,9 +269,9 @@ class Trainer(transformers.Trainer):
         torch.save(self.args, Path(folder) / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self._step is not None
-        self.run.save(
-            Path(output_dir) / _STATES, self.state.global_step, model=self.model, optimizer=self._step.step,
+        assert self._weft_step is not None
+        self.weft_run.save(
+            Path(output_dir) / _STATES, step=self.state.global_step, model=self.model, optimizer=self._weft_step.step,
             scheduler=self.lr_scheduler,
         )  # fmt: skip
 
@@ -284,9 +284,9 @@ class Trainer(transformers.Trainer):
             )
 
     def _load_states(self, folder: str, *, schedules: bool = True) -> None:
-        assert self._step is not None
+        assert self._weft_step is not None
         scheduler = self.lr_scheduler if schedules else None
-        found = self.run.load(Path(folder) / _STATES, model=self.model, optimizer=self._step.step, scheduler=scheduler)
+        found = self.weft_run.load(Path(folder) / _STATES, model=self.model, optimizer=self._weft_step.step, scheduler=scheduler)
         if found is None:
             raise CheckpointError(f"{folder}: its folder {_STATES} has no checkpoint. Give another checkpoint.")
 
@@ -312,7 +312,7 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
 
     @functools.wraps(trainer_class.__init__)
     def construct(self: Any, *args: Any, plan: str | Plan = "dp_replicate=*", **kwargs: Any) -> None:
-        self._requested = plan
+        self._weft_plan = plan
         trainer_class.__init__(self, *args, **kwargs)
 
     # Weft's methods come after those of the class, which call them through super().
