@@ -10,11 +10,18 @@ import torch
 from torch import nn
 
 
-def replace_fused_head(model: nn.Module) -> None:
-    """Make forwards that TRL fused with the head compute their log-probabilities from the head's logits, in place."""
+def replace_fused_head(model: nn.Module, *, restores: bool) -> None:
+    """Make forwards that TRL fused with the head compute their log-probabilities from the head's logits, in place.
+
+    Args:
+        restores: restore the model's own forward instead.
+    """
     for module in model.modules():
         fused = getattr(vars(module).get("forward"), "__func__", None)
         if fused is None or fused.__code__.co_name != "_fused_forward":
+            continue
+        if restores:
+            del module.forward
             continue
         known = {
             name: cell.cell_contents

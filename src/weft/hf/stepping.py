@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.nn import functional
 
 from weft.comm.collectives import all_gather, all_reduce, broadcast, gather_json
 from weft.comm.mesh import Mesh
@@ -134,11 +135,21 @@ class TrainerStep:
         return self.metrics
 
     def _unsharded(self, inputs: Any) -> dict[str, Any]:
-        """Return inputs whose labels may be divided over cp, because they are shifted."""
-        if self._mesh.plan.cp == 1 or "shift_labels" in inputs:
+        """Return inputs that cp may divide: with shifted labels, and padded on the right to a multiple of 2 cp.
+
+        Tokens on the right change no other token of a causal language model.
+        """
+        if self._mesh.plan.cp == 1:
             return dict(inputs)
-        labels = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].contiguous()
-        return {**inputs, "labels": labels, "shift_labels": labels}
+        found, length = dict(inputs), inputs["input_ids"].shape[1]
+        if "shift_labels" not in found:
+            found["shift_labels"] = functional.pad(found["labels"], (0, 1), value=-100)[..., 1:].contiguous()
+        found["labels"] = found["shift_labels"]
+        missing = -length % (2 * self._mesh.plan.cp)
+        for name, one in found.items():
+            if isinstance(one, torch.Tensor) and one.ndim == 2 and one.shape[1] == length and missing:
+                found[name] = functional.pad(one, (0, missing), value=-100 if name.endswith("labels") else 0)
+        return found
 
     def _forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         inputs = {name: value for name, value in batch.items() if name != _SHARE}

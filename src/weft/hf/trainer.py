@@ -145,9 +145,10 @@ class Trainer(transformers.Trainer):
         check_model(self, plan)
         names = {id(one): name for name, one in model.named_parameters()} if self.optimizer is not None else {}
         self._weft_decayed = super().get_decay_parameter_names(model)
-        if plan.tp > 1 or plan.zero == 3:
-            replace_fused_head(model)
-        if (plan.pp > 1 or plan.cp > 1) and self._adds_metrics():
+        uses_plain = (plan.pp > 1 or plan.cp > 1) and self._adds_metrics()
+        if plan.tp > 1 or plan.zero == 3 or uses_plain:
+            replace_fused_head(model, restores=uses_plain)
+        if uses_plain:
             own: Any = self  # methods of this object, in place of those of its class
             own.compute_loss = functools.partial(transformers.Trainer.compute_loss, self)
             own.prediction_step = functools.partial(Trainer.prediction_step, self)
@@ -286,7 +287,9 @@ class Trainer(transformers.Trainer):
     def _load_states(self, folder: str, *, schedules: bool = True) -> None:
         assert self._weft_step is not None
         scheduler = self.lr_scheduler if schedules else None
-        found = self.weft_run.load(Path(folder) / _STATES, model=self.model, optimizer=self._weft_step.step, scheduler=scheduler)
+        found = self.weft_run.load(
+            Path(folder) / _STATES, model=self.model, optimizer=self._weft_step.step, scheduler=scheduler
+        )
         if found is None:
             raise CheckpointError(f"{folder}: its folder {_STATES} has no checkpoint. Give another checkpoint.")
 
