@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ pytest.importorskip("accelerate")
 import transformers
 
 from tests.hf import cases
-from weft.errors import ConfigError
+from weft.errors import ConfigError, ModelError
 from weft.hf import Trainer, use
 from weft.hf.fused_head import token_fields
 from weft.hf.loading import RankBatches, RankStream
+from weft.hf.trainer import check_release
 from weft.verify.rank_pool import RankError
 
 #: Results of one device, by options.
@@ -183,11 +186,31 @@ def test_backward_in_an_own_training_step_is_refused(tmp_path):
         classify(Own, tmp_path, "dp_replicate=*")
 
 
-def test_use_refuses_other_classes():
-    with pytest.raises(Exception, match=r"no subclass of transformers\.Trainer"):
+def test_use_refuses_other_classes_and_releases():
+    with pytest.raises(ModelError, match=r"no subclass of transformers\.Trainer"):
         use(dict)
     assert use(transformers.Trainer) is Trainer
-    assert issubclass(ConfigError, Exception)
+    with pytest.raises(ConfigError, match=r"Trainer\.create_accelerator_and_postprocess, which this release"):
+        check_release(dict)
+
+
+def test_a_group_without_a_backend_for_the_device_is_replaced(tmp_path):
+    """accelerate starts nccl without gloo; here the group lacks another device."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, weft\n"
+        "from weft.comm.mesh import leave_unusable_group\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "leave_unusable_group(torch.device('cpu'))\n"
+        "assert torch.distributed.is_initialized()\n"
+        "leave_unusable_group(torch.device('xpu'))\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "with weft.init('dp_replicate=2', device='cpu') as run:\n"
+        "    assert run.mesh.world_size == 2\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("num_rows", "size", "num_ranks"), list(itertools.product((1, 7, 8, 9), (1, 2), (1, 2, 3))))

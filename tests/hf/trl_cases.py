@@ -53,16 +53,29 @@ def table(kind: str) -> Any:
     return datasets.Dataset.from_dict({"prompt": prompts, "chosen": first, "rejected": second})
 
 
-def even(completions: list[str], **kwargs: Any) -> list[float]:
+def letters(completions: list[str], **kwargs: Any) -> list[float]:
     """Reward completions by their number of letters."""
     return [len(one) % 7 / 7 for one in completions]
 
 
+def complete(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Return a completion of each prompt that depends on it and on its index in the group, instead of random ones."""
+    tokenizer, found = trainer.processing_class, []
+    for index, prompt in enumerate(prompts):
+        start = len(prompt) * 7 + index % trainer.num_generations * 5
+        found.append([3 + (start + step * (1 + len(prompt))) % len(WORDS) for step in range(2 + start % 4)] + [2])
+    return {
+        "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts], "completion_ids": found, "logprobs": None,
+    }  # fmt: skip
+
+
 def run(kind: str, source: Path, out: Path, batch: int, plan: str | None, **options: Any) -> Any:
     """Train with TRL's trainer of a kind; under a plan if it is given, on this rank."""
+    import peft
     import transformers
     import trl
 
+    kind, is_adapted = kind.partition("-")[0], kind.endswith("-lora")
     name, config = {
         "sft": ("SFTTrainer", "SFTConfig"), "dpo": ("DPOTrainer", "DPOConfig"),
         "reward": ("RewardTrainer", "RewardConfig"), "grpo": ("GRPOTrainer", "GRPOConfig"),
@@ -74,7 +87,9 @@ def run(kind: str, source: Path, out: Path, batch: int, plan: str | None, **opti
     )  # fmt: skip
     trainer_class, extra, logs = getattr(trl, name), {}, Losses()
     if kind == "grpo":
-        extra["reward_funcs"] = even
+        extra |= {"reward_funcs": letters, "rollout_func": complete}
+    if is_adapted:
+        extra["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     auto = transformers.AutoModelForSequenceClassification if kind == "reward" else transformers.AutoModelForCausalLM
     options = {"num_labels": 1} if kind == "reward" else {}
     torch.manual_seed(1)

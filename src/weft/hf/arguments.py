@@ -85,6 +85,22 @@ def plan_of(requested: str | Plan, args: Any, model: nn.Module | None) -> Plan:
     return plan
 
 
+def check_shards(args: Any, plan: Plan) -> None:
+    """Raise ConfigError for arguments that need full weights, or ranks that do not wait for each other in a forward."""
+    shards = plan.world_size != plan.dp_size or (plan.zero == 3 and plan.dp_shard > 1)
+    needs = {
+        "predict_with_generate": "ranks wait for each other in every forward, and generate different numbers of tokens",
+        "num_generations": "ranks wait for each other in every forward, and generate different numbers of tokens",
+        "sync_ref_model": "it copies full weights into the reference model",
+        "use_liger_kernel": "its loss reads the full weight of the head",
+    }
+    for name, reason in needs.items():
+        if shards and getattr(args, name, None):
+            raise ConfigError(
+                f"{name}={getattr(args, name)}: under plan={plan} {reason}. Use data parallelism with zero=0 to 2."
+            )
+
+
 def _with_precision(plan: Plan, args: Any, model: nn.Module | None, *, is_stated: bool) -> Plan:
     requested = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     if is_stated:
@@ -108,16 +124,6 @@ def check_model(trainer: Any, plan: Plan) -> None:
         raise ConfigError(
             "output_router_logits=True: the auxiliary loss compares all tokens of a batch, and the plan divides it, so "
             "it would depend on the plan. Set output_router_logits=False (in TRL router_aux_loss_coef=0)."
-        )
-    if trainer.args.use_liger_kernel and (plan.tp > 1 or plan.zero == 3 or plan.pp > 1):
-        raise ConfigError(
-            "use_liger_kernel=True: its loss reads the full weight of the head, and the plan shards it. Use False."
-        )
-    generates = getattr(trainer.args, "predict_with_generate", False)
-    if generates and (plan.world_size != plan.dp_size or (plan.zero == 3 and plan.dp_shard > 1)):
-        raise ConfigError(
-            f"predict_with_generate=True: under plan={plan} ranks need each other in every forward, and they generate "
-            "different numbers of tokens. Use False, and generate from a saved checkpoint."
         )
     if plan.pp > 1 or plan.cp > 1:
         _check_own_loss(trainer, plan)

@@ -11,21 +11,42 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.comm.mesh import leave_unusable_group
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, ConfigError, MissingExtra, ModelError, WeftWarning
 from weft.parallel.state.gradients import is_attached
 from weft.train.script.script_run import Run, init
 
 try:
+    import accelerate
     import transformers
 except ImportError as error:
-    raise MissingExtra("transformers", "hf", "weft.hf") from error
+    raise MissingExtra(error.name or "transformers", "trainer", "weft.hf") from error
 
-from weft.hf.arguments import check_arguments, check_model, plan_of
+from weft.hf.arguments import check_arguments, check_model, check_shards, plan_of
 from weft.hf.fused_head import replace_fused_head
 from weft.hf.gathering import DataGather
 from weft.hf.loading import rank_loader
 from weft.hf.stepping import StepBatches, StepOptimizer, TrainerStep, predict_in_pipeline
+
+#: Methods of transformers' Trainer that the subclass replaces. Other releases have others.
+_REPLACED = (
+    "create_accelerator_and_postprocess", "_build_accelerator_args", "_move_model_to_device", "_wrap_model",
+    "get_batch_samples", "_get_num_items_in_batch", "_prepare_for_training", "_clip_grad_norm", "_get_grad_norm",
+    "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model",
+)  # fmt: skip
+
+
+def check_release(trainer_class: type) -> None:
+    """Raise ConfigError if transformers' Trainer lacks a method that the subclass replaces."""
+    if lacks := [name for name in _REPLACED if not hasattr(trainer_class, name)]:
+        raise ConfigError(
+            f"transformers={transformers.__version__}, accelerate={accelerate.__version__}: weft.hf replaces "
+            f"Trainer.{lacks[0]}, which this release does not have. Install transformers 5.24."
+        )
+
+
+check_release(transformers.Trainer)
 
 #: Folder of Weft's states in a checkpoint of a trainer.
 _STATES = "weft"
@@ -94,7 +115,10 @@ class Trainer(transformers.Trainer):
         args._n_gpu = min(args.n_gpu, 1)
         args.average_tokens_across_devices = False  # Weft adds up the tokens of the data ranks
         if self._weft_run is None:
-            self._weft_run = init(plan_of(self._weft_plan, args, self.model), device=device.type, seed=args.seed)
+            plan = plan_of(self._weft_plan, args, self.model)
+            check_shards(args, plan)
+            leave_unusable_group(device)  # accelerate's group has only nccl
+            self._weft_run = init(plan, device=device.type, seed=args.seed)
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             name = "fsdp" if self.is_fsdp_enabled else "deepspeed"
@@ -131,7 +155,10 @@ class Trainer(transformers.Trainer):
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: the plan moves each rank's part."""
+        """Move the model, unless the plan moves each rank's part of it."""
+        plan = self.weft_run.plan
+        if plan.world_size == plan.dp_size and plan.zero < 3:
+            super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return model
