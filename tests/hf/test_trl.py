@@ -13,7 +13,7 @@ pytest.importorskip("datasets", reason="datasets is not installed")
 from tests.hf import trl_cases
 from weft.verify.rank_pool import RankError
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]  # warnings of TRL itself
 
 GRPO = {"num_generations": 2, "max_completion_length": 6, "gradient_accumulation_steps": 2, "loss_type": "dapo"}
 CASES = [

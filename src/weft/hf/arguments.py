@@ -19,9 +19,7 @@ _DTYPES = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def check_arguments(args: Any) -> None:
     """Raise ConfigError for arguments that do what a plan does, or that no plan supports."""
-    config, sampling = args.accelerator_config, str(getattr(args.train_sampling_strategy, "value", ""))
-    sampling = sampling or str(args.train_sampling_strategy)
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    config, optimizer = args.accelerator_config, str(getattr(args.optim, "value", args.optim))
     problems = {
         "deepspeed": (args.deepspeed or args.deepspeed_plugin, "the plan shards the states", "Leave it out"),
         "fsdp": (args.fsdp or args.fsdp_plugin_args, "the plan shards the model", "Leave it out, and use zero=3"),
@@ -33,7 +31,8 @@ def check_arguments(args: Any) -> None:
         "split_batches": (config.split_batches, "batch sizes are those of one rank", "Leave it out"),
         "dispatch_batches": (config.dispatch_batches, "each rank reads its own samples", "Leave it out"),
         "train_sampling_strategy": (
-            "rebalance" in sampling, "it divides samples among ranks, as the plan does", "Use group_by_length",
+            "rebalance" in str(args.train_sampling_strategy).lower(), "it divides samples among ranks itself",
+            "Use group_by_length",
         ),
         "fp16_full_eval": (args.fp16_full_eval, "it converts the weights that train", "Leave it out"),
         "bf16_full_eval": (args.bf16_full_eval, "it converts the weights that train", "Leave it out"),
@@ -55,15 +54,11 @@ def check_arguments(args: Any) -> None:
 def plan_of(requested: str | Plan, args: Any, model: nn.Module | None) -> Plan:
     """Return the plan, with microbatches, precision and recomputation of the arguments that it leaves open.
 
-    Raises:
-        PlanError: if plan and arguments contradict each other.
-        ConfigError: if the plan has a technique that does not work in a trainer.
+    Raises PlanError if plan and arguments contradict each other.
     """
     place = env.rank_env()
     if isinstance(requested, str) and is_auto(requested):
-        raise PlanError(
-            "plan=auto: a trainer gives the planner no sequence length. Write the plan that `weft plan` prints."
-        )
+        raise PlanError("plan=auto: a trainer has no sequence length for the planner. Give the plan of `weft plan`.")
     plan = Plan.parse(requested, place.world_size if place else 1) if isinstance(requested, str) else requested
     stated = isinstance(requested, Plan) or "precision=" in requested
     plan = _with_precision(plan, args, model, is_stated=stated)
@@ -88,9 +83,10 @@ def plan_of(requested: str | Plan, args: Any, model: nn.Module | None) -> Plan:
 def check_shards(args: Any, plan: Plan) -> None:
     """Raise ConfigError for arguments that need full weights, or ranks that do not wait for each other in a forward."""
     shards = plan.world_size != plan.dp_size or (plan.zero == 3 and plan.dp_shard > 1)
+    waits = "ranks wait for each other in every forward, and generate different numbers of tokens"
     needs = {
-        "predict_with_generate": "ranks wait for each other in every forward, and generate different numbers of tokens",
-        "num_generations": "ranks wait for each other in every forward, and generate different numbers of tokens",
+        "predict_with_generate": waits,
+        "num_generations": waits,
         "sync_ref_model": "it copies full weights into the reference model",
         "use_liger_kernel": "its loss reads the full weight of the head",
     }
@@ -119,31 +115,23 @@ def check_model(trainer: Any, plan: Plan) -> None:
     """Raise an error if the plan cannot train what the trainer computes."""
     config = getattr(trainer.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    several = plan.world_size > 1 or plan.microbatches_per_step > 1
-    if several and getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0.0):
+    divided = plan.dp_size * plan.cp * plan.pp > 1
+    if divided and getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0.0):
         raise ConfigError(
             "output_router_logits=True: the auxiliary loss compares all tokens of a batch, and the plan divides it, so "
             "it would depend on the plan. Set output_router_logits=False (in TRL router_aux_loss_coef=0)."
         )
-    if plan.pp > 1 or plan.cp > 1:
-        _check_own_loss(trainer, plan)
-
-
-def _check_own_loss(trainer: Any, plan: Plan) -> None:
+    if plan.pp == plan.cp == 1:
+        return
     field = f"pp={plan.pp}" if plan.pp > 1 else f"cp={plan.cp}"
     part = "a rank has only its own blocks" if plan.pp > 1 else "a rank has only its part of each sequence"
+    problem, remedy = None, "Use data parallelism, zero=1 to 3 or tp"
     if not trainer.uses_model_loss:
-        raise ConfigError(
-            f"{field}: {type(trainer).__name__} computes its loss by calls of the model, and {part}. Use data "
-            "parallelism, zero=1 to 3 or tp."
-        )
-    if not trainer.shifts_labels:
-        raise ConfigError(
-            f"{field}: {type(trainer.model).__name__} is no causal language model, and {part}. Use data parallelism, "
-            "zero=1 to 3 or tp."
-        )
-    if plan.cp > 1 and (trainer.label_smoother is not None or trainer.compute_loss_func is not None):
+        problem = f"{type(trainer).__name__} computes its loss by calls of the model"
+    elif not trainer.shifts_labels:
+        problem = f"{type(trainer.model).__name__} is no causal language model"
+    elif plan.cp > 1 and (trainer.label_smoother is not None or trainer.compute_loss_func is not None):
         name = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
-        raise ConfigError(
-            f"{field}: {name} shifts the labels of full sequences, and {part}. Leave it out, or use cp=1."
-        )
+        problem, remedy = f"{name} shifts labels of full sequences", "Leave it out, or use cp=1"
+    if problem is not None:
+        raise ConfigError(f"{field}: {problem}, and {part}. {remedy}.")

@@ -40,23 +40,17 @@ class StepBatches:
     def begin(self, trainer: Any, batches: list[Any], own: Any, num_batches: int) -> tuple[list[Any], Any]:
         """Return this rank's microbatches, with placeholders if it has fewer than others, and the global item count.
 
-        All data ranks call it.
+        All data ranks call it. Raises DataError if this rank has no sample from the start.
 
         Args:
-            trainer: counts the items of a batch.
             batches: microbatches of this rank, up to `num_batches`.
             own: number of items in them, or None.
-            num_batches: microbatches of the step.
-
-        Raises:
-            DataError: if this rank has no sample from the start.
         """
         data, device = trainer.weft_run.mesh.data, trainer.weft_run.mesh.device
         table = torch.zeros(num_batches, 3, dtype=torch.float64)
         for index, batch in enumerate(batches):
-            counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
             rows = rows_in(batch)
-            table[index] = torch.tensor([rows, float(counted if counted is not None else _labels_in(batch, rows)), 1])
+            table[index] = torch.tensor([rows, _counted(trainer, batch, rows), 1], dtype=torch.float64)
         every = all_gather(table.to(device), data).view(data.size, num_batches, 3).cpu()
         count = int(every[..., 2].sum(1).max())
         self._last = batches[0] if batches else self._last
@@ -81,8 +75,10 @@ class StepBatches:
         return batches, every[..., 1].sum().float().to(device) if counts_items else None
 
 
-def _labels_in(batch: Any, rows: int) -> float:
-    """Count the labels of a batch over which a loss is a mean; its samples if it has no labels."""
+def _counted(trainer: Any, batch: Any, rows: int) -> float:
+    """Count the items of a batch over which its loss is a mean: labels, or samples if it has no labels."""
+    if (counted := trainer._get_num_items_in_batch([batch], torch.device("cpu"))) is not None:
+        return float(counted)
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if not isinstance(labels, torch.Tensor):
         return rows
@@ -90,12 +86,7 @@ def _labels_in(batch: Any, rows: int) -> float:
 
 
 class TrainerStep:
-    """Optimizer steps of a trainer. Losses of microbatches and ranks add up to the loss of the step.
-
-    Args:
-        trainer: computes losses.
-        optimizer: built on the parallelized model.
-    """
+    """Optimizer steps of a trainer. Losses of microbatches and ranks add up to the loss of the step."""
 
     def __init__(self, trainer: Any, optimizer: torch.optim.Optimizer):
         self._trainer, self._mesh = trainer, trainer.weft_run.mesh
@@ -117,9 +108,13 @@ class TrainerStep:
             return torch.zeros((), device=device)
         inputs, self._inputs, self._items, self._is_counted = self._inputs, [], num_items, False
         samples, parts = list(batches.samples), batches.parts
-        shares = [1.0 if self._scales(inputs[0]) else part for part in parts]
-        if not self._divides_by_steps():
-            shares = [share / self._trainer.current_gradient_accumulation_steps for share in shares]
+        shares, trainer = [1.0 if self._scales(inputs[0]) else part for part in parts], self._trainer
+        covers_step = trainer.loss_is_scaled_for_ga  # as transformers decides it
+        if covers_step is None:
+            covers_step = trainer.compute_loss_func is not None
+            covers_step |= trainer.model_accepts_loss_kwargs and num_items is not None
+        if not covers_step:
+            shares = [share / trainer.current_gradient_accumulation_steps for share in shares]
         while self._mesh.plan.pp > 1 and len(inputs) < self._mesh.plan.microbatches_per_step:
             inputs, samples, shares = [*inputs, inputs[0]], [*samples, range(0)], [*shares, 0.0]
         marked = [
@@ -163,18 +158,11 @@ class TrainerStep:
         self._is_counted = True
         return loss, int(counts)
 
-    def _divides_by_steps(self) -> bool:
-        """Return True if the loss is divided by the number of microbatches, as transformers decides it."""
-        trainer = self._trainer
-        if trainer.loss_is_scaled_for_ga is not None:
-            return trainer.loss_is_scaled_for_ga
-        return (trainer.model_accepts_loss_kwargs and self._items is not None) or trainer.compute_loss_func is not None
-
     def _scales(self, inputs: Any) -> bool:
         """Return True if the loss is a sum divided by the number of items, and False if it is a mean of its batch."""
         trainer = self._trainer
-        if self._items is None:
-            return False
+        if self._items is None or self._mesh.data.size == 1:
+            return self._items is not None
         is_known = type(trainer).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
         if is_known and trainer.compute_loss_func is None and trainer.shifts_labels:
             return True
@@ -208,8 +196,6 @@ class TrainerStep:
         for factor, is_scaled in ((1.0, False), (2.0, True)):
             if abs(sums[0] - factor * sums[1]) <= 1e-3 * abs(sums[0]):
                 return is_scaled
-        if self._mesh.world_size == 1:
-            return True
         raise ModelError(
             f"{type(trainer).__name__}.compute_loss: with twice the num_items_in_batch its loss is "
             f"{sums[1] / sums[0]:.3g} times as large, so it is no mean of its batch, and no sum divided by "
@@ -249,14 +235,10 @@ def predict_in_pipeline(
     owner, axis = pipeline.schedule.owner(len(pipeline.counts) - 1), mesh["pp"]
     loss, logits, _ = found[0] if axis.rank == owner else (None, None, None)
     own = list(tensors_in([loss, logits]))
-    form = [loss is not None, isinstance(logits, tuple), [[list(one.shape), str(one.dtype)] for one in own]]
-    has_loss, is_tuple, shapes = gather_json(form, axis, mesh.device)[owner]
+    form = [loss is not None, [[list(one.shape), str(one.dtype).removeprefix("torch.")] for one in own]]
+    has_loss, shapes = gather_json(form, axis, mesh.device)[owner]
     if axis.rank != owner:
-        dtypes = [getattr(torch, dtype.removeprefix("torch.")) for _, dtype in shapes]
-        own = [
-            torch.empty(shape, dtype=dtype, device=mesh.device)
-            for (shape, _), dtype in zip(shapes, dtypes, strict=True)
-        ]
+        own = [torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device) for shape, dtype in shapes]
     own = [broadcast(one.contiguous(), axis, owner) for one in own]
-    loss, rest = (own[0], own[1:]) if has_loss else (None, own)
-    return loss, tuple(rest) if is_tuple else next(iter(rest), None), labels
+    rest = own[has_loss:]
+    return own[0] if has_loss else None, rest[0] if len(rest) == 1 else tuple(rest) or None, labels

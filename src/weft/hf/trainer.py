@@ -250,12 +250,11 @@ class Trainer(transformers.Trainer):
             train()
         return self._weft_step.add(self._prepare_inputs(inputs), num_items_in_batch)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return self._get_grad_norm(model)
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         assert self._weft_step is not None
         return self._weft_step.metrics.grad_norm
+
+    _clip_grad_norm = _get_grad_norm  # the step clips
 
     # --- evaluation ---
 
