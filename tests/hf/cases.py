@@ -64,6 +64,16 @@ def accuracy(found: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Records without a length."""
+
+    def __init__(self, records: list[Any]):
+        self.records = records
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.records)
+
+
 class Losses(transformers.TrainerCallback):
     """Records the logs of a trainer."""
 
@@ -133,12 +143,12 @@ def on_ranks(plan: str, folder: Path, num_rows: int = 22, trainer_class: Any = N
 
 def _train(
     kind: Any, folder: Path, num_rows: int, *, exact: bool = True, metrics: bool = False, resume: Any = None,
-    model_options: Any = (), init: Any = None, **options: Any,
+    stream: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     logs, plan = Losses(), {name: options.pop(name) for name in ("plan",) if name in options}
     trainer = kind(
-        model=model(**dict(model_options)) if init is None else init(), args=arguments(folder, **options),
-        data_collator=collate, train_dataset=rows(num_rows), eval_dataset=rows(7, seed=2),
+        model=model(), args=arguments(folder, **options), data_collator=collate,
+        train_dataset=Stream(rows(num_rows)) if stream else rows(num_rows), eval_dataset=rows(7, seed=2),
         compute_metrics=accuracy if metrics else None, compute_loss_func=exact_loss if exact else None,
         callbacks=[logs], **plan,
     )  # fmt: skip

@@ -51,6 +51,8 @@ EVALUATED = {"metrics": True, "eval_strategy": "epoch"}
 CASES = [
     ("dp_shard=2 zero=1", {}),
     ("dp_shard=2 zero=3", {"gradient_accumulation_steps": 4, "exact": False, **EVALUATED}),
+    ("dp_replicate=2", {"train_sampling_strategy": "group_by_length"}),
+    ("dp_shard=2 zero=2", {"stream": True, "max_steps": 3}),
     ("tp=2", {"num_rows": 6, **EVALUATED}),
     ("cp=2", {"num_rows": 6, "exact": False, **EVALUATED}),
     # The last step of the epoch has fewer microbatches than the others.

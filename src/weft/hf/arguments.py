@@ -18,7 +18,7 @@ _DTYPES = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ConfigError for arguments that do what a plan does, or that no plan supports."""
+    """Raise ConfigError for arguments that contradict a plan."""
     config, optimizer = args.accelerator_config, str(getattr(args.optim, "value", args.optim))
     problems = {
         "deepspeed": (args.deepspeed or args.deepspeed_plugin, "the plan shards the states", "Leave it out"),
@@ -112,7 +112,7 @@ def _with_precision(plan: Plan, args: Any, model: nn.Module | None, *, is_stated
 
 
 def check_model(trainer: Any, plan: Plan) -> None:
-    """Raise an error if the plan cannot train what the trainer computes."""
+    """Raise ConfigError if the plan does not support the loss of the trainer."""
     config = getattr(trainer.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     divided = plan.dp_size * plan.cp * plan.pp > 1

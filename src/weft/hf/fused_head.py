@@ -11,7 +11,7 @@ from torch import nn
 
 
 def replace_fused_head(model: nn.Module, *, restores: bool) -> None:
-    """Make forwards that TRL fused with the head compute their log-probabilities from the head's logits, in place.
+    """Make forwards that TRL fused with the head compute their log-probabilities from the head's logits.
 
     Args:
         restores: restore the model's own forward instead.
@@ -30,11 +30,11 @@ def replace_fused_head(model: nn.Module, *, restores: bool) -> None:
         module.forward = types.MethodType(_forward_of(module, known), module)
 
 
-def _forward_of(module: nn.Module, known: dict[str, Any]) -> Any:
-    """Return the forward. known: variables of TRL's function."""
+def _forward_of(module: nn.Module, variables: dict[str, Any]) -> Any:
+    """Return a forward. variables: those of the function in TRL."""
     from trl.trainer.utils import FusedCausalLMOutput
 
-    plain, temperature, fields = known["original_forward"], known["temperature"], known["outputs"]
+    plain, temperature, fields = (variables[name] for name in ("original_forward", "temperature", "outputs"))
 
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from weft.comm.mesh import Axis
 from weft.errors import DataError
@@ -126,9 +126,13 @@ def rank_loader(loader: DataLoader[Any], data: Axis, device: torch.device, seed:
             loader.batch_sampler, data.rank, data.size, fills=not trains, drop_last=trains and loader.drop_last
         )
         loader = DataLoader(loader.dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
+    # Other samplers than torch's draw from torch's generator, which must be equal on all ranks.
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    draws = trains and not isinstance(sampler, RandomSampler | SequentialSampler | None)
+    syncs = draws and getattr(sampler, "generator", None) is None and data.size > 1
     return prepare_data_loader(
-        loader, device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False,
-        use_seedable_sampler=True, data_seed=seed,
+        loader, device, num_processes=1, process_index=0, rng_types=["torch"] if syncs else None, put_on_device=True,
+        dispatch_batches=False, use_seedable_sampler=True, data_seed=seed,
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Trainer(transformers.Trainer):
         *args, **kwargs: arguments of transformers' Trainer.
 
     Raises:
-        ConfigError: for arguments that do what a plan does, or that no plan supports.
+        ConfigError: for arguments that contradict a plan.
         PlanError: if the plan breaks a rule, or does not fit the ranks or the arguments.
     """
 
@@ -203,6 +203,14 @@ class Trainer(transformers.Trainer):
         finally:
             self._weft_loads_training = False
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        args, size = self.args, self.args.per_device_train_batch_size
+        args.per_device_train_batch_size *= self.weft_run.mesh.data.size  # the batch size of one device
+        try:
+            return super()._get_train_sampler(train_dataset)
+        finally:
+            args.per_device_train_batch_size = size
+
     def _prepare_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
         del device_placement, slice_fn_for_dispatch
         data, seed = self.weft_run.mesh.data, self.args.data_seed
@@ -266,7 +274,7 @@ class Trainer(transformers.Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Return loss, logits and labels of a batch. In a pipeline, all stages get those of the last one."""
+        """Return loss, logits and labels of a batch. In a pipeline, all stages get them from the last one."""
         if self.weft_run.plan.pp == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
@@ -344,5 +352,5 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
         self._weft_plan = plan
         trainer_class.__init__(self, *args, **kwargs)
 
-    # Weft's methods come after those of the class, which call them through super().
+    # Methods of the class call Weft's through super().
     return type(trainer_class.__name__, (trainer_class, Trainer), {"__init__": construct})
