@@ -90,7 +90,7 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
         "output_dir": str(folder), "use_cpu": True, "learning_rate": 3e-3, "num_train_epochs": 2, "logging_steps": 1,
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "max_grad_norm": 0.5, "weight_decay": 0.1,
         "adam_epsilon": 1e-6, "warmup_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
-        "logging_nan_inf_filter": False,
+        "logging_nan_inf_filter": False, "dataloader_pin_memory": False,
     }  # fmt: skip
     return transformers.TrainingArguments(**{**settings, **options})
 
