@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.comm.collectives import gather_json
 from weft.comm.mesh import leave_unusable_group
 from weft.config.plan import Plan
 from weft.errors import CheckpointError, ConfigError, MissingExtra, ModelError, WeftWarning
@@ -213,8 +214,10 @@ class Trainer(transformers.Trainer):
 
     def _prepare_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
         del device_placement, slice_fn_for_dispatch
-        data, seed = self.weft_run.mesh.data, self.args.data_seed
-        found = rank_loader(loader, data, self.args.device, seed, trains=self._weft_loads_training)
+        mesh, seed = self.weft_run.mesh, self.args.data_seed
+        if seed is None and self._weft_loads_training:  # scripts may seed ranks differently
+            seed = gather_json(torch.initial_seed(), mesh.world, mesh.device)[0]
+        found = rank_loader(loader, mesh.data, self.args.device, seed, trains=self._weft_loads_training)
         self.accelerator._dataloaders.append(found)
         return found
 
