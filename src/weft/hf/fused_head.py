@@ -31,7 +31,7 @@ def replace_fused_head(model: nn.Module, *, restores: bool) -> None:
 
 
 def _forward_of(module: nn.Module, variables: dict[str, Any]) -> Any:
-    """Return a forward. variables: those of the function in TRL."""
+    """Return a forward. variables: closure of the function in TRL."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     plain, temperature, fields = (variables[name] for name in ("original_forward", "temperature", "outputs"))

@@ -53,7 +53,7 @@ check_release(transformers.Trainer)
 _STATES = "weft"
 
 
-class Trainer(transformers.Trainer):
+class PlannedTrainer(transformers.Trainer):
     """transformers' Trainer under a plan. Loss, weights and metrics equal the same trainer on one device.
 
     One device has a batch size of `per_device_train_batch_size` times the data ranks. Evaluation has the same batches
@@ -101,7 +101,7 @@ class Trainer(transformers.Trainer):
         """True if the loss is the model's own, in one call of the model. TRL's SFTTrainer adds only metrics to it."""
         kind = type(self)
         is_own = kind.compute_loss is transformers.Trainer.compute_loss
-        return (is_own and kind.prediction_step is Trainer.prediction_step) or self._adds_metrics()
+        return (is_own and kind.prediction_step is PlannedTrainer.prediction_step) or self._adds_metrics()
 
     def _adds_metrics(self) -> bool:
         home = type(self).compute_loss.__module__
@@ -179,7 +179,7 @@ class Trainer(transformers.Trainer):
         if uses_plain:
             own: Any = self  # methods of this object, in place of those of its class
             own.compute_loss = functools.partial(transformers.Trainer.compute_loss, self)
-            own.prediction_step = functools.partial(Trainer.prediction_step, self)
+            own.prediction_step = functools.partial(PlannedTrainer.prediction_step, self)
             if self.weft_run.is_first:
                 text = f"plan={plan}: entropy and mean_token_accuracy are not logged, because no rank has all logits."
                 warnings.warn(text, WeftWarning, stacklevel=2)
@@ -282,7 +282,7 @@ class Trainer(transformers.Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
         def predict(model: nn.Module, inputs: Any) -> Any:
-            return super(Trainer, self).prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return super(PlannedTrainer, self).prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
         inputs = self._prepare_inputs(inputs)
         labels = tuple(inputs[name] for name in self.label_names if inputs.get(name) is not None)
@@ -335,6 +335,9 @@ class Trainer(transformers.Trainer):
         self._load_states(self.state.best_model_checkpoint, schedules=False)
 
 
+Trainer = PlannedTrainer  # the public name
+
+
 def use(trainer_class: type[transformers.Trainer]) -> Any:
     """Return the trainer class with a `plan=` argument, such as `use(SFTTrainer)(model, args=args, plan="tp=2")`.
 
@@ -345,10 +348,10 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
         raise ModelError(
             f"trainer={trainer_class}: it is no subclass of transformers.Trainer. Use weft.init in its loop."
         )
-    if issubclass(trainer_class, Trainer):
+    if issubclass(trainer_class, PlannedTrainer):
         return trainer_class
     if trainer_class is transformers.Trainer:
-        return Trainer
+        return PlannedTrainer
 
     @functools.wraps(trainer_class.__init__)
     def construct(self: Any, *args: Any, plan: str | Plan = "dp_replicate=*", **kwargs: Any) -> None:
@@ -356,4 +359,4 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
         trainer_class.__init__(self, *args, **kwargs)
 
     # Methods of the class call Weft's through super().
-    return type(trainer_class.__name__, (trainer_class, Trainer), {"__init__": construct})
+    return type(trainer_class.__name__, (trainer_class, PlannedTrainer), {"__init__": construct})
