@@ -25,7 +25,7 @@ from weft.train.step.update import StepMetrics
 _SHARE = "weft_share"
 
 
-class StepBatches:
+class TrainerBatches:
     """The microbatches of a step on all data ranks."""
 
     def __init__(self) -> None:

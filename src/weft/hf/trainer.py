@@ -28,7 +28,7 @@ from weft.hf.arguments import check_arguments, check_model, check_shards, plan_o
 from weft.hf.fused_head import replace_fused_head
 from weft.hf.gathering import DataGather
 from weft.hf.loading import rank_loader
-from weft.hf.stepping import StepBatches, StepOptimizer, TrainerStep, predict_in_pipeline
+from weft.hf.stepping import TrainerBatches, StepOptimizer, TrainerStep, predict_in_pipeline
 
 #: Methods of transformers' Trainer that the subclass replaces. Other releases have others.
 _REPLACED = (
@@ -76,7 +76,7 @@ class PlannedTrainer(transformers.Trainer):
     def __init__(self, *args: Any, plan: str | Plan | None = None, **kwargs: Any):
         if plan is not None:
             self._weft_plan = plan
-        self._weft_batches = StepBatches()
+        self._weft_batches = TrainerBatches()
         self._weft_decayed: list[str] | None = None
         self._weft_loads_training = False
         super().__init__(*args, **kwargs)
@@ -110,7 +110,11 @@ class PlannedTrainer(transformers.Trainer):
         )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Join the ranks under the plan, and create an accelerator that wraps nothing."""
+        """Join the ranks under the plan, and create an accelerator that wraps nothing.
+
+        Raises:
+            ConfigError: for arguments that contradict the plan.
+        """
         check_arguments(self.args)
         device, args = self.args.device, self.args
         args._n_gpu = min(args.n_gpu, 1)
