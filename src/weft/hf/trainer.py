@@ -28,7 +28,7 @@ from weft.hf.arguments import check_arguments, check_model, check_shards, plan_o
 from weft.hf.fused_head import replace_fused_head
 from weft.hf.gathering import DataGather
 from weft.hf.loading import rank_loader
-from weft.hf.stepping import TrainerBatches, StepOptimizer, TrainerStep, predict_in_pipeline
+from weft.hf.stepping import StepOptimizer, TrainerBatches, TrainerStep, predict_in_pipeline
 
 #: Methods of transformers' Trainer that the subclass replaces. Other releases have others.
 _REPLACED = (
