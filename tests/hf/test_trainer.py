@@ -38,8 +38,8 @@ def on_one_device(folder, batch: int, **options: Any) -> Any:
 def expect_equal(found: Any, expected: Any, exact: bool) -> None:
     assert found["steps"] == expected["steps"]
     assert found["rates"] == expected["rates"]
-    # Losses are logged in float32. Losses of transformers' own are computed in it too.
-    assert found["losses"] == pytest.approx(expected["losses"], abs=2e-7 if exact else 2e-6)
+    # Losses are logged in float32, whose numbers near 4 are 2.4e-7 apart. Losses of transformers' own are computed in it too.
+    assert found["losses"] == pytest.approx(expected["losses"], abs=5e-7 if exact else 2e-6)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12)
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-12, msg=name)
@@ -86,7 +86,7 @@ def test_checkpoints_resume_under_another_plan_and_load_in_transformers(ranks2, 
     resumed = ranks2.run(
         cases.on_ranks, "tp=2", out, per_device_train_batch_size=4, resume=str(out / "checkpoint-4"), **options
     )[0]
-    assert resumed["losses"] == pytest.approx(expected["losses"][4:], abs=2e-7)
+    assert resumed["losses"] == pytest.approx(expected["losses"][4:], abs=5e-7)
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], weight, rtol=0, atol=1e-12)
 

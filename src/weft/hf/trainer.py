@@ -360,7 +360,8 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
     @functools.wraps(trainer_class.__init__)
     def construct(self: Any, *args: Any, plan: str | Plan = "dp_replicate=*", **kwargs: Any) -> None:
         self._weft_plan = plan
-        trainer_class.__init__(self, *args, **kwargs)
+        super(made, self).__init__(*args, **kwargs)
 
     # Methods of the class call Weft's through super().
-    return type(trainer_class.__name__, (trainer_class, PlannedTrainer), {"__init__": construct})
+    made: Any = type(trainer_class.__name__, (trainer_class, PlannedTrainer), {"__init__": construct})
+    return made
