@@ -42,6 +42,7 @@ CEILINGS: dict[str, float] = {
     "comm": 1.9,
     "config": 0.4,
     "data": 0.4,
+    "hf": 0.0,
     "interop": 0.0,
     "memory": 0.9,
     "models": 2.0,

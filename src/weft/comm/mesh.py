@@ -453,6 +453,15 @@ def _as_loopback(host: str) -> str | None:
     return str(address) if address.is_loopback else None
 
 
+def leave_unusable_group(device: torch.device) -> None:
+    """Leave a process group that another library started without a backend for the host or the device, if there is one.
+
+    `join_ranks` then starts one that has both. All ranks call it.
+    """
+    if dist.is_initialized() and {"cpu", device.type} - default_device_types():
+        leave_ranks()
+
+
 def leave_ranks() -> None:
     """Leave the process group in order. Free model, optimizer and step first: gloo aborts on live collectives."""
     if not dist.is_initialized():

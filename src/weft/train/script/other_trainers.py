@@ -41,16 +41,18 @@ class _FirstForward:
         if found := _trainer(inspect.currentframe()):
             raise ModelError(
                 f"model of type {type(model).__name__}: {found} runs it, and wraps models and synchronizes gradients "
-                "itself, as Weft does. Fine-tune with `weft train model.path=FOLDER data.train=FILE`, or write the "
-                f"loop with run.train_step and leave {found} out."
+                "itself, as Weft does. Use weft.hf.Trainer, fine-tune with `weft train model.path=FOLDER "
+                f"data.train=FILE`, or write the loop with run.train_step and leave {found} out."
             )
 
 
 def _trainer(frame: FrameType | None) -> str:
-    """Return the outermost library on the stack that runs models, or ""."""
+    """Return the outermost library on the stack that runs models, or "" if there is none or `weft.hf` runs it."""
     found = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
+        if name.startswith("weft.hf."):
+            return ""
         found = next((text for key, text in _TRAINERS.items() if name == key or name.startswith(f"{key}.")), found)
         frame = frame.f_back
     return "Accelerate" if found == "DistributedDataParallel" and "accelerate" in sys.modules else found

@@ -90,6 +90,7 @@ class TrainStep:
         self._loss = _checked_loss(loss_fn, model, self.mesh)
         self._state, self._engine = ModelState(model, self.mesh, forward, loss_fn), data_parallel(model)
         self._counts_tokens = self.mesh["tp"].rank == 0  # the ranks of tp have the same tokens
+        self._numbers: list[float] = []  # of `compute`, for `apply`
         self._update = WeightUpdate(
             model, optimizer, self.mesh, max_grad_norm=max_grad_norm or 0.0, nominal_tokens=nominal_tokens,
             weights_follow=weights_follow, reads_late=reads_late, after=self._state.finish,
@@ -132,6 +133,24 @@ class TrainStep:
             finally:
                 self.microbatch_losses = losses
                 self.mesh.pulse.in_step = False
+        return metrics
+
+    @explains_failures
+    def compute(self, batch: Any) -> StepMetrics:
+        """Compute the gradients of a step without the update, which `apply` makes. All ranks call it.
+
+        For callers that run code in between. The first step does not check the batch.
+        """
+        first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
+        with nullcontext() if first is None else first.watching():
+            totals = self._compute(batch, None, None, checks=checks, first=first)
+        self._numbers = totals.read()
+        return self._update.metrics(self._numbers)
+
+    def apply(self) -> StepMetrics:
+        """Update the weights from the gradients of `compute`. All ranks call it."""
+        metrics = self._update.apply(self._numbers, self.measures_update)
+        self.mesh.pulse.in_step, self._first = False, None
         return metrics
 
     def _compute(

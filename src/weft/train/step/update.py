@@ -257,6 +257,11 @@ class WeightUpdate:
 
     # --- update ---
 
+    def metrics(self, numbers: list[float]) -> StepMetrics:
+        """Return the metrics of a step before its update."""
+        assert self._nominal is not None
+        return StepMetrics.of_sums(numbers, self._nominal, self._loss_scale)
+
     def can_read_late(self) -> bool:
         """Return True if the device can decide about this step."""
         return self._may_read_late and self._engine.decides_late(self._optimizer)

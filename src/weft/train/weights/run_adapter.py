@@ -52,6 +52,7 @@ def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> d
 
     The added tokens are trained in the input embedding and in the output layer, unless modules_to_save trains these.
     """
+    from weft.hub import local_folder
     from weft.models.inspect import layers
     from weft.models.token_rows import saved_modules
     from weft.train.folder import run_folder
@@ -64,7 +65,7 @@ def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> d
         raise ModelError(f"trainable_tokens={tokens[0]}: only a model of model.path has such tokens. Set model.path.")
     known: dict[str | int, int] = {token: token for token in tokens if isinstance(token, int)}
     if len(known) < len(set(tokens)):
-        base, path = base or base_of(run_folder(config)), Path(config.model.path).expanduser()
+        base, path = base or base_of(run_folder(config)), local_folder(config.model.path)
         known |= entries_of(path, added) if path.is_dir() else entries_of(base)
     if unknown := [token for token in tokens if token not in known]:
         rule = "the tokenizer has no such token. Add it with tokenizer.add_tokens, or leave it out"
