@@ -286,9 +286,12 @@ def download(name: HubName, *, weights: bool = True) -> Path:
         # Download one small file, which also writes the list of all files into the cache. All repositories have
         # .gitattributes.
         small = "config.json" if name.kind == "model" else "README.md"
-        bar = _module("huggingface_hub.utils").tqdm
-        hidden = type("Hidden", (bar,), {"__init__": partialmethod(bar.__init__, disable=True)})
-        hub.snapshot_download(name.repo, allow_patterns=[small, ".gitattributes"], tqdm_class=hidden, **own)
+        bar: Any = _module("huggingface_hub.utils").tqdm
+
+        class Hidden(bar):
+            __init__ = partialmethod(bar.__init__, disable=True)
+
+        hub.snapshot_download(name.repo, allow_patterns=[small, ".gitattributes"], tqdm_class=Hidden, **own)
         try:
             sizes = _listed(name, hub)
         except _module("huggingface_hub.errors").CachedRepoTreeNotFoundError as error:

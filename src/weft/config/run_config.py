@@ -222,6 +222,8 @@ class EarlyStopSection(Section):
 
 
 class TrainSection(Section):
+    """Length of the run, its batches, and the numbers of its steps."""
+
     steps: PositiveInt = 300
     """Optimizer steps of the whole run, including those before a resume."""
     epochs: PositiveFloat | None = None

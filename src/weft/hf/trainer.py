@@ -357,11 +357,13 @@ def use(trainer_class: type[transformers.Trainer]) -> Any:
     if trainer_class is transformers.Trainer:
         return PlannedTrainer
 
-    @functools.wraps(trainer_class.__init__)
-    def construct(self: Any, *args: Any, plan: str | Plan = "dp_replicate=*", **kwargs: Any) -> None:
-        self._weft_plan = plan
-        super(made, self).__init__(*args, **kwargs)
+    kind: Any = trainer_class
 
-    # Methods of the class call Weft's through super().
-    made: Any = type(trainer_class.__name__, (trainer_class, PlannedTrainer), {"__init__": construct})
-    return made
+    @functools.wraps(kind, updated=())
+    class Planned(kind, PlannedTrainer):  # methods of the class call Weft's through super()
+        @functools.wraps(kind.__init__)
+        def __init__(self, *args: Any, plan: str | Plan = "dp_replicate=*", **kwargs: Any):
+            self._weft_plan = plan
+            super().__init__(*args, **kwargs)
+
+    return Planned

@@ -496,6 +496,8 @@ def _detected(file: Path, values: Mapping[str, object]) -> str:
             votes[owners[0]] += 1
     best = sorted(votes, key=lambda name: -votes[name])
     if votes[best[0]] == 0 or votes[best[0]] == votes[best[1]]:
+        if file.suffix == ".json":  # the others write YAML
+            return "deepspeed"
         rule = "its keys do not show the tool: DeepSpeed, axolotl, LLaMA-Factory or TRL"
         raise ConfigError(f"{file}: {rule}. Name it: --from deepspeed, axolotl, llamafactory or trl.")
     return best[0]

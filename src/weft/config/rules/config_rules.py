@@ -336,7 +336,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     ConfigRule(
         name="adapter-has-a-rank",
-        keys=("adapter.rank", "adapter"),
+        keys=tuple(f"adapter.{name}" for name in AdapterSection.model_fields),
         reason="Without a rank there is no adapter, and its other settings would do nothing.",
         predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
         message="0: there is no adapter, and other settings of [adapter] are set. Use adapter.rank=16, or leave them "

@@ -211,8 +211,8 @@ WIRE_RULES: tuple[Rule, ...] = (
         name="compress-feedback-zero",
         field="compress",
         reason=(
-            "Under zero=3, error feedback is not built with tp, pp and ep. Formats that round each value are built for "
-            "2 replicas."
+            "Under zero=3, error feedback is not built with tp, pp and ep, and is built for "
+            "2 replicas unless the format is of low rank."
         ),
         predicate=lambda plan, facts: (
             plan.compress != "none"
