@@ -162,6 +162,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 

@@ -125,7 +125,7 @@ def rank_loader(loader: DataLoader[Any], data: Axis, device: torch.device, seed:
         batches = RankBatches(
             loader.batch_sampler, data.rank, data.size, fills=not trains, drop_last=trains and loader.drop_last
         )
-        loader = DataLoader(loader.dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
+        loader = DataLoader(loader.dataset, batch_sampler=batches, **options)  # pyright: ignore[reportArgumentType] (any iterable serves)
     # Other samplers than torch's draw from torch's generator, which must be equal on all ranks.
     sampler = getattr(loader.batch_sampler, "sampler", None)
     draws = trains and not isinstance(sampler, RandomSampler | SequentialSampler | None)

@@ -32,9 +32,9 @@ from weft.models.inspect.blocks import replace_class, revert
 from weft.models.quantized_linear import BASE_FORMATS, leave_packed, pack_layers, unpack_layer
 from weft.models.token_rows import (
     TOKEN_ROWS,
-    Rows,
     RowsEmbedding,
     RowsLinear,
+    TokenRows,
     TrainedRows,
     add_rows,
     find_rows,
@@ -363,7 +363,7 @@ def _choose(
 def train_more(
     model: nn.Module,
     saved: Mapping[str, Mapping[str, str]],
-    rows: Mapping[str, Rows],
+    rows: Mapping[str, TokenRows],
     *,
     base: str = "stored",
     packed: Mapping[str, int] | None = None,

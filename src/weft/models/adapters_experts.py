@@ -194,7 +194,8 @@ def remove_stack_adapters(model: nn.Module, chosen: Mapping[str, bool]) -> None:
         assert isinstance(module, AdaptedExperts)
         for name in module._weft_stacks:
             for end in EXPERT_PARAMS:
-                module._parameters.pop(f"{name}{end}", None)
+                if f"{name}{end}" in dict(module.named_parameters(recurse=False)):
+                    delattr(module, f"{name}{end}")
         for name in ("adapter", "stacks", "is_on"):
             delattr(module, f"_weft_{name}")
         module.__dict__.pop("_weft_merged", None)

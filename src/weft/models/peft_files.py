@@ -79,6 +79,9 @@ def write_adapter(
         task_type: peft's name of the model's task.
         resized: weights of embeddings that have more rows than the base, by the path of their module. peft loads them
             into a base whose embeddings were resized.
+
+    Raises:
+        ModelError: for DoRA on experts, which peft's format does not have.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -115,7 +115,7 @@ class RowsLinear(TrainedRows):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """Rows to train in one weight. ids: in ascending order. sharing: the modules that have the weight, by path."""
 
     ids: tuple[int, ...]
@@ -124,7 +124,7 @@ class Rows:
 
 def find_rows(
     model: nn.Module, tokens: Mapping[str, Sequence[int]] | Sequence[int], saved: Iterable[str] = ()
-) -> dict[str, Rows]:
+) -> dict[str, TokenRows]:
     """Return the rows to train by the path of the first module that has their weight.
 
     Args:
@@ -144,7 +144,7 @@ def find_rows(
                 'such as {"embed": [5]}.'
             )
         tokens = {path: tokens for path, module in every.items() if tokens and module is table}
-    found: dict[str, Rows] = {}
+    found: dict[str, TokenRows] = {}
     for pattern, ids in tokens.items():
         if not ids:
             continue
@@ -157,7 +157,7 @@ def find_rows(
         sharing = {path: one for path, one in every.items() if one is every[hits[0]] or _weight_is(one, weight)}
         for path, module in sharing.items():
             _expect_rows(pattern, path, module)
-        first, one = next(iter(sharing)), Rows(tuple(sorted(ids)), sharing)
+        first, one = next(iter(sharing)), TokenRows(tuple(sorted(ids)), sharing)
         _check_ids(ids, layers.stored_weight(sharing[first]).shape[0], first)
         if first in found and found[first].ids != one.ids:
             raise ModelError(f"trainable_tokens={pattern}: it shares its weight with {first}. Give equal ids for both.")
@@ -167,7 +167,7 @@ def find_rows(
     return found
 
 
-def add_rows(found: Mapping[str, Rows]) -> None:
+def add_rows(found: Mapping[str, TokenRows]) -> None:
     """Make rows trainable. found: as returned by `find_rows`, with frozen weights."""
     for path, one in found.items():
         weight = layers.stored_weight(one.sharing[path])

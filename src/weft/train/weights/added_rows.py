@@ -74,7 +74,8 @@ def write_added_rows(file: Path, model: nn.Module, stored: nn.Module, folder: Pa
     """
     wanted, before = originals_of(model), originals_of(stored)
     changed = {name for name, one in wanted.items() if one.first == name and one.shape != before[name].shape}
-    tables: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # pyright: ignore[reportCallIssue]
+    read: Any = model
+    tables: list[Any] = [read.get_input_embeddings(), read.get_output_embeddings()]
     own = {id(param) for table in tables if table is not None for param in table.parameters(recurse=False)}
     known = {name for name, param in model.named_parameters() if id(param) in own}
     if other := sorted(changed - known):
