@@ -64,7 +64,6 @@ def test_standard_library_source_excludes_its_tests() -> None:
         ("{0}/a.docx", "data.train.0.path={0}/a.docx: .docx is not a known format. Use one of .jsonl,"),
         ("{0}/only", "data.train.0.path={0}/only: no file of a known format (.png found)."),
         ("{0}", "data.train.0.path={0}: all files of a source have one format, but these are 1 jsonl, 1 text."),
-        ("hf://x/y", "data.train.0.path=hf://x/y: Weft reads local files only."),
         (
             "builtin:python-stdlb",
             "data.train.0.path=builtin:python-stdlb: no such built-in source. Did you mean 'builtin:python-stdlib'?",

@@ -288,7 +288,7 @@ class PaperMode(TorchDispatchMode):
             return
         inputs = [value_of(x) for x in reads or writes]
         is_reduced = func._schema.name == "c10d::allreduce_" and any(x.is_floating_point() for x in writes)
-        is_sum = is_reduced and args[2].op() == int(dist.ReduceOp.SUM)
+        is_sum = is_reduced and args[2].op() == dist.ReduceOp.SUM.value
         if is_sum or any(x is None for x in inputs):
             forget(writes)
             return

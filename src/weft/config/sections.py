@@ -414,9 +414,11 @@ class OptimizerSection(Section):
     @classmethod
     def _expand_name(cls, values: Any) -> Any:
         """Replace a short name by settings."""
-        name = values.get("name") if isinstance(values, dict) else None
-        known = OPTIMIZER_NAMES.get(name, {}) if isinstance(name, str) else {}
-        return {**cast(dict[str, Any], values), **known} if known else values
+        if not isinstance(values, dict):
+            return values
+        table = cast(dict[str, Any], values)
+        name = table.get("name")
+        return table | (OPTIMIZER_NAMES.get(name, {}) if isinstance(name, str) else {})
 
     @property
     def is_foreign(self) -> bool:

@@ -113,7 +113,7 @@ def _with_precision(plan: Plan, args: Any, model: nn.Module | None, *, is_stated
 
 def check_model(trainer: Any, plan: Plan) -> None:
     """Raise ConfigError if the plan does not support the loss of the trainer."""
-    config = getattr(trainer.model, "config", None)
+    config: Any = getattr(trainer.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     divided = plan.dp_size * plan.cp * plan.pp > 1
     if divided and getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import types
 from typing import Any
 
@@ -32,7 +33,7 @@ def replace_fused_head(model: nn.Module, *, restores: bool) -> None:
 
 def _forward_of(module: nn.Module, variables: dict[str, Any]) -> Any:
     """Return a forward. variables: closure of the function in TRL."""
-    from trl.trainer.utils import FusedCausalLMOutput
+    output_class: Any = importlib.import_module("trl.trainer.utils").FusedCausalLMOutput
 
     plain, temperature, fields = (variables[name] for name in ("original_forward", "temperature", "outputs"))
 
@@ -48,7 +49,7 @@ def _forward_of(module: nn.Module, variables: dict[str, Any]) -> Any:
         found = token_fields(logits, shifted, temperature, fields)
         mask = shifted != -100
         loss = -found["log_probs"].sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
-        return FusedCausalLMOutput(loss=loss, label_mask=mask, **found)
+        return output_class(loss=loss, label_mask=mask, **found)
 
     return forward
 

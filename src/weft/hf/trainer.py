@@ -170,9 +170,9 @@ class PlannedTrainer(transformers.Trainer):
 
     def _weft_parallelize(self) -> None:
         """Apply the plan to the model, once."""
-        if is_attached(self.model):
-            return
         model: Any = self.model
+        if is_attached(model):
+            return
         plan = self.weft_run.plan
         check_model(self, plan)
         names = {id(one): name for name, one in model.named_parameters()} if self.optimizer is not None else {}
@@ -298,11 +298,12 @@ class PlannedTrainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write model files that transformers reads. All ranks call it, and rank 0 writes."""
-        folder = output_dir if output_dir is not None else self.args.output_dir
-        if not is_attached(self.model):
+        folder: Any = output_dir if output_dir is not None else self.args.output_dir
+        model: Any = self.model
+        if not is_attached(model):
             super()._save(folder, state_dict)
             return
-        self.weft_run.save_pretrained(self.model, folder)
+        self.weft_run.save_pretrained(model, folder)
         if not self.args.should_save:
             return
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -312,8 +313,9 @@ class PlannedTrainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self._weft_step is not None
+        model: Any = self.model
         self.weft_run.save(
-            Path(output_dir) / _STATES, step=self.state.global_step, model=self.model, optimizer=self._weft_step.step,
+            Path(output_dir) / _STATES, step=self.state.global_step, model=model, optimizer=self._weft_step.step,
             scheduler=self.lr_scheduler,
         )  # fmt: skip
 
@@ -328,8 +330,9 @@ class PlannedTrainer(transformers.Trainer):
     def _load_states(self, folder: str, *, schedules: bool = True) -> None:
         assert self._weft_step is not None
         scheduler = self.lr_scheduler if schedules else None
+        model: Any = self.model
         found = self.weft_run.load(
-            Path(folder) / _STATES, model=self.model, optimizer=self._weft_step.step, scheduler=scheduler
+            Path(folder) / _STATES, model=model, optimizer=self._weft_step.step, scheduler=scheduler
         )
         if found is None:
             raise CheckpointError(f"{folder}: its folder {_STATES} has no checkpoint. Give another checkpoint.")

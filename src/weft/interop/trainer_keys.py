@@ -94,9 +94,9 @@ class TrainerReading:
         self.has_adapter = False
 
     def note(self, key: str, kind: str, text: str, fields: tuple[str, ...] = (), value: object = None) -> None:
-        shown = self.values.get(key) if value is None else value
-        flat = isinstance(shown, list) and not any(isinstance(one, list | dict) for one in cast(list[object], shown))
-        text_of = value_text(shown) if flat or not isinstance(shown, list) else "[...]"
+        shown: Any = self.values.get(key) if value is None else value
+        parts = cast(list[object], shown) if isinstance(shown, list) else []
+        text_of = "[...]" if any(isinstance(one, list | dict) for one in parts) else value_text(cast(object, shown))
         self.lines[key] = Outcome(key, text_of, kind, text, fields)
 
     def assign(self, key: str, settings: Mapping[str, object]) -> None:
@@ -178,7 +178,7 @@ class TrainerReading:
         entries = self.tool.words[key]
         if isinstance(value, list) and len(cast(list[object], value)) == 1:
             value = cast(list[object], value)[0]  # TRL's loss_type
-        word = str(value).lower() if isinstance(value, bool) else str(value)
+        word = str(value).lower() if isinstance(value, bool) else str(cast(object, value))
         entry = entries.get(word, entries.get("*", "the value has no counterpart. Leave it out"))
         if word != "off" and word in entries and isinstance(entry, Mapping):
             self.assign(key, cast(Mapping[str, object], entry))

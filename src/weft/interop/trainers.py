@@ -304,9 +304,11 @@ def _axolotl_data(reading: TrainerReading) -> None:
 
 
 def _axolotl_source(reading: TrainerReading, where: str, table: Mapping[str, Any]) -> list[dict[str, object]]:
-    tool, kind, columns = reading.tool, table.get("type"), dict[str, object]()
+    tool, columns = reading.tool, dict[str, object]()
+    kind: Any = table.get("type")
     fields = {**table, **(cast(dict[str, Any], kind) if isinstance(kind, dict) else {})}
-    fields |= {f"message_field_{name}": value for name, value in (table.get("message_property_mappings") or {}).items()}
+    renamed: dict[str, Any] = table.get("message_property_mappings") or {}
+    fields |= {f"message_field_{name}": value for name, value in renamed.items()}
     for key, value in fields.items():
         if tool.columns.get(key) and value:
             columns[tool.columns[key]] = value
@@ -316,9 +318,10 @@ def _axolotl_source(reading: TrainerReading, where: str, table: Mapping[str, Any
     if schema is None and isinstance(kind, dict):
         schema = "instruction"
     elif schema is None and kind:
-        schema = tool.types.get(re.split(r"[.:]", str(kind))[0])
+        word = str(cast(object, kind))
+        schema = tool.types.get(re.split(r"[.:]", word)[0])
         if schema is None:
-            reading.note(f"{where}.type", NOT_BUILT, "Weft detects the schema. Set data.train.N.schema", (), kind)
+            reading.note(f"{where}.type", NOT_BUILT, "Weft detects the schema. Set data.train.N.schema", (), word)
     return _sources(reading, _paths(reading, where, table), schema, columns)
 
 

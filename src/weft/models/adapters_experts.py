@@ -79,11 +79,14 @@ class AdaptedExperts(nn.Module):
             self.__dict__["_weft_merged"] = None
 
     def __getattr__(self, name: str) -> Any:
-        found, merged = super().__getattr__(name), self.__dict__.get("_weft_merged")
+        found: Any = super().__getattr__(name)
+        merged = self.__dict__.get("_weft_merged")
         if merged is None or name not in self.__dict__["_weft_stacks"]:
             return found
         if name not in merged:
-            own = {end: super(AdaptedExperts, self).__getattr__(f"{name}{end}") for end in EXPERT_PARAMS[:2]}
+            own: dict[str, Any] = {
+                end: super(AdaptedExperts, self).__getattr__(f"{name}{end}") for end in EXPERT_PARAMS[:2]
+            }
             magnitude = self._parameters.get(f"{name}_lora_magnitude")
             own |= {} if magnitude is None else {"_lora_magnitude": magnitude}
             merged[name] = merged_stack(self._weft_adapter.scale, found, own, self._weft_stacks[name][1])

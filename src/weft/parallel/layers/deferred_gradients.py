@@ -59,8 +59,9 @@ class DeferredWeightGrad:
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
         hooks = [node.register_prehook(self._begin) for node in nodes if node is not None]
         self._open = []
+        run: Any = torch.autograd.backward  # its type excludes sequences of both kinds of root
         try:
-            torch.autograd.backward(roots, grads)
+            run(roots, grads)
             return self._open
         finally:
             self._open = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft import env
 from weft.errors import ConfigError, Problem
@@ -230,7 +231,8 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     for count in range(1, min(3, len(size)) + 1):
         for chosen in map(list, itertools.combinations(range(3), count)):
             part = rows[:, chosen] / scale[chosen]
-            found = np.linalg.lstsq(part, np.ones(len(rows)), rcond=None)[0]
+            solved: Any = np.linalg.lstsq(part, np.ones(len(rows)), rcond=None)
+            found: NDArray[np.float64] = solved[0]
             left = float(((part @ found - 1) ** 2).sum())
             if (found >= 0).all() and left < least - 1e-12:
                 best, least = np.zeros(3), left

@@ -71,6 +71,7 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables, num_ranks
     found: dict[str, float] = {}
     peak = device.peak_flops(dtype) or device.peak_flops("fp16")
     products, memory = of("linear_f", dtype=dtype), device.memory_bytes_per_s
+    best = 0.0
     if products and peak:
         best = max(_flops(each) for each in products) / crowd
         found["gemm_ceiling"] = best / peak

@@ -59,7 +59,7 @@ def answer(question: Question) -> Answer[Candidate]:
     return Answer(
         question=question,
         ranked=tuple(ranked),
-        pareto=tuple(front[row] for row in _border(*sizes)) if front else (),
+        pareto=tuple(front[int(row)] for row in _border(*sizes)) if front else (),
         refused=tuple(sorted(refused, key=lambda each: -each.count)),
         num_plans=keep.num_plans + sum(each.count for each in tally.refused.values()),
         num_estimated=keep.num_plans,
