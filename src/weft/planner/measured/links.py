@@ -231,10 +231,10 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     for count in range(1, min(3, len(size)) + 1):
         for chosen in map(list, itertools.combinations(range(3), count)):
             part = rows[:, chosen] / scale[chosen]
-            solved: Any = np.linalg.lstsq(part, np.ones(len(rows)), rcond=None)
-            found: NDArray[np.float64] = solved[0]
-            left = float(((part @ found - 1) ** 2).sum())
-            if (found >= 0).all() and left < least - 1e-12:
+            solve: Any = np.linalg.lstsq  # its stub has no element types
+            found: NDArray[np.float64] = solve(part, np.ones(len(rows)), rcond=None)[0]
+            left = float(np.square(part @ found - 1).sum())
+            if float(found.min()) >= 0 and left < least - 1e-12:
                 best, least = np.zeros(3), left
                 best[chosen] = found / scale[chosen]
     return tuple(map(float, best))
