@@ -156,7 +156,9 @@ def test_mlflow_gets_all_steps_through_faults(tmp_path, started):
 
 
 @pytest.mark.parametrize("kind", ["otlp", "http"])
-def test_long_outage_needs_no_memory_and_loses_nothing(kind, tmp_path):
+def test_long_outage_needs_no_memory_and_loses_nothing(kind, tmp_path, monkeypatch):
+    # Pauses double while the events are written, so on a slow machine they would exceed the limits below.
+    monkeypatch.setattr("weft.monitor.sinks.pump._LONGEST_PAUSE_S", 1.0)
     server = Recorder(answer={})
     one = SinkFixture(tmp_path, kind, url=server.url)
     one.start()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parity.chain_cases import ChainCase
 from tests.parity.pipeline_cases import GPT2, TIED, FamilyCase, FrozenCase, SequentialCase
 from weft.config.plan import Plan
 from weft.errors import ModelError
@@ -14,6 +15,7 @@ from weft.models.registry import build_decoder
 from weft.parallel.pipeline.boundary import Carried, RemoteModule, without_tensors
 from weft.parallel.pipeline.stage import Stage, _cost, stage_counts
 from weft.parallel.pipeline.survey import ValueSurvey
+from weft.parallel.state.precision import Precision
 from weft.verify.parity import DecoderCase
 
 CASES = {
@@ -62,6 +64,31 @@ def test_consecutive_stages_equal_the_model(name, splits):
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad, expected[name], rtol=1e-12, atol=1e-14)
     assert list(dict(model.named_modules())) == paths
+
+
+def test_batches_with_and_without_padding_alternate():
+    case = ChainCase("t5")
+    model = case.model()
+    stages = stages_of(model, [4])
+    batch = case.batch(0)
+    for row in range(4):
+        one = {name: each[row : row + 1] for name, each in batch.items()}
+        activation = stages[0].forward(case.forward, one, None)
+        output = stages[1].forward(case.forward, one, activation)
+        assert torch.equal(output.logits, case.forward(model, one).logits)
+    assert {bool(row.all()) for row in batch["attention_mask"][:4]} == {True, False}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_shapes_of_convolutions_are_known_in_another_precision(precision):
+    model = ChainCase("whisper").model()
+    chain = find_chain(model)
+    survey = ValueSurvey(model, chain, [2, 8], Precision.of(Plan.parse(f"precision={precision}")))
+    probe = survey.probes[survey.paths.index("model.encoder.conv2")]
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    returned = probe.returned((torch.zeros(2, 16, 24, dtype=dtype, device="meta"),), {})
+    assert (tuple(returned.value.shape), returned.value.dtype) == ((2, 16, 12), dtype)
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
 
 
 class HeadFirst(nn.Module):

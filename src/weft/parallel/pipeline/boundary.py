@@ -17,7 +17,15 @@ from weft.errors import CommError, ModelError
 from weft.models.inspect import blocks
 from weft.parallel.layers.index_check import StandIn
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local, refuse
-from weft.parallel.pipeline.survey import StageRoute, Value, ValueSurvey, kind_of, remote_attribute, remote_outputs
+from weft.parallel.pipeline.survey import (
+    StageRoute,
+    Value,
+    ValueSurvey,
+    full_masks,
+    kind_of,
+    remote_attribute,
+    remote_outputs,
+)
 from weft.private_torch import version_of
 
 #: Slot of the first argument: the hidden states that the previous block returned.
@@ -384,8 +392,10 @@ class Boundary:
         self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
     def kind_of(self, batch: Any) -> int:
-        """Return an index for the microbatch's shapes, dtypes and names, which determine the shapes between stages."""
-        return self._kinds.setdefault(_described(batch), len(self._kinds))
+        """Return an index for the microbatch's shapes, dtypes, names and full masks, which determine the shapes between
+        stages.
+        """
+        return self._kinds.setdefault((_described(batch), full_masks(batch)), len(self._kinds))
 
     def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
         """Begin a step, and drop the state of a failed step. arrived_by: as in `spec.schedule`."""

@@ -23,6 +23,7 @@ from weft.parallel.pipeline.boundary import Carried, Flow, Left, Relay, RemoteMo
 from weft.parallel.pipeline.remote import local
 from weft.parallel.pipeline.survey import StageRoute, ValueSurvey, without_towers
 from weft.parallel.state.placement import Placement, merge_placements
+from weft.parallel.state.precision import Precision
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
@@ -140,7 +141,7 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
     chain_names = set(chain.everywhere)
     counts = stage_counts(chain, plan)
     stops = list(accumulate(counts))
-    survey = ValueSurvey(model, chain, stops)
+    survey = ValueSurvey(model, chain, stops, Precision.of(plan))
     every = [_stage(model, chain, index, survey) for index in range(len(counts))]
     own = {index: every[index] for index in stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)}
     names = _names(model)

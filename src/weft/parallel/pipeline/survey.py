@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.data.batches import map_tensors, parts_of, tensors_in
+from weft.data.batches import host_values, map_tensors, parts_of, tensors_in
 from weft.errors import ModelError
 from weft.models.inspect import blocks
 from weft.models.inspect.chain import Chain
@@ -32,6 +32,7 @@ from weft.parallel.layers.index_check import StandIn
 from weft.parallel.pipeline.probe import Probe
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local
 from weft.parallel.random.draws import drawing_by
+from weft.parallel.state.precision import Precision, cast_inputs, formats
 
 #: (index of the call, index of the tensor among the call's outputs).
 Value = tuple[int, int]
@@ -80,14 +81,15 @@ class _AnyPositions:
 
 class ValueSurvey:
     """The `StageRoute` of a model for each form of batch. model: the model before it is split. It is not modified.
-    stops: for each stage, the index of the block after its last one.
+    stops: for each stage, the index of the block after its last one. precision: dtypes in which the stages will run, or
+    None if they keep the model's.
     """
 
-    def __init__(self, model: nn.Module, chain: Chain, stops: Sequence[int]):
+    def __init__(self, model: nn.Module, chain: Chain, stops: Sequence[int], precision: Precision | None = None):
         self.stages = stages_of_sites(chain, stops)
         self.paths = [site.path for site in chain.sites]
         self._towers = chain.towers
-        self._model, self._local = _copied(model, chain)
+        self._model, self._local = _copied(model, chain, precision)
         sites = [_same_site(self._model, site) for site in chain.sites]
         self.probes = [Probe(site.module, site.path) for site in sites]
         self._calls: list[_Call] = []
@@ -99,7 +101,7 @@ class ValueSurvey:
         """Return the tensors that cross between stages for a batch of this structure. Raises ModelError if a stage
         would need a value that it cannot receive.
         """
-        key = _structure(batch), training
+        key = _structure(batch), full_masks(batch), training
         if key not in self._routes:
             self._routes[key] = self._survey(forward, batch, training)
         return self._routes[key]
@@ -393,13 +395,32 @@ def _structure(batch: Any) -> Any:
     return type(batch), tuple(map(str, batch)) if isinstance(batch, Mapping) else (), *map(_structure, parts)
 
 
+def full_masks(batch: Any) -> tuple[bool, ...]:
+    """Return for each mask in a batch, by its name, whether it masks nothing. Transformers drops such a mask, so blocks
+    get other arguments, and position biases that include the mask have no dimension of samples.
+    """
+    if isinstance(batch, torch.Tensor) or (parts := parts_of(batch)) is None:
+        return ()
+    found: list[bool] = []
+    for name, part in zip(batch if isinstance(batch, Mapping) else ("",) * len(parts), parts, strict=True):
+        if "mask" in str(name) and type(part) is torch.Tensor and not part.is_meta:
+            values = host_values(part)
+            found.append(bool((part if values is None else values).all()))
+        found += full_masks(part)
+    return tuple(found)
+
+
 def _same_site(model: nn.Module, site: blocks.Site) -> blocks.Site:
     parent = site.path.rpartition(".")[0]
     return blocks.Site(model.get_submodule(parent) if parent else model, site.key, site.path)
 
 
-def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTensor]]:
-    """Return a copy of a model with the chain's modules on the meta device, and other weights as remote tensors."""
+def _copied(
+    model: nn.Module, chain: Chain, precision: Precision | None
+) -> tuple[nn.Module, list[RemoteTensor]]:  # fmt: skip
+    """Return a copy of a model with the chain's modules on the meta device, and other weights as remote tensors. Its
+    weights and inputs have the dtypes of `precision`, as in the stages: modules fail on inputs of another dtype.
+    """
     memo: dict[int, Any] = {}
     for site in chain.sites:
         for part in site.module.modules():
@@ -415,6 +436,11 @@ def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTenso
             f"pp: {type(model).__name__} cannot be copied ({str(error)[:80]}), and its forward is first followed in a "
             f"copy. Keep what cannot be copied out of the model, or use pp=1."
         ) from error
+    if precision is not None:
+        cast_inputs(copied, precision)
+        for param, dtype in formats(copied, precision).items():
+            if param.dtype != dtype:
+                param.data = param.data.to(dtype)
     sites = [_same_site(copied, site) for site in chain.sites]
     return copied, _make_local(copied, {part for site in sites for part in site.module.modules()})
 
