@@ -56,7 +56,7 @@ def save_folder(folder: Path, *, tied: bool, longer: int = 0) -> int:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<s>", "</s>", "<pad>", "<|endoftext|>"]
+    special = ["<s>", "</s>", "<pad>", "<|endoftext|>", "<unused>"]  # an even number of rows, for tp=2
     trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator(["warp weft loom"] * 5, trainer)
     rows = library.get_vocab_size()

@@ -221,9 +221,11 @@ def resized_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
         return {}
     task = find_task(folder.config())
     task.open(folder)
-    source, _ = pretrained_source(task.shapes(), base_folder(folder), added=base_of(folder) / ADDED_ROWS)
-    added = [name.removesuffix(ADDED_SUFFIX) for name in load_file(base_of(folder) / ADDED_ROWS)]
-    names = [name for name in added if name.endswith(".weight")]
+    file = base_of(folder) / ADDED_ROWS
+    names = [name.removesuffix(ADDED_SUFFIX) for name in load_file(file)]
+    names = [name for name in names if name.endswith(".weight")]
+    # The base need not have a new head.
+    source, _ = pretrained_source(task.shapes(), base_folder(folder), lambda name: name not in names, added=file)
     return {name.removesuffix(".weight"): read_full(source, name) for name in names}
 
 

@@ -95,10 +95,9 @@ class PreferTask(DecoderTask):
         if asked == "auto":
             return "adapter_off" if has_adapter else "cached"
         if asked == "adapter_off" and not has_adapter:
-            what = (
-                "adapter.modules_to_save replaces weights of the base" if adapter.rank else "the run trains no adapter"
-            )
-            rule = f"{what}, so there is nothing to turn off. Use cached or frozen_copy."
+            rule = "the run trains no adapter that could be off. Set adapter.rank, or use cached or frozen_copy."
+            if adapter.rank:
+                rule = "adapter.modules_to_save replaces weights of the base. Use cached or frozen_copy."
             raise setting_error("task.options.reference", asked, rule)
         return asked
 
