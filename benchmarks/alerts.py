@@ -20,7 +20,7 @@ from tests.monitor.alert_curves import FOUND_WITHIN, scored
 
 
 def main() -> None:
-    """Print the metrics; exit code 1 where a fault was missed or an alarm was wrong."""
+    """Print the metrics. Exit with code 1 after a missed fault or a false alarm."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     score = scored()
     print(f"faults   {score.found} of {score.found + score.late} found within their window: recall {score.recall:.3f}")

@@ -123,7 +123,7 @@ def _timed(loss_of: Callable[[], Tensor], leaves: list[Tensor], setting: Setting
 
 
 CASES = [
-    Case("speed", "heads beside torch's", heads_of_weft_and_torch, 200),
+    Case("speed", "heads compared with torch's", heads_of_weft_and_torch, 200),
     Case("speed", "1 B at 4k", one_billion_4k, 580),
     Case("speed", "1 B at 8k", one_billion_8k, 400),
     Case("speed", "8 B cut to 8 layers at 8k", eight_billion_8_layers, 300),

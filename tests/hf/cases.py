@@ -96,7 +96,7 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
 
 
 def trained(trainer: Any, logs: Losses, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return what a finished trainer logged, and its weights."""
+    """Return the log and the weights of a finished trainer."""
     losses = [one["loss"] for one in logs.logs if "loss" in one]
     norms = [float(one["grad_norm"]) for one in logs.logs if "grad_norm" in one]
     rates = [one["learning_rate"] for one in logs.logs if "learning_rate" in one]

@@ -336,7 +336,7 @@ def test_a_run_keeps_the_commit_of_its_first_command(hub: Hub, monkeypatch):
         path_of, "model.path=org/M", "run.name=third", "launch.replicas_apart=true", "launch.replica=1",
         "launch.meet_at=127.0.0.1:1", "plan=dp_replicate=2 sync=diloco:4",
     )  # fmt: skip
-    # Rank 0 may choose the commit of what the command of another rank asks for, and nothing else.
+    # Rank 0 may add a commit to the hub name of another rank's command, and nothing else.
     own = load_config(None, ["model.path=org/M"]).config
     for text, same in (
         (config.model.path, True), (f"hf://org/M@v1?commit={first}", True), ("hf://org/N", False), ("org", False)

@@ -162,7 +162,7 @@ def test_states_not_shaped_like_their_parameter_are_saved_unsharded(ranks2):
 
 
 def evaluate_save_and_resume(plan_text: str) -> list[float]:
-    """Evaluate, save on one rank, train: what the loop does after the best evaluation so far."""
+    """Evaluate, save on one rank and train, as the loop does after the best evaluation so far."""
     step, case, plan = make(plan_text, "decoder")
     losses = []
     for index in range(3):

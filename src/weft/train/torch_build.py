@@ -1,4 +1,4 @@
-"""Builds what a torch engine trains on one rank: batches, model and step."""
+"""Build the batches, model and step of a torch engine on one rank."""
 
 from __future__ import annotations
 

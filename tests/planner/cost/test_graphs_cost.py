@@ -69,7 +69,7 @@ def test_graphs_over_ranks_keep_gradients_and_buckets_until_the_pass_ends():
     eager, recorded = estimates("dp_shard=8 zero=1 precision=bf16", "dp_shard=8 zero=1 precision=bf16 graphs=on")
     for name in ("parameters", "optimizer"):
         assert recorded.memory[name][0] == eager.memory[name][0]
-    # All gradients in bf16, or what the allocator caches for them, and buckets in fp32.
+    # All gradients in bf16 (or memory that the allocator caches for them), and buckets in fp32.
     kept = sum(recorded.memory[name][0] - eager.memory[name][0] for name in ("gradients", "buffers", "reserve"))
     assert kept > 4 * SHAPE.num_params
 

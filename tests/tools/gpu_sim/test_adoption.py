@@ -132,5 +132,5 @@ def test_document_starts_cause_no_host_wait(family, whose, tmp_path):
     (report,) = done.reports
     assert (report.mismatch, report.races, report.syncs) == ("", {}, {}), report.lines()
     assert report.kernels > 100
-    # The host sends what it has, document starts or ids; the device computes the rest.
+    # The host sends document starts or ids, and the device computes the rest.
     assert sum("layers/documents.py" in what for what in report.copies) == (whose == "moved by Weft"), report.lines()

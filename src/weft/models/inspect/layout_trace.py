@@ -94,7 +94,7 @@ class _Trace:
         is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
         self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
-        self.beside: dict[str, int] = {}  # parameters of modules that also have linear layers: name -> id
+        self.sibling_params: dict[str, int] = {}  # parameters of modules that also have linear layers: name -> id
         self.own: list[str] = []  # direct parameters of modules with linear children
         self.ends: dict[str, frozenset[str]] = {}  # row-parallel candidates -> layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
@@ -252,7 +252,7 @@ class _Trace:
         self.flow.written.append(WrittenHeads.of(module))
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
             self.flow.params.add(id(param))
-            self.beside[path] = id(param)
+            self.sibling_params[path] = id(param)
             if not param.dim() or param.shape[0] == 1:
                 continue
             if path not in self.own:
@@ -300,7 +300,7 @@ class _Trace:
             reasons[path] = f"reads the outputs of {names}, with nothing between that mixes features"
             self._between(styles, reasons, family, names)
         around = {parent_of(path) for path, style in styles.items() if style.startswith("colwise")}
-        for path in self.beside:
+        for path in self.sibling_params:
             if parent_of(path) in around and path not in styles:
                 styles[path], reasons[path] = "replicate", "works on no features that are divided"
         self._ahead(styles, reasons)
@@ -316,7 +316,7 @@ class _Trace:
             if seen & family:
                 styles[inner] = "partial"
                 reasons[inner] = f"works on the outputs of {names} segment by segment"
-        for inner, number in self.beside.items():
+        for inner, number in self.sibling_params.items():
             if self.flow.met.get(number, frozenset()) & family and inner not in styles:
                 styles[inner], reasons[inner] = "partial", f"works on the outputs of {names} segment by segment"
         for inner, seen in self.normed.items():

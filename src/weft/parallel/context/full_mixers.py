@@ -241,8 +241,8 @@ class _Ends(_Hooks):
         place = self._stream(leaves, module)
         leaves[place] = self._own(leaves[place])
         shape = leaves[place].shape
-        alike = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == shape]
-        if len(alike) > 1:  # it may have all tokens or those of one rank
+        same_shape = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == shape]
+        if len(same_shape) > 1:  # the second tensor may have all tokens or one rank's
             raise ModelError(
                 f"cp={self._context.axis.size}: {type(module).__name__} takes a second tensor of the shape "
                 f"{tuple(shape)} that a rank's part of the tokens has. Pad the sequences to another length."

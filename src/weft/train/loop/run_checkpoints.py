@@ -176,7 +176,7 @@ class RunCheckpoints(Checkpoints):
         self._retention.confirm(step)
 
     def halted(self, first_bad: int) -> str:
-        """Set checkpoints from `first_bad` on aside, delete copies in memory, and return where a restart resumes."""
+        """Rename checkpoints from `first_bad` on, delete copies in memory, and return a message about the restart."""
 
         def describe() -> str:
             if self._copies is not None:

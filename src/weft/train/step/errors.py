@@ -216,7 +216,7 @@ def _expected(optimizer: torch.optim.Optimizer, owned: list[torch.Tensor]) -> in
 
 
 def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | None:
-    """Return a message with the failed module, what the plan shards, and the fix; None if no module is found."""
+    """Return a message with the failed module, its sharded parts and the fix, or None if no module is found."""
     if isinstance(model, layers.KnownModel):
         return None  # Weft's decoders support every plan: their failure is a bug that the user cannot avoid
     parts, path = _parts(plan), _failed_module(error, model)
