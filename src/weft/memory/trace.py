@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -130,8 +129,12 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         before = dict(block.named_buffers())
-        with spare_attributes(block), spare_buffers(block, buffers), state_of(block):
-            _warm_up(partial(forward, block, *args, **kwargs))
+        # With gradients, because forward may compute some. Hooks around the block do not see what this run keeps.
+        with (
+            spare_attributes(block), spare_buffers(block, buffers), state_of(block), torch.enable_grad(),
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        ):  # fmt: skip
+            forward(block, *args, **kwargs)  # warm-up: kernel selection and page faults
         with (
             spare_attributes(block), spare_buffers(block, buffers), _Recording(_clock(device)) as record,
             torch.enable_grad(),
@@ -163,15 +166,6 @@ class _Operation:
     seconds: float
     in_core: bool
     outputs: Storages | None  # of heavy operations
-
-
-def _warm_up(run: Callable[[], object]) -> None:
-    """Run once, for kernel selection and page faults."""
-    try:
-        with torch.no_grad():
-            run()
-    except RuntimeError:  # it computes a gradient
-        run()
 
 
 class _Recording:
