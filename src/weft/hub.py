@@ -447,8 +447,10 @@ def _splits_of_config(name: HubName, tables: Sequence[str], configs: Sequence[An
     entries = [files] if isinstance(files, str | dict) else files
     splits: dict[str, list[str]] = {}
     for entry in entries:
-        split, paths = (entry["split"], entry["path"]) if isinstance(entry, dict) else ("train", entry)
+        split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
         patterns = [paths] if isinstance(paths, str) else paths
+        if not split or not isinstance(patterns, list) or not all(isinstance(one, str) for one in patterns):
+            raise name.error(f"its README.md lists data files without a split or a path. {_NAME_FILES}")
         found = _matching([f"{root}/{one}".lstrip("/") for one in patterns], tables)
         splits.setdefault(str(split), []).extend(file for file in found if file not in splits[str(split)])
     return {split: found for split, found in splits.items() if found}

@@ -291,3 +291,21 @@ def test_page_shows_the_importers_output_and_its_tables():
     assert report.splitlines() == [str(line) for line in found.lines]
     generate = runpy.run_path(str(DOCS / "generate.py"))
     assert generate["import_page"](page) == page, "run: python docs/generate.py"
+
+
+def test_secrets_are_not_shown():
+    found = import_values(
+        {"model_name_or_path": "base", "dataset_name": "owner/texts", "hub_token": "hf_hidden",
+         "xyz_api_key": "hidden2", "nested": {"token": "hidden3"}},
+        "trl",
+    )  # fmt: skip
+    shown = repr(found)
+    assert "[redacted]" in shown
+    assert "hidden" not in shown
+
+
+def test_betas_reach_the_options_of_an_optimizer_class():
+    values = {"model_name_or_path": "base", "dataset_name": "owner/texts", "optim": "lion_32bit", "adam_beta2": 0.95}
+    found = import_values(values, "trl")
+    assert found.overrides["optimizer.options"] == {"betas": [0.9, 0.95]}
+    assert "optimizer.betas" not in found.overrides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,7 @@ class Sharded(Plain):
     def __iter__(self):
         for shard in self.own:
             self.opened.add(shard)
-            yield from (100 * shard + number for number in range(self.lengths[shard]))
+            yield from (10_000 * self.epoch + 100 * shard + number for number in range(self.lengths[shard]))
 
 
 class Total:
@@ -166,6 +167,26 @@ def test_skip_is_used_and_epochs_are_counted():
     assert read([loader]) == [[204, 205, 206, 207]]
     assert source.skipped == 4
     assert read([loader]) == [[300, 301, 302, 303], [304, 305, 306, 307]]
+
+
+def test_parts_of_later_epochs_have_their_order():
+    """Like the transforms of `datasets`, `shard` and `skip` return a stream at epoch 0."""
+
+    class Skipping(Plain):
+        def __init__(self, count: int, first: int = 0):
+            super().__init__(count)
+            self.first = first
+
+        def skip(self, num_samples: int) -> Skipping:
+            return Skipping(self.count, num_samples)
+
+        def __iter__(self):
+            return itertools.islice(super().__iter__(), self.first, None)
+
+    for source, late in ((Sharded([2, 2]), [[20_001, 20_101]]), (Skipping(4), [[202, 203]])):
+        (loader,) = loaders(source, 2, 1)
+        loader.load_state_dict({"epoch": 2, "next_batch": 1})
+        assert read([loader]) == late
 
 
 def test_parts_have_almost_equal_numbers_of_shards():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import numpy as np
 import torch
 import transformers
 from torch.nn import functional as F
+
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.hf.gathering import DataGather
 
 VOCAB = 48
 
@@ -159,3 +164,13 @@ def _train(
     else:
         weights = run.full_state_dict(trainer.model)
     return trained(trainer, logs, weights), trainer
+
+
+def gathered(plan: str) -> tuple[list[int], float, float, list[float]]:
+    """Return what DataGather makes of one number and of one row of each data rank: rows, sum, mean, joined numbers."""
+    mesh = build_mesh(Plan.parse(plan))
+    gather = DataGather(types.SimpleNamespace(pad_across_processes=None), mesh)
+    own = torch.tensor(float(mesh.data.rank + 1))
+    rows = gather.gather(torch.full((1, 2), mesh.data.rank))
+    total, mean = gather.reduce(own, "sum", 0.5), gather.reduce({"a": own}, "mean")["a"]
+    return rows[:, 0].tolist(), float(total), float(mean), gather.gather(own).tolist()

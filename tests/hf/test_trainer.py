@@ -153,6 +153,7 @@ def refused(plan: str, folder: Any, **options: Any) -> None:
         ("tp=2", {"torch_compile": True}, "torch_compile=True: with plan="),
         ("tp=2", {"auto_find_batch_size": True}, "auto_find_batch_size=True: with plan="),
         ("tp=2", {"bf16_full_eval": True}, "bf16_full_eval=True: with plan="),
+        ("tp=2 sp=on", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: with plan="),
         ("cp=2", {"exact": True}, "cp=2: compute_loss_func shifts labels"),
     ],
 )
@@ -246,3 +247,8 @@ def test_fields_of_a_fused_head():
         assert found["mean_logits"][row, column] == pytest.approx(float(logits[row, column].mean() / 0.5))
         assert found["log_sum_sq_probs"][row, column] == pytest.approx(float(p.square().sum().log()))
     assert all(not value[labels == -100].any() for value in found.values())
+
+
+def test_metrics_are_gathered_over_the_data_ranks(ranks2):
+    for plan, wanted in (("dp_replicate=2", ([0, 1], 3.0, 1.5, [1.0, 2.0])), ("tp=2", ([0], 1.0, 1.0, [1.0]))):
+        assert ranks2.run(cases.gathered, plan) == [wanted, wanted]

@@ -37,6 +37,9 @@ CASES = [
      "schedule.warmup_steps=20: warm-up must end before train.steps=10. Use schedule.warmup_steps=1, or more steps."),
     ("one-warmup", ["schedule.warmup_ratio=0.1", "schedule.warmup_steps=3"],
      "schedule.warmup_ratio=0.1: schedule.warmup_steps is set too. Keep one of them."),
+    ("optimizer-classes-have-options", ["optimizer.name=lion", "optimizer.betas=[0.9, 0.98]"],
+     "optimizer.betas=[0.9, 0.98]: optimizer.name=weft.optim.lion:Lion does not read betas, eps and states. Set "
+     "optimizer.options, such as {betas = [0.9, 0.99]}, or leave them out."),
     ("one-set-of-weights", ["optimizer.name=schedule_free"],
      "optimizer.name=schedulefree:AdamWScheduleFree: it evaluates an average of the weights that it trains, and Weft "
      "evaluates and saves the trained ones. Use optimizer.name=adamw with schedule.kind=wsd."),

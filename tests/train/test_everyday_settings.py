@@ -129,6 +129,11 @@ def test_common_names_of_optimizers(name, found):
     assert (section.name, section.states) == found
 
 
+def test_a_state_format_wins_over_that_of_a_name():
+    section = load_config(None, ["optimizer.name=adamw_8bit", "optimizer.states=bf16"]).config.optimizer
+    assert (section.name, section.states) == ("adamw", "bf16")
+
+
 def test_adafactor_by_name_steps():
     section = OptimizerSection(name="adafactor", lr=1e-2)
     model = torch.nn.Linear(4, 4)

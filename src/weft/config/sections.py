@@ -418,7 +418,8 @@ class OptimizerSection(Section):
             return values
         table = cast(dict[str, Any], values)
         name = table.get("name")
-        return table | (OPTIMIZER_NAMES.get(name, {}) if isinstance(name, str) else {})
+        known = OPTIMIZER_NAMES.get(name, {}) if isinstance(name, str) else {}
+        return {**known, **table, "name": known["name"]} if known else table
 
     @property
     def is_foreign(self) -> bool:

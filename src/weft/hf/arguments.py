@@ -40,6 +40,10 @@ def check_arguments(args: Any) -> None:
             optimizer in _IN_BACKWARD or "layerwise" in optimizer,
             "it updates weights during backward, before the ranks' gradients are added", "Use adamw_torch",
         ),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha, "its noise would depend on the plan",
+            "Leave it out, or use train.neftune_alpha of weft train",
+        ),
         "save_only_model": (
             args.save_only_model and args.load_best_model_at_end,
             "load_best_model_at_end reads the states that it leaves out", "Use save_only_model=False",

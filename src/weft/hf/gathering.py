@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, recursively_apply, reduce
+from accelerate.utils import gather_object, recursively_apply
 
-from weft.comm.collectives import gather_json
+from weft.comm.collectives import all_gather, all_reduce, gather_json
 from weft.comm.mesh import Mesh
 
 
 class DataGather:
-    """Gathers over all ranks, and keeps one of the ranks with the same samples.
+    """Gathers and reduces over the data ranks. Other ranks have the same samples as one of these.
 
     Args:
         accelerator: accelerator of all ranks.
@@ -21,18 +21,18 @@ class DataGather:
 
     def __init__(self, accelerator: Any, mesh: Mesh):
         self._accelerator, self._mesh = accelerator, mesh
-        self._gather, self._pad = accelerator.gather, accelerator.pad_across_processes
+        self._pad = accelerator.pad_across_processes
         self._ranks: list[int] | None = None
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all data ranks, joined along dim 0. All ranks call it."""
-        every = self._gather(tensor)
-        if self._mesh.data.size == self._mesh.world_size:
-            return every
-        ranks = self._first_ranks()
-        return recursively_apply(
-            lambda one: torch.cat([one.chunk(self._mesh.world_size)[rank] for rank in ranks]), every
-        )
+        if self._mesh.world_size == 1:
+            return tensor
+        return recursively_apply(self._joined, tensor, error_on_other_type=True)
+
+    def _joined(self, one: torch.Tensor) -> torch.Tensor:
+        rows = one[None] if one.ndim == 0 else one.contiguous()
+        return all_gather(rows, self._mesh.data).view(self._mesh.data.size * len(rows), *rows.shape[1:])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all data ranks without those that repeat samples at the end of a loader."""
@@ -55,8 +55,16 @@ class DataGather:
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum or mean over the data ranks. All ranks call it."""
-        same = self._mesh.world_size // self._mesh.data.size
-        return reduce(tensor, reduction, scale / same if reduction == "sum" else scale)
+        data = self._mesh.data
+        if data.size == 1 or reduction == "none":
+            return tensor
+
+        def reduced(one: torch.Tensor) -> torch.Tensor:
+            total = all_reduce(one.detach().clone(memory_format=torch.contiguous_format), data)
+            return total / data.size if reduction == "mean" else total
+
+        del scale  # accelerate applies it to XLA tensors only
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
 
     def _first_ranks(self) -> list[int]:
         """Return the first rank with the samples of each data rank."""

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from weft.config.expected_values import node_at, types_of
 from weft.config.plan import Plan
 from weft.config.run_config import RunConfig
+from weft.env import is_secret
 from weft.errors import PlanError, did_you_mean
 from weft.interop.deepspeed import nested
 from weft.interop.deepspeed_keys import BECAME, NOT_BUILT, NOTHING, TYPO, Outcome, number_text, value_text
@@ -96,7 +97,11 @@ class TrainerReading:
     def note(self, key: str, kind: str, text: str, fields: tuple[str, ...] = (), value: object = None) -> None:
         shown: Any = self.values.get(key) if value is None else value
         parts = cast(list[object], shown) if isinstance(shown, list) else []
-        text_of = "[...]" if any(isinstance(one, list | dict) for one in parts) else value_text(cast(object, shown))
+        if isinstance(shown, dict) or any(isinstance(one, list | dict) for one in parts):
+            text_of = "{...}" if isinstance(shown, dict) else "[...]"
+        else:
+            is_hidden = isinstance(shown, str) and is_secret(key.rpartition(".")[2])
+            text_of = "[redacted]" if is_hidden else value_text(cast(object, shown))
         self.lines[key] = Outcome(key, text_of, kind, text, fields)
 
     def assign(self, key: str, settings: Mapping[str, object]) -> None:

@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlencode
 
-from weft.config.expected_values import node_at
 from weft.config.plan import PLAN_FIELDS, Plan
+from weft.config.sections import OPTIMIZER_NAMES
 from weft.errors import ConfigError, PlanError
 from weft.interop.deepspeed import Imported, import_deepspeed
 from weft.interop.deepspeed_keys import BECAME, NOT_BUILT, NOTHING, known_keys, number_text
@@ -270,7 +271,7 @@ def _paths(reading: TrainerReading, where: str, table: Mapping[str, Any]) -> lis
     if slice_:
         reading.note(f"{where}.split", NOT_BUILT, "all of the split is read. Cut the data before", (), table["split"])
     parts = {"split": split, "config": table.get("name"), "revision": table.get("revision")}
-    return [f"hf://{name}?" + "&".join(f"{part}={value}" for part, value in parts.items() if value)]
+    return [f"hf://{name}?" + urlencode({part: value for part, value in parts.items() if value})]
 
 
 def _sources(
@@ -409,7 +410,7 @@ def _choose_task(reading: TrainerReading) -> None:
     if task:
         settings.pop("data.packing", None)
         settings.pop("data.borders", None)
-    if task == "reward" and reading.has_adapter and node_at(("adapter", "modules_to_save")):
+    if task == "reward" and reading.has_adapter:
         settings.setdefault("adapter.modules_to_save", ["score"])
 
 
@@ -433,6 +434,18 @@ def _fill(reading: TrainerReading) -> None:
             filled.append(f"{name}={number_text(value)}")
     if filled:
         reading.notes.append(f"Defaults of {reading.tool.title}: {', '.join(filled)}.")
+    _move_betas(settings)
+
+
+def _move_betas(settings: dict[str, Any]) -> None:
+    """Move the betas to the options of an optimizer class that takes them. Other classes do not read them."""
+    name: str = settings.get("optimizer.name", "")
+    name = OPTIMIZER_NAMES.get(name, {}).get("name", name)
+    if ":" in name:
+        betas = settings.pop("optimizer.betas", None)
+        settings.pop("optimizer.eps", None)
+        if betas and name.rpartition(":")[2] in ("Lion", "SOAP", "ADOPT"):
+            settings.setdefault("optimizer.options", {"betas": list(betas)})
 
 
 # Reading a file, and finding the tool that wrote it.

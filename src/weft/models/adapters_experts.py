@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from weft.models.initialize import initialise_parameter, uniform_values
 from weft.models.inspect import hugging_face, layers
 from weft.models.inspect.blocks import replace_class, revert
+from weft.models.token_rows import fits
 from weft.private_torch import uncompiled
 
 #: Ends of the names of an adapter's parameters, after the name of the adapted one.
@@ -157,8 +158,6 @@ def chosen_stacks(model: nn.Module, targets: Sequence[str]) -> tuple[dict[str, b
     A pattern names a parameter if it ends in the names of the module and of the parameter, as "experts.down_proj". The
     value of a path is True for a parameter that is stored as (E, inputs, outputs).
     """
-    from weft.models.token_rows import fits
-
     stacks, chosen, rest = stacked_parameters(model), dict[str, bool](), list[str]()
     for pattern in targets:
         ending = pattern.split(".")[-2:]

@@ -122,6 +122,10 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
     if takes is not None and "weight_decay" not in takes:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     _check_options(section, takes)
+    if callable(getattr(made, "train", None)) or callable(getattr(made, "eval", None)):
+        _refuse(
+            "name", f"{section.name}: it trains other weights than it evaluates, and Weft saves one set. Use adamw."
+        )
     try:
         return made(groups, lr=section.lr, **section.options)
     except Exception as error:

@@ -18,7 +18,7 @@ from weft.config.rules.plan_rules import check
 from weft.config.rules.rule import Facts
 from weft.config.rules.technique_rules import keeps_residual
 from weft.config.run_config import RunConfig
-from weft.config.sections import TRAINS, AdapterSection
+from weft.config.sections import TRAINS, AdapterSection, OptimizerSection
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 
 
@@ -372,6 +372,22 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
             f"{shown(config.optimizer.options)}: only an optimizer set as package.module:Class has options, and "
             f"optimizer.name is {config.optimizer.name}. Set optimizer.betas, eps or momentum instead, or use a "
             "class."
+        ),
+    ),
+    ConfigRule(
+        name="optimizer-classes-have-options",
+        keys=("optimizer.betas", "optimizer.eps", "optimizer.states", "optimizer.name"),
+        reason="These settings are Weft's own optimizers', and a class has options of its own.",
+        predicate=lambda config: (
+            config.optimizer.is_foreign
+            and any(
+                getattr(config.optimizer, name) != OptimizerSection.model_fields[name].default
+                for name in ("betas", "eps", "states")
+            )
+        ),
+        message=lambda config: (
+            f"{shown(config.optimizer.betas)}: optimizer.name={config.optimizer.name} does not read betas, eps and "
+            "states. Set optimizer.options, such as {betas = [0.9, 0.99]}, or leave them out."
         ),
     ),
     ConfigRule(

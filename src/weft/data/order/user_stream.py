@@ -79,7 +79,7 @@ class StreamLoader:
             pieces = list(islice(batches, max(1, num_workers)))
             ended = any(isinstance(piece, _End) for piece in pieces)
             # A source that is not divided ends on all ranks after the same sample.
-            if self._total(ended) if parts.num_parts > 1 else ended:
+            if self._total(ended) if parts.num_parts > 1 and not parts.repeat else ended:
                 break
             batch = self._batch([*chain(*pieces)])
             # Count before the yield, so that a state saved while the batch is in use points to the next batch.
@@ -111,7 +111,8 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the position of `state_dict`. Each part is read up to it, unless the source has `skip`.
+        """Continue at the position of `state_dict`. Each part is read up to it, unless the source has `skip` and
+        does not repeat.
 
         Raises:
             DataError: if the samples would come in another order.
@@ -184,16 +185,23 @@ class _Parts(IterableDataset[Any]):
                 return
             yield taken
 
+    @staticmethod
+    def _set_epoch(source: Any, epoch: int) -> Any:
+        """Set the epoch of a source, and return it. A source that `shard` or `skip` returned begins at epoch 0."""
+        if callable(set_epoch := getattr(source, "set_epoch", None)):
+            set_epoch(epoch)
+        return source
+
     def _samples(self, part: int) -> Iterator[Any]:
         """Yield the samples of a part from its position on."""
         left = self.start * self.size
         for epoch in itertools.count(self.epoch):
-            if callable(set_epoch := getattr(self.source, "set_epoch", None)):
-                set_epoch(epoch)
-            source = self.source if self.num_parts == 1 else self.source.shard(num_shards=self.num_parts, index=part)
+            source = self._set_epoch(self.source, epoch)
+            if self.num_parts > 1:
+                source = self._set_epoch(source.shard(num_shards=self.num_parts, index=part), epoch)
             if not self.repeat:
                 has_skip = left and callable(getattr(source, "skip", None))
-                yield from source.skip(left) if has_skip else islice(source, left, None)
+                yield from self._set_epoch(source.skip(left), epoch) if has_skip else islice(source, left, None)
                 return
             num_samples = 0
             for sample in source:

@@ -32,7 +32,9 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record this step, counted from 1. The files are written after the last recorded step, or after an error."""
+        """Record this step, counted from 1. The files are written after the last recorded step,
+        and on a CPU after an error.
+        """
         if number not in self._steps:
             yield
             return
@@ -42,6 +44,8 @@ class StepProfiler:
             with record_function(f"step {number}"):
                 yield
         except BaseException:
+            if self._device.type == "cuda":
+                self._running = None  # stopping waits for the device, and a stuck collective never ends
             self.close()
             raise
         if number == self._steps[-1]:
@@ -60,8 +64,6 @@ class StepProfiler:
         running, self._running = self._running, None
         if running is None:
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         running.stop()
         with new_files_like(self._folder.parent):
             self._folder.mkdir(exist_ok=True)

@@ -446,10 +446,10 @@ class RewardTask(FolderTask):
         Raises:
             ConfigError: also if an adapter would freeze the new head.
         """
-        adapter = self.config.adapter.model_dump()
-        if adapter["rank"] and not adapter.get("modules_to_save"):
+        adapter = self.config.adapter
+        if adapter.rank and not adapter.modules_to_save:
             rule = "an adapter freezes the new head. Add adapter.modules_to_save=score (classifier for encoders)."
-            raise setting_error("adapter.rank", adapter["rank"], rule)
+            raise setting_error("adapter.rank", adapter.rank, rule)
         super().prepare(folder, report)
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
