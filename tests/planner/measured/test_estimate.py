@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.planner.measured.synthetic import BYTES, CALL, FLOPS, profile
+from tests.planner.measured.synthetic import BYTES, CALL, FLOPS, VALUES, profile
 from weft.config.cluster import ClusterSpec
 from weft.config.plan import Plan
 from weft.errors import ConfigError
 from weft.planner.cost.machine import Tables
+from weft.planner.cost.step import ADAM_BYTES
 from weft.planner.estimator import estimate
 from weft.planner.measured.links import fit_transfer
 from weft.planner.measured.machine_profile import Lesson, Measurement, Profile
@@ -45,6 +46,21 @@ def test_rates_of_a_host_are_its_measurements() -> None:
     assert tables.link_alpha_s == pytest.approx(CALL)
     assert tables.launch_s == pytest.approx(CALL, rel=0.05)
     assert {tables.rungs[name] for name in ("gemm_ceiling", "attn_bwd", "memory_eff", "adam_eff")} == {"here"}
+
+
+def test_small_messages_and_updates_take_the_measured_time() -> None:
+    """A collective's rate rises with its size, and an update moves the bytes that its formula counts."""
+    half, known = 1e5, profile()
+    samples = [
+        replace(one, seconds=one.seconds + (half * one.size[0]) ** 0.5 / BYTES) if one.group > 1 else one
+        for one in known.samples
+    ]
+    tables = tables_of(2, replace(known, samples=tuple(samples)))
+    assert tables.half_bytes == pytest.approx(half, rel=0.01)
+    params = 1 << 20
+    assert params * ADAM_BYTES / (tables.memory_rate * tables.adam_eff) == pytest.approx(
+        CALL + params / VALUES, rel=0.01
+    )
 
 
 def test_two_cores_take_half_and_four_ranks_no_less() -> None:

@@ -2,7 +2,7 @@
 
 Each constant is solved from the formula that uses it (`planner/cost/`), with the measurements that it affects most.
 Constants without such measurements keep the tables' values. The ranks of a CPU host share its cores: its constants are
-those of the measured number of concurrent ranks that is nearest to the plan's.
+those of the smallest measured number of concurrent ranks that is not below the plan's, or else of the largest.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.errors import ConfigError, Problem
 from weft.planner.cost.machine import Tables, flash_s
+from weft.planner.cost.step import ADAM_BYTES
 from weft.planner.measured.corrections import factors
 from weft.planner.measured.links import fit_transfer
 from weft.planner.measured.machine_profile import Machine, Measurement, Profile, default_path, load_profile
@@ -27,8 +28,8 @@ from weft.planner.measured.machine_profile import Machine, Measurement, Profile,
 TINY = (16, 64, 128, 4)
 #: Kernel launches that the cost model counts in forward and backward of an eager layer.
 _TINY_LAUNCHES = 62.0
-#: Bytes that a fused AdamW step moves per fp32 parameter: four values read, three written.
-_ADAM_BYTES = 28.0
+#: Bytes that a fused AdamW step moves per fp32 parameter in host memory: four values read, three written.
+_HOST_ADAM_BYTES = 28.0
 #: Volume of a ring collective in full buffers, before the factor (n - 1)/n.
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 #: FLOPs from which a matmul's time is its rate, and values from which an element-wise kernel's is.
@@ -87,7 +88,7 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables, num_ranks
         found["memory_eff"] = 2.0 * width * most.size[0] * most.size[1] / most.seconds / memory
     if (steps := of("adamw")) and memory:
         most = max(steps, key=lambda each: each.size)
-        found["adam_eff"] = _ADAM_BYTES * most.size[0] / most.seconds / memory / crowd
+        found["adam_eff"] = ADAM_BYTES * most.size[0] / most.seconds / memory / crowd
     calls = of("add")
     if calls and not on_host:
         found["host_op_s"] = min(each.seconds for each in calls)  # small enough that the host's call takes all of it
@@ -125,7 +126,7 @@ def _host(profile: Profile) -> dict[str, float]:
         found["host_rate"] = most[0] / max(each.seconds for each in moved if each.size == most)
     if steps := contended("host_adamw"):
         slowest = max(steps, key=lambda each: each.seconds / each.size[0])
-        found["host_step_rate"] = slowest.ranks * _ADAM_BYTES * slowest.size[0] / slowest.seconds
+        found["host_step_rate"] = slowest.ranks * _HOST_ADAM_BYTES * slowest.size[0] / slowest.seconds
     return found
 
 
@@ -147,18 +148,24 @@ def _links(profile: Profile, device: DeviceSpec, num_ranks: int) -> dict[str, fl
     if not groups or not device.scale_up_bytes_per_s:
         return {}
     group = min(groups, key=lambda size: (abs(math.log2(size / max(2, num_ranks))), -size))
-    rates, starts = list[float](), list[float]()
+    rates, starts, ramps = list[float](), list[float](), list[float]()
     for op, passes in _PASSES.items():
         own = [one for one in collectives if one.op == op and one.group == group]
-        start, _, each = fit_transfer([one.size[0] for one in own], [one.seconds for one in own]) if own else (0, 0, 0)
+        start, ramp, each = (
+            fit_transfer([one.size[0] for one in own], [one.seconds for one in own]) if own else (0, 0, 0)
+        )
         if each > 0:
             rates.append(passes * (group - 1) / group / each)
             starts.append(max(start, 1e-6))
+            ramps.append((ramp / each) ** 2)
     if not rates:
         return {}
     crowd = max(1.0, num_ranks / group) if device.is_cpu else 1.0
     rate = statistics.geometric_mean(rates) / crowd
-    return {"link_eff": rate / device.scale_up_bytes_per_s, "link_alpha_s": statistics.mean(starts) * crowd}
+    found = {"link_eff": rate / device.scale_up_bytes_per_s, "link_alpha_s": statistics.mean(starts) * crowd}
+    if device.is_cpu:  # on GPUs the network between nodes shares this constant
+        found["half_bytes"] = statistics.mean(ramps)
+    return found
 
 
 # Description of this host as in a profile, without torch, to check if a profile is still valid.
