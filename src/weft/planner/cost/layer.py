@@ -7,14 +7,14 @@ Letters: t tensor-parallel size, M tokens of a microbatch on a rank, q and kv wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import context as context_cost
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, core_s, flash_s, gemm_s
-from weft.planner.cost.row_dedupe import RowDeduplicator
+from weft.planner.cost.row_dedupe import RowDeduplicator, taken
 from weft.planner.cost.traced import PassShare, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
 from weft.planner.space.columns import PRECISIONS, Columns, Job
 from weft.planner.space.shape import Shape, TracedShape
@@ -33,6 +33,9 @@ _DISPATCH_CALLS = 75
 UNBALANCED = 1.25
 #: Measured bytes/s of DeepEP's kernels inside a node (its README, 8 ranks: 153 to 158 GB/s).
 _DEEPEP_RATE = 155e9
+#: Bytes per value of 2 bytes that eager element-wise kernels move, by kernel; "_f" for forward, "_b" for backward.
+EAGER_BYTES = {"norm_f": 36.0, "norm_b": 90.0, "rope_f": 18.0, "rope_b": 18.0, "swiglu_f": 10.0, "swiglu_b": 18.0,
+               "add": 6.0}  # fmt: skip
 #: Speed of FlashAttention 1 relative to FlashAttention 2 (Dao 2023, arXiv 2307.08691: about half).
 _FLASH_1 = 0.55
 
@@ -334,14 +337,15 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     outside = np.where(columns.sp, t, 1.0)  # sequence parallelism divides activations between tensor-parallel regions
     masks = 0.0 if stack.flash else 1.0  # stacks with unfused attention date from models with dropout
     again = np.where(columns.compile, 2.0, 0.0)  # inputs of matmuls are written once more
-    norm_f, norm_b = np.where(fused_norm, 4.0, 36.0), np.where(fused_norm, 8.0, 90.0) + again
-    between_f = 2 * (norm_f + 6.0 + masks) * h / outside
-    between_b = 2 * (norm_b + 6.0 + 5.0 * masks) * h / outside
+    eager = EAGER_BYTES
+    norm_f, norm_b = np.where(fused_norm, 4.0, eager["norm_f"]), np.where(fused_norm, 8.0, eager["norm_b"]) + again
+    between_f = 2 * (norm_f + eager["add"] + masks) * h / outside
+    between_b = 2 * (norm_b + eager["add"] + 5.0 * masks) * h / outside
     if shape.gated:
-        act_f, act_b = np.where(fused_mlp, 6.0, 10.0), np.where(fused_mlp, 10.0, 18.0)
+        act_f, act_b = np.where(fused_mlp, 6.0, eager["swiglu_f"]), np.where(fused_mlp, 10.0, eager["swiglu_b"])
     else:
         act_f, act_b = np.where(fused_mlp, 4.0, 8.0), np.where(fused_mlp, 6.0, 12.0)
-    rotary = 0.0 if shape.learned_positions else np.where(stack.fused | columns.compile, 4.0, 18.0)
+    rotary = 0.0 if shape.learned_positions else np.where(fused_mlp, 4.0, eager["rope_f"])
     turned = rotary * (q + kv) + 4.0 * (0.0 if stack.flash else 1.0) * (q + 2 * kv)
     dense = shape.dense_share
     width = sum(shape.ffn_widths(t))
@@ -390,10 +394,6 @@ class LayerCosts:
     embed: Array
     embed_tp: Array
 
-    def rows(self, index: NDArray[np.intp] | slice) -> LayerCosts:
-        """Return the costs for plans, given the index of each plan's sharding."""
-        return LayerCosts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
-
 
 #: The columns that layer costs depend on.
 _OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "precision", "compile", "graphs", "order")
@@ -411,7 +411,7 @@ def of_costs(columns: Columns) -> tuple[str, ...]:
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
     """Return one entry per plan in `columns`. Plans with the same sharding of a layer are computed only once."""
     kinds = RowDeduplicator.of(columns, of_costs(columns))
-    return distinct_costs(job, kinds.rows, tables, fabric).rows(kinds.index)
+    return taken(distinct_costs(job, kinds.rows, tables, fabric), kinds.index)
 
 
 def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:

@@ -254,7 +254,7 @@ def flash_s(tables: Tables, flops: Any, seq_len: Any, backward: bool, peak: Any,
 # Time (s) of collectives by the location of their ranks: inside one scale-up domain, or over the network.
 
 #: Volume of a ring collective in full buffers, before the factor (n - 1)/n.
-_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+RING_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +316,7 @@ class Fabric:
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
-        passes = _PASSES[kind]
+        passes = RING_PASSES[kind]
         inner = self.inside(n, stride)
         outer = np.ceil(n / inner)
         moved = passes * (n - 1) / n * size

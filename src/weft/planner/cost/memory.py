@@ -27,7 +27,7 @@ from weft.planner.cost.memory_terms import (
     passes_in_flight,
 )
 from weft.planner.cost.pipeline import OF_FLIGHT, Stages, chunks_per_rank, even_layers, fullest_moment, in_flight
-from weft.planner.cost.row_dedupe import RowDeduplicator
+from weft.planner.cost.row_dedupe import RowDeduplicator, taken
 from weft.planner.cost.shares import Shares, rank_shares, second_shares, shares_in_format, trained_shares
 from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import Columns, Job
@@ -36,40 +36,12 @@ Array = NDArray[np.float64]
 #: (number of layers of a rank, its position in the pipeline, True if it has the embedding, True if it has the head).
 Place = tuple[Array, Any, bool, bool]
 
-_AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
+_AFTER_FORWARD = RESHARDS.index("after_forward")
 #: The columns that this module reads. Of num_micro only matters if there is more than one microbatch.
 OF_STATES = (
-    "pp",
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "tp",
-    "ep",
-    "zero",
-    "reshard",
-    "reshard_within",
-    "gather",
-    "reduce",
-    "compress",
-    "sync",
-    "sync_fragments",
-    "precision",
-    "num_micro",
-    "offload_optimizer",
-    "graphs",
-)
-
-
-def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, bool]) -> Array:
-    """Return the bytes of a second model's weights. The second model has no gradients or optimizer states."""
-    layers, _, embedding, head = place
-    held = second_shares(job, columns, layers, embedding, head)
-    if held is None:
-        return np.zeros(len(columns))
-    group = np.where(columns.zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
-    inside = np.maximum(1.0, group * columns.tp / columns.ep)
-    kept = (held.dense + held.ends) / group + held.experts / np.where(columns.zero == 3, inside, 1.0)
-    return kept * np.where(columns.in_fp32, 4.0, job.stack.weight_bytes)
+    "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "reshard", "reshard_within", "gather", "reduce",
+    "compress", "sync", "sync_fragments", "precision", "num_micro", "offload_optimizer", "graphs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +98,11 @@ def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
     parameters, optimizer, gradients, growing = _states(job, columns, shares, trained, layers)
     learnt = trained.dense + trained.experts + trained.ends
     loose = stays_unbucketed(columns) | awaits_pass(columns)
+    second: Any = 0.0
+    if (other := second_shares(job, columns, layers, embedding, head)) is not None:  # only weights
+        group = np.where(zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
+        inside = np.where(zero == 3, np.maximum(1.0, group * columns.tp / columns.ep), 1.0)
+        second = ((other.dense + other.ends) / group + other.experts / inside) * unbucketed_width(job, columns)
     counted = learnt if job.shape.moe_layers else trained.dense + trained.ends
     return WeightBytes(
         layers=layers,
@@ -136,7 +113,7 @@ def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
         gradients=gradients,
         growing=growing,
         carried=counted * wire_columns.state_bytes(columns),
-        second=_second_bytes(job, columns, place),
+        second=np.zeros(len(columns)) + second,
         gathered=gathered,
         reduced=reduced,
         # Under ZeRO 3 there are no gradients before the first backward of a step, but the allocator keeps their memory.
@@ -251,19 +228,8 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
 
 # Bytes of one rank by class, on the pipeline stage with the highest memory use.
 
-CLASSES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "buffers",
-    "communicators",
-    "context",
-    "reserve",
-)
-
-
+CLASSES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "communicators", "context",
+           "reserve")  # fmt: skip
 #: Plans per chunk of computation, so that their values stay in the processor's cache.
 _AT_ONCE = 1 << 14
 
@@ -377,7 +343,7 @@ def _fill(
         kept: Any = 0.0
         if on_host is not None:
             flight = in_flight(part.flights.rows, 0)[part.flights.index]
-            shares = on_host.rows(part.states.index)
+            shares = taken(on_host, part.states.index)
             kept = host_bytes(job, part.columns, shares, layer.kept[part.layers.index], flight)
         there = some if isinstance(where, slice) else where[some]
         for name, values in (bytes_of | {"context": context[some], "host": kept}).items():
@@ -408,7 +374,7 @@ def rank_bytes(
 def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
     """Return the bytes of the classes that differ between ranks. `layer` has one entry per kind of layer."""
     columns, kinds = rows.columns, rows.layers
-    held, layer = of.held.rows(rows.states.index), layer.rows(kinds.index)
+    held, layer = of.held.rows(rows.states.index), taken(layer, kinds.index)
     one_pass = held.layers * layer.kept * (1 - columns.offload_activations)
     flights, made = rows.flights, held.learnt * job.stack.grad_bytes
     flight, begun = fullest_moment(flights.rows, of.rank, one_pass, made, flights.index)

@@ -5,7 +5,7 @@ Letters: N tokens of a microbatch on a rank, V vocabulary entries on a rank, h h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,10 +96,6 @@ class LayerBytes:
     kept: Array
     beside: Array
     passing: Array
-
-    def rows(self, index: NDArray[Any] | slice) -> LayerBytes:
-        """Return the bytes for plans, given the index of each plan's kind."""
-        return LayerBytes(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
@@ -250,10 +246,6 @@ class HostShares:
     own: Array
     every: Array
     layers: Array
-
-    def rows(self, index: NDArray[Any] | slice) -> HostShares:
-        """Return the shares for plans, given the index of each plan's kind."""
-        return HostShares(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def is_offloaded(columns: Columns) -> bool:

@@ -187,10 +187,6 @@ class Stages:
     middle: Array
     last: Array
 
-    def rows(self, index: NDArray[Any] | slice) -> Stages:
-        """Return the layers for plans, given the index of each plan's kind."""
-        return Stages(self.first[index], self.middle[index], self.last[index])
-
 
 def chunks_per_rank(columns: Columns) -> Array:
     """Return the number of model chunks on each rank: virtual stages, or two for V schedules."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from weft.config.plan import RECOMPUTES
 from weft.planner.cost.layer import LayerCosts, rank_share
 from weft.planner.cost.memory_terms import layer_bytes
+from weft.planner.cost.row_dedupe import taken
 from weft.planner.cost.traced import PassShare
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import TracedShape
@@ -89,7 +90,7 @@ def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
         return np.zeros(len(columns))
     rows = np.flatnonzero(budgets)
     found = np.zeros(len(columns))
-    found[rows] = _mixed_s(job, columns[rows], costs.rows(rows))
+    found[rows] = _mixed_s(job, columns[rows], taken(costs, rows))
     return found
 
 

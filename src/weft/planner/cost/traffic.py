@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,10 +116,6 @@ class RankTraffic:
     short: Array
     meetings: Array
     units: Array
-
-    def rows(self, index: NDArray[Any] | slice) -> RankTraffic:
-        """Return the communication for plans, given the index of each plan's kind."""
-        return RankTraffic(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
