@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.planner.cost import context as context_cost
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, core_s, flash_s, gemm_s
 from weft.planner.cost.row_dedupe import RowDeduplicator, taken
-from weft.planner.cost.traced import PassShare, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
+from weft.planner.cost.traced import RankShare, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
 from weft.planner.space.columns import PRECISIONS, Columns, Job
 from weft.planner.space.shape import Shape, TracedShape
 from weft.planner.space.trained_part import AdapterSize
@@ -40,43 +40,33 @@ EAGER_BYTES = {"norm_f": 36.0, "norm_b": 90.0, "rope_f": 18.0, "rope_b": 18.0, "
 _FLASH_1 = 0.55
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
-    """A rank's share of a microbatch: tokens M, widths q and kv, FLOP/s, and element width.
-
-    Attributes:
-        rate: FLOP/s of matmuls.
-        half: FLOP/s of operations that stay in a half-precision format.
-        core: FLOP/s of attention.
-        width: bytes of an element relative to a half-precision format.
-    """
-
-    tokens: Array
-    q: Array
-    kv: Array
-    rate: Array
-    half: Array
-    core: Array
-    width: Array
-
-
-def share_of(job: Job, columns: Columns, tables: Tables) -> RankShare:
-    shape, t = job.shape, columns.tp.astype(np.float64)
-    # Each narrower format reaches a smaller share of its peak rate.
-    rows = tables.fp8_row_share if job.stack.row_scales else 1.0
-    gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
-    rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
-    halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
-    # Fused attention in fp32 ignores the TF32 flag. It splits its operands to keep fp32 accuracy.
-    cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in zip(PRECISIONS, halves, strict=True)]
-    q, kv = shape.sharded_widths(t)
+def share_of(job: Job, columns: Columns, tables: Tables | None = None) -> RankShare:
+    """Return a rank's share of a microbatch. Without `tables`, all rates are 1."""
+    t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
+    q, kv = job.shape.sharded_widths(t)
+    rate = half = core = np.ones_like(t)
+    if tables is not None:
+        # Each narrower format reaches a smaller share of its peak rate.
+        rows = tables.fp8_row_share if job.stack.row_scales else 1.0
+        gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
+        rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
+        halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
+        # Fused attention in fp32 ignores the TF32 flag. It splits its operands to keep fp32 accuracy.
+        pairs = zip(PRECISIONS, halves, strict=True)
+        cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in pairs]
+        rate, half, core = (np.array(each)[columns.precision] for each in (rates, halves, cores))
     return RankShare(
-        tokens=columns.microbatch * (job.seq_len / columns.cp.astype(np.float64)),
+        batch=columns.microbatch.astype(np.float64),
+        seq=job.seq_len / c,
+        t=t,
+        c=c,
+        between=np.where(columns.sp, t, 1.0),
+        fused=columns.compile,
         q=q,
         kv=kv,
-        rate=np.array(rates)[columns.precision],
-        half=np.array(halves)[columns.precision],
-        core=np.array(cores)[columns.precision],
+        rate=rate,
+        half=half,
+        core=core,
         width=np.where(columns.in_fp32, 2.0, 1.0),  # 4-byte elements
     )
 
@@ -174,34 +164,17 @@ def traced_kernels(
     job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: RankShare
 ) -> tuple[Kernels, Ends]:
     """Return the kernels of a traced model, from its recorded matmuls, attentions and memory-bound kernels."""
-    own = rank_share(job, columns, rate=cut.rate, half=cut.core)
-    gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
-    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.segments)
+    gemm_f, dgrad, wgrad = products_s(shape, None, cut, tables)
+    attn_f, attn_b = attention_s(shape, None, cut, tables, attention_gain(job, tables), job.segments)
     if (columns.cp > 1).any():
         is_cut = context_cost.is_sharded(columns)
         pieces = [context_cost.blocks_s(job, columns, tables, cut.q, backward, cut.core) for backward in (False, True)]
         attn_f, attn_b = np.where(is_cut, pieces[0], attn_f), np.where(is_cut, pieces[1], attn_b)
     last = np.zeros(len(columns))  # a norm may read the output of the last matmul, which a recomputation then repeats
-    calls, sums = num_calls(shape, columns.compile), tensor_traffic(shape, own)
-    before, after = (end_s(shape, each, own, tables) for each in (shape.traced.before, shape.traced.after))
-    made = Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, *moved_bytes(shape, None, own), calls, sums)
+    calls, sums = num_calls(shape, columns.compile), tensor_traffic(shape, cut)
+    before, after = (end_s(shape, each, cut, tables) for each in (shape.traced.before, shape.traced.after))
+    made = Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, *moved_bytes(shape, None, cut), calls, sums)
     return made, Ends((before[0] + before[1]) * cut.width, *after)
-
-
-def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> PassShare:
-    """Return a rank's share of a microbatch in the form that traced models use."""
-    t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
-    peak = np.ones_like(t)
-    return PassShare(
-        batch=columns.microbatch.astype(np.float64),
-        seq=job.seq_len / c,
-        t=t,
-        c=c,
-        between=np.where(columns.sp, t, 1.0),
-        fused=columns.compile,
-        rate=peak if rate is None else rate,
-        half=peak if half is None else half,
-    )
 
 
 def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tuple[Array, Array, Array]:

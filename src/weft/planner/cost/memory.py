@@ -28,7 +28,15 @@ from weft.planner.cost.memory_terms import (
 )
 from weft.planner.cost.pipeline import OF_FLIGHT, chunks_per_rank, even_layers, fullest_moment, in_flight
 from weft.planner.cost.row_dedupe import RowDeduplicator, taken
-from weft.planner.cost.shares import Shares, rank_shares, second_shares, shares_in_format, trained_shares
+from weft.planner.cost.shares import (
+    Shares,
+    divided,
+    rank_shares,
+    second_shares,
+    shares_in_format,
+    trained_shares,
+    zero_groups,
+)
 from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import Columns, Job
 
@@ -100,9 +108,7 @@ def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
     loose = stays_unbucketed(columns) | awaits_pass(columns)
     second: Any = 0.0
     if (other := second_shares(job, columns, layers, embedding, head)) is not None:  # only weights
-        group = np.where(zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
-        inside = np.where(zero == 3, np.maximum(1.0, group * columns.tp / columns.ep), 1.0)
-        second = ((other.dense + other.ends) / group + other.experts / inside) * unbucketed_width(job, columns)
+        second = divided(columns, other, 3) * unbucketed_width(job, columns)
     counted = learnt if job.shape.moe_layers else trained.dense + trained.ends
     return WeightBytes(
         layers=layers,
@@ -131,9 +137,7 @@ def _states(
     job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array
 ) -> tuple[Array, Array, Array, Array]:
     stack, zero = job.stack, columns.zero
-    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
-    group = (columns.dp_shard * columns.cp).astype(np.float64)
-    expert_group = np.maximum(1.0, group * t / e)
+    group, expert_group = zero_groups(columns, 0)
     parameters, optimizer, gradients, growing = (np.zeros(len(columns)) for _ in range(4))
     full32 = columns.in_fp32
     weight = np.where(full32, 4.0, stack.weight_bytes)

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.plan import RECOMPUTES
-from weft.planner.cost.layer import LayerCosts, rank_share
+from weft.planner.cost.layer import LayerCosts, share_of
 from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.cost.row_dedupe import taken
-from weft.planner.cost.traced import PassShare
+from weft.planner.cost.traced import RankShare
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import TracedShape
 
@@ -139,13 +139,12 @@ def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[
 
 
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
-    cut = rank_share(job, columns)
+    cut = share_of(job, columns)
     width = np.where(columns.in_fp32, 4.0, 2.0)
-    tokens = cut.batch * cut.seq
     if isinstance(job.shape, TracedShape):
         return _traced_heavy(job.shape, cut, width)
-    shape, work, each = job.shape, _work(job, columns), width * tokens
-    q, kv = shape.sharded_widths(cut.t)
+    shape, work, each = job.shape, _work(job, columns), width * cut.tokens
+    q, kv = cut.q, cut.kv
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
     # In compiled blocks experts are opaque. Otherwise the output of each expert is saved too, because backward of their
     # weighted sum needs it.
@@ -182,7 +181,7 @@ def _work(job: Job, columns: Columns) -> _Work:
     return _Work(dense, experts, total, (ups + 1) * h * experts / total)
 
 
-def _traced_heavy(shape: TracedShape, cut: PassShare, width: Array) -> list[Heavy]:
+def _traced_heavy(shape: TracedShape, cut: RankShare, width: Array) -> list[Heavy]:
     layer = max(shape.traced.layers, key=lambda each: each.count)
     work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]
     total = np.sum(work, axis=0) if work else np.ones_like(cut.batch)

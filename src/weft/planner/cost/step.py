@@ -24,10 +24,17 @@ from weft.planner.cost.pipeline import (
 )
 from weft.planner.cost.recompute import budget_s, replay_s
 from weft.planner.cost.row_dedupe import RowDeduplicator, taken
-from weft.planner.cost.shares import Shares, rank_shares, second_job, shares_in_format, trained_shares
+from weft.planner.cost.shares import (
+    Shares,
+    divided,
+    rank_shares,
+    second_job,
+    shares_in_format,
+    trained_shares,
+    zero_groups,
+)
 from weft.planner.cost.traffic import (
     OF_TRAFFIC,
-    LayerWork,
     RankTraffic,
     Window,
     exposed_s,
@@ -129,9 +136,7 @@ class _Rank:
         layers = np.where(alone, stages.middle, stages.first)
         trained = trained_shares(job, columns, shares, layers, (True, alone))
         moved = shares_in_format(job, columns, shares, layers, job.stack.gather_bytes), trained
-        group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
-        inside = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * columns.tp // columns.ep), 1)
-        own = (trained.dense + trained.ends) / group + trained.experts / inside
+        own, group = divided(columns, trained, 1), zero_groups(columns, 1)[0]
         nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
         domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
         around = tables.step_s + tables.barrier_s * np.log2(domains)
@@ -147,7 +152,7 @@ class _Rank:
             stages=stages,
             traffic=traffic_of(job, columns, fabric, moved, layers / chunks),
             own=own,
-            every=(moved[0].dense + moved[0].ends) / group + moved[0].experts / inside,
+            every=divided(columns, moved[0], 1),
             each_sum=bytes_s(
                 tables, np.where(columns.zero == 3, 0.0, trained.dense + trained.ends + trained.experts) * each
             ),
@@ -308,15 +313,8 @@ def _step_terms(
     terms["memory_bound"] = terms["memory_bound"] + (columns.num_micro - 1) * rank.each_sum[kind]
     terms["optimizer"] = rank.optimizer[kind]
     if is_offloaded(columns):
-        held = np.maximum(1.0, layers)
-        work = LayerWork(
-            forward=forward / held,
-            backward=backward / held,
-            layers=layers,
-            own=rank.own[kind],
-            every=rank.every[kind],
-            kept=each.kept[rows.layers.index],
-        )
-        terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
+        kept = each.kept[rows.layers.index]
+        states = rank.own[kind], rank.every[kind]
+        terms["offload"] = offload_s(job, columns, tables, window, states, kept, cluster.devices_per_node)
     busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
     terms["straggler"] = busy * tables.straggler * rank.spread[kind]
