@@ -17,7 +17,7 @@ from weft.config.rules.plan_rules import LASTING, check
 from weft.config.rules.rule import Facts, Violation
 from weft.errors import PlanError, Problem
 from weft.planner.cost.memory_terms import layer_bytes
-from weft.planner.report.explanation import TERM_WORDS, differences, fit_words
+from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, term_changes
 from weft.planner.report.scenario import Scenario, change
 from weft.planner.search.best_plans import answer, host_message
 from weft.planner.search.candidate import Answer, Candidate
@@ -347,11 +347,7 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
         f"{-slower:.1%} less than the best, but a plan with offload is preferred only if it gains 2 %"
     )  # fmt: skip
     sentence = f"it runs and {fit_words(candidate.fits)}, and takes {format_seconds(candidate.step_s)} a step, {gap}."
-    rows = differences(best.terms, candidate.terms)[:5]
-    details = [
-        f"{TERM_WORDS.get(name, name)}: {'+' if after >= before else ''}{format_seconds(after - before)}"
-        for name, before, after in rows
-    ]
+    details = term_changes(best, candidate)[:5]
     return WhyNot(
         kind="slower",
         sentence=sentence,
