@@ -294,4 +294,7 @@ def search(
     question = Question.of(
         model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options
     )
-    return answer(question).each(Explained.of)
+    found: Any = answer(question)  # the same answer with other candidates
+    ranked, pareto = (tuple(map(Explained.of, plans)) for plans in (found.ranked, found.pareto))
+    nearest = None if found.nearest is None else Explained.of(found.nearest)
+    return replace(found, ranked=ranked, pareto=pareto, nearest=nearest)

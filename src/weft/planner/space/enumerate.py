@@ -453,9 +453,13 @@ def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: 
     flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)), meshes.row(0))
     if not len(flags):
         return PlanGrid(meshes, flags, ())
+
+    def asked() -> tuple[tuple[Rule, Crossed], ...]:  # the rules that some pair of mesh and flags breaks
+        each = ((rule, crossed(rule, meshes, flags, tally.reader)) for rule in still_open)
+        return tuple((rule, found) for rule, found in each if (found.grid == BROKEN).any())
+
     names = (rule.name for rule in still_open)
-    asked = tally.once("crossed", (meshes, flags, *names), lambda: _crossed(still_open, meshes, flags, tally))
-    return PlanGrid(meshes, flags, asked)
+    return PlanGrid(meshes, flags, tally.once("crossed", (meshes, flags, *names), asked))
 
 
 def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
@@ -464,14 +468,6 @@ def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
     codes = {name: np.zeros(len(flags), dtype=np.int32) for name in left}
     levels = {name: [known.default] for name, known in left.items()}
     return PartialPlans({**flags.codes, **codes}, {**flags.levels, **levels})
-
-
-def _crossed(
-    rules: list[Rule], meshes: PartialPlans, flags: PartialPlans, tally: Tally
-) -> tuple[tuple[Rule, Crossed], ...]:
-    """Return the rules that some pair of mesh and flags breaks, with their verdicts."""
-    asked = [(rule, crossed(rule, meshes, flags, tally.reader)) for rule in rules]
-    return tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any())
 
 
 def _taken(array: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
