@@ -30,7 +30,8 @@ HERE, CPU = "here", "cpu"
 class DeviceSpec:
     """Specification of one device. None: unknown. Every rate is for one device and one direction.
 
-    peaks: dense peak FLOP/s by precision. measured_flops: FLOP/s of the fastest measured bf16 matmul.
+    peaks: dense peak FLOP/s by precision. measured_flops: FLOP/s of the fastest measured bf16 matmul; the lowest of
+    several sources, of which measured_most_flops is the highest: they differ by software, and by clock and power.
     scale_up_bytes_per_s: rate of the fast links (such as NVLink) within a domain of `scale_up_domain` devices.
     nic_bytes_per_s: the device's share of the network between nodes. host_bytes_per_s: the link to host memory.
     host_memory_bytes: the device's share of host memory. sources: origin of each number: D data sheet, S published
@@ -50,6 +51,7 @@ class DeviceSpec:
     host_memory_bytes: float | None = None
     watts: float | None = None
     measured_flops: float | None = None
+    measured_most_flops: float | None = None
     aliases: tuple[str, ...] = ()
     torch_names: tuple[str, ...] = ()
     sources: str = ""
@@ -129,6 +131,7 @@ _NUMBERS: dict[str, tuple[str, float, Callable[[str], float], str]] = {
     "host_memory_gib": ("host_memory_bytes", 2**30, units.parse_bytes, "128GiB"),
     "watts": ("watts", 1, lambda text: float(text.removesuffix("W")), "300W"),
     "measured_tflops": ("measured_flops", 1e12, units.parse_flops, "90TFLOPS"),
+    "measured_most_tflops": ("measured_most_flops", 1e12, units.parse_flops, "95TFLOPS"),
 }
 #: Field of a device's description in text -> key of a device file.
 _FIELDS = {
@@ -498,6 +501,8 @@ def _device_of(value: object, described: Mapping[str, str] | None = None) -> Dev
     changed = _changed(base, table, described)
     if "watts" in table and "measured_tflops" not in table:
         changed = capped(changed, base.watts)
+    if "measured_tflops" in table and "measured_most_tflops" not in table:
+        changed = replace(changed, measured_most_flops=None)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: differs from the known device
 
 
@@ -510,7 +515,9 @@ def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
     """
     if not rated_watts or not spec.watts or not spec.measured_flops or spec.watts >= rated_watts:
         return spec
-    return replace(spec, measured_flops=spec.measured_flops * (spec.watts / rated_watts) ** _POWER_EXPONENT)
+    share = (spec.watts / rated_watts) ** _POWER_EXPONENT
+    most = None if spec.measured_most_flops is None else spec.measured_most_flops * share
+    return replace(spec, measured_flops=spec.measured_flops * share, measured_most_flops=most)
 
 
 def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[str, str] | None = None) -> DeviceSpec:
