@@ -105,7 +105,13 @@ class Tables:
         shipped = _shipped()
         values: dict[str, Any] = dict(shipped["common"])
         rungs = dict.fromkeys(values, "common")
-        own = _own_constants(device, shipped["devices"]) if tier == "tables" else {}
+        own: dict[str, float] = {}
+        if tier == "tables":
+            listed: dict[str, float] = shipped["devices"].get(_base_name(device), {})
+            own = {name: value for name, value in listed.items() if name not in _HARDWARE}
+            peak = device.peak_flops("bf16") or device.peak_flops("fp16")
+            if device.measured_flops is not None and peak:
+                own.setdefault("gemm_ceiling", device.measured_flops / peak)
         values |= own
         rungs |= dict.fromkeys(own, "table")
         known = {each.name for each in fields(cls)} - {"rungs", "flops", "learned", "slowdown"}
@@ -137,14 +143,6 @@ def generation(device: str) -> str:
 
 def _base_name(device: DeviceSpec) -> str:
     return "cpu" if device.is_cpu else device.name.rstrip("*")  # a known device with some changed numbers
-
-
-def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    own = {name: value for name, value in tables.get(_base_name(device), {}).items() if name not in _HARDWARE}
-    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
-    if device.measured_flops is not None and peak:
-        own.setdefault("gemm_ceiling", device.measured_flops / peak)
-    return own
 
 
 def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

@@ -118,24 +118,19 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]
     policies = {name: columns.with_arrays(recompute=code, recompute_share=share) for name, code in codes.items()}
     bytes_of = {name: layer_bytes(job, one).kept for name, one in policies.items()}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
-    kept, seconds = _by_worth(_heavy(job, columns), costs)
     beside = costs.memory_f + _summed_again(columns, costs) + _experts_again(job, columns, costs)
-    for dropped in range(len(kept)):
-        again = sum(seconds[:dropped], beside)
-        found.append(RecomputeOption(bytes_of["full"] + sum(kept[dropped:]), again))
+    if heavy := _heavy(job, columns):
+        rows = len(columns)
+        seconds = np.stack([each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy])
+        worth, kept = (
+            np.stack([np.broadcast_to(getattr(each, name), rows) for each in heavy]) for name in ("worth", "kept")
+        )
+        order = np.argsort(worth, axis=0, kind="stable")  # by increasing time saved per byte
+        kept, seconds = (list(np.take_along_axis(each, order, axis=0)) for each in (kept, seconds))
+        for dropped in range(len(heavy)):
+            again = sum(seconds[:dropped], beside)
+            found.append(RecomputeOption(bytes_of["full"] + sum(kept[dropped:]), again))
     return [*found, RecomputeOption(bytes_of["full"], replay_s(job, columns, costs)["full"])]
-
-
-def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[Array]]:
-    """Return bytes and time (s) of a layer's heavy operations, sorted per plan by increasing time saved per byte."""
-    if not heavy:
-        return [], []
-    each_s = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
-    rows = len(each_s[0])
-    worth = np.stack([np.broadcast_to(each.worth, rows) for each in heavy])
-    order = np.argsort(worth, axis=0, kind="stable")
-    kept = np.stack([np.broadcast_to(each.kept, rows) for each in heavy])
-    return list(np.take_along_axis(kept, order, axis=0)), list(np.take_along_axis(np.stack(each_s), order, axis=0))
 
 
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
