@@ -143,7 +143,7 @@ def _load(arguments: list[str] | None) -> RunConfig:
     path = Path(given.pop(0)) if given and "=" not in given[0] else None
     config = load_config(path, given).config
     config = resolved_config(config, run_folder(config))
-    download_all(config, print_line)
+    download_all(config, print_line, weights=False)
     return config
 
 

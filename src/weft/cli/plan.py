@@ -344,7 +344,8 @@ def _task_of(file: str) -> Task | None:
     from weft.train.tasks.registry import find_task
 
     config = resolved_config(config, run_folder(config))
-    download_all(config, print_line, to_plan=True)
+    # Planning a text decoder reads no data.
+    download_all(config, print_line, weights=False, data=config.task.name is not None)
     return find_task(config)
 
 
