@@ -313,7 +313,8 @@ def _of_kind(job: Job, columns: Columns, tables: Tables, device_bytes: int) -> d
     on_host = host_shares(job, states.rows, places[0][0]) if is_offloaded(columns) else None
     found: list[dict[str, Array]] = []
     for start in range(0, max(1, len(columns)), _AT_ONCE):
-        part = _Rows(*(each[start : start + _AT_ONCE] for each in rows))
+        some = slice(start, start + _AT_ONCE)
+        part = _Rows(rows.columns[some], rows.layers[some], rows.states[some], rows.flights[some])
         classes = [_at_stage(job, part, tables, layer, each) for each in ranks]
         kept: Any = 0.0
         if on_host is not None:

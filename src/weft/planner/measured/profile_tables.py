@@ -110,7 +110,7 @@ def _launches(tables: Tables) -> float:
     spec = DecoderSpec(vocab_size=8, dim=width, num_layers=1, num_heads=heads, num_kv_heads=heads, ffn_dim=ffn,
                        max_seq_len=tokens)  # fmt: skip
     job = Job(shape=Shape.of_decoder(spec), seq_len=tokens, global_batch=1)
-    free = tables.changed(flops=dict.fromkeys(tables.flops, math.inf), memory_rate=math.inf, launch_s=1.0)
+    free = replace(tables, flops=dict.fromkeys(tables.flops, math.inf), memory_rate=math.inf, launch_s=1.0)
     costs = layer_costs(job, Columns.of([Plan(precision="fp32")], job), free, Fabric.of(free, 1))
     return float(sum(getattr(costs, f"{part}_{side}")[0] for part in ("gemm", "attn", "memory") for side in "fb"))
 
