@@ -140,7 +140,7 @@ def test_fine_tuning_rows_are_scored_or_rejected_with_a_reason(tmp_path):
 
 def test_a_known_source_states_rank_and_loss_of_its_adapters():
     row = {
-        "id": "q-1", "source": "QwenLM/Qwen README.md @2df8e8a", "model": "Qwen-7B", "gpu": "a100-80gb-sxm", "gpus": "1",
+        "id": "q-1", "source": "QwenLM/Qwen README.md", "model": "Qwen-7B", "gpu": "a100-80gb-sxm", "gpus": "1",
         "quantization": "", "precision": "bf16", "micro_batch": "1", "grad_accum": "8", "seq_len": "512",
     }  # fmt: skip
     plain, packed = (
