@@ -166,19 +166,19 @@ def pareto(found: Answer[Candidate]) -> Drawing:
         Text(_LEFT - 8, _TOP - 10, f"{question.unit}/s", 12, "end"),
     )
 
-    def place(one: Candidate) -> tuple[float, float]:
+    def position(one: Candidate) -> tuple[float, float]:
         x = _LEFT + _WIDTH * min(1.0, one.total_bytes / most_x)
         return x, bottom - _HEIGHT * one.tokens_per_s / most_y
 
     for plans, radius, colour in ((found.ranked, 3, PALETTE[5]), (found.pareto, 4, PALETTE[3])):
         for one in plans:
             speed = f"{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} {question.unit}/s"
-            drawing.add(Dot(*place(one), radius, colour, f"{one.plan}\n{speed}"))
-    drawing.add(Polyline(tuple(map(place, found.pareto)), PALETTE[3], 1.5))
-    x, y = place(found.ranked[0])
+            drawing.add(Dot(*position(one), radius, colour, f"{one.plan}\n{speed}"))
+    drawing.add(Polyline(tuple(map(position, found.pareto)), PALETTE[3], 1.5))
+    x, y = position(found.ranked[0])
     drawing.add(Text(min(x, _LEFT + _WIDTH - 10), y - 10, "best", 12, "end"))
     taken = [(x, y)]
-    for one, (x, y) in zip(found.pareto, map(place, found.pareto), strict=True):
+    for one, (x, y) in zip(found.pareto, map(position, found.pareto), strict=True):
         if all(abs(x - other) > 150 or abs(y - above) > 16 for other, above in taken):
             words = " ".join(word for word in str(one.plan).split() if word.partition("=")[0] in _AXES) or "one device"
             drawing.add(Text(x + 9, y + 4, words, 10) if x <= _LEFT + 160 else Text(x - 6, y - 6, words, 10, "end"))
