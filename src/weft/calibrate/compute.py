@@ -112,7 +112,7 @@ class Stopwatch:
     def time(self, calls: ColdCalls) -> Timing:
         """Measure `calls` in turn, repeatedly. Each call uses other buffers, so that caches stay cold.
 
-        A window's time is that of the slowest rank: if ranks share cores, the faster ranks slowed it down.
+        The slowest rank decides a window's time: if ranks share cores, the faster ranks slowed it down.
         """
         for call in calls.first(2):
             call()
