@@ -197,7 +197,7 @@ class Decoder(KeepsTies):
             )
 
     def is_tied(self) -> bool:
-        """Return True if embedding and head share one weight here. A pipeline stage may have only one of them."""
+        """Return True if embedding and head share one weight on this rank. A pipeline stage may lack one of them."""
         return self.head.weight is self.embed.weight
 
     def tie(self) -> None:

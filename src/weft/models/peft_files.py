@@ -119,7 +119,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         The same model.
 
     Raises:
-        CheckpointError: if files are missing or damaged, or if the adapter is of another model or kind.
+        CheckpointError: if files are missing or damaged, or the adapter belongs to another model or is not supported.
         ModelError: see `add_adapter`.
     """
     folder = Path(folder)
