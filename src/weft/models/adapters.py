@@ -107,7 +107,7 @@ class Adapted:
         return {f"{path}.{name}" for path, name in self.params()} | stacks | rows | saved
 
     def merge_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Merge trained rows and adapters of experts into the full weights. `tensors` (by name) is changed in place."""
+        """Add trained rows and adapters of experts to the full weights in `tensors` (by name), which it changes."""
         for path, is_transposed in self.experts.items():
             own = {end: tensors.pop(f"{path}{end}") for _, end in stack_names({path: False}, self.kind.kind)}
             tensors[path] = merge_stack(self.kind.scale, tensors[path], own, is_transposed)
@@ -309,8 +309,8 @@ def add_adapter(
     Args:
         model: any nn.Module. Its nn.Linear layers and the Conv1D layers of GPT-2 in transformers can have an adapter.
         rank: rows of A and columns of B.
-        alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora. None: twice
-            the rank.
+        alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora. None for
+            twice the rank.
         targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*". `*` matches
             any text. (): all linear layers except the output layer and routers. A pattern that ends in the names of a
             module and a parameter, such as "experts.down_proj", adapts stacked experts.

@@ -106,7 +106,7 @@ def document_attention(
         k_BKTC: keys; K divides H.
         v_BKTC: values.
         starts_BM: start positions from `find_starts`, or None if unknown.
-        ids_BT: document ids; tokens of one id form one document. None: computed from starts_BM when needed.
+        ids_BT: document ids; tokens of one id form one document. If None, computed from starts_BM when needed.
         window: number of tokens that each token attends to, including itself; None: all.
     """
     given = (q_BHTC, k_BKTC, v_BKTC)

@@ -122,8 +122,8 @@ class Decoder(KeepsTies):
                 cache).
             document_ids_BT: attention stays within tokens of one id; None: each row is one document.
             cache: keys and values of earlier tokens; the new ones are appended.
-            document_starts_BM: start positions of the documents of document_ids, each row padded with T. None: computed
-                from the ids on a CPU.
+            document_starts_BM: start positions of the documents of document_ids, each row padded with T. If None, they
+                are computed from the ids on a CPU.
             features_ND: feature rows that replace tokens, such as rows of images.
             feature_index_BT: index of the feature row that replaces each token; -1 keeps the token.
 

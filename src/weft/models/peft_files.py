@@ -39,7 +39,7 @@ def save_adapter(
     Args:
         model: a model with an adapter.
         folder: created if missing. Existing adapter files are replaced.
-        tensors: full tensors by the model's names, as returned by `run.full_state_dict(model)`. None: the model's own.
+        tensors: full tensors by the model's names, as returned by `run.full_state_dict(model)`. None for its own.
         base: name or folder of the model without the adapter, stored for readers of the files.
 
     Raises:

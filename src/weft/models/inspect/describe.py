@@ -143,7 +143,7 @@ class Layers:
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """Record the calls of the layers inside the context."""
+        """Trace the layers that run inside the context. A layer that is identical to a traced one is not run again."""
         own = {path: vars(block).get("forward") for path, block in self.blocks.items()}
         numbers = _own_numbers(self.blocks)
         for path, block in self.blocks.items():

@@ -369,7 +369,7 @@ class CallOrder:
         return [next(ordered) if site.module in self._first else site for site in sites]
 
     def positions(self, site: Site, units: list[Site]) -> list[int]:
-        """Return the number of blocks that ran before each call of a module, without duplicates."""
+        """Return the number of blocks that ran before each call to a module, without duplicates."""
         modules = {unit.module for unit in units}
         seen: set[nn.Module] = set()
         found: dict[int, None] = {}

@@ -353,7 +353,7 @@ class FlowStep:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def _is_part(self, size: Any) -> bool:
-        """Return True if a rank gets its own number of features in place of `size`."""
+        """Return True if a rank uses its own number of features instead of `size`."""
         written = self.flow.written[-1] if self.flow.written else None
         return (
             self.flow.trusted > 0

@@ -1,8 +1,8 @@
 """Find modules that mix tokens of a sequence, from their classes and from one forward on small inputs.
 
 Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside modules that
-get all of them. `find_regions` runs the model once and follows the tokens from where they are sharded to where they are
-gathered. It accepts the operations in `token_rules.py` and rejects every other operation by name.
+get all of them. `find_regions` runs the model once and follows the tokens from the scatter to the gather. It accepts
+the operations in `token_rules.py` and rejects every other operation by name.
 """
 
 from __future__ import annotations

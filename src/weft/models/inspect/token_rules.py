@@ -111,7 +111,7 @@ class TokenStep:
 
     @property
     def _source(self) -> tuple[torch.Tensor, TokenDim]:
-        """Return the first argument and its token dim. Raise TokensMixed if it has none or another argument has one."""
+        """Return the first argument and its token dim. Raise TokensMixed unless it is the only argument with tokens."""
         tensor = self.args[0]
         mark = self.of(tensor) if isinstance(tensor, torch.Tensor) else None
         if mark is None or any(self.of(leaf) is not None for leaf in tree_leaves((self.args[1:], self.kwargs))):

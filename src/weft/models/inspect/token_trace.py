@@ -195,7 +195,7 @@ class TokenTrace:
         self.marks, self._owners = TensorMarks(), Owners()
 
     def trace(self, example: Any, training: bool) -> None:
-        """Trace one call of the model."""
+        """Trace one forward of the model."""
         handles: list[RemovableHandle] = []
         for path, module in named_modules(self._model):
             handles.append(module.register_forward_pre_hook(self._unseen(self._enter(path)), with_kwargs=True))
