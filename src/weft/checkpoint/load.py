@@ -150,7 +150,7 @@ class Checkpoint:
         return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
-        """Return one rank's tensors of a group that has separate tensors per rank, by name; {} if there are none."""
+        """Return one rank's tensors of a group that has separate tensors per rank, by name; {} if it has nothing."""
         if group in self._manifest.tensors:  # a checkpoint that one rank wrote
             return self.tensors(group)
         file = shard_name(group, rank)

@@ -29,6 +29,7 @@ def prune_checkpoints(
     a crash leaves no partly deleted checkpoint.
 
     Args:
+        root: folder of the run's checkpoints.
         keep: number of intact checkpoints to keep, at least 1.
         best_step: a step to keep, or None.
         spared: other steps to keep.

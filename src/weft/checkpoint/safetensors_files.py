@@ -373,7 +373,7 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 
 
 def open_tensors(path: Location, framework: str = "pt") -> Any:
-    """Return a handle like that of `safetensors.safe_open`. A local file is memory-mapped; an object is read by ranges.
+    """Return an open file with the methods of `safe_open`. A local file is memory-mapped; an object is read by ranges.
 
     Raises CheckpointError if the file is not in the format.
     """

@@ -54,7 +54,7 @@ _STATES = "weft"
 
 
 class PlannedTrainer(transformers.Trainer):
-    """transformers' Trainer under a plan. Loss, weights and metrics equal those of the same trainer on one device.
+    """transformers' Trainer under a plan. It gives the loss, weights and metrics of the same trainer on one device.
 
     One device has a batch size of `per_device_train_batch_size` times the data ranks. Evaluation has the same batches
     for any number of ranks.
@@ -98,7 +98,7 @@ class PlannedTrainer(transformers.Trainer):
 
     @property
     def uses_model_loss(self) -> bool:
-        """True if the loss is the model's own, in one call of the model. TRL's SFTTrainer adds only metrics to it."""
+        """True if the loss is the model's own, in one call to the model. TRL's SFTTrainer adds only metrics to it."""
         kind = type(self)
         is_own = kind.compute_loss is transformers.Trainer.compute_loss
         return (is_own and kind.prediction_step is PlannedTrainer.prediction_step) or self._adds_metrics()

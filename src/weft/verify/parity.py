@@ -212,7 +212,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float
 
 
 def train_cases(plan_text: str, cases: Mapping[str, Case]) -> dict[str, ParityResult]:
-    """Train each case with `train_case`, and return results by name: one call of the ranks for many cases."""
+    """Train each case with `train_case`, so that one call to the ranks trains many cases. Return results by name."""
     return {name: train_case(plan_text, case) for name, case in cases.items()}
 
 

@@ -189,7 +189,7 @@ class Subject:
     Attributes:
         source: the user's text: a model name, a path, or package.module:function.
         kind: "decoder", "task", "hf" or "function".
-        shape: shape of the decoder, if it is known.
+        shape: shape of the decoder; None for models without one.
         plan, layout: plan and layout of the config file, if there is one.
         config: a task's config.
         folder: a task's run folder with prepared data.

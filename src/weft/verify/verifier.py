@@ -408,7 +408,7 @@ class _Answer:
 
 
 def check_subject(subject: Subject, plan: Plan) -> None:
-    """Raise PlanError with all rules that the plan breaks for this model and these sizes."""
+    """Raise PlanError if the plan breaks rules for this model and these sizes. The message lists all of them."""
     check_plan(plan, subject.facts(plan.world_size))
 
 
