@@ -176,7 +176,7 @@ class CopyFiles:
     """Files on several servers, with the API of fsspec's file systems. Arguments as of `copies_at`.
 
     Names are keys such as "run/step_00000012/COMMIT". Folders are the prefixes of names. Writing raises OSError if a
-    server that stores the file is lost. Other methods use the servers that respond.
+    server that stores the file is lost, and reading if no other server has the file. Other methods ignore lost servers.
     """
 
     def __init__(self, homes: Sequence[CopyHome], own: int):
