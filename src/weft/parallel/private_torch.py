@@ -261,7 +261,7 @@ def scaled_product(
 
 
 def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor in another shape, not as a view: in-place operations on it would fail in autograd."""
+    """Return the tensor in another shape, not as a view for autograd, so that later operations may write to it."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 

@@ -119,9 +119,9 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError if blocks are not called in sequence, or mix tokens outside the modules of `mixers_of`.
+    """Raise ModelError if a block list has no attention, or LayoutError if other code of blocks mixes tokens.
 
-    Call it with the full model: a pipeline stage cannot be traced. Raises LayoutError too, as `find_regions` does.
+    Call it with the full model: a pipeline stage cannot be traced.
     """
     blocks, mixers = repeated_blocks(model), mixers_of(model)
     chains = {layers.parent_of(path) for path in blocks}

@@ -268,7 +268,7 @@ class Drops:
 
     @property
     def num_calls(self) -> int:
-        """Maximum number of calls of a site in one forward so far, or the fixed limit under compile=on."""
+        """Maximum number of calls to a site in one forward so far, or the fixed limit under compile=on."""
         return _CALLS if self._plan.compile else max((site.most_calls for site in self.sites), default=0)
 
     def samples(self, count: int, device: torch.device) -> Tensor:
@@ -326,7 +326,7 @@ class Drops:
 
 
 class _Replay:
-    """Context of a recomputed forward, which can be entered again. draws: as in `_Forward`, at its begin."""
+    """Context of a recomputed forward, which can be entered again. draws: `_Forward.draws` when forward began."""
 
     def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
         self._drops, self._state = drops, (key, samples, draws)

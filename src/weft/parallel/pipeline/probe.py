@@ -59,7 +59,7 @@ class Probe:
         self._known: dict[Any, Returned] = {}
 
     def returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        """Return the outputs for arguments of this form. Raises ModelError if the call has lost side effects."""
+        """Return the outputs for arguments of this form. Raises ModelError for side effects that would be lost."""
         form = self.module.training, _form((args, kwargs))
         if form in self._known:
             return self._known[form]

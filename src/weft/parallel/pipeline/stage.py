@@ -124,7 +124,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """This rank's stages, ascending, placements of weights that it shares, and blocks of each pipeline stage."""
+    """This rank's stages, placements of weights that it shares, and the number of blocks of each pipeline stage."""
 
     stages: dict[int, Stage]
     placements: dict[str, Placement]

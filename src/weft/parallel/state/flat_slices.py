@@ -207,7 +207,7 @@ class PlacedPart:
     device: torch.device
 
     def positions(self, first: int, last: int) -> torch.Tensor:
-        """Return the positions in the full tensor of local elements `first` to `last` (exclusive), int64."""
+        """Return int64 positions in the full tensor, in memory order, of elements `first` to `last` (exclusive)."""
         part = self.part
         line = torch.arange(self.start + first, self.start + last, device=self.device)
         if part.rows is None:

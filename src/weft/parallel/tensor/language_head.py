@@ -2,7 +2,7 @@
 
 A head that gets the labels before the forward (`expect_labels`) returns a `HeadLoss` instead of logits. It processes
 the logits in chunks of tokens, and with a sharded vocabulary each rank computes only its own entries. Without labels it
-returns full logits, so a user's loss function works under every plan.
+returns full logits, so any loss function works under every plan.
 
 N tokens, C tokens per chunk, D features, V entries of the vocabulary of this rank.
 """

@@ -60,7 +60,7 @@ def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Styl
 
 
 def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
-    """Check that every pattern of the layout matches a module.
+    """Raise an error unless every pattern of the layout matches a module.
 
     modules: modules of the full model. A stage does not have all of them.
 
@@ -90,10 +90,7 @@ def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[
 
 
 def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int) -> list[int]:
-    """Check that tp divides every sharded dim, and return the valid values of tp, at most eight.
-
-    Raises PlanError with the valid values if tp does not divide a dim.
-    """
+    """Return the valid values of tp, at most eight. Raises PlanError, which lists them, if tp does not divide a dim."""
     problems: list[str] = []
     counts: set[tuple[int, bool]] = set()
     for path, style in styles.items():

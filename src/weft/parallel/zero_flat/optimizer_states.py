@@ -141,7 +141,7 @@ class SlotErrorFeedback:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Load residuals that any plan saved. Return messages for users if they were redistributed."""
+        """Load residuals that any plan saved. Return a log line if they were redistributed."""
         saved = replicas_in(source)
         if not saved:
             return []

@@ -24,7 +24,7 @@ from weft.private_torch import foreach_mul_, graph_task
 
 
 class UnitSettings:
-    """Settings of backward, which fully_shard stores in each unit."""
+    """Settings of fully_shard's units that change between microbatches: reduction, resharding, gradient divisor."""
 
     def __init__(self, modules: Sequence[FSDPModule]):
         self._modules = modules
