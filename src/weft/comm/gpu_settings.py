@@ -63,7 +63,7 @@ def multiply_as_planned(precision: str, device: torch.device) -> None:
     torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are set,
     because torch and its compiler raise an error if the two disagree.
 
-    Raises PlanError with tf32, for a device without TF32.
+    Raises PlanError for precision=tf32 on a device without TF32.
     """
     if precision == "tf32" and (why := _without_tf32(device)):
         raise PlanError(f"precision=tf32: {why}. Use precision=fp32.")

@@ -72,8 +72,11 @@ ROUTES = ("auto", "flat", "two_level")
 class Axis:
     """One axis of the mesh, or several joined, from the view of this rank.
 
-    `rank` is this rank's index on the axis. `ranks` are the global ranks of the group, in order of the axis. `group` is
-    torch's process group, or None if size is 1. `used` names the joined axes that have several ranks.
+    Attributes:
+        rank: this rank's index on the axis.
+        ranks: global ranks of the group, in order of the axis.
+        group: torch's process group, or None if size is 1.
+        used: names of the joined axes that have several ranks.
     """
 
     name: str

@@ -245,9 +245,13 @@ _BEAT_S = 2.0
 class Call:
     """A rendezvous round that this replica takes part in.
 
-    `members` are replica indices. `givers` are the members whose weights count. `doors` are the addresses of each
-    member's ranks. `place` is this replica's index among the members. `number` and `token` identify the resulting
-    anchor. `step` is the givers' step.
+    Attributes:
+        members: replica indices.
+        givers: the members whose weights count.
+        doors: addresses of each member's ranks.
+        place: this replica's index among the members.
+        number, token: identify the resulting anchor.
+        step: the givers' step.
     """
 
     id: int

@@ -57,7 +57,7 @@ class Coder:
         return x_RN.clone() if kept is None else x_RN + kept["residual"] * self.unit
 
     def owe(self, key: str, rest_RN: torch.Tensor) -> None:
-        """Store `rest_RN` as the residual if the step is applied. Divides it by `unit` in place."""
+        """Keep `rest_RN` as the residual if the step is applied. Divides it by `unit` in place."""
         self._next[key] = {"residual": rest_RN.div_(self.unit)}
 
     def carried(self, key: str) -> State | None:
@@ -65,7 +65,7 @@ class Coder:
         return self._kept.get(key)
 
     def carry(self, key: str, state: State) -> None:
-        """Store a state for the next step if this one is applied."""
+        """Keep a state for the next step if this one is applied."""
         self._next[key] = state
 
     @property
@@ -74,7 +74,7 @@ class Coder:
         return any(state.keys() != self._kept.get(key, {}).keys() for key, state in self._next.items())
 
     def commit(self, clip: float = 1.0, taken: torch.Tensor | None = None) -> None:
-        """Store the states of this step, which was applied.
+        """Keep the states of this step, which was applied.
 
         clip: factor by which gradients were clipped. Residuals are scaled by it too, because clipped gradient would
         otherwise return with the next step. taken: True if the step was applied, as a 0-d bool tensor, if only the
@@ -178,7 +178,7 @@ class Coders:
             coder.unit = unit
 
     def commit(self, clip: float = 1.0) -> None:
-        """Store the states of this step, which was applied unless `taken` is False."""
+        """Keep the states of this step, which was applied unless `taken` is False."""
         taken, self.taken = self.taken, None
         self.turn += 1
         self.owed.clear()
