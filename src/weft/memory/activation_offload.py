@@ -339,7 +339,7 @@ class _Leave:
 def offload_activations(
     blocks: Sequence[tuple[str, nn.Module]], share: float, host: Host, least_bytes: int | None = None
 ) -> Activations:
-    """Offload the activations of the first blocks to the host: about `share` of the blocks, at least one.
+    """Make the first blocks move their activations to the host: about `share` of the blocks, at least one.
 
     Args:
         blocks: names and modules in forward order. The first ones wait longest for their backward.

@@ -215,7 +215,7 @@ class Recompute:
             self._choose({path: trace.named(self.policy)})
             return block.forward(*args, **kwargs)
         if not self._watched and any(path == call.path for call in self._calls):
-            # The blocks are not called by the model's forward, so bytes kept outside them are not measured.
+            # The blocks are not called by the model's forward, so bytes saved outside them are not measured.
             self._choose_by_budget()
             return block.forward(*args, **kwargs)
         call = _Call(path, trace)
