@@ -38,7 +38,7 @@ def test_device_table_is_complete_and_plausible():
         top = spec.peak_flops("bf16") or spec.peak_flops("fp16")
         assert top is not None
         assert spec.measured_flops is None or 0.4 * top < spec.measured_flops < top
-        assert spec.measured_most_flops is None or spec.measured_flops < spec.measured_most_flops < top
+        assert 1 <= spec.measured_spread < 1.2
 
 
 def test_chosen_rows_of_the_device_table():
@@ -156,11 +156,6 @@ def test_power_cap_reduces_the_measured_rate():
     assert ClusterSpec.from_mapping(table).device.measured_flops == 700e12
     more = ClusterSpec.from_mapping({"devices_per_node": 8, "device": {"like": "h100", "watts": 800}})
     assert more.device.measured_flops == full
-    table["device"] = {"like": "mi300x", "watts": 600}
-    low = ClusterSpec.from_mapping(table).device
-    assert low.measured_most_flops / low.measured_flops == pytest.approx(708 / 668)
-    table["device"]["measured_tflops"] = 500
-    assert ClusterSpec.from_mapping(table).device.measured_most_flops is None
 
 
 def test_rack_settings_are_read_and_checked():

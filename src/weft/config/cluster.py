@@ -31,13 +31,11 @@ class DeviceSpec:
     """Specification of one device. None: unknown. Every rate is for one device and one direction.
 
     Attributes:
-        peaks: dense peak FLOP/s by precision.
-        measured_flops: FLOP/s of the fastest measured bf16 matmul; the lowest of several sources.
-        measured_most_flops: the highest of the sources. They differ by software, clock and power.
+        peaks, measured_flops: dense peak FLOP/s by precision, and those of the fastest measured bf16 matmul.
+        measured_spread: highest over lowest FLOP/s of measurements, which differ by software, clock and power.
         scale_up_bytes_per_s: rate of the fast links (such as NVLink) within a domain of `scale_up_domain` devices.
         nic_bytes_per_s: the device's share of the network between nodes.
-        host_bytes_per_s: rate of the link to host memory.
-        host_memory_bytes: the device's share of host memory.
+        host_bytes_per_s, host_memory_bytes: rate of the link to host memory, and the device's share of this memory.
         sources: origin of each number: D data sheet, S published measurements, W press and web (uncertain).
     """
 
@@ -54,7 +52,7 @@ class DeviceSpec:
     host_memory_bytes: float | None = None
     watts: float | None = None
     measured_flops: float | None = None
-    measured_most_flops: float | None = None
+    measured_spread: float = 1.0
     aliases: tuple[str, ...] = ()
     torch_names: tuple[str, ...] = ()
     sources: str = ""
@@ -119,8 +117,7 @@ _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._
 #: Exponent of the clock rate as a function of the power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
 _POWER_EXPONENT = 0.85
 #: A memory size after a device name, as in "a100-40gb"; sizes are GB or GiB, so they may differ by 7 %.
-_MEMORY_SUFFIX = re.compile(r"(.+?)-?([0-9]{1,3})-?gi?b")
-_MEMORY_TOLERANCE = 0.07
+_MEMORY_SUFFIX, _MEMORY_TOLERANCE = re.compile(r"(.+?)-?([0-9]{1,3})-?gi?b"), 0.07
 #: Numbers and multiplication signs around a device name.
 _BESIDE = re.compile(r"[0-9]{1,7}")
 _BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
@@ -135,7 +132,7 @@ _NUMBERS: dict[str, tuple[str, float, Callable[[str], float], str]] = {
     "host_memory_gib": ("host_memory_bytes", 2**30, units.parse_bytes, "128GiB"),
     "watts": ("watts", 1, lambda text: float(text.removesuffix("W")), "300W"),
     "measured_tflops": ("measured_flops", 1e12, units.parse_flops, "90TFLOPS"),
-    "measured_most_tflops": ("measured_most_flops", 1e12, units.parse_flops, "95TFLOPS"),
+    "measured_spread": ("measured_spread", 1, float, "1.06"),
 }
 #: Field of a device's description in text -> key of a device file.
 _FIELDS = {
@@ -147,8 +144,7 @@ _INTEGERS = ("memory_bytes", "scale_up_domain")
 _DESCRIPTION = "npu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s"
 _COUNTS = re.compile(r"((?:[0-9]{1,7}x){0,2})(.*)", re.DOTALL)
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
-_TEXTS = ("title", "scale_up_topology", "sources", "note")
-_LISTS = ("aliases", "torch_names")
+_TEXTS, _LISTS = ("title", "scale_up_topology", "sources", "note"), ("aliases", "torch_names")
 _MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 #: Peak rates of which the description of a device needs at least one.
@@ -352,9 +348,7 @@ def _described(text: str) -> DeviceSpec:
 
 
 def described_clusters(description: str, clusters: str | None) -> str:
-    """Return a list of clusters in which the name of a described device is replaced by its description.
-
-    If `clusters` is None, the result is the description alone, a cluster of one device.
+    """Return clusters with the name of a described device replaced by its description; for None, one such device.
 
     Raises:
         ConfigError: if the description cannot be read, or no cluster uses it.
@@ -420,10 +414,7 @@ def linked(spec: DeviceSpec, count: int) -> DeviceSpec:
 
 
 def _known_device(name: str) -> DeviceSpec | None:
-    """Return the device with this name or alias, or None.
-
-    A memory size after the name ("h100-80gb") must match the device.
-    """
+    """Return the device with this name or alias, or None. A memory size in the name ("h100-80gb") must match it."""
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
     sized = _MEMORY_SUFFIX.fullmatch(wanted)
     for candidate in [wanted, *([f"{sized[1]}-{sized[2]}", sized[1]] if sized else [])]:
@@ -437,10 +428,7 @@ def _known_device(name: str) -> DeviceSpec | None:
 
 
 def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
-    """Return (nodes, devices per node) for a cluster that is given as a single count.
-
-    Raise ConfigError if more than one node is needed and the count is not a multiple of the largest node's size.
-    """
+    """Return (nodes, devices per node) for a count. Raise ConfigError if full nodes do not have that many devices."""
     most = spec.scale_up_domain
     if most <= 1 or count <= most:
         return 1, count
@@ -485,7 +473,7 @@ def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int
 
 
 def _expect_order(text: str) -> None:
-    """Raise ConfigError if a known device and its counts are in the wrong order, such as "h100x8" or "8h100"."""
+    """Raise ConfigError if a supported device and its counts are in the wrong order, such as "h100x8" or "8h100"."""
     low = text.strip().lower()
     names = [each for one in devices().values() for each in (one.name, *one.aliases)]
     for name in sorted(names, key=len, reverse=True):
@@ -514,8 +502,6 @@ def _device_of(value: object, described: Mapping[str, str] | None = None) -> Dev
     changed = _changed(base, table, described)
     if "watts" in table and "measured_tflops" not in table:
         changed = capped(changed, base.watts)
-    if "measured_tflops" in table and "measured_most_tflops" not in table:
-        changed = replace(changed, measured_most_flops=None)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: differs from the known device
 
 
@@ -528,9 +514,7 @@ def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
     """
     if not rated_watts or not spec.watts or not spec.measured_flops or spec.watts >= rated_watts:
         return spec
-    share = (spec.watts / rated_watts) ** _POWER_EXPONENT
-    most = None if spec.measured_most_flops is None else spec.measured_most_flops * share
-    return replace(spec, measured_flops=spec.measured_flops * share, measured_most_flops=most)
+    return replace(spec, measured_flops=spec.measured_flops * (spec.watts / rated_watts) ** _POWER_EXPONENT)
 
 
 def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[str, str] | None = None) -> DeviceSpec:

@@ -100,8 +100,8 @@ def band_words(one: Candidate) -> list[str]:
             f"        basis: {basis}",
         ]
     spec = one.question.cluster.device
-    if "here" not in shares and spec.measured_flops and spec.measured_most_flops:
-        least, most = spec.measured_flops / 1e12, spec.measured_most_flops / 1e12
+    if "here" not in shares and spec.measured_flops and spec.measured_spread > 1:
+        least, most = spec.measured_flops / 1e12, spec.measured_flops * spec.measured_spread / 1e12
         lines.append(f"        matrix products reach {least:.0f} to {most:.0f} TFLOP/s, by software, clock and power")
     if "here" not in shares:
         device = one.question.cluster.device.name.rstrip("*")

@@ -51,8 +51,7 @@ def _flops(question: Question, value: float) -> Question:
     factor = value * 1e12 / (spec.peak_flops("bf16") or spec.peak_flops("fp16") or 1.0)
     peaks = tuple((name, peak * factor) for name, peak in spec.peaks)
     measured = None if spec.measured_flops is None else spec.measured_flops * factor
-    changed = _changed(spec, peaks=peaks, measured_flops=measured, measured_most_flops=None)
-    return _cluster(question, device=changed)
+    return _cluster(question, device=_changed(spec, peaks=peaks, measured_flops=measured))
 
 
 def _watts(question: Question, value: float) -> Question:
