@@ -142,8 +142,7 @@ _FIELDS = {
 }  # fmt: skip
 _INTEGERS = ("memory_bytes", "scale_up_domain")
 _DESCRIPTION = "npu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s"
-_COUNTS = re.compile(r"((?:[0-9]{1,7}x){0,2})(.*)", re.DOTALL)
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_COUNTS, _NAME = re.compile(r"((?:[0-9]{1,7}x){0,2})(.*)", re.DOTALL), re.compile(r"[a-z0-9][a-z0-9._-]*")
 _TEXTS, _LISTS = ("title", "scale_up_topology", "sources", "note"), ("aliases", "torch_names")
 _MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
