@@ -40,7 +40,6 @@ class Estimates:
     memory: Mapping[str, Array]
     usable_bytes: float
     tokens: float
-    world_size: NDArray[np.int64]
     memory_spread: float
     host_bytes: Array
     host_limit: float
@@ -107,7 +106,6 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
         memory={name: memory[name] for name in CLASSES},
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.tokens),
-        world_size=columns.world_size,
         memory_spread=shipped().memory.spread if on_host else memory_error_scale(job, cluster),
         host_bytes=memory["host"],
         host_limit=math.inf if on_host or not device.memory_bytes else device.pinnable_bytes,

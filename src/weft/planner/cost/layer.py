@@ -433,7 +433,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
         head_tp=head[2],
         embed=ends.embed,
         embed_tp=np.where(
-            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, columns.tp_stride), 0.0
+            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, columns.stride("tp")), 0.0
         ),
     )
 
@@ -448,7 +448,7 @@ def _head(
     gemm = gemm_s(tables, m, n, k, 1.0, peak, widths=(vocab, h)).sum(axis=0)
     fused = job.stack.fused | columns.compile
     memory = bytes_s(tables, tokens * vocab * np.where(fused, 20.0, 48.0))
-    stride = columns.tp_stride
+    stride = columns.stride("tp")
     wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, stride)
     comm = np.where(t > 1, 3 * fabric.ring_s("all_reduce", tokens * 4, t, stride) + wide, 0.0)
     return gemm, memory, comm
@@ -468,7 +468,7 @@ def _tp(
     Args:
         tokens: tokens of a microbatch, times the bytes of an element relative to a half-precision format.
     """
-    t, stride = columns.tp.astype(np.float64), columns.tp_stride
+    t, stride = columns.tp.astype(np.float64), columns.stride("tp")
     size = tokens * job.shape.hidden * 2.0
     whole = fabric.ring_s("all_reduce", size, t, stride)
     gather = fabric.ring_s("all_gather", size, t, stride)

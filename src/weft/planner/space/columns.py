@@ -243,11 +243,6 @@ class Columns:
             found[rows] = self._inside(ORDERS[code], axis, rows)
         return found
 
-    @property
-    def tp_stride(self) -> Ints:
-        """Distance in ranks between neighbors on tp."""
-        return self.stride("tp")
-
     def _inside(self, order: tuple[str, ...], axis: str, rows: Any) -> Ints:
         found: Ints = np.ones_like(np.asarray(self.tp[rows]))
         for name in order[order.index(axis) + 1 :]:
