@@ -43,7 +43,6 @@ def estimate(job, cluster, columns, tables) -> Round:
         memory=memory,
         usable_bytes=80 * GIB,
         tokens=float(job.global_batch * job.seq_len),
-        world_size=columns.world_size,
         memory_spread=0.05,
         host_bytes=np.zeros(len(columns)),
         host_limit=np.inf,

@@ -38,6 +38,7 @@ def test_device_table_is_complete_and_plausible():
         top = spec.peak_flops("bf16") or spec.peak_flops("fp16")
         assert top is not None
         assert spec.measured_flops is None or 0.4 * top < spec.measured_flops < top
+        assert 1 <= spec.measured_spread < 1.2
 
 
 def test_chosen_rows_of_the_device_table():

@@ -37,6 +37,8 @@ _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "Gb": 1e9}
 _SPEEDS = ("samples/s", "samples/s of the job", "tokens/s (total)", "tokens/s", 'tokens/sec (column "Tokens/sec *")')
 #: Rank of an adapter whose row states none.
 _RANK = 8
+#: Peak bytes per logit of a loss on half-precision logits without autocast: log-softmax, its gradient, the logits'.
+_HALF_LOSS = 6.0
 #: Ratio of reserved to allocated bytes, for memory that is allocated and freed within a step, if lengths vary.
 _VARIED_RESERVE = 1.8
 
@@ -137,7 +139,7 @@ def finetune_run(name: str, row: Row) -> FinetuneRun:
 
 
 def _adapter(shape: Shape, row: Row, base: str) -> AdapterSize:
-    rank = int(number(row, "lora_r") or _RANK)
+    rank = int(number(row, "lora_r") or known_facts(row.get("source", "")).get("lora_r", _RANK))
     fused = "torchtune" not in row.get("source", "").lower()  # which unpacks by eager kernels, as Weft does
     if shape.moe_layers:  # adapters on attention alone
         if base != "stored":
@@ -162,7 +164,10 @@ def _stack(row: Row) -> Stack:
     values |= {"loss_bytes": 13.0, "host_ops": 4.0, "fused_norm": fused}
     if row["method"] == "full":
         values |= {"main_bytes": 4.0, "master": False, "step_bytes": 2.0}  # states in the format of the weights
-    if known_facts(row.get("source", "")).get("states") == "fp32":
+    known = known_facts(row.get("source", ""))
+    if known.get("half_loss") == row["method"]:
+        values["loss_bytes"] = _HALF_LOSS
+    if known.get("states") == "fp32":
         values |= {"main_bytes": 12.0, "master": True, "step_bytes": 4.0}
     return Stack(**values, grad_bytes=2.0, reduce_bytes=2.0)  # PEFT trains adapters in fp32
 

@@ -1,7 +1,4 @@
-"""Measured sizes of each primitive operation, timing of calls, and the operations that one rank computes.
-
-Fitted cost models interpolate between the sizes.
-"""
+"""Measured sizes of each primitive operation, timing of calls, and the operations that one rank computes."""
 
 from __future__ import annotations
 
@@ -9,9 +6,10 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,38 +25,44 @@ from weft.planner.measured import profile_tables as here
 from weft.planner.measured.machine_profile import Machine
 from weft.planner.measured.profile_tables import TINY
 
-#: Rows, columns and inner width of matmuls: each of the three varied alone, and matmuls of typical layers.
-PRODUCTS = (
-    (512, 512, 512),
-    (64, 512, 512),
-    (256, 256, 256),
-    (2048, 256, 256),
-    (512, 64, 512),
-    (512, 2048, 512),
-    (512, 512, 64),
-    (512, 512, 2048),
-    (1024, 768, 256),
-    (1024, 256, 768),
-    (256, 128, 256),
-    (256, 4096, 256),
-    (1024, 2048, 256),
-)
-#: Sequences, heads, tokens, head width.
-ATTENTION = ((4, 8, 256, 32), (1, 8, 256, 32), (2, 8, 128, 64), (1, 4, 512, 64), (1, 4, 1024, 64))
-#: Tokens and width.
-PASSES = ((16, 64), (256, 128), (512, 256), (1024, 256), (1024, 768), (2048, 1024))
-PARAMS = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
-#: Bytes between a device and its host, and parameters of an optimizer step on the host.
-TRANSFERS, HOST_PARAMS = (1 << 20, 1 << 23), (1 << 20,)
+_PRODUCTS = (
+    (512, 512, 512), (64, 512, 512), (256, 256, 256), (2048, 256, 256), (512, 64, 512), (512, 2048, 512),
+    (512, 512, 64), (512, 512, 2048), (1024, 768, 256), (1024, 256, 768), (256, 4096, 256), (1024, 2048, 256),
+)  # fmt: skip
+_LARGE_PRODUCTS = tuple((m, n, k) for m in (1024, 4096, 8192) for n, k in ((4096, 4096), (8192, 1024), (1024, 8192)))
+_ATTENTION = ((4, 8, 256, 32), (1, 8, 256, 32), (2, 8, 128, 64), (1, 4, 512, 64), (1, 4, 1024, 64))
+_LARGE_ATTENTION = ((1, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128), (2, 16, 2048, 64))
+#: Operations (`PROBES`) and their sizes by chapter, most valuable first. `planner/measured/profile_tables.py` reads
+#: each of them. GPUs need larger sizes, because small kernels do not fill them.
+POINTS: dict[str, dict[str, tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...]], ...]]] = {
+    "cpu": {
+        "products": ((("linear_f", "linear_dx", "linear_dw"), _PRODUCTS),),
+        "attention": ((("attention_f", "attention_b"), _ATTENTION),),
+        "passes": (
+            (
+                ("norm_f", "norm_b", "rope_f", "rope_b", "swiglu_f", "swiglu_b", "add", "copy"),
+                ((512, 256), (1024, 256), (1024, 768), (2048, 1024)),
+            ),
+            (("block_f", "block_b"), (TINY[:2],)),
+        ),
+        "optimizer": ((("adamw",), ((1 << 22,),)),),
+        "transfers": ((("to_host", "to_device"), ((1 << 23,),)), (("host_adamw",), ((1 << 20,),))),
+        "products in bf16": ((("linear_f",), _PRODUCTS),),
+    },
+    "cuda": {
+        "products": ((("linear_f",), _LARGE_PRODUCTS),),
+        "passes": ((("copy",), ((8192, 8192),)), (("add",), ((16, 64),))),
+        "optimizer": ((("adamw",), ((1 << 27,),)),),
+        "transfers": ((("to_host", "to_device"), ((1 << 28,),)), (("host_adamw",), ((1 << 25,),))),
+        "kernels in bf16": (
+            (("linear_f",), _LARGE_PRODUCTS),
+            (("attention_f", "attention_b"), _LARGE_ATTENTION),
+            (("copy",), ((8192, 8192),)),
+        ),
+    },
+}
 #: Bytes of a collective: the full buffer, before it is sharded.
-MESSAGES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-#: Larger sizes for GPUs, which small matmuls do not fill.
-LARGE_PRODUCTS = tuple((m, n, k) for m in (1024, 4096, 8192) for n, k in ((4096, 4096), (8192, 1024), (1024, 8192)))
-LARGE_ATTENTION = ((1, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128), (2, 16, 2048, 64))
-LARGE_PASSES = ((4096, 4096), (8192, 8192))
-LARGE_PARAMS = (1 << 22, 1 << 27)
-LARGE_TRANSFERS, LARGE_HOST_PARAMS = (1 << 20, 1 << 26, 1 << 28), (1 << 25,)
-LARGE_MESSAGES = (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28)
+MESSAGES = {"cpu": (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 23), "cuda": (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28)}
 
 
 # Time (s) of one call, measured in windows of many calls while the other ranks run the same work.
@@ -68,10 +72,12 @@ Call = Callable[[], object]
 #: load.
 WINDOWS = 4
 _MOST_CALLS = 10_000
+#: Minimum total bytes of all buffers of a measured call: about the memory that a step touches between two uses of a
+#: tensor.
+_COLD_BYTES, _MOST_COPIES = 64 * 2**20, 64
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """Time of one call. seconds: time in the median window. spread: relative excess over the fastest window."""
 
     seconds: float
@@ -81,11 +87,12 @@ class Timing:
 class ColdCalls:
     """Calls of one operation, each on its own buffers, so that caches are cold when timed.
 
-    Buffers are allocated on first use. most: maximum number of buffers.
+    Buffers are allocated on first use: at most as many as are needed to exceed the caches.
     """
 
-    def __init__(self, make: Callable[[], Call], most: int):
-        self._make, self._most = make, most
+    def __init__(self, make: Callable[[], Call], num_bytes: int):
+        """Create no call yet. num_bytes: bytes of the buffers of one call."""
+        self._make, self._most = make, max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes)))
         self._made: list[Call] = []
 
     def first(self, count: int) -> Sequence[Call]:
@@ -103,43 +110,49 @@ class Stopwatch:
     window_s: float
 
     def time(self, calls: ColdCalls) -> Timing:
-        """Measure `calls` in turn, repeatedly. Each call uses other buffers, so that caches stay cold."""
+        """Measure `calls` in turn, repeatedly. Each call uses other buffers, so that caches stay cold.
+
+        The slowest rank decides a window's time: if ranks share cores, the faster ranks slowed it down.
+        """
         for call in calls.first(2):
             call()
         count = self._count(calls.first(1)[0])
         # Windows are short, so the next window continues with the calls after the last one of this window.
         turns = itertools.cycle(calls.first(WINDOWS * count))
-        return _median([self._window(turns, count) for _ in range(WINDOWS)])
+
+        def window() -> float:
+            self._start()
+            start = time.perf_counter()
+            for call in itertools.islice(turns, count):
+                call()
+            self._finalize()
+            return self._joined((time.perf_counter() - start) / count, "max")
+
+        return _median([window() for _ in range(WINDOWS)])
 
     def time_after(self, work: Call, call: Call) -> Timing:
         """Measure `call` after `work`, as a collective follows compute. The time includes waiting for other ranks."""
         work()
         call()
         count = self._count(lambda: (work(), call()))
-        return _median([self._windows_after(work, call, count) for _ in range(WINDOWS)])
 
-    def _window(self, turns: Iterator[Call], count: int) -> float:
-        """Return the time (s) of a call on the slowest rank: if ranks share cores, the faster ranks slowed it down."""
+        def window() -> float:
+            self._start()
+            spent = 0.0
+            for _ in range(count):
+                work()
+                self._finalize()
+                start = time.perf_counter()
+                call()
+                self._finalize()
+                spent += time.perf_counter() - start
+            return self._joined(spent / count, "sum") / self.axis.size
+
+        return _median([window() for _ in range(WINDOWS)])
+
+    def _start(self) -> None:
         self._finalize()
         barrier(self.axis)
-        start = time.perf_counter()
-        for call in itertools.islice(turns, count):
-            call()
-        self._finalize()
-        return self._joined((time.perf_counter() - start) / count, "max")
-
-    def _windows_after(self, work: Call, call: Call, count: int) -> float:
-        self._finalize()
-        barrier(self.axis)
-        spent = 0.0
-        for _ in range(count):
-            work()
-            self._finalize()
-            start = time.perf_counter()
-            call()
-            self._finalize()
-            spent += time.perf_counter() - start
-        return self._joined(spent / count, "sum") / self.axis.size
 
     def _joined(self, seconds: float, op: str) -> float:
         return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), self.axis, op))
@@ -185,9 +198,6 @@ def this_machine(kind: str = "auto") -> Machine:
 
 # Operations that one rank computes: matmuls, attention, element-wise kernels, the optimizer's step, transfers.
 
-#: Minimum total bytes of all buffers of a measured call: about the memory that a step touches between two uses of a
-#: tensor.
-_COLD_BYTES, _MOST_COPIES = 64 * 2**20, 64
 #: Number of random values that are repeated to fill test tensors, because drawing all values would take longer than
 #: timing.
 _DRAWN = 2**18
@@ -212,11 +222,6 @@ def _random_tensor(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(_DRAWN, device=device, dtype=dtype)
 
 
-def copies(make: Callable[[], Call], num_bytes: int) -> ColdCalls:
-    """Return as many copies of a measured call, each on separate buffers, as are needed to keep caches cold."""
-    return ColdCalls(make, max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes))))
-
-
 def _backward(output: Tensor, *inputs: Tensor) -> Call:
     grad = torch.randn_like(output) if output.dim() else torch.ones_like(output)
     return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
@@ -237,21 +242,16 @@ def linear_dw(place: TensorPlacement, m: int, n: int, k: int) -> Call:
     return lambda: grad.t() @ x
 
 
-def _attention(place: TensorPlacement, b: int, h: int, s: int, c: int, trained: bool) -> tuple[Tensor, list[Tensor]]:
-    # Heads are adjacent in memory, as in the model.
-    inputs = [place.normal(b, s, h, c, trained=trained) for _ in range(3)]
-    q, k, v = (x.transpose(1, 2) for x in inputs)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs
-
-
 def attention_f(place: TensorPlacement, b: int, h: int, s: int, c: int) -> Call:
+    # Heads are adjacent in memory, as in the model.
     q, k, v = (place.normal(b, s, h, c).transpose(1, 2) for _ in range(3))
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def attention_b(place: TensorPlacement, b: int, h: int, s: int, c: int) -> Call:
-    output, inputs = _attention(place, b, h, s, c, trained=True)
-    return _backward(output, *inputs)
+    inputs = [place.normal(b, s, h, c, trained=True) for _ in range(3)]
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    return _backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), *inputs)
 
 
 def norm_f(place: TensorPlacement, t: int, d: int) -> Call:
@@ -264,19 +264,19 @@ def norm_b(place: TensorPlacement, t: int, d: int) -> Call:
     return _backward(F.rms_norm(x, (d,), weight, 1e-5), x, weight)
 
 
-def _turned(place: TensorPlacement, t: int, d: int, trained: bool) -> tuple[Callable[[], Tensor], Tensor]:
+def _turned(place: TensorPlacement, t: int, d: int) -> tuple[Callable[[], Tensor], Tensor]:
     width = min(64, d)
-    x = place.normal(1, t, d // width, width, trained=trained)
+    x = place.normal(1, t, d // width, width, trained=True)
     turn = rotation(torch.arange(t, device=place.device)[None], width, 1e4, 1.0, torch.float32)
     return lambda: rotate(x, turn), x
 
 
 def rope_f(place: TensorPlacement, t: int, d: int) -> Call:
-    return _turned(place, t, d, trained=True)[0]
+    return _turned(place, t, d)[0]
 
 
 def rope_b(place: TensorPlacement, t: int, d: int) -> Call:
-    turn, x = _turned(place, t, d, trained=True)
+    turn, x = _turned(place, t, d)
     return _backward(turn(), x)
 
 
@@ -369,4 +369,4 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
 def calls_of(op: str, size: tuple[int, ...], place: TensorPlacement) -> ColdCalls:
     """Return the calls that measure an operation at one size."""
     make, values = PROBES[op]
-    return copies(lambda: make(place, *size), values(*size) * place.dtype.itemsize)
+    return ColdCalls(lambda: make(place, *size), values(*size) * place.dtype.itemsize)

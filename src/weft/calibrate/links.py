@@ -9,12 +9,12 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft import env
-from weft.calibrate.compute import WINDOWS, Stopwatch, TensorPlacement, Timing, calls_of, linear_f, this_machine
+from weft.calibrate.compute import WINDOWS, Call, Stopwatch, TensorPlacement, Timing, calls_of, linear_f, this_machine
 from weft.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from weft.comm.connect import join
 from weft.comm.mesh import Axis, build_mesh, join_ranks, leave_ranks
@@ -31,20 +31,15 @@ _BEFORE = (256, 512, 256)
 def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
     """Measure the time (s) that a collective adds after a matmul. `size`: bytes of the full buffer, before sharding."""
     work = linear_f(TensorPlacement(watch.device, torch.float32), *_BEFORE)
-    return watch.time_after(work, _collective(axis, op, size, watch.device))
-
-
-def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    shard = max(1, num_bytes // 4 // axis.size)
-    whole = torch.randn(shard * axis.size, device=device)
-    part = torch.randn(shard, device=device)
-    if op == "all_reduce":
-        return lambda: all_reduce(whole, axis, "max")  # the maximum, because sums of many calls would overflow
-    if op == "all_gather":
-        return lambda: all_gather(part, axis, out=whole)
-    if op == "reduce_scatter":
-        return lambda: reduce_scatter(whole, axis, out=part)
-    return lambda: broadcast(whole, axis)
+    shard = max(1, size // 4 // axis.size)
+    full, part = (torch.randn(count, device=watch.device) for count in (shard * axis.size, shard))
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: all_reduce(full, axis, "max"),  # the maximum, because sums of many calls would overflow
+        "all_gather": lambda: all_gather(part, axis, out=full),
+        "reduce_scatter": lambda: reduce_scatter(full, axis, out=part),
+        "broadcast": lambda: broadcast(full, axis),
+    }
+    return watch.time_after(work, calls[op])
 
 
 # One group of measurements on all connected ranks: some ranks work at the same time, the others are idle.
@@ -81,35 +76,20 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
             timing = extra_s(watch, crowd, op, *size)
         else:
             timing = watch.time(calls_of(op, size, TensorPlacement(here, DTYPES[chapter.dtype])))
-        found.append(_sample(chapter, op, size, timing))
+        sample = Measurement(op=op, size=size, seconds=timing.seconds, dtype=chapter.dtype, ranks=chapter.ranks,
+                             group=chapter.group, spread=timing.spread)  # fmt: skip
+        found.append(sample)
     return found
 
 
 def joined(ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """Return concurrent measurements of several ranks, averaged over the ranks."""
-    at_work = [each for each in ranks if each]
     samples: list[Measurement] = []
-    for alike in zip(*at_work, strict=True):
-        first = alike[0]
+    for alike in zip(*filter(None, ranks), strict=True):
         seconds = sum(each.seconds for each in alike) / len(alike)
         spread = max(each.spread for each in alike)
-        samples.append(
-            Measurement(op=first.op, size=first.size, seconds=float(f"{seconds:.4g}"), dtype=first.dtype,
-                        ranks=first.ranks, group=first.group, spread=round(spread, 3))
-        )  # fmt: skip
+        samples.append(replace(alike[0], seconds=float(f"{seconds:.4g}"), spread=round(spread, 3)))
     return samples
-
-
-def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) -> Measurement:
-    return Measurement(
-        op=op,
-        size=size,
-        seconds=timing.seconds,
-        dtype=chapter.dtype,
-        ranks=chapter.ranks,
-        group=chapter.group,
-        spread=timing.spread,
-    )
 
 
 # `weft calibrate --hosts`: time of collectives over each transport, within hosts and between them, by size.

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from weft.calibrate import compute as sizes
-from weft.calibrate.compute import WINDOWS, this_machine
+from weft.calibrate.compute import MESSAGES, POINTS, WINDOWS, this_machine
 from weft.calibrate.links import COLLECTIVES, DTYPES, Chapter, joined, measure
 from weft.errors import ConfigError
 from weft.planner.measured.machine_profile import Machine, Measurement, Profile
-from weft.planner.measured.profile_tables import TINY
 from weft.units import counted
 from weft.verify.rank_pool import RankPool
 
@@ -95,12 +93,14 @@ def typical(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
     for sample in samples:
         key = (sample.op, sample.size, sample.dtype, sample.ranks, sample.group)
         alike.setdefault(key, []).append(sample)
-    return tuple(_median(each) for each in alike.values())
-
-
-def _median(alike: Sequence[Measurement]) -> Measurement:
-    seconds = statistics.median(each.seconds for each in alike)
-    return replace(alike[0], seconds=float(f"{seconds:.4g}"), spread=max(each.spread for each in alike))
+    return tuple(
+        replace(
+            each[0],
+            seconds=float(f"{statistics.median(one.seconds for one in each):.4g}"),
+            spread=max(one.spread for one in each),
+        )
+        for each in alike.values()
+    )
 
 
 def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
@@ -122,40 +122,21 @@ def _dtypes(names: Sequence[str]) -> Sequence[str]:
 
 
 def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
-    """Return the groups of measurements, most valuable first."""
-    large = machine.kind == "cuda"
-    products = sizes.LARGE_PRODUCTS if large else sizes.PRODUCTS
-    passes = (*sizes.PASSES, *sizes.LARGE_PASSES) if large else sizes.PASSES
-    attention = sizes.LARGE_ATTENTION if large else sizes.ATTENTION
-    params = (*sizes.PARAMS[:2], *sizes.LARGE_PARAMS) if large else sizes.PARAMS
-    messages = sizes.LARGE_MESSAGES if large else sizes.MESSAGES
-    transfers, stepped = (
-        (sizes.LARGE_TRANSFERS, sizes.LARGE_HOST_PARAMS) if large else (sizes.TRANSFERS, sizes.HOST_PARAMS)
-    )
-    compute = {
-        "products": _points(("linear_f", "linear_dx", "linear_dw"), products),
-        "attention": _points(("attention_f", "attention_b"), attention),
-        "passes": _points(("norm_f", "norm_b", "rope_f", "rope_b", "swiglu_f", "swiglu_b", "add", "copy"), passes)
-        + _points(("block_f", "block_b"), [TINY[:2]]),
-        "optimizer": _points(("adamw",), [(size,) for size in params]),
-        "transfers": _points(("to_host", "to_device"), [(size,) for size in transfers])
-        + _points(("host_adamw",), [(size,) for size in stepped]),
+    """Return the groups of measurements, most valuable first. On a CPU, bf16 changes only the rate of matmuls."""
+    points = {
+        name: tuple((op, size) for ops, found in parts for op in ops for size in found)
+        for name, parts in POINTS[machine.kind].items()
     }
+    moved = tuple((op, (size,)) for op in COLLECTIVES for size in MESSAGES[machine.kind])
     chapters: list[Chapter] = []
-    for count in counts:
-        crowd = counted(count, "rank")
-        chapters += [Chapter(name=f"{name}, {crowd}", points=points, ranks=count) for name, points in compute.items()]
-        moved = tuple((op, (size,)) for op in COLLECTIVES for size in messages)
-        if count > 1:
-            chapters.append(Chapter(name=f"collectives of {crowd}", points=moved, ranks=count, group=count))
-    # On a CPU, bf16 changes only the rate of matmuls.
-    chapters += [
-        Chapter(name=f"{name} in bf16, {count} ranks", points=compute[name], ranks=count, dtype="bf16")
-        for count in counts
-        for name in (("products", "attention", "passes") if large else ("products",))
-    ]
+    for dtype in ("fp32", "bf16"):
+        for count in counts:
+            crowd = counted(count, "rank")
+            chapters += [
+                Chapter(name=f"{name}, {crowd}", points=each, ranks=count, dtype=dtype)
+                for name, each in points.items()
+                if name.endswith("bf16") == (dtype == "bf16")
+            ]
+            if count > 1 and dtype == "fp32":
+                chapters.append(Chapter(name=f"collectives of {crowd}", points=moved, ranks=count, group=count))
     return chapters
-
-
-def _points(ops: Sequence[str], found: Sequence[tuple[int, ...]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((op, size) for op in ops for size in found)

@@ -32,6 +32,7 @@ class DeviceSpec:
 
     Attributes:
         peaks, measured_flops: dense peak FLOP/s by precision, and those of the fastest measured bf16 matmul.
+        measured_spread: highest over lowest FLOP/s of measurements, which differ by software, clock and power.
         scale_up_bytes_per_s: rate of the fast links (such as NVLink) within a domain of `scale_up_domain` devices.
         nic_bytes_per_s: the device's share of the network between nodes.
         host_bytes_per_s, host_memory_bytes: rate of the link to host memory, and the device's share of this memory.
@@ -51,6 +52,7 @@ class DeviceSpec:
     host_memory_bytes: float | None = None
     watts: float | None = None
     measured_flops: float | None = None
+    measured_spread: float = 1.0
     aliases: tuple[str, ...] = ()
     torch_names: tuple[str, ...] = ()
     sources: str = ""
@@ -115,8 +117,7 @@ _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._
 #: Exponent of the clock rate as a function of the power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
 _POWER_EXPONENT = 0.85
 #: A memory size after a device name, as in "a100-40gb"; sizes are GB or GiB, so they may differ by 7 %.
-_MEMORY_SUFFIX = re.compile(r"(.+?)-?([0-9]{1,3})-?gi?b")
-_MEMORY_TOLERANCE = 0.07
+_MEMORY_SUFFIX, _MEMORY_TOLERANCE = re.compile(r"(.+?)-?([0-9]{1,3})-?gi?b"), 0.07
 #: Numbers and multiplication signs around a device name.
 _BESIDE = re.compile(r"[0-9]{1,7}")
 _BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
@@ -131,6 +132,7 @@ _NUMBERS: dict[str, tuple[str, float, Callable[[str], float], str]] = {
     "host_memory_gib": ("host_memory_bytes", 2**30, units.parse_bytes, "128GiB"),
     "watts": ("watts", 1, lambda text: float(text.removesuffix("W")), "300W"),
     "measured_tflops": ("measured_flops", 1e12, units.parse_flops, "90TFLOPS"),
+    "measured_spread": ("measured_spread", 1, float, "1.06"),
 }
 #: Field of a device's description in text -> key of a device file.
 _FIELDS = {
@@ -140,10 +142,8 @@ _FIELDS = {
 }  # fmt: skip
 _INTEGERS = ("memory_bytes", "scale_up_domain")
 _DESCRIPTION = "npu memory=24GiB bf16=120TFLOPS bandwidth=800GB/s"
-_COUNTS = re.compile(r"((?:[0-9]{1,7}x){0,2})(.*)", re.DOTALL)
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
-_TEXTS = ("title", "scale_up_topology", "sources", "note")
-_LISTS = ("aliases", "torch_names")
+_COUNTS, _NAME = re.compile(r"((?:[0-9]{1,7}x){0,2})(.*)", re.DOTALL), re.compile(r"[a-z0-9][a-z0-9._-]*")
+_TEXTS, _LISTS = ("title", "scale_up_topology", "sources", "note"), ("aliases", "torch_names")
 _MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 #: Peak rates of which the description of a device needs at least one.

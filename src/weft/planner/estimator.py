@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from weft.config.cluster import ClusterSpec
 from weft.planner.cost.layer import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables
-from weft.planner.cost.memory import CLASSES
-from weft.planner.cost.step import TERMS, Parts, device_parts
+from weft.planner.cost.memory import CLASSES, memory_bytes
+from weft.planner.cost.step import step_terms
 from weft.planner.space.columns import Columns, Job
 from weft.planner.uncertainty import fits_chance, memory_error_scale, shipped
 
@@ -40,7 +40,6 @@ class Estimates:
     memory: Mapping[str, Array]
     usable_bytes: float
     tokens: float
-    world_size: NDArray[np.int64]
     memory_spread: float
     host_bytes: Array
     host_limit: float
@@ -93,50 +92,39 @@ def _added(parts: Iterable[Array]) -> Array:
     return found
 
 
-def _joined(parts: Sequence[Array], num_rows: int) -> Array:
-    if not parts:
-        return np.broadcast_to(np.float64(0.0), num_rows)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
     """Predict time and memory of every plan in `columns`. Invalid plans get numbers too; prune them before the call."""
-    return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables)))
+    return replace(estimate_memory(job, cluster, columns, tables), terms=_terms(job, cluster, columns, tables))
 
 
 def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
-    """Predict the memory of every plan, without time terms if that is faster."""
-    return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
+    """Predict the memory of every plan, without time terms."""
+    device, on_host = cluster.device, cluster.device.is_cpu
+    memory = memory_bytes(job, columns, tables, 0 if on_host else device.memory_bytes)
+    return Estimates(
+        terms={},
+        memory={name: memory[name] for name in CLASSES},
+        usable_bytes=tables.memory_bytes * tables.usable,
+        tokens=float(job.tokens),
+        memory_spread=shipped().memory.spread if on_host else memory_error_scale(job, cluster),
+        host_bytes=memory["host"],
+        host_limit=math.inf if on_host or not device.memory_bytes else device.pinnable_bytes,
+    )
 
 
 def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Array:
-    """Predict the step time (s) of every plan, without memory if that is faster."""
-    learned = tables.learned
-    found = [
-        tables.slowdown * _added(terms[name] * learned[name] if name in learned else terms[name] for name in TERMS)
-        for terms, _ in device_parts(job, cluster, columns, tables, weighed=False)
-    ]
-    return _joined(found, len(columns))
+    """Predict the step time (s) of every plan, without memory."""
+    return _added(_terms(job, cluster, columns, tables).values())
+
+
+def _terms(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> dict[str, Array]:
+    terms = step_terms(job, cluster, columns, tables)
+    terms |= {name: terms[name] * factor for name, factor in tables.learned.items() if name in terms}
+    return terms if tables.slowdown == 1.0 else {name: each * tables.slowdown for name, each in terms.items()}
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
     """Return the time (s) of one layer, embedding and head by part. `estimate` computes its terms from them."""
     return layer_costs(
         job, columns, tables, Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
-    )
-
-
-def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
-    on_host = cluster.device.is_cpu
-    terms = {name: _joined([part[0][name] for part in parts if name in part[0]], len(columns)) for name in TERMS}
-    terms |= {name: terms[name] * factor for name, factor in tables.learned.items() if name in terms}
-    return Estimates(
-        terms=terms if tables.slowdown == 1.0 else {name: each * tables.slowdown for name, each in terms.items()},
-        memory={name: _joined([part[1][name] for part in parts], len(columns)) for name in CLASSES},
-        usable_bytes=tables.memory_bytes * tables.usable,
-        tokens=float(job.tokens),
-        world_size=columns.world_size,
-        memory_spread=shipped().memory.spread if on_host else memory_error_scale(job, cluster),
-        host_bytes=_joined([part[1]["host"] for part in parts if "host" in part[1]], len(columns)),
-        host_limit=math.inf if on_host or not cluster.device.memory_bytes else cluster.device.pinnable_bytes,
     )

@@ -319,7 +319,7 @@ def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, 
         "memory_bytes": float(found.allocated_bytes[0]),
         "terms": terms,
         "factors": dict(asked.tables.learned),
-        "time_by_rung": time_by_rung(terms, asked.tables),
+        "time_by_rung": time_by_rung(terms, asked.tables, asked.cluster),
     }, ""
 
 

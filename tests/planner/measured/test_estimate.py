@@ -90,9 +90,11 @@ def test_run_corrections_scale_their_part() -> None:
 
 
 def test_measured_estimates_report_their_sources() -> None:
-    found = step("tp=4")
-    shares = time_by_rung({name: found[name] for name in ("gemm", "attention", "memory_bound", "tp")}, tables_of(4))
-    assert shares == {"here": pytest.approx(1.0)}
+    measured = ("gemm", "attention", "memory_bound", "tp", "dp_exposed")
+    for text in ("tp=4", "dp_shard=4 zero=3"):  # one node: its links carry all traffic
+        found, known = step(text), profile()
+        shares = time_by_rung({name: found[name] for name in measured}, tables_of(4), cluster_of(known, "4xhere"))
+        assert shares == {"here": pytest.approx(1.0)}
 
 
 def test_unusable_profiles_are_rejected() -> None:

@@ -94,6 +94,12 @@ def test_text_report_of_a_plan(piped):
     assert len(memory_bars(piped)) == 1 + sum(value > 0 for value in piped.memory.values())
 
 
+def test_range_of_measured_products_is_stated():
+    asked = Question.of("llama3-8b", "8xmi300x", seq_len=8192, global_batch=128, most_plans=2000)
+    one = estimated([read_plan("dp_shard=8 zero=3 precision=bf16 recompute=full", asked)], asked)[0]
+    assert "matrix products reach 668 to 708 TFLOP/s, by software, clock and power" in explain(one)
+
+
 @pytest.mark.parametrize(
     ("probability", "text"),
     [(0.9999, "fits (> 99%)"), (0.97, "fits (97%)"), (0.6, "may not fit (60%)"), (0.01, "does not fit")],

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tools.planner import score as score_program
+from tools.planner.finetune import finetune_run
 from tools.planner.score import score_runs
 from tools.planner.scores import score
 from weft import env
@@ -135,6 +136,20 @@ def test_fine_tuning_rows_are_scored_or_rejected_with_a_reason(tmp_path):
     # Weights, gradients and two moments in bf16, and the moment copy of torch's update: 10 bytes each.
     assert full.memory_gib == pytest.approx(10 * full.run.job.shape.num_params / 2**30, rel=0.05)
     assert found.summary()["finetune"]["lora time"]["count"] == 1
+
+
+def test_a_known_source_states_rank_and_loss_of_its_adapters():
+    row = {
+        "id": "q-1", "source": "QwenLM/Qwen README.md", "model": "Qwen-7B", "gpu": "a100-80gb-sxm", "gpus": "1",
+        "quantization": "", "precision": "bf16", "micro_batch": "1", "grad_accum": "8", "seq_len": "512",
+    }  # fmt: skip
+    plain, packed = (
+        finetune_run("q-1", row | change).job
+        for change in ({"method": "lora"}, {"method": "qlora", "quantization": "int4 (GPTQ)"})
+    )
+    other = finetune_run("q-1", row | {"method": "lora", "source": "library"}).job
+    assert (plain.adapter.rank, packed.adapter.rank, other.adapter.rank) == (64, 64, 8)
+    assert (plain.stack.loss_bytes, packed.stack.loss_bytes) == (13.0, 6.0)  # packed: fp16 without autocast
 
 
 def test_command_prints_a_page_and_json(capsys):

@@ -7,15 +7,15 @@ Letters: t tensor-parallel size, M tokens of a microbatch on a rank, q and kv wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import context as context_cost
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, core_s, flash_s, gemm_s
-from weft.planner.cost.row_dedupe import RowDeduplicator
-from weft.planner.cost.traced import PassShare, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
+from weft.planner.cost.row_dedupe import RowDeduplicator, taken
+from weft.planner.cost.traced import RankShare, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
 from weft.planner.space.columns import PRECISIONS, Columns, Job
 from weft.planner.space.shape import Shape, TracedShape
 from weft.planner.space.trained_part import AdapterSize
@@ -33,47 +33,40 @@ _DISPATCH_CALLS = 75
 UNBALANCED = 1.25
 #: Measured bytes/s of DeepEP's kernels inside a node (its README, 8 ranks: 153 to 158 GB/s).
 _DEEPEP_RATE = 155e9
+#: Bytes per value of 2 bytes that eager element-wise kernels move, by kernel; "_f" for forward, "_b" for backward.
+EAGER_BYTES = {"norm_f": 36.0, "norm_b": 90.0, "rope_f": 18.0, "rope_b": 18.0, "swiglu_f": 10.0, "swiglu_b": 18.0,
+               "add": 6.0}  # fmt: skip
 #: Speed of FlashAttention 1 relative to FlashAttention 2 (Dao 2023, arXiv 2307.08691: about half).
 _FLASH_1 = 0.55
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
-    """A rank's share of a microbatch: tokens M, widths q and kv, FLOP/s, and element width.
-
-    Attributes:
-        rate: FLOP/s of matmuls.
-        half: FLOP/s of operations that stay in a half-precision format.
-        core: FLOP/s of attention.
-        width: bytes of an element relative to a half-precision format.
-    """
-
-    tokens: Array
-    q: Array
-    kv: Array
-    rate: Array
-    half: Array
-    core: Array
-    width: Array
-
-
-def share_of(job: Job, columns: Columns, tables: Tables) -> RankShare:
-    shape, t = job.shape, columns.tp.astype(np.float64)
-    # Each narrower format reaches a smaller share of its peak rate.
-    rows = tables.fp8_row_share if job.stack.row_scales else 1.0
-    gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
-    rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
-    halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
-    # Fused attention in fp32 ignores the TF32 flag. It splits its operands to keep fp32 accuracy.
-    cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in zip(PRECISIONS, halves, strict=True)]
-    q, kv = shape.sharded_widths(t)
+def share_of(job: Job, columns: Columns, tables: Tables | None = None) -> RankShare:
+    """Return a rank's share of a microbatch. Without `tables`, all rates are 1."""
+    t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
+    q, kv = job.shape.sharded_widths(t)
+    rate = half = core = np.ones_like(t)
+    if tables is not None:
+        # Each narrower format reaches a smaller share of its peak rate.
+        rows = tables.fp8_row_share if job.stack.row_scales else 1.0
+        gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
+        rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
+        halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
+        # Fused attention in fp32 ignores the TF32 flag. It splits its operands to keep fp32 accuracy.
+        pairs = zip(PRECISIONS, halves, strict=True)
+        cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in pairs]
+        rate, half, core = (np.array(each)[columns.precision] for each in (rates, halves, cores))
     return RankShare(
-        tokens=columns.microbatch * (job.seq_len / columns.cp.astype(np.float64)),
+        batch=columns.microbatch.astype(np.float64),
+        seq=job.seq_len / c,
+        t=t,
+        c=c,
+        between=np.where(columns.sp, t, 1.0),
+        fused=columns.compile,
         q=q,
         kv=kv,
-        rate=np.array(rates)[columns.precision],
-        half=np.array(halves)[columns.precision],
-        core=np.array(cores)[columns.precision],
+        rate=rate,
+        half=half,
+        core=core,
         width=np.where(columns.in_fp32, 2.0, 1.0),  # 4-byte elements
     )
 
@@ -171,34 +164,17 @@ def traced_kernels(
     job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: RankShare
 ) -> tuple[Kernels, Ends]:
     """Return the kernels of a traced model, from its recorded matmuls, attentions and memory-bound kernels."""
-    own = rank_share(job, columns, rate=cut.rate, half=cut.core)
-    gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
-    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.segments)
+    gemm_f, dgrad, wgrad = products_s(shape, None, cut, tables)
+    attn_f, attn_b = attention_s(shape, None, cut, tables, attention_gain(job, tables), job.segments)
     if (columns.cp > 1).any():
         is_cut = context_cost.is_sharded(columns)
         pieces = [context_cost.blocks_s(job, columns, tables, cut.q, backward, cut.core) for backward in (False, True)]
         attn_f, attn_b = np.where(is_cut, pieces[0], attn_f), np.where(is_cut, pieces[1], attn_b)
     last = np.zeros(len(columns))  # a norm may read the output of the last matmul, which a recomputation then repeats
-    calls, sums = num_calls(shape, columns.compile), tensor_traffic(shape, own)
-    before, after = (end_s(shape, each, own, tables) for each in (shape.traced.before, shape.traced.after))
-    made = Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, *moved_bytes(shape, None, own), calls, sums)
+    calls, sums = num_calls(shape, columns.compile), tensor_traffic(shape, cut)
+    before, after = (end_s(shape, each, cut, tables) for each in (shape.traced.before, shape.traced.after))
+    made = Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, *moved_bytes(shape, None, cut), calls, sums)
     return made, Ends((before[0] + before[1]) * cut.width, *after)
-
-
-def rank_share(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> PassShare:
-    """Return a rank's share of a microbatch in the form that traced models use."""
-    t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
-    peak = np.ones_like(t)
-    return PassShare(
-        batch=columns.microbatch.astype(np.float64),
-        seq=job.seq_len / c,
-        t=t,
-        c=c,
-        between=np.where(columns.sp, t, 1.0),
-        fused=columns.compile,
-        rate=peak if rate is None else rate,
-        half=peak if half is None else half,
-    )
 
 
 def _products(job: Job, columns: Columns, tables: Tables, cut: RankShare) -> tuple[Array, Array, Array]:
@@ -334,14 +310,15 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     outside = np.where(columns.sp, t, 1.0)  # sequence parallelism divides activations between tensor-parallel regions
     masks = 0.0 if stack.flash else 1.0  # stacks with unfused attention date from models with dropout
     again = np.where(columns.compile, 2.0, 0.0)  # inputs of matmuls are written once more
-    norm_f, norm_b = np.where(fused_norm, 4.0, 36.0), np.where(fused_norm, 8.0, 90.0) + again
-    between_f = 2 * (norm_f + 6.0 + masks) * h / outside
-    between_b = 2 * (norm_b + 6.0 + 5.0 * masks) * h / outside
+    eager = EAGER_BYTES
+    norm_f, norm_b = np.where(fused_norm, 4.0, eager["norm_f"]), np.where(fused_norm, 8.0, eager["norm_b"]) + again
+    between_f = 2 * (norm_f + eager["add"] + masks) * h / outside
+    between_b = 2 * (norm_b + eager["add"] + 5.0 * masks) * h / outside
     if shape.gated:
-        act_f, act_b = np.where(fused_mlp, 6.0, 10.0), np.where(fused_mlp, 10.0, 18.0)
+        act_f, act_b = np.where(fused_mlp, 6.0, eager["swiglu_f"]), np.where(fused_mlp, 10.0, eager["swiglu_b"])
     else:
         act_f, act_b = np.where(fused_mlp, 4.0, 8.0), np.where(fused_mlp, 6.0, 12.0)
-    rotary = 0.0 if shape.learned_positions else np.where(stack.fused | columns.compile, 4.0, 18.0)
+    rotary = 0.0 if shape.learned_positions else np.where(fused_mlp, 4.0, eager["rope_f"])
     turned = rotary * (q + kv) + 4.0 * (0.0 if stack.flash else 1.0) * (q + 2 * kv)
     dense = shape.dense_share
     width = sum(shape.ffn_widths(t))
@@ -390,10 +367,6 @@ class LayerCosts:
     embed: Array
     embed_tp: Array
 
-    def rows(self, index: NDArray[np.intp] | slice) -> LayerCosts:
-        """Return the costs for plans, given the index of each plan's sharding."""
-        return LayerCosts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
-
 
 #: The columns that layer costs depend on.
 _OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "precision", "compile", "graphs", "order")
@@ -411,7 +384,7 @@ def of_costs(columns: Columns) -> tuple[str, ...]:
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
     """Return one entry per plan in `columns`. Plans with the same sharding of a layer are computed only once."""
     kinds = RowDeduplicator.of(columns, of_costs(columns))
-    return distinct_costs(job, kinds.rows, tables, fabric).rows(kinds.index)
+    return taken(distinct_costs(job, kinds.rows, tables, fabric), kinds.index)
 
 
 def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
@@ -460,7 +433,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
         head_tp=head[2],
         embed=ends.embed,
         embed_tp=np.where(
-            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, columns.tp_stride), 0.0
+            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, columns.stride("tp")), 0.0
         ),
     )
 
@@ -475,7 +448,7 @@ def _head(
     gemm = gemm_s(tables, m, n, k, 1.0, peak, widths=(vocab, h)).sum(axis=0)
     fused = job.stack.fused | columns.compile
     memory = bytes_s(tables, tokens * vocab * np.where(fused, 20.0, 48.0))
-    stride = columns.tp_stride
+    stride = columns.stride("tp")
     wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2 * width, t, stride)
     comm = np.where(t > 1, 3 * fabric.ring_s("all_reduce", tokens * 4, t, stride) + wide, 0.0)
     return gemm, memory, comm
@@ -495,7 +468,7 @@ def _tp(
     Args:
         tokens: tokens of a microbatch, times the bytes of an element relative to a half-precision format.
     """
-    t, stride = columns.tp.astype(np.float64), columns.tp_stride
+    t, stride = columns.tp.astype(np.float64), columns.stride("tp")
     size = tokens * job.shape.hidden * 2.0
     whole = fabric.ring_s("all_reduce", size, t, stride)
     gather = fabric.ring_s("all_gather", size, t, stride)

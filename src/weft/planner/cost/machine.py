@@ -105,7 +105,13 @@ class Tables:
         shipped = _shipped()
         values: dict[str, Any] = dict(shipped["common"])
         rungs = dict.fromkeys(values, "common")
-        own = _own_constants(device, shipped["devices"]) if tier == "tables" else {}
+        own: dict[str, float] = {}
+        if tier == "tables":
+            listed: dict[str, float] = shipped["devices"].get(_base_name(device), {})
+            own = {name: value for name, value in listed.items() if name not in _HARDWARE}
+            peak = device.peak_flops("bf16") or device.peak_flops("fp16")
+            if device.measured_flops is not None and peak:
+                own.setdefault("gemm_ceiling", device.measured_flops / peak)
         values |= own
         rungs |= dict.fromkeys(own, "table")
         known = {each.name for each in fields(cls)} - {"rungs", "flops", "learned", "slowdown"}
@@ -137,14 +143,6 @@ def generation(device: str) -> str:
 
 def _base_name(device: DeviceSpec) -> str:
     return "cpu" if device.is_cpu else device.name.rstrip("*")  # a known device with some changed numbers
-
-
-def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    own = {name: value for name, value in tables.get(_base_name(device), {}).items() if name not in _HARDWARE}
-    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
-    if device.measured_flops is not None and peak:
-        own.setdefault("gemm_ceiling", device.measured_flops / peak)
-    return own
 
 
 def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -254,7 +252,7 @@ def flash_s(tables: Tables, flops: Any, seq_len: Any, backward: bool, peak: Any,
 # Time (s) of collectives by the location of their ranks: inside one scale-up domain, or over the network.
 
 #: Volume of a ring collective in full buffers, before the factor (n - 1)/n.
-_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+RING_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +314,7 @@ class Fabric:
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
-        passes = _PASSES[kind]
+        passes = RING_PASSES[kind]
         inner = self.inside(n, stride)
         outer = np.ceil(n / inner)
         moved = passes * (n - 1) / n * size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,17 @@ from weft.planner.cost.memory_terms import (
     logits_bytes,
     passes_in_flight,
 )
-from weft.planner.cost.pipeline import OF_FLIGHT, Stages, chunks_per_rank, even_layers, fullest_moment, in_flight
-from weft.planner.cost.row_dedupe import RowDeduplicator
-from weft.planner.cost.shares import Shares, rank_shares, second_shares, shares_in_format, trained_shares
+from weft.planner.cost.pipeline import OF_FLIGHT, chunks_per_rank, even_layers, fullest_moment, in_flight
+from weft.planner.cost.row_dedupe import RowDeduplicator, taken
+from weft.planner.cost.shares import (
+    Shares,
+    divided,
+    rank_shares,
+    second_shares,
+    shares_in_format,
+    trained_shares,
+    zero_groups,
+)
 from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import Columns, Job
 
@@ -36,40 +44,12 @@ Array = NDArray[np.float64]
 #: (number of layers of a rank, its position in the pipeline, True if it has the embedding, True if it has the head).
 Place = tuple[Array, Any, bool, bool]
 
-_AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
+_AFTER_FORWARD = RESHARDS.index("after_forward")
 #: The columns that this module reads. Of num_micro only matters if there is more than one microbatch.
 OF_STATES = (
-    "pp",
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "tp",
-    "ep",
-    "zero",
-    "reshard",
-    "reshard_within",
-    "gather",
-    "reduce",
-    "compress",
-    "sync",
-    "sync_fragments",
-    "precision",
-    "num_micro",
-    "offload_optimizer",
-    "graphs",
-)
-
-
-def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, bool]) -> Array:
-    """Return the bytes of a second model's weights. The second model has no gradients or optimizer states."""
-    layers, _, embedding, head = place
-    held = second_shares(job, columns, layers, embedding, head)
-    if held is None:
-        return np.zeros(len(columns))
-    group = np.where(columns.zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
-    inside = np.maximum(1.0, group * columns.tp / columns.ep)
-    kept = (held.dense + held.ends) / group + held.experts / np.where(columns.zero == 3, inside, 1.0)
-    return kept * np.where(columns.in_fp32, 4.0, job.stack.weight_bytes)
+    "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "reshard", "reshard_within", "gather", "reduce",
+    "compress", "sync", "sync_fragments", "precision", "num_micro", "offload_optimizer", "graphs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +106,9 @@ def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
     parameters, optimizer, gradients, growing = _states(job, columns, shares, trained, layers)
     learnt = trained.dense + trained.experts + trained.ends
     loose = stays_unbucketed(columns) | awaits_pass(columns)
+    second: Any = 0.0
+    if (other := second_shares(job, columns, layers, embedding, head)) is not None:  # only weights
+        second = divided(columns, other, 3) * unbucketed_width(job, columns)
     counted = learnt if job.shape.moe_layers else trained.dense + trained.ends
     return WeightBytes(
         layers=layers,
@@ -136,7 +119,7 @@ def state_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
         gradients=gradients,
         growing=growing,
         carried=counted * wire_columns.state_bytes(columns),
-        second=_second_bytes(job, columns, place),
+        second=np.zeros(len(columns)) + second,
         gathered=gathered,
         reduced=reduced,
         # Under ZeRO 3 there are no gradients before the first backward of a step, but the allocator keeps their memory.
@@ -154,9 +137,7 @@ def _states(
     job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array
 ) -> tuple[Array, Array, Array, Array]:
     stack, zero = job.stack, columns.zero
-    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
-    group = (columns.dp_shard * columns.cp).astype(np.float64)
-    expert_group = np.maximum(1.0, group * t / e)
+    group, expert_group = zero_groups(columns, 0)
     parameters, optimizer, gradients, growing = (np.zeros(len(columns)) for _ in range(4))
     full32 = columns.in_fp32
     weight = np.where(full32, 4.0, stack.weight_bytes)
@@ -251,25 +232,13 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
 
 # Bytes of one rank by class, on the pipeline stage with the highest memory use.
 
-CLASSES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "buffers",
-    "communicators",
-    "context",
-    "reserve",
-)
-
-
+CLASSES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "communicators", "context",
+           "reserve")  # fmt: skip
 #: Plans per chunk of computation, so that their values stay in the processor's cache.
 _AT_ONCE = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Plans and their kinds: by activation bytes of a layer, by model state bytes, and by microbatches in flight."""
 
     columns: Columns
@@ -277,29 +246,12 @@ class _Rows:
     states: RowDeduplicator
     flights: RowDeduplicator
 
-    @classmethod
-    def of(cls, job: Job, columns: Columns) -> tuple[_Rows, Stages]:
-        """Return the plans with their kinds, and the layers per rank for each kind of model state."""
-        is_alone = len(columns) > 0 and columns.pp[0] == 1
-        offloads = columns.offload_optimizer > 0 if is_alone else np.broadcast_to(np.False_, len(columns))
-        chunks = chunks_per_rank(columns)
-        several, parts = np.minimum(2, columns.num_micro), [chunks.astype(np.int64)]
-        states = RowDeduplicator.of(columns, OF_STATES, parts, num_micro=several, offload_optimizer=offloads)
-        rows = cls(columns, RowDeduplicator.of(columns, OF_LAYER), states, RowDeduplicator.of(columns, OF_FLIGHT))
-        return rows, even_layers(job.shape.layers, states.rows.pp, chunks[states.first])
 
-    def __getitem__(self, part: slice) -> _Rows:
-        return _Rows(self.columns[part], self.layers[part], self.states[part], self.flights[part])
-
-
-@dataclass(frozen=True, slots=True)
-class _Rank:
+class _Rank(NamedTuple):
     """Bytes of the rank at one pipeline position, by kinds of plans.
 
     Attributes:
         held: model state.
-        logits: logits.
-        ends: activations before and after the layers.
         rank: position in the pipeline.
         groups: number of Weft's communicators over mesh axes, by the kind of model state.
         lanes: number of communicators to other stages, by the kind of microbatches in flight.
@@ -312,30 +264,19 @@ class _Rank:
     groups: NDArray[np.int64]
     lanes: NDArray[np.int64]
 
-    @classmethod
-    def of(cls, job: Job, rows: _Rows, place: Place, device_bytes: int) -> _Rank:
-        layers, rank, embedding, head = place
-        columns = rows.layers.rows
-        layers = np.broadcast_to(layers, len(rows.states.rows))
-        return cls(
-            held=state_bytes(job, rows.states.rows, (layers, rank, embedding, head)),
-            logits=logits_bytes(job, columns, device_bytes) if head else np.zeros(len(columns)),
-            ends=end_bytes(job, columns, embedding, head),
-            rank=rank,
-            groups=axis_groups(job, rows.states.rows, embedding or head),
-            lanes=lanes(rows.flights.rows, rank),
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """Bytes of an average layer and the logits in one microbatch, microbatches in flight, gradients computed."""
-
-    layer: LayerBytes
-    logits: Array
-    ends: Array
-    held: Array
-    begun: Array
+def _rank_of(job: Job, rows: _Rows, place: Place, device_bytes: int) -> _Rank:
+    layers, rank, embedding, head = place
+    columns, states = rows.layers.rows, rows.states.rows
+    layers = np.broadcast_to(layers, len(states))
+    return _Rank(
+        held=state_bytes(job, states, (layers, rank, embedding, head)),
+        logits=logits_bytes(job, columns, device_bytes) if head else np.zeros(len(columns)),
+        ends=end_bytes(job, columns, embedding, head),
+        rank=rank,
+        groups=axis_groups(job, states, embedding or head),
+        lanes=lanes(rows.flights.rows, rank),
+    )
 
 
 def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) -> dict[str, Array]:
@@ -344,44 +285,44 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, device_bytes: int) 
     "host" is the host memory of the first rank.
     """
     piped = columns.pp > 1
-    found = {name: np.empty(len(columns)) for name in (*CLASSES, "host")}
     if piped.all() or not piped.any():
-        _fill(found, slice(0, len(columns)), job, columns, tables, device_bytes)
-        return found
+        return _of_kind(job, columns, tables, device_bytes)
+    found = {name: np.empty(len(columns)) for name in (*CLASSES, "host")}
     for rows in (np.flatnonzero(piped), np.flatnonzero(~piped)):
-        _fill(found, rows, job, columns[rows], tables, device_bytes)
+        for name, values in _of_kind(job, columns[rows], tables, device_bytes).items():
+            found[name][rows] = values
     return found
 
 
-def _fill(
-    found: dict[str, Array], where: NDArray[np.intp] | slice, job: Job, columns: Columns, tables: Tables,
-    device_bytes: int,
-) -> None:  # fmt: skip
-    """Compute `memory_bytes` for plans that either all have a pipeline or all lack one.
-
-    `where` is the index of the plans in `found`, which receives the results.
-    """
-    (rows, layers), p = _Rows.of(job, columns), columns.pp
+def _of_kind(job: Job, columns: Columns, tables: Tables, device_bytes: int) -> dict[str, Array]:
+    """Compute `memory_bytes` for plans that either all have a pipeline or all lack one."""
+    is_alone = len(columns) == 0 or columns.pp[0] == 1
+    offloads = columns.offload_optimizer > 0 if is_alone else np.broadcast_to(np.False_, len(columns))
+    several, chunks = np.minimum(2, columns.num_micro), chunks_per_rank(columns)
+    states = RowDeduplicator.of(
+        columns, OF_STATES, [chunks.astype(np.int64)], num_micro=several, offload_optimizer=offloads
+    )
+    rows = _Rows(columns, RowDeduplicator.of(columns, OF_LAYER), states, RowDeduplicator.of(columns, OF_FLIGHT))
+    layers = even_layers(job.shape.layers, states.rows.pp, chunks[states.first])
     places: list[Place] = [(layers.middle, 0, True, True)]
-    if len(columns) and p[0] > 1:
+    if not is_alone:
         last = rows.flights.rows.pp - 1
         places = [(layers.first, 0, True, False), (layers.middle, 1, False, False), (layers.last, last, False, True)]
-    ranks = [_Rank.of(job, rows, each, device_bytes) for each in places]
+    ranks = [_rank_of(job, rows, each, device_bytes) for each in places]
     layer = layer_bytes(job, rows.layers.rows)
-    on_host = host_shares(job, rows.states.rows, places[0][0]) if is_offloaded(columns) else None
-    context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(columns))
-    for start in range(0, len(columns), _AT_ONCE):
-        some = slice(start, min(start + _AT_ONCE, len(columns)))
-        part = rows[some]
-        bytes_of = _worst(part.columns, [_at_stage(job, part, tables, layer, each) for each in ranks])
+    on_host = host_shares(job, states.rows, places[0][0]) if is_offloaded(columns) else None
+    found: list[dict[str, Array]] = []
+    for start in range(0, max(1, len(columns)), _AT_ONCE):
+        some = slice(start, start + _AT_ONCE)
+        part = _Rows(rows.columns[some], rows.layers[some], rows.states[some], rows.flights[some])
+        classes = [_at_stage(job, part, tables, layer, each) for each in ranks]
         kept: Any = 0.0
         if on_host is not None:
             flight = in_flight(part.flights.rows, 0)[part.flights.index]
-            shares = on_host.rows(part.states.index)
+            shares = taken(on_host, part.states.index)
             kept = host_bytes(job, part.columns, shares, layer.kept[part.layers.index], flight)
-        there = some if isinstance(where, slice) else where[some]
-        for name, values in (bytes_of | {"context": context[some], "host": kept}).items():
-            found[name][there] = values
+        found.append(_worst(part.columns, classes) | {"host": np.broadcast_to(kept, len(part.columns))})
+    return found[0] if len(found) == 1 else {name: np.concatenate([each[name] for each in found]) for name in found[0]}
 
 
 def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
@@ -401,26 +342,44 @@ def rank_bytes(
     """Return the bytes by class of one rank, with one entry per plan, at its peak: during the loss or backward."""
     every = RowDeduplicator(columns, slice(None), slice(None))
     rows = _Rows(columns, every, every, every)
-    context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(columns))
-    return _at_stage(job, rows, tables, layer, _Rank.of(job, rows, place, device_bytes)) | {"context": context}
+    return _at_stage(job, rows, tables, layer, _rank_of(job, rows, place, device_bytes))
 
 
 def _at_stage(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
-    """Return the bytes of the classes that differ between ranks. `layer` has one entry per kind of layer."""
-    columns, kinds = rows.columns, rows.layers
-    held, layer = of.held.rows(rows.states.index), layer.rows(kinds.index)
+    """Return the bytes by class of a rank. `layer` has one entry per kind of layer."""
+    columns, kinds, flights = rows.columns, rows.layers, rows.flights
+    held, layer = of.held.rows(rows.states.index), taken(layer, kinds.index)
     one_pass = held.layers * layer.kept * (1 - columns.offload_activations)
-    flights, made = rows.flights, held.learnt * job.stack.grad_bytes
-    flight, begun = fullest_moment(flights.rows, of.rank, one_pass, made, flights.index)
+    flight, begun = fullest_moment(flights.rows, of.rank, one_pass, held.learnt * job.stack.grad_bytes, flights.index)
     passing = _Pass(layer, of.logits[kinds.index], of.ends[kinds.index], flight, begun)
-    found = _classes(job, columns, tables, held, passing)
-    count = of.groups[rows.states.index] + of.lanes[rows.flights.index]
-    return found | {"communicators": count.astype(np.float64) * (tables.communicator_gib * 2**30)}
+    count = of.groups[rows.states.index] + of.lanes[flights.index]
+    return _classes(job, columns, tables, held, passing) | {
+        "communicators": count.astype(np.float64) * (tables.communicator_gib * 2**30),
+        "context": np.broadcast_to(np.float64(tables.context_gib * 2**30), len(columns)),
+    }
+
+
+class _Pass(NamedTuple):
+    """Bytes of an average layer and the logits in one microbatch, microbatches in flight, gradients computed."""
+
+    layer: LayerBytes
+    logits: Array
+    ends: Array
+    held: Array
+    begun: Array
 
 
 def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, passing: _Pass) -> dict[str, Array]:
     layer, logits, gathered = passing.layer, passing.logits, held.gathered
-    saved = _saved_bytes(columns, held, passing)
+    times = held.layers * passing.held
+    saved = times * layer.kept
+    if np.isfinite(columns.activation_budget).any():
+        share = np.minimum(columns.activation_budget, 1.0) * times * layer.whole
+        saved = np.minimum(saved, np.where(columns.activation_budget < 1, share, columns.activation_budget))
+    if columns.offload_activations.any():
+        stays = 1 - columns.offload_activations
+        saved = saved * stays + np.where(stays < 1, 2 * layer.kept, 0.0)
+    saved = saved + passing.ends * passing.held
     recorded = columns.graphs.any()
     # With CUDA graphs, gradients are communicated from memory outside the graph's pool.
     leaving = np.where(columns.graphs, held.reduced, 0.0) if recorded else 0.0
@@ -433,8 +392,8 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
     activations, buffers = np.where(late, again, saved), gathered + np.where(late, reduced, 0.0) + leaving
     logits = np.where(late, 0.0, logits)
     if recorded:
-        times = passes_in_flight(columns)
-        activations, logits = times * activations, times * logits
+        passes = passes_in_flight(columns)
+        activations, logits = passes * activations, passes * logits
     made = begun * held.growing
     gradients = held.gradients + made
     gone = np.where(held.goes & ~late, np.where(held.loose, made, gradients), 0.0)
@@ -450,18 +409,6 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
         "buffers": buffers,
         "reserve": gone + (activations + logits + buffers) * (tables.reserve - 1),
     }
-
-
-def _saved_bytes(columns: Columns, held: WeightBytes, passing: _Pass) -> Array:
-    layer, times = passing.layer, held.layers * passing.held
-    saved = times * layer.kept
-    if np.isfinite(columns.activation_budget).any():
-        share = np.minimum(columns.activation_budget, 1.0) * times * layer.whole
-        saved = np.minimum(saved, np.where(columns.activation_budget < 1, share, columns.activation_budget))
-    if columns.offload_activations.any():
-        offloaded = 1 - columns.offload_activations
-        saved = saved * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0)
-    return saved + passing.ends * passing.held
 
 
 def _while_backward(

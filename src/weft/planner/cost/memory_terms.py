@@ -5,7 +5,7 @@ Letters: N tokens of a microbatch on a rank, V vocabulary entries on a rank, h h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from weft.config.partitioning import LossChunk
 from weft.config.plan import RECOMPUTES, SCHEDULES
 from weft.planner.cost.context import buffer_bytes
-from weft.planner.cost.layer import padded_vocab, rank_share
-from weft.planner.cost.shares import rank_shares, trained_shares
+from weft.planner.cost.layer import padded_vocab, share_of
+from weft.planner.cost.shares import divided, rank_shares, trained_shares
 from weft.planner.cost.traced import end_saved_bytes, saved_bytes
 from weft.planner.space.columns import PRECISIONS, Columns, Job
 from weft.planner.space.shape import TracedShape
@@ -68,17 +68,7 @@ def fused_loss_bytes(
 #: a test.
 TWO_LOGITS = 36.0
 #: The columns that this part of the module reads.
-OF_LAYER = (
-    "tp",
-    "cp",
-    "cp_mode",
-    "sp",
-    "microbatch",
-    "precision",
-    "compile",
-    "recompute",
-    "recompute_share",
-)
+OF_LAYER = ("tp", "cp", "cp_mode", "sp", "microbatch", "precision", "compile", "recompute", "recompute_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +86,6 @@ class LayerBytes:
     kept: Array
     beside: Array
     passing: Array
-
-    def rows(self, index: NDArray[Any] | slice) -> LayerBytes:
-        """Return the bytes for plans, given the index of each plan's kind."""
-        return LayerBytes(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
@@ -154,14 +140,13 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
 
 
 def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
-    cut = rank_share(job, columns)
+    cut = share_of(job, columns)
     left = [saved_bytes(shape, cut, name) for name in RECOMPUTES]
     kept = np.choose(columns.recompute, left)
     whole = left[RECOMPUTES.index("none")]
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    q, kv = shape.sharded_widths(cut.t)
     unpacking = 0.0 if job.adapter is None else job.adapter.unpacking_bytes(cut.t, 2.0 * width)
-    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + unpacking
+    beside = buffer_bytes(job, columns, cut.tokens, cut.q, cut.kv) + unpacking
     # Activation gradients of a traced model are not traced. They are assumed to be as large as a layer's saved bytes.
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside, passing=kept * width)
 
@@ -170,7 +155,7 @@ def end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
     """Return the bytes that one microbatch saves outside the layers. They are 0 unless the model was traced."""
     found = np.zeros(len(columns))
     if isinstance(job.shape, TracedShape):
-        cut, traced = rank_share(job, columns), job.shape.traced
+        cut, traced = share_of(job, columns), job.shape.traced
         for there, layer in ((embedding, traced.before), (head, traced.after)):
             found = found + (end_saved_bytes(layer, cut) if there else 0.0)
     return found
@@ -251,10 +236,6 @@ class HostShares:
     every: Array
     layers: Array
 
-    def rows(self, index: NDArray[Any] | slice) -> HostShares:
-        """Return the shares for plans, given the index of each plan's kind."""
-        return HostShares(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
-
 
 def is_offloaded(columns: Columns) -> bool:
     """Return True if any plan offloads anything to host memory."""
@@ -268,13 +249,7 @@ def host_shares(job: Job, columns: Columns, layers: Array) -> HostShares:
     """Return the number of parameters in host memory if everything is offloaded. `layers`: layers on the rank."""
     held = rank_shares(job, columns, layers, True, False)
     trained = trained_shares(job, columns, held, layers, (True, False))
-    group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
-    experts = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * columns.tp // columns.ep), 1)
-    return HostShares(
-        own=(trained.dense + trained.ends) / group + trained.experts / experts,
-        every=(held.dense + held.ends) / group + held.experts / experts,
-        layers=layers,
-    )
+    return HostShares(own=divided(columns, trained, 1), every=divided(columns, held, 1), layers=layers)
 
 
 def host_bytes(job: Job, columns: Columns, shares: HostShares, kept: Array, held: Array) -> Array:

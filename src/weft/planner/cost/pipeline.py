@@ -7,7 +7,7 @@ other cases (different lengths of forward, input gradient and weight gradient, o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -187,10 +187,6 @@ class Stages:
     middle: Array
     last: Array
 
-    def rows(self, index: NDArray[Any] | slice) -> Stages:
-        """Return the layers for plans, given the index of each plan's kind."""
-        return Stages(self.first[index], self.middle[index], self.last[index])
-
 
 def chunks_per_rank(columns: Columns) -> Array:
     """Return the number of model chunks on each rank: virtual stages, or two for V schedules."""
@@ -249,15 +245,6 @@ def _longest(*paths: Any) -> Array:
     return np.maximum.reduce(np.broadcast_arrays(*paths))
 
 
-def _zb_h1(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
-    """Return the idle time. Each microbatch after the first fills idle time with one more weight gradient."""
-    return (p - 1) * (f + b) - np.minimum(p - 1, m - 1) * np.minimum(np.minimum(f, b), w)
-
-
-def _zb_interleaved(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
-    return (p - 1) * _longest(f, b, f + b - w)
-
-
 def _zb_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
     q = p - 1
 
@@ -283,16 +270,19 @@ def _zb_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
     return few(np.minimum(m - 1, q)) * (1 - between) + many * between
 
 
-def _dualpipe_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
-    # A pair's forward is sent before its backward begins. With the overlapped pairs of the paper, each costs one more
-    # forward.
-    late = np.maximum(0.0, b - w) + np.maximum(0.0, f - b - w)
-    return _longest((p - 1) * f, (p - 1) * b - f) + (p - 1) * late
-
-
 #: Idle time of equal stages, from the times of one chunk (forward, input gradient, weight gradient), ranks,
 #: microbatches.
-_FORMS = {"zb_h1": _zb_h1, "zb_interleaved": _zb_interleaved, "zb_v": _zb_v, "dualpipe_v": _dualpipe_v}
+_FORMS: dict[str, Callable[[Array, Array, Array, Array, Array], Array]] = {
+    # Each microbatch after the first fills idle time with one more weight gradient.
+    "zb_h1": lambda f, b, w, p, m: (p - 1) * (f + b) - np.minimum(p - 1, m - 1) * np.minimum(np.minimum(f, b), w),
+    "zb_interleaved": lambda f, b, w, p, m: (p - 1) * _longest(f, b, f + b - w),
+    "zb_v": _zb_v,
+    # A pair's forward is sent before its backward begins. With the overlapped pairs of the paper, each costs one more
+    # forward.
+    "dualpipe_v": lambda f, b, w, p, m: (
+        _longest((p - 1) * f, (p - 1) * b - f) + (p - 1) * (np.maximum(0.0, b - w) + np.maximum(0.0, f - b - w))
+    ),
+}
 
 
 def _looped(columns: Columns) -> NDArray[np.bool_]:

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.plan import RECOMPUTES
-from weft.planner.cost.layer import LayerCosts, rank_share
+from weft.planner.cost.layer import LayerCosts, share_of
 from weft.planner.cost.memory_terms import layer_bytes
-from weft.planner.cost.traced import PassShare
+from weft.planner.cost.row_dedupe import taken
+from weft.planner.cost.traced import RankShare
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import TracedShape
 
@@ -89,7 +90,7 @@ def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
         return np.zeros(len(columns))
     rows = np.flatnonzero(budgets)
     found = np.zeros(len(columns))
-    found[rows] = _mixed_s(job, columns[rows], costs.rows(rows))
+    found[rows] = _mixed_s(job, columns[rows], taken(costs, rows))
     return found
 
 
@@ -117,34 +118,28 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]
     policies = {name: columns.with_arrays(recompute=code, recompute_share=share) for name, code in codes.items()}
     bytes_of = {name: layer_bytes(job, one).kept for name, one in policies.items()}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
-    kept, seconds = _by_worth(_heavy(job, columns), costs)
     beside = costs.memory_f + _summed_again(columns, costs) + _experts_again(job, columns, costs)
-    for dropped in range(len(kept)):
-        again = sum(seconds[:dropped], beside)
-        found.append(RecomputeOption(bytes_of["full"] + sum(kept[dropped:]), again))
+    if heavy := _heavy(job, columns):
+        rows = len(columns)
+        seconds = np.stack([each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy])
+        worth, kept = (
+            np.stack([np.broadcast_to(getattr(each, name), rows) for each in heavy]) for name in ("worth", "kept")
+        )
+        order = np.argsort(worth, axis=0, kind="stable")  # by increasing time saved per byte
+        kept, seconds = (list(np.take_along_axis(each, order, axis=0)) for each in (kept, seconds))
+        for dropped in range(len(heavy)):
+            again = sum(seconds[:dropped], beside)
+            found.append(RecomputeOption(bytes_of["full"] + sum(kept[dropped:]), again))
     return [*found, RecomputeOption(bytes_of["full"], replay_s(job, columns, costs)["full"])]
 
 
-def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[Array]]:
-    """Return bytes and time (s) of a layer's heavy operations, sorted per plan by increasing time saved per byte."""
-    if not heavy:
-        return [], []
-    each_s = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
-    rows = len(each_s[0])
-    worth = np.stack([np.broadcast_to(each.worth, rows) for each in heavy])
-    order = np.argsort(worth, axis=0, kind="stable")
-    kept = np.stack([np.broadcast_to(each.kept, rows) for each in heavy])
-    return list(np.take_along_axis(kept, order, axis=0)), list(np.take_along_axis(np.stack(each_s), order, axis=0))
-
-
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
-    cut = rank_share(job, columns)
+    cut = share_of(job, columns)
     width = np.where(columns.in_fp32, 4.0, 2.0)
-    tokens = cut.batch * cut.seq
     if isinstance(job.shape, TracedShape):
         return _traced_heavy(job.shape, cut, width)
-    shape, work, each = job.shape, _work(job, columns), width * tokens
-    q, kv = shape.sharded_widths(cut.t)
+    shape, work, each = job.shape, _work(job, columns), width * cut.tokens
+    q, kv = cut.q, cut.kv
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
     # In compiled blocks experts are opaque. Otherwise the output of each expert is saved too, because backward of their
     # weighted sum needs it.
@@ -181,7 +176,7 @@ def _work(job: Job, columns: Columns) -> _Work:
     return _Work(dense, experts, total, (ups + 1) * h * experts / total)
 
 
-def _traced_heavy(shape: TracedShape, cut: PassShare, width: Array) -> list[Heavy]:
+def _traced_heavy(shape: TracedShape, cut: RankShare, width: Array) -> list[Heavy]:
     layer = max(shape.traced.layers, key=lambda each: each.count)
     work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]
     total = np.sum(work, axis=0) if work else np.ones_like(cut.batch)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns
 
+Record = TypeVar("Record")
 #: With fewer rows, finding the distinct combinations takes longer than computing every row.
 _FEW = 1024
 #: Combinations are renumbered without gaps once their numbers could exceed this.
@@ -60,29 +61,30 @@ class RowDeduplicator:
         return self if isinstance(self.index, slice) else RowDeduplicator(self.rows, self.first, self.index[part])
 
 
+def taken(record: Record, index: NDArray[Any] | slice) -> Record:
+    """Return a dataclass of arrays with the entries of an index, such as the kind of each plan."""
+    made: Any = type(record)
+    return made(**{each.name: getattr(record, each.name)[index] for each in fields(cast(Any, record))})
+
+
 def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np.intp], int]:
     key, span = np.zeros(num_rows, dtype=np.intp), 1
     for array in arrays:
-        if array.strides == (0,):
+        least, most = array.min(), array.max()
+        if least == most:
             continue
-        codes, count = _codes(array)
-        if count == 1:
-            continue
+        if array.dtype.kind in "bui" and 0 <= least < most < 2**16:
+            count = int(most) + 1
+            codes, count = (array, count) if count <= _FEW_VALUES else _without_gaps(array.astype(np.intp), count)
+        else:
+            codes, count = _sorted_codes(array)
         if span * count > _MOST_KEYS:
             key, span = _without_gaps(key, span)
         key, span = key * count + codes, span * count
     return _without_gaps(key, span)
 
 
-def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    if array.dtype.kind in "bui":
-        least, most = int(array.min()), int(array.max())
-        if 0 <= least < most < _FEW_VALUES:
-            return array, most + 1
-        if 0 <= least < most < 2**16:
-            return _without_gaps(array.astype(np.intp), most + 1)
-    if (array == array[0]).all():
-        return np.zeros(len(array), dtype=np.intp), 1
+def _sorted_codes(array: NDArray[Any]) -> tuple[NDArray[np.intp], int]:
     values, codes = np.unique(array, return_inverse=True)
     return codes.reshape(-1), len(values)
 
@@ -90,8 +92,7 @@ def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
 def _without_gaps(key: NDArray[np.intp], span: int) -> tuple[NDArray[np.intp], int]:
     """Renumber values below `span` without gaps. Return them and their count."""
     if span > 32 * _MOST_KEYS:
-        values, codes = np.unique(key, return_inverse=True)
-        return codes.reshape(-1), len(values)
+        return _sorted_codes(key)
     used = np.zeros(span, dtype=np.bool_)
     used[key] = True
     numbers = np.cumsum(used, dtype=np.intp) - 1

@@ -79,6 +79,19 @@ def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, 
     return replace(shares, dense=shares.dense - packed + packed * (adapter.packed_bytes / adapter.packed) / width)
 
 
+def zero_groups(columns: Columns, stage: int) -> tuple[Array, Array]:
+    """Return the number of ranks that divide dense parameters, and experts, from a ZeRO stage on: 1 below it."""
+    group = (columns.dp_shard * columns.cp).astype(np.float64)
+    inside = np.maximum(1.0, group * columns.tp / columns.ep)
+    return np.where(columns.zero >= stage, group, 1.0), np.where(columns.zero >= stage, inside, 1.0)
+
+
+def divided(columns: Columns, shares: Shares, stage: int) -> Array:
+    """Return the number of parameters on a rank, divided from a ZeRO stage on."""
+    group, inside = zero_groups(columns, stage)
+    return (shares.dense + shares.ends) / group + shares.experts / inside
+
+
 def second_job(job: Job) -> Job | None:
     """Return a job for the second, frozen model on the same sequences, or None."""
     if job.frozen is None or job.frozen.shape is None:

@@ -1,8 +1,8 @@
-"""Time by term and bytes by class of a step on separate devices, for many plans in one call."""
+"""Time by term of a step on separate devices, for many plans in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,6 @@ from weft.config.cluster import ClusterSpec
 from weft.config.plan import RECOMPUTES
 from weft.planner.cost.layer import LayerCosts, distinct_costs, layer_costs, of_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
-from weft.planner.cost.memory import memory_bytes
 from weft.planner.cost.memory_terms import is_offloaded, layer_bytes
 from weft.planner.cost.pipeline import (
     Stages,
@@ -24,11 +23,18 @@ from weft.planner.cost.pipeline import (
     split_layers,
 )
 from weft.planner.cost.recompute import budget_s, replay_s
-from weft.planner.cost.row_dedupe import RowDeduplicator
-from weft.planner.cost.shares import Shares, rank_shares, second_job, shares_in_format, trained_shares
+from weft.planner.cost.row_dedupe import RowDeduplicator, taken
+from weft.planner.cost.shares import (
+    Shares,
+    divided,
+    rank_shares,
+    second_job,
+    shares_in_format,
+    trained_shares,
+    zero_groups,
+)
 from weft.planner.cost.traffic import (
     OF_TRAFFIC,
-    LayerWork,
     RankTraffic,
     Window,
     exposed_s,
@@ -39,28 +45,10 @@ from weft.planner.cost.traffic import (
 from weft.planner.space.columns import Columns, Job
 
 Array = NDArray[np.float64]
-#: Time (s) by term and bytes by class, with one entry per plan.
-Parts = tuple[Mapping[str, Array], Mapping[str, Array]]
 
 #: The terms of a step, in display order.
-TERMS = (
-    "gemm",
-    "attention",
-    "memory_bound",
-    "host",
-    "recompute",
-    "frozen",
-    "tp",
-    "cp",
-    "ep",
-    "pp_p2p",
-    "bubble",
-    "dp_exposed",
-    "contention",
-    "optimizer",
-    "offload",
-    "straggler",
-)
+TERMS = ("gemm", "attention", "memory_bound", "host", "recompute", "frozen", "tp", "cp", "ep", "pp_p2p", "bubble",
+         "dp_exposed", "contention", "optimizer", "offload", "straggler")  # fmt: skip
 #: Bytes that an AdamW step moves per parameter.
 ADAM_BYTES = 30.0
 #: Host time of a layer's backward relative to its forward.
@@ -148,25 +136,27 @@ class _Rank:
         layers = np.where(alone, stages.middle, stages.first)
         trained = trained_shares(job, columns, shares, layers, (True, alone))
         moved = shares_in_format(job, columns, shares, layers, job.stack.gather_bytes), trained
-        group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
-        inside = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * columns.tp // columns.ep), 1)
-        own = (trained.dense + trained.ends) / group + trained.experts / inside
+        own, group = divided(columns, trained, 1), zero_groups(columns, 1)[0]
         nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
         domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
         around = tables.step_s + tables.barrier_s * np.log2(domains)
         one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one moment less is read and written
         # Bytes to accumulate a microbatch's gradients. Under ZeRO 3 a rank accumulates only its shard.
         each = 0.0 if job.stack.fused_sums else 2 * job.stack.grad_bytes + job.stack.weight_bytes
+        # Muon: each unsharded matrix is assigned to one of the ranks that share the optimizer. All tp ranks compute the
+        # same.
+        bf16 = tables.flops["bf16"]
+        turning = sum(float(often * gemm_s(tables, m, n, k, 1.0, bf16)) for m, n, k, often in job.turning_products)
         optimizer = own * (ADAM_BYTES - one_mean) / (tables.memory_rate * tables.adam_eff) + around
         return cls(
             stages=stages,
             traffic=traffic_of(job, columns, fabric, moved, layers / chunks),
             own=own,
-            every=(moved[0].dense + moved[0].ends) / group + moved[0].experts / inside,
+            every=divided(columns, moved[0], 1),
             each_sum=bytes_s(
                 tables, np.where(columns.zero == 3, 0.0, trained.dense + trained.ends + trained.experts) * each
             ),
-            optimizer=optimizer + _turning_s(job, tables, layers / group),
+            optimizer=optimizer + turning * layers / group,
             spread=np.sqrt(2 * np.log(nodes)),
         )
 
@@ -200,31 +190,23 @@ class _Rows:
             yield replace(self, columns=self.columns[some], layers=self.layers[some], ranks=self.ranks[some])
 
 
-def device_parts(
-    job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, *, timed: bool = True, weighed: bool = True
-) -> Iterator[Parts]:
-    """Yield the seconds by term (TERMS) and bytes by class (CLASSES, and "host") of every row, in chunks of rows.
-
-    Args:
-        timed: compute the time terms. Without them, the call is much faster.
-        weighed: compute the bytes.
-    """
+def step_terms(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> dict[str, Array]:
+    """Return the seconds by term (TERMS) of every row."""
     fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
-    on_device = 0 if cluster.device.is_cpu else cluster.device.memory_bytes
-    if not timed:
-        yield {}, memory_bytes(job, columns, tables, on_device)
-        return
-    for start in range(0, max(1, len(columns)), _AT_ONCE):
-        rows = _Rows.of(job, cluster, columns[slice(start, start + _AT_ONCE)], tables, fabric)
-        for part in rows.parts():
-            memory = memory_bytes(job, part.columns, tables, on_device) if weighed else {}
-            yield _terms(job, cluster, part, tables, fabric), memory
+    found = [
+        _terms(job, cluster, part, tables, fabric)
+        for start in range(0, max(1, len(columns)), _AT_ONCE)
+        for part in _Rows.of(job, cluster, columns[slice(start, start + _AT_ONCE)], tables, fabric).parts()
+    ]
+    if len(found) == 1:
+        return found[0]
+    return {name: np.concatenate([each[name] for each in found]) for name in TERMS}
 
 
 def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: Fabric) -> dict[str, Array]:
     columns, each, index = rows.columns, rows.layer, rows.layers.index
     terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
-    stages = rows.rank.stages.rows(rows.ranks.index)
+    stages = taken(rows.rank.stages, rows.ranks.index)
     lay, top, bottom = each.lay[index], each.top[index], each.bottom[index]
     alone, m = columns.pp == 1, columns.num_micro.astype(np.float64)
     taus = np.stack([stages.first * lay + bottom, stages.middle * lay, stages.last * lay + top])
@@ -245,7 +227,7 @@ def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: 
         slack = np.maximum(0.0, total - taus.max(axis=0))
         terms["bubble"], terms["pp_p2p"] = _pipeline_s(job, rows, fabric, layers, lay, slack)
     if job.frozen is not None:
-        terms["frozen"] = _frozen_s(job, columns, tables, fabric, each.costs.rows(index))
+        terms["frozen"] = _frozen_s(job, columns, tables, fabric, taken(each.costs, index))
     _step_terms(job, rows, cluster, tables, stages, terms)
     return terms
 
@@ -319,15 +301,6 @@ def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, cost
     return columns.num_micro * (forward + waits) + filling * forward
 
 
-def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
-    """Return the time (s) in which Muon orthogonalizes the matrices of `layers` layers.
-
-    Each unsharded matrix is assigned to one of the ranks that share the optimizer. All tp ranks compute the same.
-    """
-    each = [times * gemm_s(tables, m, n, k, 1.0, tables.flops["bf16"]) for m, n, k, times in job.turning_products]
-    return sum((float(one) for one in each), 0.0) * layers
-
-
 def _step_terms(
     job: Job, rows: _Rows, cluster: ClusterSpec, tables: Tables, stages: Stages, terms: dict[str, Array]
 ) -> None:
@@ -336,19 +309,12 @@ def _step_terms(
     layers = np.where(columns.pp == 1, stages.middle, stages.first)
     forward, backward = layers * each.forward[rows.layers.index], layers * each.backward[rows.layers.index]
     window = Window(forward=forward, backward=backward, layers=layers)
-    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, rank.traffic.rows(kind), window)
+    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, taken(rank.traffic, kind), window)
     terms["memory_bound"] = terms["memory_bound"] + (columns.num_micro - 1) * rank.each_sum[kind]
     terms["optimizer"] = rank.optimizer[kind]
     if is_offloaded(columns):
-        held = np.maximum(1.0, layers)
-        work = LayerWork(
-            forward=forward / held,
-            backward=backward / held,
-            layers=layers,
-            own=rank.own[kind],
-            every=rank.every[kind],
-            kept=each.kept[rows.layers.index],
-        )
-        terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
+        kept = each.kept[rows.layers.index]
+        states = rank.own[kind], rank.every[kind]
+        terms["offload"] = offload_s(job, columns, tables, window, states, kept, cluster.devices_per_node)
     busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
     terms["straggler"] = busy * tables.straggler * rank.spread[kind]

@@ -22,12 +22,18 @@ _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class PassShare:
-    """Sharding of a rank's share of a microbatch.
+class RankShare:
+    """A rank's share of a microbatch.
 
     Attributes:
         seq: tokens of each sequence on the rank.
+        between: number of ranks over which activations between tensor-parallel regions are divided.
         fused: True if chains of kernels are compiled.
+        q, kv: widths of queries and of keys.
+        rate: FLOP/s of matmuls.
+        half: FLOP/s of operations that stay in a half-precision format.
+        core: FLOP/s of attention.
+        width: bytes of an element relative to a half-precision format.
     """
 
     batch: Array
@@ -36,12 +42,21 @@ class PassShare:
     c: Array
     between: Array
     fused: NDArray[np.bool_]
+    q: Array
+    kv: Array
     rate: Array
     half: Array
+    core: Array
+    width: Array
+
+    @property
+    def tokens(self) -> Array:
+        """Tokens of a microbatch on the rank."""
+        return self.batch * self.seq
 
 
 def products_s(
-    shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables
+    shape: TracedShape, layer: TracedLayer | None, cut: RankShare, tables: Tables
 ) -> tuple[Array, Array, Array]:
     """Return the time (s) of a layer's matmuls (forward, input gradient, weight gradient). None: an average layer."""
     forward, dgrad, wgrad = (np.zeros_like(cut.batch) for _ in range(3))
@@ -57,7 +72,7 @@ def products_s(
 
 
 def attention_s(
-    shape: TracedShape, layer: TracedLayer | None, cut: PassShare, tables: Tables, gain: float,
+    shape: TracedShape, layer: TracedLayer | None, cut: RankShare, tables: Tables, gain: float,
     pieces: Sequence[tuple[int, float]] = (),
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return the time (s) of fused attention (forward, backward).
@@ -80,12 +95,12 @@ def attention_s(
                 flops = each.flops(batch, length / cut.c, cut.t, cut.c)
                 keys = each.keys.at(batch, length)
                 for back, times in enumerate((1.0, _ATTENTION_BACKWARD)):
-                    took = flash_s(tables, times * flops, keys, bool(back), cut.half, masked=each.causal)
+                    took = flash_s(tables, times * flops, keys, bool(back), cut.core, masked=each.causal)
                     found[back] = found[back] + share / gain * took
     return found[0], found[1]
 
 
-def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: PassShare) -> tuple[Array, Array]:
+def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: RankShare) -> tuple[Array, Array]:
     """Return the bytes that memory-bound kernels move (forward, backward)."""
     found = [np.zeros_like(cut.batch), np.zeros_like(cut.batch)]
     for one, share in _weighted(shape, layer):
@@ -103,7 +118,7 @@ def num_calls(shape: TracedShape, fused: NDArray[np.bool_]) -> Array:
     return np.where(fused, together, alone)
 
 
-def tensor_traffic(shape: TracedShape, cut: PassShare) -> Array:
+def tensor_traffic(shape: TracedShape, cut: RankShare) -> Array:
     """Return the tensor-parallel all-reduce volume of an average layer's forward.
 
     It is relative to the two all-reduces of a standard decoder layer.
@@ -112,7 +127,7 @@ def tensor_traffic(shape: TracedShape, cut: PassShare) -> Array:
     return values / (2.0 * shape.hidden * cut.batch * cut.seq)
 
 
-def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables) -> tuple[Array, Array]:
+def end_s(shape: TracedShape, layer: TracedLayer, cut: RankShare, tables: Tables) -> tuple[Array, Array]:
     """Return the time (s) of the modules before or after the layers (matmuls and attention, other kernels)."""
     none = np.zeros_like(cut.batch)
     products = sum(products_s(shape, layer, cut, tables), none)
@@ -121,7 +136,7 @@ def end_s(shape: TracedShape, layer: TracedLayer, cut: PassShare, tables: Tables
     return products + scores, moved
 
 
-def saved_bytes(shape: TracedShape, cut: PassShare, policy: str) -> Array:
+def saved_bytes(shape: TracedShape, cut: RankShare, policy: str) -> Array:
     """Return the bytes that an average layer saves for one microbatch under a recompute policy."""
     name = {"none": "compiled"}.get(policy, policy)
     alone: Array = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
@@ -129,7 +144,7 @@ def saved_bytes(shape: TracedShape, cut: PassShare, policy: str) -> Array:
     return np.where(cut.fused, together, alone)
 
 
-def end_saved_bytes(layer: TracedLayer, cut: PassShare) -> Array:
+def end_saved_bytes(layer: TracedLayer, cut: RankShare) -> Array:
     """Return the bytes that the modules before or after the layers save for one microbatch."""
     saved = dict(layer.saved)
     return _at(saved["none"], cut) if saved else np.zeros_like(cut.batch)
@@ -160,5 +175,5 @@ def _weighted(shape: TracedShape, layer: TracedLayer | None) -> Iterable[tuple[T
     return [(each, each.count / shape.traced.num_layers) for each in shape.traced.layers]
 
 
-def _at(parts: DividedBytes, cut: PassShare) -> Array:
+def _at(parts: DividedBytes, cut: RankShare) -> Array:
     return parts.at(cut.batch, cut.seq, cut.t, cut.between)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.plan import RESHARDS
 from weft.planner.cost.machine import Fabric, Tables
-from weft.planner.cost.shares import Shares
+from weft.planner.cost.shares import Shares, zero_groups
 from weft.planner.space import columns as wire_columns
 from weft.planner.space.columns import PRECISIONS, Columns, Job
 
@@ -18,55 +17,6 @@ Array = NDArray[np.float64]
 
 #: Bytes per parameter that an Adam step on the host moves (g, p, m and v read; p, m and v written).
 _HOST_STEP_BYTES = 28.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWork:
-    """Compute that overlaps with transfers from and to the host.
-
-    Attributes:
-        forward, backward: time (s) of one microbatch in one layer.
-        layers: number of layers of a rank.
-        own: parameters that the rank's optimizer updates.
-        every: all parameters of the rank, in the format in which they are gathered.
-        kept: activation bytes of one microbatch in an average layer.
-    """
-
-    forward: Array
-    backward: Array
-    layers: Array
-    own: Array
-    every: Array
-    kept: Array
-
-
-def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devices_per_node: int) -> Array:
-    """Return the time (s) that offloading adds to a step: exposed transfers, and the optimizer step on the host.
-
-    Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
-    waits if its transfer takes longer than its compute, and is slowed down by the transfer otherwise. The devices of a
-    node and the optimizer step on the host share the host's memory bandwidth.
-    """
-    shares = (columns.offload_optimizer, columns.offload_params, columns.offload_activations)
-    if not any(share.any() for share in shares):
-        return np.zeros(len(columns))
-    optimizer, params, activations = shares
-    rate, passes = tables.host_rate, columns.num_micro.astype(np.float64)
-    whole_s = passes * work.layers * (work.forward + work.backward)
-    stepped = np.maximum(optimizer, params) * work.own
-    step = stepped * (_HOST_STEP_BYTES * devices_per_node / tables.host_step_rate)
-    out = optimizer * work.own * job.stack.grad_bytes / rate
-    back = optimizer * work.own * job.stack.weight_bytes / rate
-    sums = np.where(columns.reduces_once, 1.0, passes)
-    gathers = np.where(columns.reshard == RESHARDS.index("after_forward"), 2 * passes, sums)
-    moved = params * (gathers * work.every * job.stack.gather_bytes + sums * work.own * job.stack.grad_bytes) / rate
-    late = np.maximum(0.0, out + moved - whole_s * (2 / 3))
-    each = activations * work.kept / min(rate, tables.host_step_rate / devices_per_node)
-    hidden = np.minimum(each, work.forward) + np.minimum(each, work.backward)
-    return step + back + late + passes * work.layers * (2 * each - hidden + (tables.overlap_compute - 1) * hidden)
-
-
-# Exposed time (s) of data-parallel communication: the part that does not overlap with forward and backward.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +28,48 @@ class Window:
     layers: Array
 
 
+def offload_s(
+    job: Job, columns: Columns, tables: Tables, window: Window, states: tuple[Array, Array], kept: Array,
+    devices_per_node: int,
+) -> Array:  # fmt: skip
+    """Return the time (s) that offloading adds to a step: exposed transfers, and the optimizer step on the host.
+
+    Transfers overlap with compute: out during forward, in during backward (Ren et al. 2021, arXiv 2101.06840). A layer
+    waits if its transfer takes longer than its compute, and is slowed down by the transfer otherwise. The devices of a
+    node and the optimizer step on the host share the host's memory bandwidth.
+
+    Args:
+        states: parameters that the rank's optimizer updates, and all parameters of the rank in the format in which they
+            are gathered.
+        kept: activation bytes of one microbatch in an average layer.
+    """
+    shares = (columns.offload_optimizer, columns.offload_params, columns.offload_activations)
+    if not any(share.any() for share in shares):
+        return np.zeros(len(columns))
+    optimizer, params, activations = shares
+    own, every = states
+    rate, passes, layers = tables.host_rate, columns.num_micro.astype(np.float64), window.layers
+    forward, backward = (each / np.maximum(1.0, layers) for each in (window.forward, window.backward))
+    step = np.maximum(optimizer, params) * own * (_HOST_STEP_BYTES * devices_per_node / tables.host_step_rate)
+    out = optimizer * own * job.stack.grad_bytes / rate
+    back = optimizer * own * job.stack.weight_bytes / rate
+    sums = np.where(columns.reduces_once, 1.0, passes)
+    gathers = np.where(columns.reshard == RESHARDS.index("after_forward"), 2 * passes, sums)
+    moved = params * (gathers * every * job.stack.gather_bytes + sums * own * job.stack.grad_bytes) / rate
+    late = np.maximum(0.0, out + moved - passes * layers * (forward + backward) * (2 / 3))
+    each = activations * kept / min(rate, tables.host_step_rate / devices_per_node)
+    hidden = np.minimum(each, forward) + np.minimum(each, backward)
+    return step + back + late + passes * layers * (2 * each - hidden + (tables.overlap_compute - 1) * hidden)
+
+
+# Exposed time (s) of data-parallel communication: the part that does not overlap with forward and backward.
+
+
 #: The columns that a rank's communication of gradients and parameters depends on, in addition to its layers.
 OF_TRAFFIC = (
-    "pp",
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "tp",
-    "ep",
-    "order",
-    "zero",
-    "reshard_within",
-    "gather",
-    "reduce",
-    "compress",
-    "sync",
-    "sync_every",
-    "sync_fragments",
-)
+    "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "order", "zero", "reshard_within", "gather", "reduce",
+    "compress", "sync", "sync_every", "sync_fragments",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +91,6 @@ class RankTraffic:
     short: Array
     meetings: Array
     units: Array
-
-    def rows(self, index: NDArray[Any] | slice) -> RankTraffic:
-        """Return the communication for plans, given the index of each plan's kind."""
-        return RankTraffic(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
@@ -188,12 +158,10 @@ def _sync_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Arra
     total = np.zeros(len(columns))
     if not columns.sync.any():
         return total
-    group = (columns.dp_shard * columns.cp).astype(np.float64)
-    inside = np.maximum(1.0, group * columns.tp / columns.ep)
-    parts = ((trained.dense + trained.ends, group), (trained.experts, inside))
+    parts = zip((trained.dense + trained.ends, trained.experts), zero_groups(columns, 1), strict=True)
     replicas, apart = columns.dp_replicate.astype(np.float64), columns.stride("dp_replicate")
-    for learnt, size in parts[: 2 if job.shape.moe_layers else 1]:
-        held = learnt / np.where(columns.zero > 0, size, 1.0)
+    for learnt, size in list(parts)[: 2 if job.shape.moe_layers else 1]:
+        held = learnt / size
         travelling = wire_columns.replica_bytes(columns, held, job.stack.reduce_bytes)
         total += np.where(learnt > 0, fabric.ring_s("all_reduce", travelling, replicas, apart), 0.0)
     return total

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft import env
-from weft.errors import ConfigError, Problem
-from weft.planner.measured.machine_profile import Machine, read_row, write_atomic
+from weft.planner.measured.machine_profile import Machine, expect_keys, file_text, read_file, read_row, write_atomic
 from weft.units import format_bytes
 
 
@@ -120,7 +118,11 @@ class LinkProfile:
         for op in (op for op in OPS if (op, fixed) in of):
             found = _best({way: samples for (name, way), samples in of.items() if name == op}, fixed)
             best[op] = [(least, transport) for least, transport, _ in found]
-            gains += _in_one_sentence(op, found, fixed)
+            for (least, way, share), after in zip(found, [*found[1:], None], strict=True):
+                if way != fixed:  # "all_reduce below 181 KiB by gloo exchange (0.59 of the time)"
+                    start = f" from {format_bytes(least)}" if least else ""
+                    end = f" below {format_bytes(after[0])}" if after else ""
+                    gains.append(f"{op}{start}{end} by {way} ({share:.2f} of the time)")
         laws: dict[str, dict[str, tuple[float, ...]]] = {op: {} for op in best}
         for (op, transport), samples in of.items():
             if op in laws:
@@ -129,16 +131,9 @@ class LinkProfile:
 
     def to_text(self) -> str:
         """Return the file's text, with one sample per line."""
-        head = {
-            "weft_links": VERSION,
-            "machine": asdict(self.machine),
-            "hosts": self.hosts,
-            "ranks": self.ranks,
-            "made": self.made,
-            "took_s": round(self.took_s, 1),
-        }
-        body = ",\n  ".join(json.dumps(asdict(row)) for row in self.samples)
-        return f'{json.dumps(head, indent=1)[:-2]},\n "samples": [\n  {body}\n ]\n}}\n'
+        head = {"weft_links": VERSION, "machine": asdict(self.machine), "hosts": self.hosts, "ranks": self.ranks,
+                "made": self.made, "took_s": round(self.took_s, 1)}  # fmt: skip
+        return file_text(head, samples=self.samples)
 
     def save(self, path: Path) -> None:
         """Write the file atomically.
@@ -156,34 +151,16 @@ class LinkProfile:
             ConfigError: if the file is invalid; the message names the file and the first error.
         """
         remedy = "Measure the links again with: weft calibrate --hosts"
-        try:
-            return cls._read(json.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            told = f"the file cannot be read ({error.strerror})"
-        except (KeyError, TypeError, ValueError) as error:
-            told = str(error.args[0]) if error.args else type(error).__name__
-        raise ConfigError([Problem("launch.links", f"links={path}: {told}. {remedy}")])
+        return read_file(path, "launch.links", f"links={path}", cls._read, remedy)
 
     @classmethod
-    def _read(cls, read: Any) -> LinkProfile:
-        table = cast(dict[str, Any], read) if isinstance(read, dict) else {}
-        if table.get("weft_links") != VERSION:
-            raise ValueError(f"weft_links={table.get('weft_links')}: this Weft reads version {VERSION}")
-        known = {"weft_links", "machine", "hosts", "ranks", "made", "took_s", "samples"}
-        if set(table) != known:
-            wrong = sorted(set(table) ^ known)[0]
-            raise ValueError(f"{'unknown key' if wrong in table else 'there is no key'} {wrong!r}")
+    def _read(cls, table: Mapping[str, Any]) -> LinkProfile:
+        expect_keys(table, "weft_links", VERSION, {"machine", "hosts", "ranks", "made", "took_s", "samples"})
         samples = tuple(read_row(LinkSample, each) for each in table["samples"])
         if bad := next((each for each in samples if not 0 < each.seconds < 1e6 or each.size < 1), None):
             raise ValueError(f"sample {bad.op} of {bad.size} bytes: seconds={bad.seconds} is not a time")
-        return cls(
-            machine=read_row(Machine, table["machine"]),
-            hosts=int(table["hosts"]),
-            ranks=int(table["ranks"]),
-            samples=samples,
-            made=str(table["made"]),
-            took_s=float(table["took_s"]),
-        )
+        return cls(machine=read_row(Machine, table["machine"]), hosts=int(table["hosts"]), ranks=int(table["ranks"]),
+                   samples=samples, made=str(table["made"]), took_s=float(table["took_s"]))  # fmt: skip
 
 
 def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[int, str, float]]:
@@ -205,20 +182,6 @@ def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[in
             found.append((math.isqrt(before * size), way, at[way]))
         before = size
     return [*found, *([(_REACH * before, fixed, 1.0)] if found and found[-1][1] != fixed else [])]
-
-
-def _in_one_sentence(op: str, found: Sequence[tuple[int, str, float]], fixed: str) -> list[str]:
-    """Describe the cases that use another transport than the default one.
-
-    Example: "all_reduce below 181 KiB by gloo exchange (0.59 of the time)".
-    """
-    told: list[str] = []
-    for (least, way, share), after in zip(found, [*found[1:], None], strict=True):
-        if way != fixed:
-            start = f" from {format_bytes(least)}" if least else ""
-            end = f" below {format_bytes(after[0])}" if after else ""
-            told.append(f"{op}{start}{end} by {way} ({share:.2f} of the time)")
-    return told
 
 
 def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -23,6 +24,7 @@ from weft.errors import ConfigError, Problem
 VERSION = 2
 _TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
 _Row = TypeVar("_Row")
+_File = TypeVar("_File")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,18 +136,9 @@ class Profile:
 
     def to_text(self) -> str:
         """Return the file's text, with one sample per line."""
-        head = {
-            "weft_profile": VERSION,
-            "machine": asdict(self.machine),
-            "hash": self.machine.hash,
-            "made": self.made,
-            "took_s": round(self.took_s, 1),
-        }
-        lines = json.dumps(head, indent=1)[:-2]
-        for name, rows in (("samples", self.samples), ("learned", self.learned)):
-            body = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
-            lines += f',\n "{name}": [\n  {body}\n ]' if rows else f',\n "{name}": []'
-        return lines + "\n}\n"
+        head = {"weft_profile": VERSION, "machine": asdict(self.machine), "hash": self.machine.hash, "made": self.made,
+                "took_s": round(self.took_s, 1)}  # fmt: skip
+        return file_text(head, samples=self.samples, learned=self.learned)
 
     def save(self, path: Path) -> None:
         """Write the file atomically.
@@ -174,9 +167,8 @@ def write_atomic(path: Path, text: str) -> None:
         os.replace(draft, path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise _error(
-            f"out={path}: cannot be written ({error.strerror}). Name a file in a folder that you can write to."
-        ) from None
+        rule = f"cannot be written ({error.strerror}). Name a file in a folder that you can write to."
+        raise ConfigError([Problem("profile", f"out={path}: {rule}")]) from None
 
 
 def default_path() -> Path:
@@ -190,30 +182,12 @@ def load_profile(path: Path | str) -> Profile:
     Raises:
         ConfigError: if the file is invalid; the message names the file and the first error.
     """
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        rule = f"profile={path}: the file cannot be read ({error.strerror})."
-        raise _error(f"{rule} Make one with: weft calibrate --out {path}") from None
-    except ValueError as error:
-        raise _error(
-            f"profile={path}: not JSON text ({error}). Create it again with: weft calibrate --out {path}"
-        ) from None
-    try:
-        return _read(table, str(path))
-    except (KeyError, TypeError, ValueError) as error:
-        told = error.args[0] if error.args else type(error).__name__
-        raise _error(f"profile={path}: {told}. Create it again with: weft calibrate --out {path}") from None
+    remedy = f"Create it again with: weft calibrate --out {path}"
+    return read_file(path, "profile", f"profile={path}", lambda table: _read(table, str(path)), remedy)
 
 
-def _read(read: Any, path: str) -> Profile:
-    known = {"weft_profile", "machine", "hash", "made", "took_s", "samples", "learned"}
-    table = cast(dict[str, Any], read) if isinstance(read, dict) else {}
-    if table.get("weft_profile") != VERSION:
-        raise ValueError(f"weft_profile={table.get('weft_profile')}: this Weft reads version {VERSION}")
-    if set(table) != known:
-        wrong = sorted(set(table) ^ known)[0]
-        raise ValueError(f"{'unknown key' if wrong in table else 'there is no key'} {wrong!r}")
+def _read(table: Mapping[str, Any], path: str) -> Profile:
+    expect_keys(table, "weft_profile", VERSION, {"machine", "hash", "made", "took_s", "samples", "learned"})
     machine = read_row(Machine, table["machine"])
     if table["hash"] != machine.hash:
         raise ValueError(
@@ -222,14 +196,50 @@ def _read(read: Any, path: str) -> Profile:
     samples = tuple(read_row(Measurement, each) for each in table["samples"])
     if bad := next((each for each in samples if not 0 < each.seconds < 1e6), None):
         raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is not a time")
-    return Profile(
-        machine=machine,
-        samples=samples,
-        made=str(table["made"]),
-        took_s=float(table["took_s"]),
-        learned=tuple(read_row(Lesson, each) for each in table["learned"]),
-        path=path,
-    )
+    learned = tuple(read_row(Lesson, each) for each in table["learned"])
+    return Profile(machine=machine, samples=samples, made=str(table["made"]), took_s=float(table["took_s"]),
+                   learned=learned, path=path)  # fmt: skip
+
+
+def file_text(head: Mapping[str, Any], **rows: Sequence[Any]) -> str:
+    """Return the JSON text of a file of measurements, with one row (a dataclass) per line."""
+    lines = json.dumps(head, indent=1)[:-2]
+    for name, each in rows.items():
+        body = ",\n  ".join(json.dumps(asdict(row)) for row in each)
+        lines += f',\n "{name}": [\n  {body}\n ]' if each else f',\n "{name}": []'
+    return lines + "\n}\n"
+
+
+def read_file(
+    path: Path | str, field: str, name: str, read: Callable[[Mapping[str, Any]], _File], remedy: str
+) -> _File:
+    """Read a JSON file of measurements with `read`, which raises KeyError, TypeError or ValueError for wrong contents.
+
+    Raises:
+        ConfigError: with the file's `name`, the first error and the remedy, for a file that cannot be read.
+    """
+    try:
+        table: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        return read(cast(dict[str, Any], table) if isinstance(table, dict) else {})
+    except OSError as error:
+        rule = f"the file cannot be read ({error.strerror})"
+    except json.JSONDecodeError as error:
+        rule = f"not JSON text ({error})"
+    except (KeyError, TypeError, ValueError) as error:
+        rule = str(error.args[0]) if error.args else type(error).__name__
+    raise ConfigError([Problem(field, f"{name}: {rule}. {remedy}")])
+
+
+def expect_keys(table: Mapping[str, Any], kind: str, version: int, known: set[str]) -> None:
+    """Check the version of a file, which is its value of `kind`, and its keys.
+
+    Raises:
+        ValueError: for another version, or an unknown or missing key.
+    """
+    if table.get(kind) != version:
+        raise ValueError(f"{kind}={table.get(kind)}: this Weft reads version {version}")
+    if wrong := sorted(set(table) ^ {kind, *known}):
+        raise ValueError(f"{'unknown key' if wrong[0] in table else 'there is no key'} {wrong[0]!r}")
 
 
 def read_row(kind: type[_Row], read: Any) -> _Row:
@@ -260,7 +270,3 @@ def _tuples(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     return ", ".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else str(value)
-
-
-def _error(message: str) -> ConfigError:
-    return ConfigError([Problem("profile", message)])

@@ -17,26 +17,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.errors import ConfigError, Problem
-from weft.planner.cost.machine import Tables, flash_s
+from weft.planner.cost.layer import EAGER_BYTES, layer_costs
+from weft.planner.cost.machine import RING_PASSES, Fabric, Tables, flash_s
 from weft.planner.cost.step import ADAM_BYTES
 from weft.planner.measured.corrections import factors
 from weft.planner.measured.links import fit_transfer
 from weft.planner.measured.machine_profile import Machine, Measurement, Profile, default_path, load_profile
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
 
 #: Size of the layer that is timed as a unit: tokens, width, feed-forward width, heads. See calibrate/compute.py.
 TINY = (16, 64, 128, 4)
-#: Kernel launches that the cost model counts in forward and backward of an eager layer.
-_TINY_LAUNCHES = 62.0
 #: Bytes that a fused AdamW step moves per fp32 parameter in host memory: four values read, three written.
 _HOST_ADAM_BYTES = 28.0
-#: Volume of a ring collective in full buffers, before the factor (n - 1)/n.
-_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-#: FLOPs from which a matmul's time is its rate, and values from which an element-wise kernel's is.
-_LARGE, _LARGE_PASS = 2e7, 1 << 16
-#: Bytes per value of 2 bytes that the cost model counts for eager element-wise kernels (`cost/layer.py`), by operation.
-_EAGER_BYTES = {"norm_f": 36.0, "norm_b": 90.0, "rope_f": 18.0, "rope_b": 18.0, "swiglu_f": 10.0, "swiglu_b": 18.0,
-                "add": 6.0}  # fmt: skip
 
 
 def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
@@ -93,20 +89,30 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables, num_ranks
     if calls and not on_host:
         found["host_op_s"] = min(each.seconds for each in calls)  # small enough that the host's call takes all of it
     if on_host:
-        large = [_flops(one) for one in of("linear_f", "linear_dx", "linear_dw") if 2 * math.prod(one.size) > _LARGE]
-        found["gemm_sustained"] = statistics.geometric_mean(large or [best]) / (best * crowd)
+        rates = [_flops(one) for one in of("linear_f", "linear_dx", "linear_dw")]
+        found["gemm_sustained"] = statistics.geometric_mean(rates) / (best * crowd)
         # Element-wise kernels move values of 4 bytes, and compute as well: a lower rate than a copy's.
-        passes = [one for one in of(*_EAGER_BYTES) if math.prod(one.size) >= _LARGE_PASS]
-        if passes and memory:
-            moved = sum(2 * _EAGER_BYTES[one.op] * math.prod(one.size) for one in passes)
+        if (passes := of(*EAGER_BYTES)) and memory:
+            moved = sum(2 * EAGER_BYTES[one.op] * math.prod(one.size) for one in passes)
             found["memory_eff"] = moved / sum(one.seconds for one in passes) / memory / crowd
         if tiny := of("block_f", "block_b"):
-            found["launch_s"] = sum(one.seconds for one in tiny) / _TINY_LAUNCHES * crowd
+            found["launch_s"] = sum(one.seconds for one in tiny) / _launches(tables) * crowd
     return found | _host(profile) | _links(profile, device, num_ranks)
 
 
 def _flops(one: Measurement) -> float:
     return 2.0 * math.prod(one.size) / one.seconds
+
+
+def _launches(tables: Tables) -> float:
+    """Return the number of kernel launches in forward and backward of the layer TINY, as the cost model counts them."""
+    tokens, width, ffn, heads = TINY
+    spec = DecoderSpec(vocab_size=8, dim=width, num_layers=1, num_heads=heads, num_kv_heads=heads, ffn_dim=ffn,
+                       max_seq_len=tokens)  # fmt: skip
+    job = Job(shape=Shape.of_decoder(spec), seq_len=tokens, global_batch=1)
+    free = replace(tables, flops=dict.fromkeys(tables.flops, math.inf), memory_rate=math.inf, launch_s=1.0)
+    costs = layer_costs(job, Columns.of([Plan(precision="fp32")], job), free, Fabric.of(free, 1))
+    return float(sum(getattr(costs, f"{part}_{side}")[0] for part in ("gemm", "attn", "memory") for side in "fb"))
 
 
 def _host(profile: Profile) -> dict[str, float]:
@@ -143,13 +149,13 @@ def _attention(samples: Iterable[Measurement], tables: Tables, peak: float) -> d
 
 
 def _links(profile: Profile, device: DeviceSpec, num_ranks: int) -> dict[str, float]:
-    collectives = [one for one in profile.samples if one.op in _PASSES and one.group > 1 and one.group == one.ranks]
+    collectives = [one for one in profile.samples if one.op in RING_PASSES and one.group > 1 and one.group == one.ranks]
     groups = {one.group for one in collectives}
     if not groups or not device.scale_up_bytes_per_s:
         return {}
     group = min(groups, key=lambda size: (abs(math.log2(size / max(2, num_ranks))), -size))
     rates, starts, ramps = list[float](), list[float](), list[float]()
-    for op, passes in _PASSES.items():
+    for op, passes in RING_PASSES.items():
         own = [one for one in collectives if one.op == op and one.group == group]
         start, ramp, each = (
             fit_transfer([one.size[0] for one in own], [one.seconds for one in own]) if own else (0, 0, 0)

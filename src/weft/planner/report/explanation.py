@@ -15,7 +15,7 @@ from weft.config.decoder_shape import DecoderSpec
 from weft.config.model_spec import ModelSpec
 from weft.config.rules.plan_rules import check
 from weft.config.traced_model import TracedModel
-from weft.planner.cost.machine import Tables
+from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.measured.corrections import lesson_words
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
@@ -25,7 +25,8 @@ from weft.planner.space.shape import Shape
 from weft.planner.uncertainty import Band, ErrorContext, error_context, shipped, time_bands, unmeasured
 from weft.units import format_bytes, format_count, format_seconds
 
-#: The constant that determines most of each term.
+#: The constant that determines most of each term. Other terms use the links of a scale-up domain, or the network if
+#: the cluster has several domains.
 DECIDED_BY = {
     "gemm": "gemm_ceiling",
     "recompute": "gemm_ceiling",
@@ -37,8 +38,6 @@ DECIDED_BY = {
     "tp": "link_eff",
     "cp": "link_eff",
     "ep": "link_eff",
-    "pp_p2p": "nic_eff",
-    "dp_exposed": "nic_eff",
     "contention": "overlap_compute",
     "optimizer": "adam_eff",
     "offload": "host_rate",
@@ -55,15 +54,14 @@ RUNGS = {
 TOLD = 0.8
 
 
-def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]:
+def time_by_rung(terms: Mapping[str, float], tables: Tables, cluster: ClusterSpec) -> dict[str, float]:
     """Return the share of the step's time for each source of constants. The shares sum to 1."""
     shares = dict.fromkeys(RUNGS, 0.0)
+    far = "link_eff" if cluster.num_devices <= Fabric.of(tables, cluster.devices_per_node).domain else "nic_eff"
     for name, seconds in terms.items():
-        constant = DECIDED_BY.get(name)
-        rung = tables.rungs.get(constant, "datasheet") if constant else "datasheet"
+        rung = tables.rungs.get(DECIDED_BY.get(name, far), "datasheet")
         shares[rung if rung in RUNGS else "datasheet"] += seconds
-    whole = sum(shares.values())
-    return {rung: seconds / whole for rung, seconds in shares.items() if seconds > 0}
+    return {rung: seconds / sum(shares.values()) for rung, seconds in shares.items() if seconds > 0}
 
 
 def band_of(one: Candidate, level: float = TOLD) -> Band | None:
@@ -86,7 +84,7 @@ def context(one: Candidate) -> ErrorContext:
 
 def band_words(one: Candidate) -> list[str]:
     """Describe the confidence in the step time: an error band if there are similar runs, and unmeasured properties."""
-    shares = time_by_rung(one.terms, one.question.tables)
+    shares = time_by_rung(one.terms, one.question.tables, one.question.cluster)
     basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
     if one.question.cluster.device.memory_bytes == 0 or one.question.cluster.device.is_cpu:
         return [f"trust   basis: {basis}"]
@@ -101,6 +99,10 @@ def band_words(one: Candidate) -> list[str]:
             f"{band.high - 1:+.0%} on publishers the model had not seen ({known.runs} runs of {known.sources} sources)",
             f"        basis: {basis}",
         ]
+    spec = one.question.cluster.device
+    if "here" not in shares and spec.measured_flops and spec.measured_spread > 1:
+        least, most = spec.measured_flops / 1e12, spec.measured_flops * spec.measured_spread / 1e12
+        lines.append(f"        matrix products reach {least:.0f} to {most:.0f} TFLOP/s, by software, clock and power")
     if "here" not in shares:
         device = one.question.cluster.device.name.rstrip("*")
         others = "; published runs used other software" if where.generation else ""
@@ -189,9 +191,22 @@ def _with_graphs(one: Candidate) -> list[str]:
     ]
 
 
+def sorted_terms(one: Candidate) -> list[tuple[str, float]]:
+    """Return the terms of a step above zero, longest first."""
+    return sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
+
+
+def term_changes(before: Candidate, after: Candidate) -> list[str]:
+    """Return the differences between the terms of two steps as text, largest first."""
+    return [
+        f"{TERM_WORDS.get(name, name)}: {'+' if new >= old else ''}{format_seconds(new - old)}"
+        for name, old, new in differences(before.terms, after.terms)
+    ]
+
+
 def waterfall(one: Candidate) -> list[str]:
     """Return the parts of the step as text lines with consecutive bars (a waterfall chart)."""
-    rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
+    rows = sorted_terms(one)
     lines = [f"step    {format_seconds(one.step_s)}"]
     done = 0.0
     for name, value in rows:
@@ -283,4 +298,7 @@ def search(
     question = Question.of(
         model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options
     )
-    return answer(question).each(Explained.of)
+    found: Any = answer(question)  # the same answer with other candidates
+    ranked, pareto = (tuple(map(Explained.of, plans)) for plans in (found.ranked, found.pareto))
+    nearest = None if found.nearest is None else Explained.of(found.nearest)
+    return replace(found, ranked=ranked, pareto=pareto, nearest=nearest)

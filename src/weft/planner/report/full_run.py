@@ -297,11 +297,6 @@ def _error(field: str, message: str) -> ConfigError:
     return ConfigError([Problem(field, message)])
 
 
-def _grams(text: str) -> float:
-    named = _grids().get(text.lower())
-    return float(text.removesuffix("g")) if named is None else named
-
-
 @functools.cache
 def _grids() -> dict[str, float]:
     return tomllib.loads(Path(__file__).with_name("grids.toml").read_text(encoding="utf-8"))
@@ -315,6 +310,6 @@ _WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {
     "restart": ("restart_s", units.parse_seconds, "10m"),
     "save": ("save_s", units.parse_seconds, "15m"),
     "stall": ("stall_s", units.parse_seconds, "5s"),
-    "grid": ("grid", _grams, "369g"),
+    "grid": ("grid", lambda text: _grids().get(text.lower()) or float(text.removesuffix("g")), "369g"),
     "store": ("store_rate", lambda text: float(units.parse_bytes(text.removesuffix("/s"))), "10GB/s"),
 }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from html import escape as escape_answer_page
+from html import escape as escape_html
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from weft.config.pipeline_schedule import Pair, Schedule, Step, parts
+from weft.config.pipeline_schedule import Schedule, Step, parts
 from weft.planner.cost.memory import CLASSES
-from weft.planner.cost.pipeline import Durations, Timeline, simulate
-from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, headline
+from weft.planner.cost.pipeline import Durations, simulate
+from weft.planner.report.explanation import TERM_WORDS, explain, sorted_terms, term_changes
 from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.pipeline_clock import memory_by_rank as bytes_by_rank
 from weft.planner.search.pipeline_clock import timed_schedule
@@ -27,8 +26,7 @@ PALETTE = (
 INK, FAINT = "#222222", "#bbbbbb"
 
 
-@dataclass(frozen=True, slots=True)
-class Rect:
+class Rect(NamedTuple):
     """Filled rectangle. title: its tooltip. label: a text in its middle."""
 
     x: float
@@ -40,8 +38,7 @@ class Rect:
     label: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Polyline:
+class Polyline(NamedTuple):
     """Polyline through points (x, y)."""
 
     points: tuple[tuple[float, float], ...]
@@ -49,8 +46,7 @@ class Polyline:
     width: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Dot:
+class Dot(NamedTuple):
     """Filled circle."""
 
     x: float
@@ -60,8 +56,7 @@ class Dot:
     title: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """One line of text. anchor: which part of the text is at x: "start", "middle" or "end"."""
 
     x: float
@@ -148,79 +143,52 @@ def pareto(found: Answer[Candidate]) -> Drawing:
     """Draw memory (of the rank with the highest use) against tokens per second: plans as dots, Pareto front as line."""
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
     question = found.question
-    title = f"{question.model.name} on {question.cluster}: memory against speed"
     drawing.add(
-        Text(_LEFT, 28, title, 16),
+        Text(_LEFT, 28, f"{question.model.name} on {question.cluster}: memory against speed", 16),
         Text(_LEFT, 46, "up and left is better; the line joins the plans that no other plan beats", 11),
     )
     dots = [*found.ranked, *found.pareto]
     if not dots:
         drawing.add(Text(_LEFT + 20, _TOP + 40, "no plan fits"))
         return drawing
-    most_x = dots[0].usable_bytes
-    most_y = _round_up(max(one.tokens_per_s for one in dots))
-    _axes(drawing, most_x, most_y, question.unit)
-    for one in found.ranked:
-        drawing.add(Dot(*_label_position(one, most_x, most_y), 3, PALETTE[5], _dot_title(one)))
-    border = [_label_position(one, most_x, most_y) for one in found.pareto]
-    drawing.add(Polyline(tuple(border), PALETTE[3], 1.5))
-    for one in found.pareto:
-        drawing.add(Dot(*_label_position(one, most_x, most_y), 4, PALETTE[3], _dot_title(one)))
-    best = found.ranked[0]
-    x, y = _label_position(best, most_x, most_y)
-    drawing.add(Text(min(x, _LEFT + _WIDTH - 10), y - 10, "best", 12, "end"))
-    _label(drawing, found.pareto, border, (x, y))
-    return drawing
-
-
-def _label(
-    drawing: Drawing,
-    plans: Sequence[Candidate],
-    places: Sequence[tuple[float, float]],
-    best: tuple[float, float],
-) -> None:
-    taken = [best]
-    for one, (x, y) in zip(plans, places, strict=True):
-        if all(abs(x - other) > 150 or abs(y - above) > 16 for other, above in taken):
-            words = " ".join(word for word in str(one.plan).split() if word.partition("=")[0] in _AXES)
-            is_left = x <= _LEFT + 160
-            place = (x + 9, y + 4, words or "one device", 10, "start") if is_left else (x - 6, y - 6, words, 10, "end")
-            drawing.add(Text(*place))
-            taken.append((x, y))
-
-
-def _label_position(one: Candidate, most_x: float, most_y: float) -> tuple[float, float]:
-    x = _LEFT + _WIDTH * min(1.0, one.total_bytes / most_x)
-    return x, _TOP + _HEIGHT * (1 - one.tokens_per_s / most_y)
-
-
-def _dot_title(one: Candidate) -> str:
-    return f"{one.plan}\n{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} {one.question.unit}/s"
-
-
-def _axes(drawing: Drawing, most_x: float, most_y: float, unit: str) -> None:
+    most_x, most_y = dots[0].usable_bytes, 1.05 * max(one.tokens_per_s for one in dots)
     bottom = _TOP + _HEIGHT
     for part in range(5):
         x, y = _LEFT + _WIDTH * part / 4, bottom - _HEIGHT * part / 4
         drawing.add(
-            Polyline(((x, _TOP), (x, bottom)), FAINT, 0.5), Polyline(((_LEFT, y), (_LEFT + _WIDTH, y)), FAINT, 0.5)
+            Polyline(((x, _TOP), (x, bottom)), FAINT, 0.5),
+            Polyline(((_LEFT, y), (_LEFT + _WIDTH, y)), FAINT, 0.5),
+            Text(x, bottom + 18, format_bytes(most_x * part / 4), 11, "middle"),
+            Text(_LEFT - 8, y + 4, format_count(most_y * part / 4), 11, "end"),
         )
-        drawing.add(Text(x, bottom + 18, format_bytes(most_x * part / 4), 11, "middle"))
-        drawing.add(Text(_LEFT - 8, y + 4, format_count(most_y * part / 4), 11, "end"))
     drawing.add(
-        Text(_LEFT + _WIDTH / 2, bottom + 42, "memory on the fullest rank, up to what the device has", 12, "middle")
+        Text(_LEFT + _WIDTH / 2, bottom + 42, "memory on the fullest rank, up to what the device has", 12, "middle"),
+        Text(_LEFT - 8, _TOP - 10, f"{question.unit}/s", 12, "end"),
     )
-    drawing.add(Text(_LEFT - 8, _TOP - 10, f"{unit}/s", 12, "end"))
 
+    def position(one: Candidate) -> tuple[float, float]:
+        x = _LEFT + _WIDTH * min(1.0, one.total_bytes / most_x)
+        return x, bottom - _HEIGHT * one.tokens_per_s / most_y
 
-def _round_up(value: float) -> float:
-    scale = 10 ** math.floor(math.log10(value))
-    return next(step * scale for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * scale >= value * 1.02)
+    for plans, radius, colour in ((found.ranked, 3, PALETTE[5]), (found.pareto, 4, PALETTE[3])):
+        for one in plans:
+            speed = f"{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} {question.unit}/s"
+            drawing.add(Dot(*position(one), radius, colour, f"{one.plan}\n{speed}"))
+    drawing.add(Polyline(tuple(map(position, found.pareto)), PALETTE[3], 1.5))
+    x, y = position(found.ranked[0])
+    drawing.add(Text(min(x, _LEFT + _WIDTH - 10), y - 10, "best", 12, "end"))
+    taken = [(x, y)]
+    for one, (x, y) in zip(found.pareto, map(position, found.pareto), strict=True):
+        if all(abs(x - other) > 150 or abs(y - above) > 16 for other, above in taken):
+            words = " ".join(word for word in str(one.plan).split() if word.partition("=")[0] in _AXES) or "one device"
+            drawing.add(Text(x + 9, y + 4, words, 10) if x <= _LEFT + 160 else Text(x - 6, y - 6, words, 10, "end"))
+            taken.append((x, y))
+    return drawing
 
 
 def waterfall(one: Candidate) -> Drawing:
     """Draw a waterfall chart of a step: each part starts at the end of the previous one."""
-    rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
+    rows = sorted_terms(one)
     left, height = 280.0, 24.0
     drawing = Drawing(left + 580 + _BESIDE + 20, 0.0)
     top = _head(drawing, f"{one.question.model.name}: a step of {format_seconds(one.step_s)}", one)
@@ -310,28 +278,22 @@ def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> Dra
     used = {action.kind for step in schedule.ranks[0] for action in parts(step)}
     legend = [(word, _COLOURS[kind][0]) for kind, word in _WORDS.items() if kind in used]
     named = [(f"rank {rank}", row) for rank, row in enumerate(rows)]
-    return draw_bars(named, _title(schedule, timeline), legend, has_axis=durations is not None)
-
-
-def _title(schedule: Schedule, timeline: Timeline) -> str:
     share = 100 * sum(timeline.idle_s) / (timeline.makespan_s * schedule.num_ranks)
     stages = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
     most = max(timeline.in_flight) / schedule.virtual_stages
-    return (
+    title = (
         f"{schedule.name}: {schedule.num_ranks} ranks{stages}, {schedule.num_microbatches} microbatches; "
         f"{share:.1f} % waiting, {most:g} microbatches in flight"
     )
+    return draw_bars(named, title, legend, has_axis=durations is not None)
 
 
 def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> Iterator[Bar]:
-    actions = (
-        [(step.forward, f", beside {step.backward}"), (step.backward, f", beside {step.forward}")]
-        if isinstance(step, Pair)
-        else [(step, "")]
-    )
+    actions = parts(step)
     length = (end - start) / len(actions)
-    for place, (action, beside) in enumerate(actions):
+    for place, action in enumerate(actions):
         is_later = action.stage != schedule.stages_of(rank)[0]
+        beside = "".join(f", beside {other}" for other in actions if other is not action)
         title = f"{_WORDS[action.kind]} of microbatch {action.microbatch} on stage {action.stage}{beside}"
         begin = start + place * length
         yield Bar(begin, begin + length, _COLOURS[action.kind][is_later], str(action.microbatch), title)
@@ -381,48 +343,54 @@ def fits(label: str, share: float) -> bool:
 
 # The answer as one self-contained HTML page: no script, no other file, no network access.
 
-#: Maximum number of listed plans, and of listed reasons why other plans were rejected.
-_LAYOUTS, _REASONS = 10, 12
-#: Maximum number of listed terms of a difference.
-_MOST_TERMS = 3
+#: Maximum number of listed plans, of reasons why other plans were rejected, and of terms of a difference.
+_LAYOUTS, _REASONS, _MOST_TERMS = 10, 12, 3
 #: Maximum number of characters in a table cell without line breaks.
 _SHORT = 16
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222222; background: #ffffff; max-width: 1240px; margin: 2em auto;
        padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #bbbbbb; }
-code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
+code, pre { font: 13px/1.4 ui-monospace, monospace; } code { overflow-wrap: anywhere; } pre { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 3px 14px 3px 0; border-bottom: 1px solid #eeeeee; }
-.n { white-space: nowrap; } .swatch { display: inline-block; width: 11px; height: 11px; }
-svg { max-width: 100%; height: auto; } .faint { color: #666666; }
+.n { white-space: nowrap; } svg { max-width: 100%; height: auto; } .faint { color: #666666; }
 """
 
 
 def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
     """Return the HTML page for an answer that has a best plan."""
     best, question = found.ranked[0], found.question
-    title = f"{question.model.name} on {question.cluster}"
+    title = escape_html(f"{question.model.name} on {question.cluster}")
     rest = found.num_plans - found.num_estimated
     parts = [
-        f"<h1>{escape_answer_page(title)}</h1>",
-        f'<p class="faint">{escape_answer_page(question.work)}; {found.num_plans:,} plans: {rest:,} break a rule, '
+        f"<h1>{title}</h1>",
+        f'<p class="faint">{escape_html(question.work)}; {found.num_plans:,} plans: {rest:,} break a rule, '
         f"{found.num_estimated:,} estimated, {found.num_fit:,} fit in memory</p>",
-        f"<h2>The best plan</h2><p><code>{escape_answer_page(str(best.plan))}</code></p>",
-        _table((), [line.split(maxsplit=1) for line in _joined(headline(best, hour_price)[1:])]),
-        f"<h2>Where a step of {format_seconds(best.step_s)} goes</h2>",
-        _terms(best),
+        f"<h2>The best plan</h2><p><code>{escape_html(str(best.plan))}</code></p>",
+        f"<pre>{escape_html(explain(best, hour_price))}</pre>",
         waterfall(best).svg(),
-        f"<h2>Memory: {format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)}, "
-        f"{escape_answer_page(fit_words(best.fits))}</h2>",
-        _classes(best),
         memory_by_rank(best, bytes_by_rank(best)).svg(),
     ]
     if best.plan.pp > 1:
         parts += ["<h2>The pipeline's schedule</h2>", draw_schedule(*timed_schedule(best)).svg()]
+    others = found.layouts(_LAYOUTS)[1:]
     parts += [
         "<h2>Other layouts, and why they are not the best</h2>",
-        _others(best, found.layouts(_LAYOUTS)[1:]),
+        _table(
+            ("step", "slower", f"{question.unit}/s", "memory", "plan", "most of the difference"),
+            (
+                (
+                    format_seconds(one.step_s),
+                    f"{one.step_s / best.step_s - 1:+.1%}",
+                    format_count(one.tokens_per_s),
+                    format_bytes(one.total_bytes),
+                    f"<code>{escape_html(str(one.plan))}</code>",
+                    "; ".join(term_changes(best, one)[:_MOST_TERMS]),
+                )
+                for one in others
+            ),
+        ),
         "<h2>Memory against speed</h2>",
         pareto(found).svg(),
         "<h2>Why all other plans are out</h2>",
@@ -431,79 +399,15 @@ def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
             ((f"{each.count:,}", each.name, f"{each.example}: {each.message}") for each in found.refused[:_REASONS]),
         ),
     ]
-    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape_answer_page(title)}</title>'
+    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _joined(lines: Iterable[str]) -> list[str]:
-    found: list[str] = []
-    for line in lines:
-        if line.startswith(" ") and found:
-            found[-1] += f"; {line.strip()}"
-        else:
-            found.append(line)
-    return found
-
-
-def _terms(one: Candidate) -> str:
-    rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
-    return _table(
-        ("", "part of the step", "time", "share"),
-        (
-            (TERM_COLOURS.get(name, ""), TERM_WORDS.get(name, name), format_seconds(value), f"{value / one.step_s:.1%}")
-            for name, value in rows
-        ),
-    )
-
-
-def _classes(one: Candidate) -> str:
-    return _table(
-        ("", "class of memory, on the fullest rank", "bytes", "share"),
-        (
-            (colour, name, format_bytes(one.memory[name]), f"{one.memory[name] / one.usable_bytes:.1%}")
-            for name, colour in CLASS_COLOURS.items()
-            if one.memory.get(name, 0.0) > 0
-        ),
-    )
-
-
-def _others(best: Candidate, layouts: Sequence[Candidate]) -> str:
-
-    def why(one: Candidate) -> str:
-        rows = differences(best.terms, one.terms)[:_MOST_TERMS]
-        words = (
-            f"{TERM_WORDS.get(name, name)} {'+' if after >= before else ''}{format_seconds(after - before)}"
-            for name, before, after in rows
-        )
-        return "; ".join(words)
-
-    return _table(
-        ("step", "slower", f"{best.question.unit}/s", "memory", "plan", "most of the difference"),
-        (
-            (
-                format_seconds(one.step_s),
-                f"{one.step_s / best.step_s - 1:+.1%}",
-                format_count(one.tokens_per_s),
-                format_bytes(one.total_bytes),
-                f"<code>{escape_answer_page(str(one.plan))}</code>",
-                why(one),
-            )
-            for one in layouts
-        ),
-    )
-
-
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["<table>"]
-    if head:
-        lines.append(f"<tr>{''.join(f'<th>{escape_answer_page(word)}</th>' for word in head)}</tr>")
-    lines += [f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows]
-    return "\n".join([*lines, "</table>"])
+    def cell(text: str) -> str:
+        inner = text if text.startswith("<code>") else escape_html(text)
+        is_number = len(text) < _SHORT and (text[:1].isdigit() or text[:1] in ("+", "-"))
+        return f"<td class='n'>{inner}</td>" if is_number else f"<td>{inner}</td>"
 
-
-def _cell(text: str) -> str:
-    if text.startswith("#") and len(text) == len("#rrggbb"):
-        return f'<td><span class="swatch" style="background:{text}"></span></td>'
-    inner = text if text.startswith("<code>") else escape_answer_page(text)
-    is_number = len(text) < _SHORT and (text[:1].isdigit() or text[:1] in ("+", "-"))
-    return f"<td class='n'>{inner}</td>" if is_number else f"<td>{inner}</td>"
+    first = f"<tr>{''.join(f'<th>{escape_html(word)}</th>' for word in head)}</tr>"
+    return "\n".join(["<table>", first, *(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows), "</table>"])

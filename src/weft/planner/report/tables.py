@@ -32,7 +32,7 @@ def question_table(question: Question) -> dict[str, Any]:
 def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str, Any]:
     """Return one plan with its values: seconds, bytes, dollars and kWh of one step."""
     cost = one.cost(hour_price)
-    shares = time_by_rung(one.terms, one.question.tables)
+    shares = time_by_rung(one.terms, one.question.tables, one.question.cluster)
     missing = unmeasured(context(one), one.question.cluster.device.name)
     band = None if missing else band_of(one)
     return {

@@ -17,7 +17,7 @@ from weft.config.rules.plan_rules import LASTING, check
 from weft.config.rules.rule import Facts, Violation
 from weft.errors import PlanError, Problem
 from weft.planner.cost.memory_terms import layer_bytes
-from weft.planner.report.explanation import TERM_WORDS, differences, fit_words
+from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, term_changes
 from weft.planner.report.scenario import Scenario, change
 from weft.planner.search.best_plans import answer, host_message
 from weft.planner.search.candidate import Answer, Candidate
@@ -347,19 +347,16 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
         f"{-slower:.1%} less than the best, but a plan with offload is preferred only if it gains 2 %"
     )  # fmt: skip
     sentence = f"it runs and {fit_words(candidate.fits)}, and takes {format_seconds(candidate.step_s)} a step, {gap}."
-    rows = differences(best.terms, candidate.terms)[:5]
-    details = [
-        f"{TERM_WORDS.get(name, name)}: {'+' if after >= before else ''}{format_seconds(after - before)}"
-        for name, before, after in rows
-    ]
+    nearby = [one for one in estimated(neighbours(candidate.plan, question), question) if one.fits >= question.fits]
+    better = sorted((one for one in nearby if one.step_s < candidate.step_s * 0.999), key=lambda one: one.step_s)
     return WhyNot(
         kind="slower",
         sentence=sentence,
         plan=candidate.plan,
         candidate=candidate,
-        remedies=tuple(_faster(candidate, question)),
+        remedies=tuple(Remedy(changed_words(candidate.plan, one.plan), one) for one in better[:_MOST]),
         best=best,
-        details=(*details, *unsaid),
+        details=(*term_changes(best, candidate)[:5], *unsaid),
     )
 
 
@@ -460,7 +457,12 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
         nearby = estimated(reached, question)
         fitting = [one for one in nearby if one.fits >= question.fits]
         if fitting:
-            return _smallest(candidate, fitting)
+            found: dict[tuple[str, ...], Remedy] = {}
+            for one in sorted(fitting, key=lambda one: one.step_s):
+                words = changed_words(candidate.plan, one.plan)
+                found.setdefault(tuple(word.partition("=")[0] for word in words.split()), Remedy(words, one))
+            smallest = sorted(found.items(), key=lambda item: (len(item[0]), item[1].after.step_s))
+            return [remedy for _, remedy in smallest[:_MOST]]
         seen |= set(reached)
         # Required share of the available memory, on the device or on its host.
         needs = {
@@ -469,21 +471,6 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
         }
         beam = sorted(needs, key=needs.__getitem__)[:_BEAM]
     return []
-
-
-def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
-    found: dict[tuple[str, ...], Remedy] = {}
-    for one in sorted(fitting, key=lambda one: one.step_s):
-        words = changed_words(before.plan, one.plan)
-        found.setdefault(tuple(word.partition("=")[0] for word in words.split()), Remedy(words, one))
-    smallest = sorted(found.items(), key=lambda item: (len(item[0]), item[1].after.step_s))
-    return [remedy for _, remedy in smallest[:_MOST]]
-
-
-def _faster(candidate: Candidate, question: Question) -> list[Remedy]:
-    nearby = [one for one in estimated(neighbours(candidate.plan, question), question) if one.fits >= question.fits]
-    better = sorted((one for one in nearby if one.step_s < candidate.step_s * 0.999), key=lambda one: one.step_s)
-    return [Remedy(changed_words(candidate.plan, one.plan), one) for one in better[:_MOST]]
 
 
 # Comparison of two plans: time by term, memory by class.

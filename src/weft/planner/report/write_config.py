@@ -64,11 +64,14 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
     """
     model, adapter = one.question.model, one.question.job.adapter
     tables["optimizer"]["lr"] = rate = learning_rate(model.shape.num_params, is_adapter=adapter is not None)
+    steps = tables["train"]["steps"]
+    read = format_count(steps * one.question.job.tokens).replace(" ", "")
     why = "usual for adapters of models of this size" if adapter else "for training from random weights, by size"
     notes = [
         "data.train is Weft's built-in text, which is there to try things. Name your own files.",
         f"optimizer.lr={rate:g} is {why}. To fine-tune all weights, use about a tenth.",
-        _steps_note(tables["train"], one),
+        f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}. weft plan ... --run "
+        "tokens=1T shows the cost of more.",
     ]
     if adapter is not None:
         tables["adapter"] |= {"rank": adapter.rank, "base": adapter.base}
@@ -85,13 +88,6 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
             'kind = "file" and path = "folder".'
         )
     return notes
-
-
-def _steps_note(train: dict[str, Any], one: Candidate) -> str:
-    steps, question = train["steps"], one.question
-    read = format_count(steps * question.job.tokens).replace(" ", "")
-    trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
-    return f"{trial}. weft plan ... --run tokens=1T shows the cost of more."
 
 
 def learning_rate(num_params: float, *, is_adapter: bool) -> float:
@@ -114,16 +110,13 @@ def _model_table(one: Candidate) -> dict[str, object]:
     if model.name in model_names() and decoder_spec(model.name) == model.spec:
         return {"name": model.name}
     shape = model.shape
-    unknown = [
-        word
-        for word, there in (
-            ("experts", shape.num_experts > 0),
-            ("a sliding window", shape.window > 0),
-            ("latent attention", shape.kv_rank > 0),
-            ("heads whose width is not dim / heads", shape.head_dim * shape.heads != shape.hidden),
-        )
-        if there
-    ]
+    features = {
+        "experts": shape.num_experts > 0,
+        "a sliding window": shape.window > 0,
+        "latent attention": shape.kv_rank > 0,
+        "heads whose width is not dim / heads": shape.head_dim * shape.heads != shape.hidden,
+    }
+    unknown = [word for word, there in features.items() if there]
     if unknown:
         rule = f"`weft train` builds no model with {' and '.join(unknown)} from a config. Leave out --out"
         raise ModelError(f"model={model.name}: {rule}; the plan itself can be used in weft.init.")

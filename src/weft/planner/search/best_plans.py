@@ -294,6 +294,5 @@ def _rows(found: Estimates, rows: Any) -> Estimates:
         found,
         terms={name: array[index] for name, array in found.terms.items()},
         memory={name: array[index] for name, array in found.memory.items()},
-        world_size=found.world_size[index],
         host_bytes=found.host_bytes[index],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -207,7 +207,6 @@ class Candidate:
 
 One = TypeVar("One", bound=Candidate)
 Found = TypeVar("Found", bound=Candidate, covariant=True)
-Other = TypeVar("Other", bound=Candidate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,21 +249,6 @@ class Answer(Generic[Found]):
     def best(self) -> Found | None:
         """The fastest plan that fits, or None."""
         return self.ranked[0] if self.ranked else None
-
-    def each(self, change: Callable[[Found], Other]) -> Answer[Other]:
-        """Change every candidate by a function, and return an answer with the results."""
-        return Answer(
-            question=self.question,
-            ranked=tuple(map(change, self.ranked)),
-            pareto=tuple(map(change, self.pareto)),
-            refused=self.refused,
-            num_plans=self.num_plans,
-            num_estimated=self.num_estimated,
-            num_fit=self.num_fit,
-            left_out=self.left_out,
-            nearest=None if self.nearest is None else change(self.nearest),
-            seconds=self.seconds,
-        )
 
     def layouts(self, limit: int = 10) -> list[Found]:
         """Return the best plan of each layout, fastest first."""

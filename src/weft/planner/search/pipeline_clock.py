@@ -185,7 +185,6 @@ def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
         memory={name: np.array([value]) for name, value in memory.items()},
         usable_bytes=one.usable_bytes,
         tokens=0.0,
-        world_size=np.ones(1, dtype=np.int64),
         memory_spread=memory_error_scale(one.question.job, one.question.cluster),
         host_bytes=np.array([one.host_bytes]),
         host_limit=one.host_limit,

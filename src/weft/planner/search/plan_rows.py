@@ -139,12 +139,10 @@ class Verdicts:
             changed = differing(row, other)
             if any(changed.isdisjoint(known.fields) for known in broken):
                 return False
-            return not any(known.is_broken(other, self._facts) for known in self._readers_of(changed))
+            readers = self._readers.get(changed)
+            if readers is None:
+                readers = [known for known in self._known if not changed.isdisjoint(known.fields)]
+                self._readers[changed] = readers
+            return not any(known.is_broken(other, self._facts) for known in readers)
 
         return allows
-
-    def _readers_of(self, changed: frozenset[str]) -> list[_Known]:
-        found = self._readers.get(changed)
-        if found is None:
-            found = self._readers[changed] = [known for known in self._known if not changed.isdisjoint(known.fields)]
-        return found

@@ -192,20 +192,28 @@ def _assumed_links(cluster: ClusterSpec) -> list[str]:
 
 def _job(planned: PlannedModel, seq_len: int, global_batch: int, device: DeviceSpec) -> Job:
     """Return the job, which is the same for all plans. For Weft's decoders, groups with lr=0 are frozen."""
+    config = planned.config
+    states = "fp32" if config is None else config.optimizer.states
+    by_row = config is None or config.train.fp8_recipe == "rowwise"
+    stack = Stack(half_wgrad=True, half_experts=True, row_scales=by_row)
+    if device.is_cpu:
+        stack = replace(stack, bucket_params=bucket_bytes("cpu") // 4)
+    if states != "fp32":
+        stack = replace(stack, main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
     job = Job(
         shape=planned.shape,
         seq_len=seq_len,
         global_batch=global_batch,
-        optimizer=planned.config.optimizer.name if planned.config else "adamw",
-        stack=_stack(planned, device),
+        optimizer=config.optimizer.name if config else "adamw",
+        stack=stack,
         adapter=planned.adapter,
         texts=planned.texts,
         frozen=planned.frozen,
     )
-    if planned.config is None or planned.traced is not None:
+    if config is None or planned.traced is not None:
         return job
-    job = job.with_half_layers(planned.spec, planned.config.train.bf16_layers)
-    return job.with_groups(planned.spec, planned.config.optimizer.groups)
+    job = job.with_half_layers(planned.spec, config.train.bf16_layers)
+    return job.with_groups(planned.spec, config.optimizer.groups)
 
 
 def _packed(job: Job, text: str | None, planned: PlannedModel) -> Job:
@@ -222,16 +230,6 @@ def _packed(job: Job, text: str | None, planned: PlannedModel) -> Job:
     if traced is not None and not any(each.causal for layer in traced.layers for each in layer.attentions):
         raise _error("documents", f"documents={text}: {planned.name} has no causal attention. Leave it out.")
     return job.with_documents(text)
-
-
-def _stack(planned: PlannedModel, device: DeviceSpec) -> Stack:
-    config = planned.config
-    states = "fp32" if config is None else config.optimizer.states
-    by_row = config is None or config.train.fp8_recipe == "rowwise"
-    weft = Stack(half_wgrad=True, half_experts=True, row_scales=by_row)
-    if device.is_cpu:
-        weft = replace(weft, bucket_params=bucket_bytes("cpu") // 4)
-    return weft if states == "fp32" else replace(weft, main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +91,8 @@ def _changes(plan: Plan, question: Question, fine: bool) -> Iterator[dict[str, A
 
 def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
     """Yield meshes with a prime factor moved from one axis to another. The microbatch size is kept if possible."""
-    sizes = plan.axis_sizes()
+    sizes, batch = plan.axis_sizes(), question.job.global_batch
+    wanted = max(1, shares.samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
     for source in AXES:
         divisors = common_divisors(sizes[source])
         for factor in (each for each in divisors if each > 1 and all(each % low for low in range(2, each))):  # primes
@@ -99,17 +100,11 @@ def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
                 if target == source:
                     continue
                 moved = sizes | {source: sizes[source] // factor, target: sizes[target] * factor}
-                yield moved | _same_microbatch(plan, moved, question)
+                sequences = max(1, batch // (moved["dp_replicate"] * moved["dp_shard"]))
+                fits = [each for each in common_divisors(sequences) if each <= wanted]
+                yield moved | _passes(moved["pp"], sequences // fits[-1])
     for experts in common_divisors(question.job.shape.num_experts) if question.job.shape.num_experts else ():
         yield {"ep": experts}
-
-
-def _same_microbatch(plan: Plan, moved: Mapping[str, int], question: Question) -> dict[str, Any]:
-    batch, data = question.job.global_batch, moved["dp_replicate"] * moved["dp_shard"]
-    sequences = max(1, batch // data)
-    wanted = max(1, shares.samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
-    fits = [each for each in common_divisors(sequences) if each <= wanted]
-    return _passes(moved["pp"], sequences // fits[-1])
 
 
 def _passes(pp: int, count: int) -> dict[str, Any]:

@@ -243,11 +243,6 @@ class Columns:
             found[rows] = self._inside(ORDERS[code], axis, rows)
         return found
 
-    @property
-    def tp_stride(self) -> Ints:
-        """Distance in ranks between neighbors on tp."""
-        return self.stride("tp")
-
     def _inside(self, order: tuple[str, ...], axis: str, rows: Any) -> Ints:
         found: Ints = np.ones_like(np.asarray(self.tp[rows]))
         for name in order[order.index(axis) + 1 :]:
@@ -306,7 +301,13 @@ class Columns:
         tables = list(parts)
         if len(tables) == 1:
             return tables[0]
-        return cls({name: _joined([getattr(table, name) for table in tables]) for name in _DEFAULTS})
+        found: dict[str, NDArray[Any]] = {}
+        for name in _DEFAULTS:
+            arrays: list[NDArray[Any]] = [getattr(table, name) for table in tables]
+            first = arrays[0][:1]
+            is_one = all(array.strides == (0,) and (array[:1] == first).all() for array in arrays)
+            found[name] = np.broadcast_to(first[0], sum(map(len, arrays))) if is_one else np.concatenate(arrays)
+        return cls(found)
 
     def plan(self, row: int) -> Plan:
         """Return one row as a plan.
@@ -330,13 +331,6 @@ class Columns:
         rows = zip(*fields.values(), strict=True)
         passes: list[int] = self.num_micro.tolist()
         return [_plan_of(dict(zip(fields, row, strict=True)), count) for row, count in zip(rows, passes, strict=True)]
-
-
-def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    first = arrays[0][:1]
-    if all(array.strides == (0,) and (array[:1] == first).all() for array in arrays):
-        return np.broadcast_to(first[0], sum(map(len, arrays)))
-    return np.concatenate(arrays)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

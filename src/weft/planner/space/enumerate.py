@@ -335,7 +335,12 @@ def _meshes(space: Space, job: Job, cluster: ClusterSpec) -> PartialPlans:
     if "dp_replicate" in space.fixed:
         kept = rest == space.fixed["dp_replicate"]
         found = {name: values[kept] for name, values in found.items()}
-    found = _with_experts(found, job, space)
+    if not job.shape.num_experts or "ep" in space.fixed:
+        found["ep"] = np.full(len(found["tp"]), space.fixed.get("ep", 1))
+    else:  # expert-parallel sizes divide the numbers of experts and of ranks
+        sizes = np.array(common_divisors(job.shape.num_experts))
+        rows, chosen = np.nonzero((found["dp_shard"] * found["cp"] * found["tp"])[:, None] % sizes[None, :] == 0)
+        found = {name: values[rows] for name, values in found.items()} | {"ep": sizes[chosen]}
     table = PartialPlans({}, {})
     for name, values in found.items():
         table = table.with_values(name, values)
@@ -351,15 +356,6 @@ def _few_splits(dp: Counts, inner: Counts, sizes: Counts, cluster: ClusterSpec) 
     for domains in (1, 8, 64):
         wanted |= sizes == in_domain * domains
     return wanted
-
-
-def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str, Counts]:
-    """Add expert-parallel sizes. For a mixture of experts, they divide the numbers of experts and of ranks."""
-    if not job.shape.num_experts or "ep" in space.fixed:
-        return found | {"ep": np.full(len(found["tp"]), space.fixed.get("ep", 1))}
-    sizes = np.array(common_divisors(job.shape.num_experts))
-    rows, chosen = np.nonzero((found["dp_shard"] * found["cp"] * found["tp"])[:, None] % sizes[None, :] == 0)
-    return {name: values[rows] for name, values in found.items()} | {"ep": sizes[chosen]}
 
 
 def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
@@ -428,22 +424,16 @@ def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
     if name == "zero":
         if not used and "zero" not in space.fixed:  # on a single rank, zero=3 is only useful for offload=params
             return (default_choice(name), (3, default_choice(name)[1]))
-        return _shardings(space, sharded="dp_shard" in used, context="cp" in used)
+        # All stages, each with a `reshard`, if dp_shard is in use. States are also sharded over cp, and experts may be
+        # the only sharded parameters.
+        default, sharded, context = default_choice("zero"), "dp_shard" in used, "cp" in used
+        unsharded = ((space.fixed.get("zero", default[0]), default[1]),)
+        if context != sharded and "zero" not in space.fixed and (context or space.experts):
+            return (*unsharded, *space.choices["zero"])
+        return space.choices["zero"] if sharded else unsharded
     if not known.needs or used.intersection(known.needs) or (name in space.fixed and not known.auto_value):
         return space.choices[name]
     return (default_choice(name),)
-
-
-def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[int, str]]:
-    """Return the ZeRO stages to try, each with a `reshard`: all stages if dp_shard is in use.
-
-    States are also sharded over cp, and experts may be the only sharded parameters.
-    """
-    default = default_choice("zero")
-    unsharded = ((space.fixed.get("zero", default[0]), default[1]),)
-    if context != sharded and "zero" not in space.fixed and (context or space.experts):
-        return (*unsharded, *space.choices["zero"])
-    return space.choices["zero"] if sharded else unsharded
 
 
 def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> PlanGrid:
@@ -453,9 +443,13 @@ def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: 
     flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)), meshes.row(0))
     if not len(flags):
         return PlanGrid(meshes, flags, ())
+
+    def asked() -> tuple[tuple[Rule, Crossed], ...]:  # the rules that some pair of mesh and flags breaks
+        each = ((rule, crossed(rule, meshes, flags, tally.reader)) for rule in still_open)
+        return tuple((rule, found) for rule, found in each if (found.grid == BROKEN).any())
+
     names = (rule.name for rule in still_open)
-    asked = tally.once("crossed", (meshes, flags, *names), lambda: _crossed(still_open, meshes, flags, tally))
-    return PlanGrid(meshes, flags, asked)
+    return PlanGrid(meshes, flags, tally.once("crossed", (meshes, flags, *names), asked))
 
 
 def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
@@ -464,14 +458,6 @@ def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
     codes = {name: np.zeros(len(flags), dtype=np.int32) for name in left}
     levels = {name: [known.default] for name, known in left.items()}
     return PartialPlans({**flags.codes, **codes}, {**flags.levels, **levels})
-
-
-def _crossed(
-    rules: list[Rule], meshes: PartialPlans, flags: PartialPlans, tally: Tally
-) -> tuple[tuple[Rule, Crossed], ...]:
-    """Return the rules that some pair of mesh and flags breaks, with their verdicts."""
-    asked = [(rule, crossed(rule, meshes, flags, tally.reader)) for rule in rules]
-    return tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any())
 
 
 def _taken(array: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:

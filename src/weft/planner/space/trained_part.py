@@ -128,7 +128,9 @@ class AdapterSize:
             products=len(chosen) / num_layers,
             base=base,
             packed=sum(inputs * outputs for inputs, outputs in kept) / num_layers,
-            packed_bytes=sum(_row_bytes(inputs, base) * outputs for inputs, outputs in kept) / num_layers,
+            # A row of weights ends with a full block.
+            packed_bytes=sum(-(-inputs // BLOCK) * BLOCK_BYTES[base] * outputs for inputs, outputs in kept)
+            / num_layers,
             packed_products=len(kept) / num_layers,
             largest=max((inputs * outputs for inputs, outputs in kept), default=0.0),
         )
@@ -147,11 +149,6 @@ class AdapterSize:
         """Return the adapter size for all linear layers of a traced model that may have an adapter."""
         found = [(inputs, outputs) for inputs, outputs, count in traced.linears for _ in range(count)]
         return cls.of_widths(rank, traced.num_layers, found, base, found)
-
-
-def _row_bytes(inputs: float, base: str) -> float:
-    """Return the bytes of a row of weights, rounded up to full blocks."""
-    return -(-inputs // BLOCK) * BLOCK_BYTES[base]
 
 
 def attention_products(shape: DecoderWidths) -> list[Widths]:
@@ -217,7 +214,8 @@ class TrainedPart:
         sizes: dict[str, list[float]] = {}
         for part, name, size in parameters_of(spec):
             trained, all_of_it = sizes.setdefault(part, [0.0, 0.0])
-            sizes[part] = [trained + size * (not _is_frozen(name, groups)), all_of_it + size]
+            own = next((group for group in groups if fnmatchcase(name, group.match)), None)  # the first one applies
+            sizes[part] = [trained + size * (own is None or own.lr != 0), all_of_it + size]
         inside = [sizes[f"{layer}"] for layer in range(spec.num_layers)]
         experts = [sizes[f"{layer} experts"] for layer in spec.moe_layers] or [[1.0, 1.0]]
         moving = [
@@ -233,11 +231,6 @@ class TrainedPart:
             head=embedding if spec.tied else head,
             reach=1 - first / spec.num_layers,
         )
-
-
-def _is_frozen(name: str, groups: Sequence[OptimizerGroup]) -> bool:
-    own = next((group for group in groups if fnmatchcase(name, group.match)), None)  # the first matching group applies
-    return own is not None and own.lr == 0
 
 
 def parameters_of(spec: DecoderSpec) -> Iterator[tuple[str, str, float]]:
