@@ -37,6 +37,7 @@ class TokenRegions:
     among its flattened arguments (positional, then keyword), whose gradients are sums over the ranks. why_apart: the
     reason why tokens are gathered after each unit, or "" if they stay divided from one to the next. full: modules in
     the units that get all tokens and compute them on every rank. why_full: the reason for the first of them, or "".
+    why_none: the reason why there is no region, or "".
     """
 
     runs: tuple[tuple[str, str], ...]
@@ -45,6 +46,7 @@ class TokenRegions:
     why_apart: str = ""
     full: Mapping[str, FullModule] = field(default_factory=dict[str, "FullModule"])
     why_full: str = ""
+    why_none: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,8 +228,10 @@ class TokenTrace:
         path = self._stack[-1] if self._stack else ""
         return f"{path} ({self._kind(path)})" if path else type(self._model).__name__
 
-    def record_mixing(self, operation: str) -> None:
-        """Record that an operation mixes tokens outside modules that get all of them."""
+    def record_mixing(self, operation: str, outputs: Sequence[torch.Tensor] = ()) -> None:
+        """Record that an operation mixes tokens outside modules that get all of them. A weight's gradient may do so."""
+        if outputs and all(output.shape in self._operations.weight_shapes for output in outputs):
+            return
         self._fail(
             f"{self.module_name} calls `{operation}` outside sharded layers, which mixes tokens or is not known to "
             "keep them separate, and tokens are sharded there."
@@ -243,6 +245,7 @@ class TokenTrace:
         )
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._operations.follow(tensor)
         return tensor.view_as(tensor)
 
     def _full_alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -533,7 +536,7 @@ class TokenTrace:
         try:
             made = step.marks()
         except (TokensMixed, IndexError, TypeError):  # a rule does not support these arguments
-            self.record_mixing(name)
+            self.record_mixing(name, step.outputs)
             return
         for tensor, tokens in made:
             if tensor is step.args[0] and not self.marks.accepts(tensor, tokens, is_uniform):

@@ -46,7 +46,7 @@ class RemoteTensor(torch.Tensor):
 
     `source` is the path of the module that computes it, or "" for a weight that every stage has. `value` is (index of
     the call, index among the call's outputs), or None for a tensor computed from such outputs. `parents` are the remote
-    tensors that it depends on. `created` is its creation order.
+    tensors that it depends on, `used` the tensors of this stage with a gradient. `created` is its creation order.
     """
 
     source: str
@@ -54,6 +54,7 @@ class RemoteTensor(torch.Tensor):
     real_device: torch.device
     received: torch.Tensor | None
     parents: tuple[RemoteTensor, ...]
+    used: tuple[torch.Tensor, ...]
     created: int
 
     @staticmethod
@@ -70,6 +71,7 @@ class RemoteTensor(torch.Tensor):
             made = meta.detach().as_subclass(RemoteTensor)
             made.source, made.value, made.real_device, made.received = source, None, device, None
             made.parents, made.created = tuple(parents), next(_created)
+            made.used = tuple(dict.fromkeys(each for parent in made.parents for each in parent.used))
         return made
 
     def receive(self, tensor: torch.Tensor) -> None:
@@ -155,6 +157,9 @@ def _on_meta(
         metas.append((made, version_of(made)))
         return made
 
+    used = tuple(
+        each for each in tensors_in((args, kwargs)) if not isinstance(each, RemoteTensor) and each.requires_grad
+    )
     with without_overrides(), torch.no_grad():
         args, kwargs = map_tensors(replaced, args), map_tensors(replaced, kwargs)
         versions = [version_of(each) for each in remote]
@@ -167,13 +172,15 @@ def _on_meta(
         for each, version in zip(remote, versions, strict=True):
             if version_of(each) != version:
                 each.parents = (*each.parents, *(other for other in remote if other is not each))
-                each.created = next(_created)
+                each.created, each.used = next(_created), (*each.used, *used)
     parents = tuple(remote)
 
     def wrapped(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, RemoteTensor):
             return tensor
-        return RemoteTensor.of(tensor, device, remote[0].source, parents)
+        found = RemoteTensor.of(tensor, device, remote[0].source, parents)
+        found.used += used
+        return found
 
     return iter([wrapped(each) for each in made]) if isinstance(made, Iterator) else map_tensors(wrapped, made)
 

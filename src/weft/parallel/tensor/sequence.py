@@ -113,7 +113,8 @@ class TokenSharding:
     number of features of the residual stream. whole: modules that mix tokens and that the layout leaves unsharded;
     every rank gathers all tokens for them and computes all of them. reading: blocks that read an encoder's output.
     summed: indices of other outside tensors among a block's arguments, whose gradients are sums over the ranks. full:
-    modules in the blocks that compute all tokens on every rank. pads: True to pad uneven numbers of tokens.
+    modules in the blocks that compute all tokens on every rank. pads: True to pad uneven numbers of tokens. Without
+    blocks, only the inputs that column-sharded layers save for backward are divided.
     """
 
     blocks: tuple[str, ...]
@@ -145,6 +146,8 @@ def plan_sequence(
         is_whole: returns True for the path of a module that keeps all tokens.
         regions: regions found on the full model, or None before that.
     """
+    if regions is not None and regions.why_none:
+        return TokenSharding((), (), (), with_ends=False, width=0)
     blocks = blocks_outside(model, is_whole)
     if regions is not None and regions.why_apart:
         modules = dict(model.named_modules())
