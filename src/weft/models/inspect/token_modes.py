@@ -20,7 +20,7 @@ _ASKED = frozenset((
     "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "itemsize", "get_device", "type",
     "__repr__", "__format__", "__hash__", "grad", "is_sparse", "is_nested", "is_quantized", "names", "is_tensor",
     "_version", "is_mkldnn", "retains_grad", "__set__", "requires_grad_", "data_ptr", "is_inference", "stride",
-    "__setitem__",
+    "__setitem__", "register_hook", "retain_grad",
 ))  # fmt: skip
 _SIZES = frozenset(("shape", "size", "numel", "nelement"))
 #: Functions that read shapes and draw random numbers internally, but treat each token separately.

@@ -194,9 +194,9 @@ def _checked(
     try:
         try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
     except TrialError as error:
-        if regions is None or regions.why_none or plan.tp_chunks > 1:
+        if regions is None or regions.why_none:
             raise
-        regions = _no_regions(error)
+        regions = _without_regions(error, model, layout, is_whole, plan)
         try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
     return regions
 
@@ -204,20 +204,22 @@ def _checked(
 def _token_regions(
     model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], plan: Plan, example: Any = None
 ) -> token_flow.TokenRegions:
-    """Return the regions in which sp shards tokens. A user's model whose tokens cannot be divided has none: its sharded
-    layers then divide only the inputs that they save.
-    """
     try:
         return find_token_regions(model, layout, is_whole, plan.tp, example)
     except LayoutError as error:
-        if is_vetted(model) or is_whole is not nowhere or plan.ep > 1 or plan.tp_chunks > 1:
-            raise
-        return _no_regions(error)
+        return _without_regions(error, model, layout, is_whole, plan)
 
 
-def _no_regions(error: LayoutError) -> token_flow.TokenRegions:
-    reason = str(error).partition(": ")[2].removesuffix(" Use sp=off.")
-    return token_flow.TokenRegions((), (), why_none=reason)
+def _without_regions(
+    error: LayoutError, model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], plan: Plan
+) -> token_flow.TokenRegions:
+    """Return the division for a user's model whose tokens cannot be divided: its sharded layers divide only the inputs
+    that they save for backward. Raises `error` for other models, and for chunks of tokens.
+    """
+    has_experts = next(layers.find_experts(model, layout), None) is not None
+    if is_vetted(model) or is_whole is not nowhere or has_experts or plan.tp_chunks > 1:
+        raise error
+    return token_flow.TokenRegions((), (), why_none=str(error).partition(": ")[2].removesuffix(" Use sp=off."))
 
 
 def find_token_regions(
