@@ -127,7 +127,7 @@ def test_features_are_sharded_only_if_treated_separately(ranks2, plan, every):
 
 #: User blocks in the gate.
 SOME_MODULES = ("three layers", "residual ff", "flat ff", "experts by where", "all in one", "each block twice",
-                "nanoGPT", "timm", "mixer", "mean behind the row layer", "mean of an expert")  # fmt: skip
+                "nanoGPT", "timm", "mixer", "loop over tokens", "loop into a tensor", "mean behind the row layer", "mean of an expert")  # fmt: skip
 
 
 @pytest.mark.parametrize("names", [pytest.param(tuple(module_cases.CASES), marks=pytest.mark.full), SOME_MODULES],
@@ -169,7 +169,7 @@ def test_token_count_argument_to_a_mixing_module_is_rejected():
 
 
 #: Legal blocks that cp also rejects: attention in the block's code, and a block called twice in a row.
-OPEN_ATTENTION = ("chunks of tokens", "all in one", "each block twice")
+OPEN_ATTENTION = ("chunks of tokens", "loop over tokens", "loop into a tensor", "all in one", "each block twice")
 
 
 @pytest.mark.parametrize("names", [pytest.param(tuple(module_cases.CASES), marks=pytest.mark.full),

@@ -197,7 +197,7 @@ def _checked(
 
     try:
         try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
-    except TrialError as error:
+    except (TrialError, PlanError) as error:
         if regions is None or regions.why_none:
             raise
         regions = _without_regions(error, model, layout, is_whole, plan)
@@ -215,7 +215,7 @@ def _token_regions(
 
 
 def _without_regions(
-    error: LayoutError, model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], plan: Plan
+    error: LayoutError | PlanError, model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], plan: Plan
 ) -> token_flow.TokenRegions:
     """Return the division for a user's model whose tokens cannot be divided: its sharded layers divide only the inputs
     that they save for backward. Raises `error` for other models, and for chunks of tokens.
