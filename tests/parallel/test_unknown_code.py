@@ -128,7 +128,7 @@ def test_features_are_sharded_only_if_treated_separately(ranks2, plan, every):
 #: User blocks in the gate.
 SOME_MODULES = ("three layers", "residual ff", "flat ff", "experts by where", "all in one", "each block twice",
                 "nanoGPT", "timm", "mixer", "loop over tokens", "loop into a tensor", "mean behind the row layer",
-                "mean of an expert")  # fmt: skip
+                "mean of an expert", "scale in front", "convolution in front", "norms in a list")  # fmt: skip
 
 
 @pytest.mark.parametrize("names", [pytest.param(tuple(module_cases.CASES), marks=pytest.mark.full), SOME_MODULES],
