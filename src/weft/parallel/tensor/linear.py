@@ -303,8 +303,9 @@ class _Columns(Function):
         line: SharedLayer = ctx.line
         held, members = ctx.waiting
         needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        is_share = x_BSD is not None and (line.cuts_tokens or tuple(x_BSD.shape) != ctx.shape)
-        gathering = line.start_gather(x_BSD) if is_share else None
+        gathering = None
+        if x_BSD is not None and (line.cuts_tokens or tuple(x_BSD.shape) != ctx.shape):
+            gathering = line.start_gather(x_BSD)
         flat = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
         # A rank that used none of the outputs still joins the collective with zeros, because other ranks wait for it.
         forms = [member.form for member in members]
