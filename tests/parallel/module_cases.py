@@ -461,6 +461,59 @@ class ChunkedFF(PreNorm):
         return x + torch.cat([self.ff(self.norm2(part)) for part in x.split(2, 1)], 1)
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, DIM))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class InFront(nn.Module):
+    """Has a module without a linear layer or a norm in front of sharded layers."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.up, self.down = part, nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)
+
+    def forward(self, x):
+        part = self.part(x.mT).mT if isinstance(self.part, nn.Conv1d) else self.part(x)
+        return x + self.down(F.gelu(self.up(part)))
+
+
+class ListedNorms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+        self.up, self.down = nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)
+
+    def forward(self, x):
+        return self.norms[1](x + self.down(F.gelu(self.up(self.norms[0](x)))))
+
+
+class GatedScan(nn.Module):
+    """Loops over the number of tokens of its input. writes: into a tensor instead of a list."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.norm, self.gate, self.value, self.out = nn.LayerNorm(DIM), *(nn.Linear(DIM, DIM) for _ in range(3))
+        self.ff, self.writes = FeedForward(), writes
+
+    def forward(self, x):
+        y = self.norm(x)
+        gate, value = self.gate(y).sigmoid(), self.value(y)
+        state, out = torch.zeros_like(value[:, 0]), torch.zeros_like(value)
+        states = []
+        for t in range(x.shape[1]):
+            state = gate[:, t] * state + (1 - gate[:, t]) * value[:, t]
+            states.append(state)
+            if self.writes:
+                out[:, t] = state
+        x = x + self.out(out if self.writes else torch.stack(states, 1))
+        return x + self.ff(x)
+
+
 def with_ff(ff: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: Stack(lambda: PreNorm(ff))
 
@@ -508,6 +561,11 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "streams": lambda: Stack(Streams),
     "adapted": lambda: Stack(Adapted),
     "chunks of tokens": lambda: Stack(ChunkedFF),
+    "scale in front": lambda: Stack(lambda: InFront(Scale())),
+    "convolution in front": lambda: Stack(lambda: InFront(nn.Conv1d(DIM, DIM, 3, padding=1, groups=DIM))),
+    "norms in a list": lambda: Stack(ListedNorms),
+    "loop over tokens": lambda: Stack(lambda: GatedScan(writes=False)),
+    "loop into a tensor": lambda: Stack(lambda: GatedScan(writes=True)),
     "each block twice": lambda: Stack(PreNorm, times=2),
     "all blocks twice": lambda: Stack(PreNorm, rounds=2),
     "one block three times": lambda: Stack(PreNorm, layers=1, times=3),

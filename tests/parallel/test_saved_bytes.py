@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from tests.choice import gate_runs
 from tests.lean import compiled_by
@@ -13,6 +15,7 @@ from tools.live_memory import saved_bytes
 from weft.comm.mesh import build_mesh
 from weft.config.decoder_shape import DecoderSpec
 from weft.config.plan import Plan
+from weft.errors import WeftWarning
 from weft.models.registry import build_decoder
 from weft.parallel.parallelize import parallelize
 from weft.planner.cost.memory_terms import layer_bytes
@@ -20,6 +23,7 @@ from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 
 SEQ = 256
+DIM, TOKENS = 16, 6  # of models with own code
 LLAMA = DecoderSpec(vocab_size=64, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=352, max_seq_len=SEQ)
 SPECS = {
     "llama": LLAMA,
@@ -62,3 +66,50 @@ def test_saved_bytes_of_a_layer_match_the_planner(family, ranks2):
 
 def saved_by_layers(plans: list[str], spec: DecoderSpec) -> list[int]:
     return [saved_by_a_layer(plan, spec) for plan in plans]
+
+
+class Inline(nn.Module):
+    """Attention in the block's own code, so that its tokens cannot be divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.up, self.down = nn.Linear(DIM, 64), nn.Linear(64, DIM)
+
+    def forward(self, x):
+        q, k, v = (one.view(*x.shape[:2], -1, 8).transpose(1, 2) for one in self.qkv(self.norms[0](x)).chunk(3, -1))
+        x = x + self.out((q @ k.mT @ v).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(self.norms[1](x)))
+
+
+class InlineNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(8, DIM), nn.ModuleList(Inline() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def saved_by_own_blocks(plans: list[str], tokens: int) -> list[int]:
+    found: list[int] = []
+    ids = torch.zeros(2, tokens, dtype=torch.int64)
+    for plan in plans:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WeftWarning)
+            model = parallelize(InlineNet(), build_mesh(Plan.parse(plan)))
+        model(ids)
+        found.append(saved_bytes(lambda model=model: model(ids), model.parameters()))
+    return found
+
+
+def test_a_rank_saves_its_share_of_inputs_where_tokens_cannot_be_divided(ranks2):
+    inputs_of_columns = 2 * 2 * 2 * TOKENS * DIM * 4  # blocks, layers, sequences
+    for full, divided in ranks2.run(saved_by_own_blocks, ["tp=2", "tp=2 sp=on"], TOKENS):
+        assert full - divided == inputs_of_columns // 2
+    for full, divided in ranks2.run(saved_by_own_blocks, ["tp=2", "tp=2 sp=on"], 1):
+        assert full - divided == inputs_of_columns // 2 // TOKENS  # rows of both sequences

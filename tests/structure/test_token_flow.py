@@ -65,6 +65,15 @@ TOKEN_MIXING = {
     "index_select": lambda block, x: x.index_select(1, torch.arange(8)),
     "scaled_dot_product_attention": lambda block, x: F.scaled_dot_product_attention(x, x, x),
 }
+
+
+def loop(block, x):
+    out = []
+    for number in range(x.shape[1]):
+        out.append(number)
+    return x * len(out)
+
+
 TOKEN_WISE = {
     "nothing": lambda block, x: x,
     "separate layer": lambda block, x: torch.sigmoid(block.side(x)) * x,
@@ -84,6 +93,12 @@ def test_token_mixing_operations_are_found(name):
         f"sp=on: blocks.0 (Block) calls `{name}` outside sharded layers, which mixes tokens or is not known to "
         "keep them separate, and tokens are sharded there. Use sp=off."
     )
+
+
+def test_loop_over_the_number_of_tokens_is_found():
+    with pytest.raises(LayoutError, match=r"blocks\.0 \(Block\) loops over the number of tokens"):
+        check(Net(loop))
+    assert "range" not in globals()
 
 
 @pytest.mark.parametrize("name", TOKEN_WISE)

@@ -41,6 +41,7 @@ from tests.train.batch_kinds import (
 )
 
 STATE, ATTRIBUTES, WEIGHTS = "state:", "attributes:", "weights:"
+BY_INPUT = "takes a gradient by a tensor that modules of earlier stages also read"
 
 
 class Chain(nn.Module):
@@ -331,6 +332,67 @@ class Albert(nn.Module):
         return x
 
 
+class Reading(nn.Module):
+    """Read the model's input besides the hidden states. gradient: subtract the gradient of an energy of both by it."""
+
+    def __init__(self, gradient: Callable[..., Any] | None = None):
+        super().__init__()
+        self.layer, self.gradient = nn.Linear(2 * D, D), gradient
+
+    def forward(self, h, x):
+        if self.gradient is None:
+            return h + self.layer(torch.cat((h, x), -1)).tanh()
+        with torch.enable_grad():
+            return h - self.gradient(lambda h, x: self.layer(torch.cat((h, x), -1)).square().sum(), h, x)
+
+
+class Energy(nn.Module):
+    """Every block reads the input; the last one takes a gradient. begins: the input needs gradients from the start."""
+
+    def __init__(self, gradient: Callable[..., Any], *, begins: bool = True, scales: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.begins, self.scales = nn.Linear(D, D), begins, scales
+        self.blocks = nn.ModuleList([*(Reading() for _ in range(3)), Reading(gradient)])
+
+    def forward(self, x):
+        h, own = self.stem(x), x.clone().requires_grad_(self.begins)
+        for block in self.blocks:
+            h = h * own if self.scales else h
+            h = block(h, own if block.gradient is not None or not self.scales else x)
+        return h
+
+
+def _by_input(energy, h, x):
+    return torch.autograd.grad(energy(h, x), x, create_graph=True)[0]
+
+
+def _by_unused(energy, h, x):
+    found = torch.autograd.grad(energy(h, h), x, create_graph=True, allow_unused=True)[0]
+    return torch.zeros_like(h) if found is None else found
+
+
+def _backward(energy, h, x):
+    energy(h, x).backward(inputs=[x], create_graph=True)
+    return x.grad
+
+
+def _by_own_copy(energy, h, x):
+    return _by_input(energy, h, x.detach().requires_grad_())
+
+
+def _by_next(energy, h, x):
+    return _by_input(energy, h, 2 * x)
+
+
+def _of_input(energy, h, x):
+    return _by_input(energy, x, x)
+
+
+def _with_begin(energy, h, x):
+    return _by_input(energy, h, x.requires_grad_())
+
+
 def chain(build: Callable[..., nn.Module], *given: Any, last: bool = False, **options: Any) -> Callable[[], nn.Module]:
     return lambda: Chain(build(*given, **options), last=last)
 
@@ -360,6 +422,13 @@ LEGAL: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "inner gradient as it trains": (chain(TestTime), squares),
     "force": (chain(Force, last=True), squares),
     "gated by a gradient": (chain(Gated), squares),
+    "force of the hidden states": (
+        lambda: Energy(lambda energy, h, x: _by_input(lambda x, h: energy(h, x), x, h)),
+        squares,
+    ),
+    "gradient by an own copy": (lambda: Energy(_by_own_copy), squares),
+    "gradient by a later tensor": (lambda: Energy(_by_next), squares),
+    "gradient of the input alone": (lambda: Energy(_of_input), squares),
     "aux loss": (AuxLoss, of_logits),
     "frozen teacher": (chain(Taught), squares),
     "ragged counts": (chain(nn.GELU), by_tokens),
@@ -376,6 +445,11 @@ INTERACTING: dict[str, Kind] = {
     "capacity": Kind(chain(Capacity), MEET, "blocks.0"),
     "own batch norm": Kind(chain(HandNorm), MEET, "blocks.0"),
     "inner gradient of all samples": Kind(chain(TestTime, shared=True), MEET, "blocks.0"),
+    "gradient by the input": Kind(lambda: Energy(_by_input), BY_INPUT, "blocks.3"),
+    "gradient by an unused input": Kind(lambda: Energy(_by_unused), BY_INPUT, "blocks.3"),
+    "backward to the input": Kind(lambda: Energy(_backward), BY_INPUT, "blocks.3"),
+    "input that begins to need a gradient": Kind(lambda: Energy(_with_begin, begins=False), BY_INPUT, "blocks.3"),
+    "gradient by a scale between blocks": Kind(lambda: Energy(_by_input, scales=True), BY_INPUT, "blocks.3"),
     "its buffer": Kind(chain(HandNorm, last=True), MOVES, "blocks.3.mean"),
     "running mean": Kind(chain(RunningMean), MOVES, "blocks.0.mean"),
     "codebook": Kind(chain(Codebook, last=True), MOVES, "blocks.3.codes"),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, SupportsInt, TypeGuard
 
 import torch
@@ -113,6 +115,27 @@ class Counted(int):
     __divmod__, __rdivmod__ = _number("__divmod__"), _number("__rdivmod__")
     __lshift__, __rshift__ = _number("__lshift__"), _number("__rshift__")
     __and__, __or__, __xor__ = _number("__and__"), _number("__or__"), _number("__xor__")
+
+
+def _range(*bounds: int) -> range:
+    for one in bounds:
+        if isinstance(one, Counted):
+            one.misuse("loops over {}")
+    return range(*bounds)
+
+
+@contextmanager
+def watched_loops(model: torch.nn.Module) -> Generator[None]:
+    """Record loops over `Counted` numbers in the model's own code. `range` takes them for plain numbers."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    forwards = [vars(kind).get("forward") for kind in kinds if not kind.__module__.startswith(("torch.", "weft."))]
+    spaces: list[dict[str, Any]] = [one.__globals__ for one in forwards if isinstance(one, FunctionType)]
+    changed = [space for space in spaces if space.setdefault("range", _range) is _range]
+    try:
+        yield
+    finally:
+        for space in changed:
+            space.pop("range", None)
 
 
 def counted_result(

@@ -20,6 +20,7 @@ from weft.errors import LayoutError, ModelError
 from weft.lazy import named_object
 from weft.models.inspect import hugging_face
 from weft.models.inspect.blocks import Site, has_params, is_never_called, join_path
+from weft.models.inspect.counted_sizes import watched_loops
 from weft.models.inspect.layers import is_linear, weight_of
 from weft.models.inspect.private_torch import children
 from weft.private_torch import tree_leaves, tree_map
@@ -107,7 +108,7 @@ def _call_once(
     try:
         with (
             _same_draws(), _unchanged(model), hugging_face.experts_at_once(model),
-            torch.enable_grad(), torch.device(device), _layer_by_layer(), watch(inputs),
+            torch.enable_grad(), torch.device(device), _layer_by_layer(), watched_loops(model), watch(inputs),
         ):  # fmt: skip
             if not training:
                 model.eval()

@@ -239,10 +239,11 @@ class _Trace:
 
     def _before_other(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.flow.params |= {id(param) for param in module.parameters(recurse=False)}
+        path = self.paths[id(module)]
+        self.inside.setdefault(path, frozenset())
         for leaf in tree_leaves((args, kwargs)):
             if (mark := self.flow.of(leaf)) is not None:
-                path = self.paths[id(module)]
-                self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
+                self.inside[path] |= mark.sources
 
     def _before_around(self, module: nn.Module, args: Any) -> None:
         """Record the module's heads, and mark its direct parameters.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from weft.models.inspect.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
+from weft.models.inspect.private_torch import CustomBackward
 from weft.models.inspect.token_rules import TokenDim
 from weft.private_torch import TorchDispatchMode, tree_leaves
 
@@ -19,7 +20,7 @@ _ASKED = frozenset((
     "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "itemsize", "get_device", "type",
     "__repr__", "__format__", "__hash__", "grad", "is_sparse", "is_nested", "is_quantized", "names", "is_tensor",
     "_version", "is_mkldnn", "retains_grad", "__set__", "requires_grad_", "data_ptr", "is_inference", "stride",
-    "__setitem__",
+    "__setitem__", "register_hook", "retain_grad",
 ))  # fmt: skip
 _SIZES = frozenset(("shape", "size", "numel", "nelement"))
 #: Functions that read shapes and draw random numbers internally, but treat each token separately.
@@ -33,6 +34,8 @@ class TokenOperations(TorchFunctionMode):
         super().__init__()
         # The `TokenTrace` to which this mode reports. Naming its type would be an import cycle.
         self.flow, self.name, self.pauses, self.is_over = flow, "", 0, False
+        self.weight_shapes: set[torch.Size] = set()  # of weights whose gradient a traced backward computes
+        self._followed: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -46,6 +49,11 @@ class TokenOperations(TorchFunctionMode):
                 self.flow.record_mixing(name.strip("_"))
             return False  # "is there padding in these ids?" has no answer without numbers
         self.name = name.strip("_") if name.startswith("_") else name
+        for leaf in tree_leaves((args, kwargs)):
+            self.follow(leaf)
+        if name == "register_hook" and (mark := self.flow.marks.of(args[0])) is not None:
+            grad = torch.zeros_like(args[0].detach())
+            self._trace_backward(lambda: args[1](grad), [grad], args[0].shape, mark, "a hook of its gradient")
         if name in _DROPOUT and args and self.flow.marks.of(args[0]) is not None:
             return self._dropped(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -59,6 +67,37 @@ class TokenOperations(TorchFunctionMode):
             yield
         finally:
             self.pauses -= 1
+
+    def follow(self, value: Any) -> None:
+        """Trace the backward of the custom function that created a tensor with tokens."""
+        mark = self.flow.marks.of(value)
+        if mark is None or id(value) in self._followed:
+            return
+        self._followed.add(id(value))
+        backward = CustomBackward.of(value)
+        if backward is not None:
+            leaves = [node for node, _ in backward.next_functions if type(node).__name__ == "AccumulateGrad"]
+            self.weight_shapes = {node.variable.shape for node in leaves}
+            given = [each for each in (*backward.grads, *backward.saved_tensors) if each is not None]
+            self._trace_backward(backward, given, value.shape, mark, f"the backward of {backward.name}")
+            self.weight_shapes = set()
+
+    def _trace_backward(
+        self, call: Any, given: list[torch.Tensor], shape: torch.Size, mark: TokenDim, what: str
+    ) -> None:
+        """Run a backward on tensors. They have tokens where a tensor of `shape` has them at `mark`."""
+        self.flow.note(given)
+        for one in given:
+            if self.flow.marks.of(one) is None and one.shape[: mark.dim + 1] == shape[: mark.dim + 1]:
+                self.flow.marks.put(one, mark)
+            self._followed.add(id(one))
+        pauses, self.pauses = self.pauses, 0
+        try:
+            with nullcontext() if pauses else self:  # hooks run with the mode on, functions without
+                call()
+        except Exception:  # user code may need values
+            self.flow.record_mixing(what)
+        self.pauses = pauses
 
     def _dropped(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self.paused():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
 
 from weft.config.layout import Style
 
@@ -23,6 +25,19 @@ class TokensAt(NamedTuple):
     dim: int
     samples: int
     tokens: int
+
+
+def tokens_at(output: Tensor, position: int, inputs: Sequence[TokensAt]) -> TokensAt | None:
+    """Return the dim with the tokens of the output of a module that got all tokens, or None if several could be."""
+    count = inputs[0].tokens
+    dims = [dim for dim, size in enumerate(output.shape) if size == count]
+    if any(one.tokens != count for one in inputs) or len(dims) > 1:
+        return None
+    if dims:
+        return TokensAt(position, dims[0], 1, count) if dims[0] else None
+    samples = [one.samples for one in inputs if one.samples > 1]
+    is_flat = bool(samples) and output.dim() > 1 and output.shape[0] == samples[0] * count
+    return TokensAt(position, 0, samples[0], count) if is_flat else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,7 @@ class TokenRegions:
         why_apart: reason why tokens are gathered after each unit, or "" if they stay sharded from one to the next.
         full: modules in the units that get all tokens and compute them on every rank.
         why_full: reason for the first of these modules, or "".
+        why_none: reason why there is no region, or "".
     """
 
     runs: tuple[tuple[str, str], ...]
@@ -53,6 +69,7 @@ class TokenRegions:
     why_apart: str = ""
     full: Mapping[str, FullModule] = field(default_factory=dict[str, "FullModule"])
     why_full: str = ""
+    why_none: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from weft.models.inspect.counted_sizes import CONSTANTS, counted_in
 from weft.models.inspect.dry_run import call_traced, is_named
 from weft.models.inspect.layers import is_linear
 from weft.models.inspect.token_modes import TokenOperations, TokenWatch
-from weft.models.inspect.token_regions import FullModule, TokenDivision, TokenRegions, TokensAt
+from weft.models.inspect.token_regions import FullModule, TokenDivision, TokenRegions, TokensAt, tokens_at
 from weft.models.inspect.token_rules import TokenDim, TokensMixed, TokenStep
 from weft.private_torch import named_modules, tree_flatten, tree_leaves, tree_unflatten
 
@@ -232,8 +232,10 @@ class TokenTrace:
         path = self._stack[-1] if self._stack else ""
         return f"{path} ({self._kind(path)})" if path else type(self._model).__name__
 
-    def record_mixing(self, operation: str) -> None:
-        """Record that an operation mixes tokens outside modules that get all of them."""
+    def record_mixing(self, operation: str, outputs: Sequence[torch.Tensor] = ()) -> None:
+        """Record that an operation mixes tokens outside modules that get all of them. A weight's gradient may do so."""
+        if outputs and all(output.shape in self._operations.weight_shapes for output in outputs):
+            return
         self._fail(
             f"{self.module_name} calls `{operation}` outside sharded layers, which mixes tokens or is not known to "
             "keep them separate, and tokens are sharded there."
@@ -247,6 +249,7 @@ class TokenTrace:
         )
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._operations.follow(tensor)
         return tensor.view_as(tensor)
 
     def _full_alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -536,7 +539,7 @@ class TokenTrace:
         try:
             made = step.marks()
         except (TokensMixed, IndexError, TypeError):  # a rule does not support these arguments
-            self.record_mixing(name)
+            self.record_mixing(name, step.outputs)
             return
         for tensor, tokens in made:
             if tensor is step.args[0] and not self.marks.accepts(tensor, tokens, is_uniform):
@@ -581,19 +584,6 @@ def hidden_index(leaves: Sequence[Any], width: int) -> int | None:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3 and leaf.shape[-1] == width:
             return place
     return None
-
-
-def tokens_at(output: torch.Tensor, position: int, inputs: Sequence[TokensAt]) -> TokensAt | None:
-    """Return the dim with the tokens of the output of a module that got all tokens, or None if several could be."""
-    count = inputs[0].tokens
-    dims = [dim for dim, size in enumerate(output.shape) if size == count]
-    if any(one.tokens != count for one in inputs) or len(dims) > 1:
-        return None
-    if dims:
-        return TokensAt(position, dims[0], 1, count) if dims[0] else None
-    samples = [one.samples for one in inputs if one.samples > 1]
-    is_flat = bool(samples) and output.dim() > 1 and output.shape[0] == samples[0] * count
-    return TokensAt(position, 0, samples[0], count) if is_flat else None
 
 
 def _stream(hidden: torch.Tensor) -> TokenDim:

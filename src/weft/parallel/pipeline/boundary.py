@@ -16,6 +16,7 @@ from weft.data.batches import map_tensors, parts_of, tensors_in
 from weft.errors import CommError, ModelError
 from weft.models.inspect import blocks
 from weft.parallel.layers.index_check import StandIn
+from weft.parallel.pipeline.inner_gradients import partial_gradients_refused
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local, refuse
 from weft.parallel.pipeline.survey import (
     StageRoute,
@@ -122,6 +123,7 @@ class Flow:
         self._entering: list[torch.Tensor] = []
         self._leaving: list[torch.Tensor] = []
         self._made: dict[Value, torch.Tensor] = {}
+        self._given: list[torch.Tensor] = []  # tensors of this stage with which earlier stages computed
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     @property
@@ -144,7 +146,7 @@ class Flow:
         self.route = None
         self._calls = 0
         self._incoming, self._made = {}, {}
-        self._entering, self._leaving, self._versions = [], [], []
+        self._entering, self._leaving, self._versions, self._given = [], [], [], []
 
     def called(self, relay: Relay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module if it is in this stage, else return placeholders. Ends forward after the stage's last call.
@@ -187,7 +189,10 @@ class Flow:
         for tensor in tensors_in((args, kwargs)):
             if is_remote(tensor):
                 raise _refused(tensor, f"{relay.path!r} is called with a value")
-        made = relay.stands_for(*args, **kwargs)
+        inputs, received = list(tensors_in((args, kwargs))), [*self._entering, *self._incoming.values()]
+        is_training = torch.is_grad_enabled() or relay.stands_for.training
+        with partial_gradients_refused(relay.path, inputs, self._given if is_training else (), received):
+            made = relay.stands_for(*args, **kwargs)
         for tensor in tensors_in(made):
             if is_remote(tensor):
                 raise _refused(tensor, f"{relay.path!r} returns a value")
@@ -240,7 +245,12 @@ class Flow:
         is_over = self.route.last[self.stage] < number and (following is None or following.call < number)
         if is_over and self.stage < max(self.survey.stages):
             raise Left
-        device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
+        inputs = list(tensors_in((args, kwargs)))
+        if self.survey.stages[relay.number] < self.stage:
+            self._given += [
+                own for each in inputs for own in (each.used if isinstance(each, RemoteTensor) else (each,))
+            ]
+        device = next((each.device for each in inputs), torch.device("cpu"))
         probe = self.survey.probes[relay.number]
         return remote_outputs(probe, args, kwargs, number, device, self._incoming)
 

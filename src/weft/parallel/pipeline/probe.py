@@ -119,8 +119,8 @@ class Probe:
         versions = [(each, version_of(each)) for each in tensors_in(given)]
         objects = [(each, dict(vars(each))) for each in _objects(given)]
         with _Made() as made:
-            try:
-                value = _run(module, *given, on_meta=on_meta)
+            try:  # without the graph that a module builds for a gradient of its own
+                value = map_tensors(torch.Tensor.detach, _run(module, *given, on_meta=on_meta))
             except ModelError:
                 raise
             except Exception:  # the model's own code, called without values

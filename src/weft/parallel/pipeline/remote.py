@@ -50,6 +50,7 @@ class RemoteTensor(torch.Tensor):
         real_device: the device that it reports.
         received: the tensor's values, once the stage has received them.
         parents: the remote tensors that it depends on.
+        used: tensors of this stage with a gradient that it depends on.
         created: its creation order.
     """
 
@@ -58,6 +59,7 @@ class RemoteTensor(torch.Tensor):
     real_device: torch.device
     received: torch.Tensor | None
     parents: tuple[RemoteTensor, ...]
+    used: tuple[torch.Tensor, ...]
     created: int
 
     @staticmethod
@@ -74,6 +76,7 @@ class RemoteTensor(torch.Tensor):
             made = meta.detach().as_subclass(RemoteTensor)
             made.source, made.value, made.real_device, made.received = source, None, device, None
             made.parents, made.created = tuple(parents), next(_created)
+            made.used = tuple(dict.fromkeys(each for parent in made.parents for each in parent.used))
         return made
 
     def receive(self, tensor: torch.Tensor) -> None:
@@ -159,6 +162,9 @@ def _on_meta(
         metas.append((made, version_of(made)))
         return made
 
+    used = tuple(
+        each for each in tensors_in((args, kwargs)) if not isinstance(each, RemoteTensor) and each.requires_grad
+    )
     with without_overrides(), torch.no_grad():
         args, kwargs = map_tensors(replaced, args), map_tensors(replaced, kwargs)
         versions = [version_of(each) for each in remote]
@@ -171,13 +177,15 @@ def _on_meta(
         for each, version in zip(remote, versions, strict=True):
             if version_of(each) != version:
                 each.parents = (*each.parents, *(other for other in remote if other is not each))
-                each.created = next(_created)
+                each.created, each.used = next(_created), (*each.used, *used)
     parents = tuple(remote)
 
     def wrapped(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, RemoteTensor):
             return tensor
-        return RemoteTensor.of(tensor, device, remote[0].source, parents)
+        found = RemoteTensor.of(tensor, device, remote[0].source, parents)
+        found.used += used
+        return found
 
     return iter([wrapped(each) for each in made]) if isinstance(made, Iterator) else map_tensors(wrapped, made)
 

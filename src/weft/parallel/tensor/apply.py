@@ -17,6 +17,7 @@ from weft.comm.autograd import prepare_operators
 from weft.comm.collectives import broadcast
 from weft.comm.mesh import Axis, Mesh
 from weft.config.layout import Layout, Style
+from weft.config.plan import Plan
 from weft.errors import LayoutError, PlanError, WeftWarning
 from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.find_layout import find_layout
@@ -50,6 +51,7 @@ from weft.parallel.tensor.trial_step import (
     divided_modules,
     general_path,
     is_tried,
+    is_vetted,
     try_numbers,
     without_layers,
 )
@@ -78,7 +80,7 @@ def shard_tensors(
     """
     layout = find_layout(model) if layout is None else layout
     if mesh.plan.sp and regions is None and runs is None:
-        regions = find_token_regions(model, layout, is_whole, mesh.plan.tp)
+        regions = _token_regions(model, layout, is_whole, mesh.plan)
     plan, axis = mesh.plan, mesh["tp"]
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     styles, own = read_styles(layout, modules, plan.tp), read_own(layout, modules)
@@ -166,6 +168,12 @@ def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.T
         if regions.why_apart:
             said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
             warnings.warn(said, WeftWarning, stacklevel=3)
+        if regions.why_none:
+            said = (
+                "sp=on: every rank has all tokens, and only the inputs that sharded layers save for backward are "
+                f"divided, which saves less memory: {regions.why_none}"
+            )
+            warnings.warn(said, WeftWarning, stacklevel=3)
         if regions.full:
             names = ", ".join(dict.fromkeys(general_path(path) for path in regions.full))
             said = f"sp=on: every rank computes {names} for all tokens, which takes memory: {regions.why_full}"
@@ -179,15 +187,43 @@ def _checked(
     plan = mesh.plan
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     read_styles(layout, modules, plan.tp)
-    regions = find_token_regions(model, layout, is_whole, plan.tp, example) if plan.sp else None
-    if plan.ep == 1 and is_whole is nowhere and is_tried(model):
-        where = f"tp={plan.tp} sp=on" if plan.sp else f"tp={plan.tp}"
+    regions = _token_regions(model, layout, is_whole, plan, example) if plan.sp else None
+    if plan.ep > 1 or is_whole is not nowhere or not is_tried(model):
+        return regions
+    where = f"tp={plan.tp} sp=on" if plan.sp else f"tp={plan.tp}"
 
-        def divide(divided: nn.Module) -> dict[str, Placement]:
-            return shard_tensors(divided, mesh, layout, regions=regions)
+    def divide(divided: nn.Module) -> dict[str, Placement]:
+        return shard_tensors(divided, mesh, layout, regions=regions)
 
+    try:
+        try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
+    except (TrialError, PlanError) as error:
+        if regions is None or regions.why_none:
+            raise
+        regions = _without_regions(error, model, layout, is_whole, plan)
         try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
     return regions
+
+
+def _token_regions(
+    model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], plan: Plan, example: Any = None
+) -> token_flow.TokenRegions:
+    try:
+        return find_token_regions(model, layout, is_whole, plan.tp, example)
+    except LayoutError as error:
+        return _without_regions(error, model, layout, is_whole, plan)
+
+
+def _without_regions(
+    error: LayoutError | PlanError, model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], plan: Plan
+) -> token_flow.TokenRegions:
+    """Return the division for a user's model whose tokens cannot be divided: its sharded layers divide only the inputs
+    that they save for backward. Raises `error` for other models, and for chunks of tokens.
+    """
+    has_experts = next(layers.find_experts(model, layout), None) is not None
+    if is_vetted(model) or is_whole is not nowhere or has_experts or plan.tp_chunks > 1:
+        raise error
+    return token_flow.TokenRegions((), (), why_none=str(error).partition(": ")[2].removesuffix(" Use sp=off."))
 
 
 def find_token_regions(

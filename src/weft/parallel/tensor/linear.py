@@ -156,15 +156,23 @@ class SharedLayer:
     """The ranks over which a layer's weights are sharded.
 
     cuts_tokens: True if each rank has 1/size of the tokens between such layers. pieces: number of chunks in which
-    tokens are communicated.
+    tokens are communicated. saves_share: True if each rank saves 1/size of an input that all ranks have for backward.
     """
 
     axis: Axis
     cuts_tokens: bool = False
     pieces: int = 1
+    saves_share: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedLayer:
         return self  # a copy of the module runs on the same ranks
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of x for `start_gather`, (1, rows / size, D), or x if they do not divide."""
+        rows = x.reshape(1, -1, x.shape[-1])
+        if not self.saves_share or not rows.shape[1] or rows.shape[1] % self.axis.size:
+            return x
+        return rows.chunk(self.axis.size, TOKENS)[self.axis.rank].clone()
 
     def start_gather(self, x_BSD: torch.Tensor) -> Gathering:
         """Start the all-gather of the tokens."""
@@ -280,7 +288,7 @@ class _Columns(Function):
         weights, biases = [weight for weight in params[:count] if weight is not None], params[count:]
         # Weight gradients need the input. It is not saved if all weights are frozen.
         keeps_input = any(ctx.needs_input_grad[4:])
-        ctx.save_for_backward(x_BSD if keeps_input else None, *weights)
+        ctx.save_for_backward(line.share(x_BSD) if keeps_input else None, *weights)
         ctx.line, ctx.waiting, ctx.shape = line, waiting, tuple(x_BSD.shape)
         ctx.set_materialize_grads(False)
         if whole_BTD is None:
@@ -295,7 +303,9 @@ class _Columns(Function):
         line: SharedLayer = ctx.line
         held, members = ctx.waiting
         needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        gathering = line.start_gather(x_BSD) if line.cuts_tokens and x_BSD is not None else None
+        gathering = None
+        if x_BSD is not None and (line.cuts_tokens or tuple(x_BSD.shape) != ctx.shape):
+            gathering = line.start_gather(x_BSD)
         flat = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
         # A rank that used none of the outputs still joins the collective with zeros, because other ranks wait for it.
         forms = [member.form for member in members]

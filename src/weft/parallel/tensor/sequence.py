@@ -108,6 +108,8 @@ _ENCODER_STATES = "encoder_hidden_states"
 class TokenSharding:
     """Which modules work on this rank's tokens only.
 
+    Without blocks, only the inputs that column-sharded layers save for backward are sharded.
+
     Attributes:
         blocks: paths, in order.
         runs: first and last block of each local stage.
@@ -151,6 +153,8 @@ def plan_sequence(
         is_whole: returns True for the path of a module that keeps all tokens.
         regions: regions found on the full model, or None before that.
     """
+    if regions is not None and regions.why_none:
+        return TokenSharding((), (), (), with_ends=False, width=0)
     blocks = blocks_outside(model, is_whole)
     if regions is not None and regions.why_apart:
         modules = dict(model.named_modules())

@@ -126,7 +126,7 @@ class TensorContext:
         plan, axis = self.mesh.plan, self.axis
         self.shards, self.part = ParameterShards(axis, self.modules), ShardPosition(axis)
         self.line = SharedLayer(axis, cuts_tokens=plan.sp, pieces=plan.tp_chunks)
-        self.outside = SharedLayer(axis)
+        self.outside = SharedLayer(axis, saves_share=self.sequence is not None and not self.sequence.blocks)
         self.ends = SharedLayer(axis, cuts_tokens=self.sequence is not None and self.sequence.with_ends)
 
     @property

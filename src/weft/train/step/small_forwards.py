@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from weft.comm.collectives import all_reduce
+from weft.comm.collectives import all_reduce, gather_json
 from weft.comm.mesh import Mesh
 from weft.data.batches import map_tensors
 from weft.errors import ModelError
 from weft.parallel.local_means import frequency_refusal
+from weft.parallel.pipeline.inner_gradients import PartialGradient
 from weft.parallel.pipeline.runtime import Pipeline
 from weft.parallel.random.streams import SampleNumbers
 from weft.private_torch import tree_leaves
@@ -91,24 +92,24 @@ class Probed:
         """Raise on all ranks if a forward failed on one. All ranks must call it.
 
         Raises:
-            RefusedGradient: on all ranks, if one rank has this error.
+            RefusedGradient: on all ranks, if one rank has this error or a PartialGradient.
             ForwardFailed: for other errors.
         """
-        worst = 0 if error is None else 1
-        if isinstance(error, RefusedGradient):
-            worst = 2 + _REFUSALS.index(str(error))
+        is_refused = isinstance(error, RefusedGradient | PartialGradient)
+        worst = 0 if error is None else 1 + is_refused
         if self.mesh is not None and self.mesh.world_size > 1:
             worst = int(all_reduce(torch.tensor(float(worst), device=self.mesh.device), self.mesh.world, "max"))
+            if worst > 1:
+                texts = gather_json(str(error) if is_refused else "", self.mesh.world, self.mesh.device)
+                raise RefusedGradient(next(filter(None, texts)))
         elif isinstance(error, ModelError):
             raise error
-        if worst > 1:
-            raise RefusedGradient(_REFUSALS[worst - 2])
         if worst:
             raise ForwardFailed from error
 
 
 class RefusedGradient(ModelError):
-    """Raised if the gradient of a function depends on how often an index is in the microbatch."""
+    """Raised if a gradient depends on how often an index is in the microbatch, or on another stage."""
 
 
 class ForwardFailed(Exception):

@@ -1,0 +1,91 @@
+"""Gradients that a module of a later stage takes in its forward (forces, inner updates).
+
+Received tensors have no history, so a gradient by a tensor on which they depend would lack the part that passes through
+earlier stages. Such a gradient is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from weft.errors import ModelError
+
+
+class PartialGradient(ModelError):
+    """Raised if a module takes a gradient of which other stages have a part."""
+
+    def __init__(self, path: str):
+        super().__init__(
+            f"pp: {path!r} takes a gradient by a tensor that modules of earlier stages also read, and their part of it "
+            "is on other stages. Take it by x.detach().requires_grad_() if it is the gradient of this module alone, or "
+            "use pp=1."
+        )
+
+
+@contextmanager
+def partial_gradients_refused(
+    path: str, args: Sequence[Tensor], given: Sequence[Tensor], received: Sequence[Tensor]
+) -> Generator[None]:
+    """Refuse gradients in the context by arguments on which received tensors depend. Raises PartialGradient.
+
+    Without gradients outside of the module, it is not known whether a result depends on received tensors. Such a
+    module fails with another ModelError, so that the check of the first batch repeats it with gradients.
+
+    Args:
+        path: the module that runs, in training mode.
+        args: its tensor arguments.
+        given: tensors of this stage with which earlier stages computed.
+        received: tensors that earlier stages computed.
+    """
+    fixed = [each for each in args if not each.requires_grad and any(each is one for one in given)]
+    used = _edges(given)
+    is_read = not used.isdisjoint(_edges(args, deep=False))
+    with _InnerGradients(path, used, received) if is_read else nullcontext():
+        yield
+    if any(each.requires_grad for each in fixed):
+        raise PartialGradient(path)
+
+
+class _InnerGradients(TorchFunctionMode):
+    def __init__(self, path: str, used: set[Any], received: Sequence[Tensor]):
+        super().__init__()
+        self._path, self._used, self._is_known = path, used, torch.is_grad_enabled()
+        self._received = [each for each in received if each.is_floating_point()]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            self._check(args[0], _edges((each for each in args[1] if isinstance(each, Tensor)), deep=False))
+        elif func is Tensor.backward:
+            self._check(args[:1], self._used)
+        return func(*args, **kwargs)
+
+    def _check(self, outputs: Sequence[Tensor], inputs: set[Any]) -> None:
+        if self._used.isdisjoint(inputs):
+            return
+        if not self._is_known:
+            raise ModelError(f"pp: {self._path!r} takes a gradient in a forward without gradients.")
+        # Frozen stages send tensors without a gradient, and may still depend on the input.
+        is_free = all(each.requires_grad for each in self._received)
+        if not is_free or not _edges(outputs).isdisjoint(_edges(self._received, deep=False)):
+            raise PartialGradient(self._path)
+
+
+def _edges(tensors: Iterable[Tensor], *, deep: bool = True) -> set[tuple[Any, int]]:
+    """Return the edges of the autograd graph at these tensors, and if deep those of all tensors that they depend on."""
+    found: set[tuple[Any, int]] = set()
+    waiting: list[tuple[Any, int]] = [(each.grad_fn or each, each.output_nr) for each in tensors if each.requires_grad]
+    while waiting:
+        node, number = waiting.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            node = node.variable  # a leaf, by its tensor
+        if node is not None and (node, number) not in found:
+            found.add((node, number))
+            waiting += getattr(node, "next_functions", ()) if deep else ()
+    return found
