@@ -19,6 +19,7 @@ from weft.data.batches import host_values
 from weft.errors import ModelError
 from weft.models.attention import document_attention, find_starts, ids_of
 from weft.models.inspect import hugging_face, token_flow
+from weft.parallel.layers.state_mixers import packed_rows, separate_states
 
 #: Sizes of the small copy. Heads times head dim equals the model width, which many configs assume.
 _SIZES = {
@@ -112,7 +113,10 @@ def reads_documents(model: nn.Module) -> bool:
 
 
 def attend_in_documents(model: nn.Module) -> None:
-    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place."""
+    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place. Layers
+    that carry a state separate documents without an argument.
+    """
+    separate_states(model)
     if not reads_documents(model):
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -176,7 +180,7 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"] + getattr(model, _FIRST)}
     setattr(model, _TOLD, True)
     try:
-        with within_documents(ids_BT) if ids_BT is not None and not borders else contextlib.nullcontext():
+        with in_documents(model, ids_BT) if ids_BT is not None and not borders else contextlib.nullcontext():
             return model(**places, use_cache=False, **borders)
     finally:
         setattr(model, _TOLD, False)
@@ -185,6 +189,20 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 def has_documents(model: nn.Module) -> bool:
     """Return True during a call of `call_in_documents`, which passes the document boundaries."""
     return getattr(model, _TOLD, False)
+
+
+@contextlib.contextmanager
+def in_documents(model: nn.Module, ids_BT: Tensor) -> Generator[None]:
+    """Separate documents within the context, in the masks and the states of a model that does not use boundaries."""
+    rows = packed_rows(model)
+    if rows is not None:
+        rows.begin(model, ids_BT)
+    try:
+        with within_documents(ids_BT):
+            yield
+    finally:
+        if rows is not None:
+            rows.documents = None
 
 
 @contextlib.contextmanager
@@ -386,7 +404,7 @@ class _Follower:
             return None
         self._expect_separate(given["position_ids"], ids_BT)
         if not reads_borders(module):
-            stack.enter_context(within_documents(_moved(ids_BT, device)))
+            stack.enter_context(in_documents(module, _moved(ids_BT, device)))
             return None
         place = self._parameters.index("attention_mask")
         borders = _moved(as_borders(starts_BM, ids_BT), device)
