@@ -369,12 +369,12 @@ def separate_by_position_ids(model: nn.Module) -> None:
     """
     if not hugging_face.is_hugging_face(model):
         return
-    follower = _Follower(model)
+    follower = FollowDocuments(model)
     model.register_forward_pre_hook(follower.enter, with_kwargs=True)
     model.register_forward_hook(follower.leave, always_call=True)
 
 
-class _Follower:
+class FollowDocuments:
     """Hooks of a model that handle restarting positions. The model is tested only when it first gets such positions,
     since most scripts pass none.
     """
@@ -385,18 +385,27 @@ class _Follower:
         self._why: str | None = "" if reads_documents(model) else None
         self._open: list[contextlib.ExitStack] = []
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Follower:
+    def __deepcopy__(self, memo: dict[int, object]) -> FollowDocuments:
         return self  # its state does not depend on the copy
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": []}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call of the model. Returns new arguments if they change."""
+        """Begin a call of the model as `begin`, unless `call_in_documents` passes the documents."""
+        if has_documents(module):
+            self._open.append(contextlib.ExitStack())
+            return None
+        return self.begin(module, args, kwargs)
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin a call of the model, and separate the documents that its positions show. Returns new arguments if they
+        change.
+        """
         stack = contextlib.ExitStack()
         self._open.append(stack)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        ids_BT = None if has_documents(module) else _document_ids(given)
+        ids_BT = _document_ids(given)
         if ids_BT is None:
             return None
         starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, to avoid a sync

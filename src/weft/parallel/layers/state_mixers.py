@@ -156,6 +156,11 @@ def packed_rows(model: nn.Module) -> PackedRows | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
+def documents_in(mixer: nn.Module) -> Documents | None:
+    """Return the documents of the rows that a mixer gets in the current call, or None if each row is one document."""
+    return getattr(mixer, _ARGUMENT, None)
+
+
 class _PassDocuments:
     def __init__(self, rows: PackedRows):
         self._rows = rows
