@@ -157,3 +157,75 @@ def check_plan(plan: str, ranks: Any, families: list[str], documents: bool) -> N
         for name, grad in expected[family].grads.items():
             scale = max(1e-6, float(grad.abs().max()))
             assert float((found[family].grads[name] - grad).abs().max()) / scale < 1e-9, (family, name)
+
+
+def test_packed_documents_equal_rows_of_their_own():
+    for family in FAMILIES:
+        check_documents(family)
+        assert not why_documents_mix(built(family)), family
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", MORE)
+def test_more_families_separate_packed_documents(family):
+    check_documents(family)
+    assert not why_documents_mix(built(family))
+
+
+def test_documents_form_groups_of_similar_lengths():
+    groups, back = Documents([[0, 9, 10, 24], [0, 3, 5, 24]]).indices(torch.device("cpu"))
+    assert [tuple(group.shape) for group in groups] == [(1, 19), (2, 14), (2, 3), (1, 1)]
+    assert torch.cat([group.flatten() for group in groups])[back].tolist() == list(range(48))
+    with pytest.raises(ModelError, match="document_ids: a document continues after another one"):
+        documents_of(torch.tensor([[0, 0, 1, 0]]))
+    assert documents_of(torch.tensor([[5, 5], [7, 7]])) is None
+
+
+def test_plans_that_cannot_separate_states_are_rejected():
+    from weft.comm.mesh import build_mesh
+    from weft.config.plan import Plan
+    from weft.parallel.parallelize import parallelize
+
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    tokens = torch.arange(5, 14)[None]
+    compiled = parallelize(built("lfm2"), build_mesh(Plan.parse("precision=fp64 compile=on")))
+    with pytest.raises(ModelError, match="compile=on: Lfm2ForCausalLM separates the documents of a row by code"):
+        compiled(input_ids=tokens, position_ids=positions)
+    model = built("lfm2")
+    model.gradient_checkpointing_enable()
+    model = parallelize(model, build_mesh(Plan.parse("precision=fp64"))).train()
+    with pytest.raises(ModelError, match="gradient_checkpointing: Lfm2ForCausalLM .* Use recompute=full"):
+        model(input_ids=tokens, position_ids=positions)
+
+
+def test_recomputed_blocks_separate_documents():
+    case = StateCase(LLAMA, num_steps=1, documents=True)
+    with Float64Throughout():
+        plain = train_case("precision=fp64", case)
+        for policy in ("full", "selective"):
+            again = train_case(f"precision=fp64 recompute={policy}", case)
+            assert plain.largest_difference(again) < 1e-12
+    packed = StateCase(LLAMA, num_steps=1)
+    assert train_case("precision=fp64", packed).losses != plain.losses
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_states_over_cp_match_one_process(ranks2, documents):
+    check_plan("cp=2", ranks2, [*FAMILIES], documents)
+
+
+def test_heads_over_tp_match_one_process(ranks2):
+    check_plan("tp=2", ranks2, ["qwen3_5", "lfm2", "mamba2"], documents=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["cp=2", "tp=2", "tp=2 sp=on", "cp=2 recompute=full", "dp_shard=2 zero=3"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_more_families_match_one_process(ranks2, plan, documents):
+    check_plan(plan, ranks2, [*FAMILIES, *MORE], documents)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["cp=4", "cp=2 tp=2", "cp=2 dp_shard=2 zero=3 recompute=full", "cp=2 pp=2"])
+def test_states_under_combined_plans_match_one_process(ranks4, plan):
+    check_plan(plan, ranks4, [*FAMILIES], documents=False)

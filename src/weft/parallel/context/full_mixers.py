@@ -113,11 +113,11 @@ def mixers_of(model: nn.Module) -> list[str]:
     """Return the paths of the outermost modules in blocks that mix tokens, determined by their classes."""
     found: list[str] = []
     for path, block in repeated_blocks(model).items():
-        # Classes of blocks around such a layer have its name too.
-        states = {id(one) for one in state_mixers(block).values()}
+        states = state_mixers(block)
         for name, module in block.named_modules():
             place = f"{path}.{name}" if name else path
-            is_around = id(module) not in states and any(id(one) in states for one in module.modules())
+            # Classes of blocks around a mixer have its name too.
+            is_around = name not in states and any(one.startswith(f"{name}." if name else "") for one in states)
             if token_flow.mixing(module) and not is_around and not _is_in(place, tuple(found)):
                 found.append(place)
     return found
