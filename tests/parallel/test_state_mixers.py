@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
 from weft.parallel.layers.documents import _packed, attend_in_documents, call_in_documents, why_documents_mix
-from weft.parallel.layers.state_mixers import Documents, documents_of, state_mixers
+from weft.parallel.layers.state_mixers import Documents, documents_of
+from weft.parallel.parallelize import parallelize
 from weft.train.microbatches import call_model
-from weft.verify.parity import DecoderCase, train_case, train_plain
+from weft.train.tasks.decoder_loss import token_cross_entropy
+from weft.verify.parity import DecoderCase, train_case
 from weft.verify.verifier import Float64Throughout
 
 transformers: Any = pytest.importorskip("transformers")
@@ -117,8 +121,6 @@ class StateCase(DecoderCase):
         return call_model(model, batch).logits
 
     def loss(self, output, batch):
-        from weft.train.tasks.decoder_loss import token_cross_entropy
-
         return token_cross_entropy(output, batch)
 
 
@@ -182,10 +184,6 @@ def test_documents_form_groups_of_similar_lengths():
 
 
 def test_plans_that_cannot_separate_states_are_rejected():
-    from weft.comm.mesh import build_mesh
-    from weft.config.plan import Plan
-    from weft.parallel.parallelize import parallelize
-
     positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
     tokens = torch.arange(5, 14)[None]
     compiled = parallelize(built("lfm2"), build_mesh(Plan.parse("precision=fp64 compile=on")))
@@ -194,7 +192,7 @@ def test_plans_that_cannot_separate_states_are_rejected():
     model = built("lfm2")
     model.gradient_checkpointing_enable()
     model = parallelize(model, build_mesh(Plan.parse("precision=fp64"))).train()
-    with pytest.raises(ModelError, match="gradient_checkpointing: Lfm2ForCausalLM .* Use recompute=full"):
+    with pytest.raises(ModelError, match=r"gradient_checkpointing: Lfm2ForCausalLM .* Use recompute=full"):
         model(input_ids=tokens, position_ids=positions)
 
 

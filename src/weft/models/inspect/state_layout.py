@@ -1,7 +1,7 @@
 """Layouts of transformers' layers that carry a state along the row, by heads or channels.
 
 Each head of a state space or of linear attention, and each channel of a short convolution, has its own state, so ranks
-share them as they share attention heads. These layers cannot be found by tracing: scans mix features of a head in loops.
+share them as they share attention heads. Tracing cannot find these layers: scans mix features of a head in loops.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
 from weft.parallel.context.modes import SequenceOrder, full_sequence, shard_tensor
 from weft.parallel.context.passed_states import PassedStates, passes_state
-from weft.parallel.layers.documents import FollowDocuments
+from weft.parallel.layers.documents import DocumentTracker
 from weft.parallel.layers.state_mixers import documents_in, state_mixers
 from weft.private_torch import tree_flatten, tree_unflatten
 
@@ -176,7 +176,7 @@ def gather_mixers(
         edge = _Ends(context, _names(modules[run[0]]))
         modules[run[0]].register_forward_pre_hook(edge.before, with_kwargs=True)
         modules[run[-1]].register_forward_hook(edge.after)
-    outer = _Outer(context, (), FollowDocuments(model) if hugging_face.is_hugging_face(model) else None)
+    outer = _Outer(context, (), DocumentTracker(model) if hugging_face.is_hugging_face(model) else None)
     model.register_forward_pre_hook(outer.before, with_kwargs=True)
     model.register_forward_hook(outer.leave, always_call=True)
     model.register_forward_hook(outer.after)
@@ -324,9 +324,9 @@ class _StateMixer(_Mixer):
 class _Outer(_Hooks):
     """Hooks of the full model and its head. They also separate the documents of full rows."""
 
-    def __init__(self, context: FullSequenceMixers, names: tuple[str, ...], follower: FollowDocuments | None):
+    def __init__(self, context: FullSequenceMixers, names: tuple[str, ...], tracker: DocumentTracker | None):
         super().__init__(context, names)
-        self._follower = follower
+        self._tracker = tracker
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_idle:
@@ -355,13 +355,13 @@ class _Outer(_Hooks):
                 given[name] = self._all(value) if is_real else full_sequence(value, self._context.axis, order)
         if "use_cache" in signature.parameters:
             given["use_cache"] = False
-        followed = None if self._follower is None else self._follower.begin(model, (), given)
-        return followed or ((), given)
+        tracked = None if self._tracker is None else self._tracker.begin(model, (), given)
+        return tracked or ((), given)
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> None:
         """End the call, also after an exception."""
-        if not self._is_idle and self._follower is not None:
-            self._follower.leave(model, args, output)
+        if not self._is_idle and self._tracker is not None:
+            self._tracker.leave(model, args, output)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
         """Reduce the hidden states to this rank's tokens."""

@@ -5,7 +5,7 @@ transformers' layers continue from a cache in generation. Here the cache is an o
 state, and backward sends the gradient of that state back. A rank waits in such a layer for the ranks before it, so the
 layer's time does not shrink with cp; its memory does. While a rank waits, earlier ranks continue with later layers.
 
-B sequences, T tokens of this rank, C channels and W width of a convolution.
+B sequences, T tokens of this rank, C channels and W previous tokens that a convolution reads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class PassedStates:
         #: A convolution alone needs no other rank's result, unless the kernel is longer than this rank's tokens.
         self._is_chain = bool(sizes) or hidden_BTD.shape[1] < tail_shape[-1]
         if self._is_chain and axis.rank:
-            shapes = [tail_shape, *([(hidden_BTD.shape[0], *(getattr(mixer, size) for size in sizes))] if sizes else [])]
+            shapes = [
+                tail_shape,
+                *([(hidden_BTD.shape[0], *(getattr(mixer, size) for size in sizes))] if sizes else []),
+            ]
             # The type of scans: float32, unless float64 replaces it.
             like = hidden_BTD.new_empty(0).float()
             received = _Receive.apply(self._anchor(like), axis, sum(map(math.prod, shapes)), like)
@@ -66,7 +69,7 @@ class PassedStates:
         return self._state
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
-        """Return the inputs of the convolution after those of the previous tokens, (B, C, W + T)."""
+        """Return the inputs of the convolution, from the previous W tokens on, (B, C, W + T)."""
         width = kwargs["conv_kernel_size"] - 1
         if not self._is_chain:
             tail_BCW = _Shift.apply(conv_states[..., -width:], self._axis)

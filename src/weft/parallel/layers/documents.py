@@ -369,12 +369,12 @@ def separate_by_position_ids(model: nn.Module) -> None:
     """
     if not hugging_face.is_hugging_face(model):
         return
-    follower = FollowDocuments(model)
+    follower = DocumentTracker(model)
     model.register_forward_pre_hook(follower.enter, with_kwargs=True)
     model.register_forward_hook(follower.leave, always_call=True)
 
 
-class FollowDocuments:
+class DocumentTracker:
     """Hooks of a model that handle restarting positions. The model is tested only when it first gets such positions,
     since most scripts pass none.
     """
@@ -385,7 +385,7 @@ class FollowDocuments:
         self._why: str | None = "" if reads_documents(model) else None
         self._open: list[contextlib.ExitStack] = []
 
-    def __deepcopy__(self, memo: dict[int, object]) -> FollowDocuments:
+    def __deepcopy__(self, memo: dict[int, object]) -> DocumentTracker:
         return self  # its state does not depend on the copy
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Layers of transformers that carry a state along the row: state spaces, linear attention and short convolutions.
 
-They separate packed documents by running each document as a row of its own. Documents of similar lengths form a batch,
+They separate packed documents by running each document as a separate row. Documents of similar lengths form a batch,
 in which rows are padded at the end. The state of a row depends only on its earlier tokens, so padding changes nothing.
 
 B rows, T tokens of a row, D features, G documents of a group, L tokens of its longest document.
@@ -135,7 +135,7 @@ class PackedRows:
 
 
 def separate_states(model: nn.Module, *, is_compiled: bool = False) -> None:
-    """Make the mixers of a transformers model separate the documents of `packed_rows(model)`, in place."""
+    """Make the mixers of a transformers model separate the documents of `packed_rows(model)`. Modifies the model."""
     mixers = state_mixers(model) if hugging_face.is_hugging_face(model) else {}
     blocks = [block for block in repeated_blocks(model).values() if state_mixers(block)]
     inside = {mixer for block in blocks for mixer in state_mixers(block).values()}
