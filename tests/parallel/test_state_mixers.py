@@ -14,8 +14,9 @@ from tests.parity.cases import LLAMA
 from weft.comm.mesh import build_mesh
 from weft.config.plan import Plan
 from weft.errors import ModelError
+from weft.parallel.context.context import sequence_in_use, shard_sequence
 from weft.parallel.layers.documents import _packed, attend_in_documents, call_in_documents, why_documents_mix
-from weft.parallel.layers.state_mixers import Documents, documents_of
+from weft.parallel.layers.state_mixers import Documents, documents_of, state_mixers
 from weft.parallel.parallelize import parallelize
 from weft.train.microbatches import call_model
 from weft.train.tasks.decoder_loss import token_cross_entropy
@@ -227,3 +228,27 @@ def test_more_families_match_one_process(ranks2, plan, documents):
 @pytest.mark.parametrize("plan", ["cp=4", "cp=2 tp=2", "cp=2 dp_shard=2 zero=3 recompute=full", "cp=2 pp=2"])
 def test_states_under_combined_plans_match_one_process(ranks4, plan):
     check_plan(plan, ranks4, [*FAMILIES], documents=False)
+
+
+def shared_sizes() -> tuple[dict[str, int], list[int]]:
+    """Return the rows of a Gated DeltaNet's weights under tp=2, and the tokens that it gets under cp=2."""
+    model = parallelize(built("qwen3_5"), build_mesh(Plan.parse("tp=2 precision=fp64")))
+    mixer = next(iter(state_mixers(model).values()))
+    rows = {name: weight.shape[0] for name, weight in mixer.named_parameters()}
+    case, tokens = StateCase(LLAMA, num_steps=1, global_batch=2), []
+    model = parallelize(built("qwen3_5"), build_mesh(Plan.parse("cp=2 precision=fp64")))
+    projection = next(iter(state_mixers(model).values())).in_proj_z
+    projection.register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[1]))
+    with torch.no_grad(), sequence_in_use(model):
+        case.forward(model, shard_sequence(model, case.batch(0)))
+    return rows, tokens
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_share_heads_and_tokens(ranks2):
+    rows, tokens = ranks2.run(shared_sizes)[0]
+    assert rows == {
+        "dt_bias": 2, "A_log": 2, "conv1d.weight": 16, "norm.weight": 4, "out_proj.weight": 16,
+        "in_proj_qkv.weight": 16, "in_proj_z.weight": 8, "in_proj_b.weight": 2, "in_proj_a.weight": 2,
+    }  # fmt: skip
+    assert tokens == [8]

@@ -47,10 +47,8 @@ class PassedStates:
         #: A convolution alone needs no other rank's result, unless the kernel is longer than this rank's tokens.
         self._is_chain = bool(sizes) or hidden_BTD.shape[1] < tail_shape[-1]
         if self._is_chain and axis.rank:
-            shapes = [
-                tail_shape,
-                *([(hidden_BTD.shape[0], *(getattr(mixer, size) for size in sizes))] if sizes else []),
-            ]
+            state_shape = (hidden_BTD.shape[0], *(getattr(mixer, size) for size in sizes))
+            shapes = [tail_shape, state_shape] if sizes else [tail_shape]
             # The type of scans: float32, unless float64 replaces it.
             like = hidden_BTD.new_empty(0).float()
             received = _Receive.apply(self._anchor(like), axis, sum(map(math.prod, shapes)), like)
