@@ -126,7 +126,8 @@ class PackedRows:
                 f"compile=on: {type(model).__name__} separates the documents of a row by code that depends on their "
                 "lengths, and a compiled graph does not. Use compile=off, or one document per row."
             )
-        if documents is not None and model.training and getattr(model, "is_gradient_checkpointing", False):
+        recomputes = model.training and any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
+        if documents is not None and recomputes:
             raise ModelError(
                 f"gradient_checkpointing: {type(model).__name__} separates the documents of a row, and this "
                 "recomputation does not repeat that. Use recompute=full of the plan instead."
