@@ -47,13 +47,8 @@ SEPARATING: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta*": ("RobertaConfig", {"is_decoder": True, "pad_token_id": 1}),
     "megatron-bert*": ("MegatronBertConfig", {"is_decoder": True}),
 }  # fmt: skip
-STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-#: Models that carry state along the row, or compute positions themselves.
+#: Models that carry state along the row in their own way, or compute positions themselves.
 MIXING: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba": ("MambaConfig", {"state_size": 4}),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    "granitemoehybrid": ("GraniteMoeHybridConfig", {"layer_types": ["mamba", "attention"], **STATES}),
-    "qwen3_next": ("Qwen3NextConfig", {}),
     "rwkv": ("RwkvConfig", {}),
     "openai-gpt": ("OpenAIGPTConfig", {}),
     "bart": ("BartConfig", {}),

@@ -40,10 +40,16 @@ def check_matches(row: torch.Tensor, documents: list[torch.Tensor], model: Any) 
             torch.testing.assert_close(found, model(input_ids=one[None]).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss*", "opt*", "falcon"])
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("MambaConfig", {"state_size": 4}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss*", "opt*", "falcon", "mamba", "lfm2"])
 def test_packed_documents_match_unpacked_ones(family):
     """Call models as scripts do. transformers then makes a cache and ignores positions."""
-    model = parallelized(family, SEPARATING)
+    model = parallelized(family, SEPARATING | STATES)
     documents, tokens, positions = packed()
     with torch.no_grad():
         check_matches(model(input_ids=tokens, position_ids=positions).logits, documents, model)
@@ -95,7 +101,7 @@ def test_calls_without_documents_are_unchanged(monkeypatch):
     assert len(called) == 1  # the call by call_in_documents
 
 
-@pytest.mark.parametrize("family", ["mamba", "lfm2", "openai-gpt"])
+@pytest.mark.parametrize("family", ["rwkv", "openai-gpt"])
 def test_model_that_mixes_documents_is_rejected(family):
     model = parallelized(family, MIXING)
     _, tokens, positions = packed()

@@ -232,8 +232,8 @@ def test_model_settings_that_the_folder_defines_are_rejected(folders, capsys, pr
 
 
 def test_models_that_mix_packed_documents_are_rejected_before_training(tmp_path, capsys, prepares_locally):
-    folder, words = tmp_path / "mamba", ["data.holdout=0", "launch.ranks=1", "train.steps=1", f"run.dir={tmp_path}"]
-    config = transformers.MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2, state_size=4)
+    folder, words = tmp_path / "rwkv", ["data.holdout=0", "launch.ranks=1", "train.steps=1", f"run.dir={tmp_path}"]
+    config = transformers.RwkvConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_bytes_tokenizer(tmp_path / "bytes")
     (folder / "tokenizer.json").write_text(Tokenizer.load(tmp_path / "bytes").library_json())
@@ -242,14 +242,14 @@ def test_models_that_mix_packed_documents_are_rejected_before_training(tmp_path,
     capsys.readouterr()
     assert weft_run(["train", f"model.path={folder}", *words]) == 2
     assert capsys.readouterr().err.strip() == (
-        "error: data.borders=true: documents of one row see each other in a mamba model. Use data.packing=pad for one "
+        "error: data.borders=true: documents of one row see each other in a rwkv model. Use data.packing=pad for one "
         "document a row, or data.borders=false if they may."
     )
     padded = load_config(None, [f"model.path={folder}", *words, "data.packing=pad", "launch.device=cpu"]).config
     assert run_rank(prepare_run(padded, world_size=1), None, io.StringIO()).step == 1
     teacher = ["task=distill", f"task.options.teacher={folder}", "tokenizer.kind=bytes", "run.name=taught"]
     assert weft_run(["train", *teacher, *words]) == 2
-    assert "documents of one row see each other in a mamba model" in capsys.readouterr().err
+    assert "documents of one row see each other in a rwkv model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting", [None, "none", "aux_loss"])

@@ -32,6 +32,7 @@ from weft.parallel.layers.encoder_items import attend_by_borders
 from weft.parallel.layers.float8 import choose_float8, use_float8
 from weft.parallel.layers.index_check import watch_indices
 from weft.parallel.layers.rope_tables import track_row_lengths
+from weft.parallel.layers.state_mixers import separate_states
 from weft.parallel.local_means import refuse_frequencies, watch_local_means
 from weft.parallel.local_sgd import attach_local_sgd
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
@@ -168,6 +169,7 @@ PREPARE = (
     ),
     # Context parallelism replaces attention, and separates documents there.
     Technique(lambda run: separate_by_position_ids(run.model), when=lambda run: run.plan.cp == 1),
+    Technique(lambda run: separate_states(run.model, is_compiled=run.plan.compile)),
     Technique(lambda run: attend_in_documents(run.model), when=lambda run: run.plan.cp == 1),
     # Float8 layers are chosen by full sizes, and become float8 after sharding.
     Technique(_choose_float8, when=lambda run: run.plan.precision == "fp8"),

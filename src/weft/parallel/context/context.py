@@ -30,6 +30,7 @@ from weft.parallel.context.full_mixers import (
     gather_mixers,
     mixers_of,
 )
+from weft.parallel.context.passed_states import passes_state
 from weft.parallel.state.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
@@ -106,11 +107,13 @@ def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[st
     blocks = [path for run in here for path in run]
     context = FullSequenceMixers(mesh.plan, mesh["cp"], blocks, mixers, is_own=own is not None)
     gather_mixers(model, context, here, mixers)
-    if mesh.rank == 0:
+    modules = dict(model.named_modules())
+    if mesh.rank == 0 and not all(passes_state(modules[path]) for path in mixers if path in modules):
         warnings.warn(
-            f"cp={mesh['cp'].size}: {why}, so modules that mix tokens get all of them on every rank of cp. Results "
-            "equal one process, and the rest of each block is sharded, but attention costs every rank the memory "
-            "and time of a full sequence, and each of its calls gathers the hidden states. cp_mode has no effect.",
+            f"cp={mesh['cp'].size}: {why}, so modules that mix tokens get all of them on every rank of cp, except "
+            "layers that pass a state from rank to rank. Results equal one process, and the rest of each block is "
+            "sharded, but attention costs every rank the memory and time of a full sequence, and each of its calls "
+            "gathers the hidden states. cp_mode has no effect.",
             WeftWarning,
             stacklevel=2,
         )

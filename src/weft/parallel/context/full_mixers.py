@@ -4,7 +4,8 @@ Outside its blocks the model works on full sequences, so its own code computes m
 first block to the last, each rank holds a contiguous range of tokens: the memory of norms, dropout, feed-forward layers
 and the residual stream shrinks with cp. Before a module that mixes tokens, ranks all-gather the tokens. Each rank
 computes this module for all tokens and keeps only the output for its tokens, so attention costs each rank as much as
-in one process. The head gets only this rank's tokens.
+in one process. Layers that carry a state keep this rank's tokens, and the state passes from rank to rank; they get all
+tokens only if rows contain several documents. The head gets only this rank's tokens.
 
 Every collective has its transpose in backward, and each rank's loss covers its own tokens. Gradients are therefore
 partial sums over cp, as with sharded attention.
@@ -28,6 +29,9 @@ from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
 from weft.parallel.context.modes import SequenceOrder, full_sequence, shard_tensor
+from weft.parallel.context.passed_states import PassedStates, passes_state
+from weft.parallel.layers.documents import DocumentTracker
+from weft.parallel.layers.state_mixers import documents_in, state_mixers
 from weft.private_torch import tree_flatten, tree_unflatten
 
 #: Inputs that contain no tokens: every rank reads them in full.
@@ -111,9 +115,12 @@ def mixers_of(model: nn.Module) -> list[str]:
     """Return the paths of the outermost modules in blocks that mix tokens, determined by their classes."""
     found: list[str] = []
     for path, block in repeated_blocks(model).items():
+        states = state_mixers(block)
         for name, module in block.named_modules():
             place = f"{path}.{name}" if name else path
-            if token_flow.mixing(module) and not _is_in(place, tuple(found)):
+            # Classes of blocks around a mixer have its name too.
+            is_around = name not in states and any(one.startswith(f"{name}." if name else "") for one in states)
+            if token_flow.mixing(module) and not is_around and not _is_in(place, tuple(found)):
                 found.append(place)
     return found
 
@@ -167,15 +174,17 @@ def gather_mixers(
     """
     modules = dict(model.named_modules())
     for path in whole:
-        mixer = _Mixer(context, _names(modules[path]))
+        kind = _StateMixer if passes_state(modules[path]) else _Mixer
+        mixer = kind(context, _names(modules[path]))
         modules[path].register_forward_pre_hook(mixer.before, with_kwargs=True)
         modules[path].register_forward_hook(mixer.after)
     for run in runs:
         edge = _Ends(context, _names(modules[run[0]]))
         modules[run[0]].register_forward_pre_hook(edge.before, with_kwargs=True)
         modules[run[-1]].register_forward_hook(edge.after)
-    outer = _Outer(context, ())
+    outer = _Outer(context, (), DocumentTracker(model) if hugging_face.is_hugging_face(model) else None)
     model.register_forward_pre_hook(outer.before, with_kwargs=True)
+    model.register_forward_hook(outer.leave, always_call=True)
     model.register_forward_hook(outer.after)
     head = layers.find_lm_head(model)
     if head is not None:
@@ -291,8 +300,36 @@ class _Mixer(_Hooks):
         return tree_unflatten(leaves, tree)
 
 
+class _StateMixer(_Mixer):
+    """Hooks of a module that continues from the state of the previous rank. It gets all tokens if rows contain several
+    documents.
+    """
+
+    _states: PassedStates | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the previous rank's state as the cache, and this rank's part of a mask."""
+        self._states = None
+        if self._is_idle or documents_in(module):
+            return super().before(module, args, kwargs)
+        given, rebuilt = self._split(args, kwargs)
+        hidden_states, mask = given["hidden_states"], given.get("attention_mask")
+        self._states = PassedStates(self._context.axis, module, hidden_states)
+        if mask is not None and mask.shape[1] != hidden_states.shape[1]:
+            given["attention_mask"] = self._own(mask)
+        return rebuilt(given | {"cache": self._states})
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        states, self._states = self._states, None
+        return super().after(module, args, output) if states is None else states.send(output)
+
+
 class _Outer(_Hooks):
-    """Hooks of the full model and its head."""
+    """Hooks of the full model and its head. They also separate the documents of full rows."""
+
+    def __init__(self, context: FullSequenceMixers, names: tuple[str, ...], tracker: DocumentTracker | None):
+        super().__init__(context, names)
+        self._tracker = tracker
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_idle:
@@ -321,7 +358,13 @@ class _Outer(_Hooks):
                 given[name] = self._all(value) if is_real else full_sequence(value, self._context.axis, order)
         if "use_cache" in signature.parameters:
             given["use_cache"] = False
-        return (), given
+        tracked = None if self._tracker is None else self._tracker.begin(model, (), given)
+        return tracked or ((), given)
+
+    def leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        """End the call, also after an exception."""
+        if not self._is_idle and self._tracker is not None:
+            self._tracker.leave(model, args, output)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
         del head

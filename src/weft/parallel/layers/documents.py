@@ -19,6 +19,7 @@ from weft.data.batches import host_values
 from weft.errors import ModelError
 from weft.models.attention import document_attention, find_starts, ids_of
 from weft.models.inspect import hugging_face, token_flow
+from weft.parallel.layers.state_mixers import packed_rows, separate_states
 
 #: Sizes of the small copy. Heads times head dim equals the model width, which many configs assume.
 _SIZES = {
@@ -113,7 +114,10 @@ def reads_documents(model: nn.Module) -> bool:
 
 
 def attend_in_documents(model: nn.Module) -> None:
-    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place."""
+    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place. Layers
+    that carry a state separate documents without an argument.
+    """
+    separate_states(model)
     if not reads_documents(model):
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -179,7 +183,7 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"] + getattr(model, _FIRST)}
     setattr(model, _TOLD, True)
     try:
-        with within_documents(ids_BT) if ids_BT is not None and not borders else contextlib.nullcontext():
+        with in_documents(model, ids_BT) if ids_BT is not None and not borders else contextlib.nullcontext():
             return model(**places, use_cache=False, **borders)
     finally:
         setattr(model, _TOLD, False)
@@ -188,6 +192,20 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 def has_documents(model: nn.Module) -> bool:
     """Return True while `call_in_documents` runs, which passes the document boundaries."""
     return getattr(model, _TOLD, False)
+
+
+@contextlib.contextmanager
+def in_documents(model: nn.Module, ids_BT: Tensor) -> Generator[None]:
+    """Separate documents within the context, in the masks and the states of a model that does not use boundaries."""
+    rows = packed_rows(model)
+    if rows is not None:
+        rows.begin(model, ids_BT)
+    try:
+        with within_documents(ids_BT):
+            yield
+    finally:
+        if rows is not None:
+            rows.documents = None
 
 
 @contextlib.contextmanager
@@ -359,12 +377,12 @@ def separate_by_position_ids(model: nn.Module) -> None:
     """
     if not hugging_face.is_hugging_face(model):
         return
-    follower = _Follower(model)
+    follower = DocumentTracker(model)
     model.register_forward_pre_hook(follower.enter, with_kwargs=True)
     model.register_forward_hook(follower.leave, always_call=True)
 
 
-class _Follower:
+class DocumentTracker:
     """Hooks of a model that handle restarting positions.
 
     The model is tested only when it first gets such positions, since most scripts pass none.
@@ -376,18 +394,28 @@ class _Follower:
         self._why: str | None = "" if reads_documents(model) else None
         self._open: list[contextlib.ExitStack] = []
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Follower:
+    def __deepcopy__(self, memo: dict[int, object]) -> DocumentTracker:
         return self  # its state does not depend on the copy
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": []}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call to the model. Returns new arguments if they change."""
+        """Begin a call to the model as `begin`, unless `call_in_documents` passes the documents."""
+        if has_documents(module):
+            self._open.append(contextlib.ExitStack())
+            return None
+        return self.begin(module, args, kwargs)
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin a call to the model, and separate the documents that its positions show.
+
+        Returns new arguments if they change.
+        """
         stack = contextlib.ExitStack()
         self._open.append(stack)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        ids_BT = None if has_documents(module) else _document_ids(given)
+        ids_BT = _document_ids(given)
         if ids_BT is None:
             return None
         starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, to avoid a sync
@@ -395,7 +423,7 @@ class _Follower:
             return None
         self._expect_separate(given["position_ids"], ids_BT)
         if not reads_borders(module):
-            stack.enter_context(within_documents(_moved(ids_BT, device)))
+            stack.enter_context(in_documents(module, _moved(ids_BT, device)))
             return None
         place = self._parameters.index("attention_mask")
         borders = _moved(as_borders(starts_BM, ids_BT), device)

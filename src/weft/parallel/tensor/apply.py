@@ -21,6 +21,7 @@ from weft.config.plan import Plan
 from weft.errors import LayoutError, PlanError, WeftWarning
 from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.find_layout import find_layout
+from weft.models.inspect.state_layout import with_states
 from weft.parallel.layers.float8 import refuse_partial
 from weft.parallel.random.streams import keep_part
 from weft.parallel.state.placement import Placement
@@ -78,7 +79,7 @@ def shard_tensors(
         is_whole: returns True for the path of a module that another technique keeps replicated.
         regions: regions in which sp shards tokens, from `check_full_model`, or None to derive them.
     """
-    layout = find_layout(model) if layout is None else layout
+    layout = with_states(find_layout(model), model, mesh.plan.tp) if layout is None else layout
     if mesh.plan.sp and regions is None and runs is None:
         regions = _token_regions(model, layout, is_whole, mesh.plan)
     plan, axis = mesh.plan, mesh["tp"]
@@ -142,7 +143,8 @@ def check_full_model(
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     if layout is not None:
         return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
-    layout = find_layout(model, example).fitted((*modules, *layers.own_parameters(modules)))
+    layout = with_states(find_layout(model, example), model, mesh.plan.tp)
+    layout = layout.fitted((*modules, *layers.own_parameters(modules)))
     try:
         return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
     except TrialError as error:

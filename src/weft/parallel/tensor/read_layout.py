@@ -12,6 +12,7 @@ from weft.errors import LayoutError, PlanError
 from weft.models.inspect import layers
 from weft.models.inspect.layers import Heads
 from weft.models.inspect.rms_norm import rms_form
+from weft.models.inspect.state_layout import state_heads
 from weft.parallel.layers.index_check import StandIn
 
 
@@ -37,7 +38,10 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
         tables = isinstance(module, nn.Embedding) and style.name in ("colwise", "vocab")
         norms = style == Style("colwise") and layers.parent_of(path) in around and is_norm(module)
         norms = norms and rms_form(module) is not None
-        if style.name in ("colwise", "rowwise", "vocab") and not (tables or norms or layers.is_linear(module)):
+        channels = style.name == "colwise" and has_channels(path, modules)
+        if style.name in ("colwise", "rowwise", "vocab") and not (
+            tables or norms or channels or layers.is_linear(module)
+        ):
             what = "a linear layer" if style.name == "rowwise" else "an embedding or a linear layer"
             raise LayoutError(
                 f"{path}={style.name}: {what} is needed, and this is a {type(module).__name__}. Use {path}=replicate."
@@ -86,7 +90,7 @@ def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[
     """Find the heads of each module that directly contains column-sharded layers."""
     cut = (path for path, style in styles.items() if style.name == "colwise" and not is_norm(modules[path]))
     parents = dict.fromkeys(map(layers.parent_of, cut))
-    return {path: Heads.of(modules[path]) for path in parents}
+    return {path: state_heads(modules[path]) or Heads.of(modules[path]) for path in parents}
 
 
 def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int) -> list[int]:
@@ -118,6 +122,12 @@ def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: 
 
 def _fits(count: int, repeats: bool, tp: int) -> bool:
     return count % tp == 0 or (repeats and tp % count == 0)
+
+
+def has_channels(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return True for a module that works on each channel, or on groups of them, in a layer that carries a state."""
+    parent = modules.get(layers.parent_of(path))
+    return is_norm(modules[path]) and parent is not None and state_heads(parent) is not None
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -24,7 +24,14 @@ from weft.parallel.state.placement import Placement
 from weft.parallel.tensor.head import LossChunking
 from weft.parallel.tensor.language_head import make_head
 from weft.parallel.tensor.linear import SharedLayer
-from weft.parallel.tensor.read_layout import entry_width, gathers_per_layer, is_ahead, is_inside, is_norm
+from weft.parallel.tensor.read_layout import (
+    entry_width,
+    gathers_per_layer,
+    has_channels,
+    is_ahead,
+    is_inside,
+    is_norm,
+)
 from weft.parallel.tensor.sequence import TokenSharding, second_states, shard_tokens
 from weft.parallel.tensor.sharded_modules import (
     ColumnLinear,
@@ -278,6 +285,20 @@ class NormParallel:
         replace_class(module, ShardedNorm, form=form, axis=self._context.axis)
 
 
+class ChannelParallel:
+    """Depthwise convolution, or norm over groups of channels, that works on this rank's channels."""
+
+    def __init__(self, context: TensorContext):
+        self._context = context
+
+    def apply(self, path: str, module: nn.Module) -> None:
+        context, channels = self._context, layers.weight_of(module).shape[0]
+        for name in ("weight", "bias"):
+            context.shards.replace(module, name, context.placement_of_rows(path, channels), dim=0)
+        if isinstance(module, nn.Conv1d):
+            module.in_channels = module.out_channels = module.groups = module.weight.shape[0]
+
+
 class VocabParallel:
     """Embedding or language head that stores a part of the vocabulary, padded if tp does not divide it."""
 
@@ -360,14 +381,14 @@ class SequenceParallel:
 def layer_styles(context: TensorContext) -> dict[str, LayerStyle]:
     """Return the style of each layer to shard. Layers that read sharded features come last."""
     column, row, vocab = ColumnParallel(context), RowParallel(context), VocabParallel(context)
-    embedding, norm = EmbeddingParallel(context), NormParallel(context)
+    embedding, norm, channels = EmbeddingParallel(context), NormParallel(context), ChannelParallel(context)
     first: dict[str, LayerStyle] = {}
     last: dict[str, LayerStyle] = {}
     for path, style in context.styles.items():
         module = context.modules[path]
         if style.name == "colwise":
-            is_table = isinstance(module, nn.Embedding)
-            first[path] = embedding if is_table else norm if is_norm(module) else column
+            is_table, of_channels = isinstance(module, nn.Embedding), has_channels(path, context.modules)
+            first[path] = embedding if is_table else channels if of_channels else norm if is_norm(module) else column
         elif style.name == "vocab":
             first[path] = vocab
         elif style.name == "rowwise":
