@@ -20,16 +20,17 @@ SPECIALS = [
 _BODY = (
     "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
     "{%- for part in message['content'] -%}{%- if part['type'] == 'image' -%}IMAGE"
-    "{%- elif part['type'] == 'audio' -%}Audio: AUDIO\n{%- else -%}{{ part['text'] }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{%- elif part['type'] == 'audio' -%}Audio: AUDIO\n{%- else -%}{{ part['text'] }}{%- endif -%}{%- endfor -%}"
+    "{%- endif -%}"
 )
 TEMPLATE = (
     "{%- for message in messages -%}{{ '<|im_start|>' + message['role'] + '\n' }}" + _BODY + "{{ '<|im_end|>\n' }}"
     "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 #: The placeholder that the chat template of a family writes for an image.
+_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 IMAGES = {
-    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>", "internvl": "<IMG_CONTEXT>\n",
+    "qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "llava": "<image>", "internvl": "<IMG_CONTEXT>\n",
     "gemma3": "<start_of_image>", "idefics3": "<image>", "smolvlm": "<image>", "qwen2_audio": "",
 }  # fmt: skip
 _AUDIO = "<|audio_bos|><|AUDIO|><|audio_eos|>"
@@ -108,14 +109,22 @@ def _config(family: str, ids: dict[str, int], size: int) -> Any:
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0}
     qwen = {"depth": 2, "hidden_size": 16, "num_heads": 4, "patch_size": 4, "temporal_patch_size": 1,
             "spatial_merge_size": 2, "in_channels": 3}  # fmt: skip
-    marks = {"image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
-             "vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"]}  # fmt: skip
+    marks = {
+        "image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"],
+    }  # fmt: skip
     match family:
         case "qwen2_vl":
             vision = {**qwen, "embed_dim": 16, "mlp_ratio": 2}
             return hf.Qwen2VLConfig(vision_config=vision, text_config={**text, "rope_parameters": rope}, **marks)
         case "qwen2_5_vl":
-            vision = {**qwen, "intermediate_size": 24, "out_hidden_size": 16, "window_size": 16, "fullatt_block_indexes": [1]}
+            vision = {
+                **qwen,
+                "intermediate_size": 24,
+                "out_hidden_size": 16,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            }
             return hf.Qwen2_5_VLConfig(vision_config=vision, text_config={**text, "rope_parameters": rope}, **marks)
         case "qwen3_vl":
             vision = {**qwen, "intermediate_size": 24, "out_hidden_size": 16, "num_position_embeddings": 16,
@@ -220,8 +229,9 @@ def chats(names: list[str], kind: str = "image", count: int = 16) -> list[dict[s
                               f"{kind}s": [name]})  # fmt: skip
             case 1:
                 parts = [{"type": kind}, {"type": "text", "text": "and"}, {"type": kind}]
-                found.append({"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": parts},
-                                           {"role": "assistant", "content": answer}], f"{kind}s": [name, other]})  # fmt: skip
+                found.append({"messages": [
+                    {"role": "system", "content": "Be short."}, {"role": "user", "content": parts},
+                    {"role": "assistant", "content": answer}], f"{kind}s": [name, other]})  # fmt: skip
             case 2:
                 parts = [{"type": "text", "text": "Look: "}, {"type": kind, "path": name}]
                 found.append({"messages": [

@@ -54,12 +54,7 @@ TaskName = Annotated[
     ),
 ]
 OptionValue = Annotated[
-    bool
-    | int
-    | float
-    | str
-    | Annotated[tuple[float, ...], Strict(False)]
-    | Annotated[tuple[str, ...], Strict(False)],
+    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)] | Annotated[tuple[str, ...], Strict(False)],
     WithJsonSchema({"x-rule": "true, false, a number, a string, or a list of numbers or of strings"}),
 ]
 TokenList = Annotated[

@@ -1,4 +1,4 @@
-"""Conversations as model inputs. Decode processes read images and audio clips and run the folder's processor on them."""
+"""Conversations as model inputs. Decode processes read images and audio clips and run the folder's processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processors of Hugging Face folders: the model inputs of an image or an audio clip, and the text that stands for it."""
+"""Processors of Hugging Face folders: model inputs of an image or an audio clip, and the text that stands for it."""
 
 from __future__ import annotations
 
@@ -138,10 +138,13 @@ class FolderProcessor:
             wave = np.zeros(size[0], np.float32)
             key = (len(wave if size[1] == self._rate else soxr().resample(wave, size[1], self._rate, quality="HQ")),)
         if key not in self._blanks:
-            empty = np.zeros(key, np.float32) if is_sound else pillow().new("RGB", key)
-            made = self._process(empty, is_sound)
+            made = self.empty(key, is_sound=is_sound)
             self._blanks[key] = made.text, len(pack(made.inputs))
         return self._blanks[key]
+
+    def empty(self, size: tuple[int, ...], *, is_sound: bool) -> Processed:
+        """Return a black image of (width, height), or a silent audio clip of (samples,), as processed."""
+        return self._process(np.zeros(size, np.float32) if is_sound else pillow().new("RGB", size), is_sound)
 
     def _scaled(self, width: int, height: int) -> tuple[int, int]:
         if not self.max_pixels or width * height <= self.max_pixels:
@@ -190,7 +193,7 @@ def family_of(folder: Path) -> Family:
     wanted = FAMILIES[family].processor
     if named not in (None, wanted):
         raise DataError(
-            f"model.path={folder}: its processor is a {named}, and a {wanted} is known for {family}. Use a folder of it."
+            f"model.path={folder}: its processor is a {named}, and {wanted} is known for {family}. Use its folder."
         )
     return FAMILIES[family]
 

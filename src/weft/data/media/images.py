@@ -224,7 +224,7 @@ def picture_size(source: Path | Encoded, *, upright: bool = False) -> tuple[int,
 
 
 def read_upright(source: Path | Encoded) -> Any:
-    """Return an image in RGB as a Pillow image of full size, rotated as its EXIF data asks. Transparent parts are white.
+    """Return an RGB Pillow image of full size, rotated as its EXIF data asks. Transparent parts become white.
 
     Raises:
         DataError: if the pixels cannot be decoded.

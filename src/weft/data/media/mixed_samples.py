@@ -175,9 +175,7 @@ def chat_of(record: Mapping[str, Any], column: str = "") -> list[Mapping[str, An
     return found
 
 
-def content_parts(
-    content: str | list[Any], given: MediaLists, *, is_learnt: bool = False
-) -> Iterator[SamplePart]:
+def content_parts(content: str | list[Any], given: MediaLists, *, is_learnt: bool = False) -> Iterator[SamplePart]:
     """Yield the parts of a message's content: a text with markers, or a list of parts."""
     if isinstance(content, str):
         yield from _marked(content, given, is_learnt)

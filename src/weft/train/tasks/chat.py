@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _WHY = "images and audio enter the model beside its tokens, and it is unknown which part of them belongs to a"
 _LIMITS = {"pp": Limit((1,), f"{_WHY} stage"), "sp": Limit((0,), f"{_WHY} part of a sequence")}
-#: Width and height of an image that a preview shows.
-_SHOWN = 224
+#: Width and height of an image that a preview shows, and sizes of a blank image and a blank audio clip.
+_SHOWN, _BLANK_IMAGE, _BLANK_SOUND = 224, (32, 32), (1600,)
 
 
 @dataclass(eq=False)
@@ -186,8 +186,8 @@ class _ChatModel(HeadedModel):
         if not self._frozen:
             return model
         if self.config.adapter.rank:
-            rule = "an adapter freezes the model already. Choose its layers with adapter.targets, such as language_model.*"
-            raise setting_error("task.options.freeze", ", ".join(self._frozen), f"{rule}.")
+            rule = "an adapter freezes the model already. Choose its layers with adapter.targets."
+            raise setting_error("task.options.freeze", ", ".join(self._frozen), rule)
         parts = FolderProcessor(self.base).family.parts
         owners = {name: _owner(name, parts) for name, _ in model.named_parameters()}
         present = dict.fromkeys(owners.values())
@@ -226,18 +226,23 @@ class ChatProcessor:
         return ChatItems(source, self.survey.processor)
 
     def collate(self, samples: list[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
-        """Return padded tokens and labels, and the inputs of all images and audio clips in order."""
+        """Return padded tokens and labels, and the inputs of all images and audio clips in order.
+
+        If no sample has an image or audio clip, a blank one follows the first row's tokens. Attention does not see it,
+        and it makes every rank call the encoder in every microbatch, so that no rank waits for another.
+        """
         task, family = self.task, self.survey.processor.family
-        lengths = [len(one["input_ids"]) for one in samples]
-        length = padded_length(max(lengths), task.pad_multiple, task.config.train.seq_len)
+        lengths = torch.tensor([len(one["input_ids"]) for one in samples])
+        if self._has_media and not any(name in one for one in samples for name in {**family.image, **family.audio}):
+            first = {name: np.concatenate([values, self._blank[name]]) for name, values in samples[0].items()}
+            samples = [{**self._blank, **first}, *samples[1:]]
+        longest = max(len(one["input_ids"]) for one in samples)
+        length = padded_length(longest, task.pad_multiple, task.config.train.seq_len)
         ids = padded([one["input_ids"] for one in samples], self._pad, length)
         learnt = padded([one["learnt"] for one in samples], 0, length)
         labels = ids.masked_fill(learnt == 0, IGNORED).roll(-1, 1)
         labels[:, -1] = IGNORED
-        batch = {
-            "input_ids": ids, "attention_mask": (torch.arange(length) < torch.tensor(lengths)[:, None]).long(),
-            "labels": labels,
-        }  # fmt: skip
+        batch = {"input_ids": ids, "attention_mask": (torch.arange(length) < lengths[:, None]).long(), "labels": labels}
         if family.types:
             batch[family.types] = (ids == self._image_token).long()
         for name, join in {**family.image, **family.audio}.items():
@@ -246,6 +251,18 @@ class ChatProcessor:
                 rows = [one.get(name, given[0][:0]) for one in samples]
                 batch[name] = torch.from_numpy(np.concatenate(given) if join == "rows" else _stacked(rows))
         return batch
+
+    @cached_property
+    def _has_media(self) -> bool:
+        return any(self.task.media(split).num_media().any() for split in ("train", "eval"))
+
+    @cached_property
+    def _blank(self) -> dict[str, np.ndarray]:
+        """A small image or a short audio clip as a sample without trained tokens."""
+        processor, is_sound = self.survey.processor, not self.survey.processor.family.image
+        made = processor.empty(_BLANK_SOUND if is_sound else _BLANK_IMAGE, is_sound=is_sound)
+        ids = np.array(processor.tokenizer(made.text, add_special_tokens=False)["input_ids"], np.int32)
+        return {"input_ids": ids, "learnt": np.zeros(len(ids), np.uint8), **made.inputs}
 
     @cached_property
     def _pad(self) -> int:
