@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.choice import gate_runs
 from tests.train.chat_folders import IMAGES, chats, save_folder, write_chats, write_pictures, write_sounds
 from weft.config.run_config import RunConfig
 from weft.data.media import folder_processor
+from weft.data.media.chat_records import ChatColumns
 from weft.data.media.mixed_samples import UnusableSample
-from weft.errors import ConfigError, DataError
+from weft.errors import ConfigError, DataError, MissingExtra
 from weft.train.preparation import prepare_run
 from weft.train.rank_run import run_rank
 from weft.train.tasks.registry import find_task
@@ -76,15 +77,20 @@ def messages_of(record: dict[str, Any], root: Path) -> tuple[list[dict[str, Any]
 
 def wanted(processor: Any, record: dict[str, Any], root: Path) -> dict[str, np.ndarray]:
     """Return what transformers makes of a record."""
+    import soundfile
+    import soxr
     from PIL import Image
-    from transformers.audio_utils import load_audio
+
+    def heard(name: str) -> np.ndarray:
+        wave, rate = soundfile.read(name, dtype="float32")
+        return wave if rate == 16_000 else soxr.resample(wave, rate, 16_000, quality="HQ")
 
     messages, names = messages_of(record, root)
     text = processor.apply_chat_template(messages, tokenize=False)
     given: dict[str, Any] = {}
     if names:
         is_sound = names[0].endswith(".wav")
-        given = {"audio": [load_audio(name, 16_000) for name in names], "sampling_rate": 16_000} if is_sound else \
+        given = {"audio": [heard(name) for name in names], "sampling_rate": 16_000} if is_sound else \
             {"images": [[Image.open(name) for name in names]]}  # fmt: skip
     return dict(processor(text=[text], **given, return_tensors="np"))
 
@@ -111,8 +117,6 @@ def test_batch_equals_the_processors_output(family: str, root: Path, any_package
             if name == own.survey.processor.family.types:
                 kinds = theirs.get(name, np.zeros((1, length)))[0]
                 assert ours[0, :length].tolist() == kinds.tolist()
-            elif family == "qwen2_audio" and line % 3 == 2:  # one clip is resampled, by another library
-                assert ours.shape == theirs[name].shape
             else:
                 np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
         answers = [turn["content"][0]["text"] for turn in messages_of(records[line - 1], root)[0]
@@ -247,9 +251,9 @@ def test_photos_are_turned_and_scaled_before_the_processor(root: Path, tmp_path:
     np.testing.assert_array_equal(np.asarray(read_upright(photo)), np.asarray(turned))
     for most, grid in ((0, [1, 10, 4]), (160, [1, 6, 4])):
         processor = folder_processor.FolderProcessor(root / "qwen3_vl", most)
-        made = processor.read(photo, (16, 40), is_sound=False)
+        made = processor.read(photo, (16, 40))
         assert made.inputs["image_grid_thw"].tolist() == [grid]
-        assert processor.blank((16, 40), is_sound=False) == (made.text, len(folder_processor.pack(made.inputs)))
+        assert processor.blank((16, 40)) == (made.text, len(folder_processor.pack(made.inputs)))
 
 
 def test_workers_make_equal_samples(root: Path) -> None:
@@ -268,16 +272,13 @@ def test_workers_make_equal_samples(root: Path) -> None:
 
 
 def test_missing_pillow_is_one_sentence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    save_folder_name = root / "llava"
+    save_folder(root, "llava", weights=False)
+    monkeypatch.setitem(sys.modules, "PIL", None)
     folder_processor._loaded.cache_clear()
-    with pytest.raises(ConfigError.__mro__[1], match=r"Pillow"):
-        folder_processor.FolderProcessor(save_folder_name)
+    with pytest.raises(MissingExtra, match=r"Pillow"):
+        folder_processor.FolderProcessor(root / "llava")
 
 
-def test_placeholders_in_text_columns_are_not_media() -> None:
-    from weft.data.media.chat_records import ChatColumns
-
+def test_stand_ins_in_texts_are_refused() -> None:
     with pytest.raises(UnusableSample, match=r"private use"):
         ChatColumns().parts(user("\U0010fffa"))
-    assert torch.is_tensor(torch.zeros(1))

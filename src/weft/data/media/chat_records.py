@@ -11,11 +11,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from weft.data.media.folder_processor import FolderProcessor, processor_digest
+from weft.data.media.folder_processor import FolderProcessor, pack, processor_digest, unpack
+from weft.data.media.mixed_items import MixedAhead, MixedItems
 from weft.data.media.mixed_records import MixedRecords, Sizes
 from weft.data.media.mixed_samples import (
     MixedColumns,
@@ -27,6 +30,7 @@ from weft.data.media.mixed_samples import (
 )
 from weft.data.media.records import CHAT, MediaKind
 from weft.data.text.chat_template import ChatTemplate, RefusedConversation
+from weft.data.text.records import is_valid_text
 from weft.data.text.template_sandbox import Rendered
 from weft.data.text.tokenizer_limits import bounded
 from weft.data.text.turns import Turn, Unusable, as_json, list_of_messages, read_turns
@@ -56,10 +60,10 @@ class ChatColumns(MixedColumns):
             turn["role"] = turn.pop("from") if "role" not in turn and "from" in turn else turn.get("role")
             value = turn.pop("value", None)
             content = turn.get("content", value)
-            if any(character in str(content) for character in _STAND_INS):
-                raise UnusableSample("its text has a character of private use (U+10FFFA or U+10FFFB)")
             if isinstance(content, str | list):
                 parts = list(content_parts(content, given))
+                if any(character in part.text for part in parts for character in _STAND_INS):
+                    raise UnusableSample("its text has a character of private use (U+10FFFA or U+10FFFB)")
                 media += [part for part in parts if part.what != "text"]
                 content = "".join(part.text if part.what == "text" else _CHARACTER[part.what] for part in parts)
             turn["content"] = content
@@ -74,6 +78,8 @@ class ChatColumns(MixedColumns):
             told = as_json({"messages": messages, "tools": list_of_messages(record.get("tools"))})
         except Unusable as error:
             raise UnusableSample(f"its messages have {error}") from error
+        if not is_valid_text(told):
+            raise UnusableSample("its text is not valid Unicode: it has half of a surrogate pair")
         return [*media, SamplePart("text", told)]
 
 
@@ -152,25 +158,30 @@ class ChatSurvey:
         """
         tokenizer, processor = self.processor.tokenizer, self.processor
         names = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-        chat = {"chat_template": processor.template(), **names}
-        found = MediaTemplate(chat, [str(one) for one in tokenizer.all_special_tokens])
-        for is_sound, mark in processor.marks.items():
-            character = list(_STAND_INS)[is_sound]
-            text = found.prompt([Turn("user", f"{character}?")])
-            if text.count(mark) != 1:
-                raise DataError(
-                    f"model.path={processor.folder}: its chat template writes {mark} {text.count(mark)} times for an "
-                    f"{_STAND_INS[character]}. Put the chat_template.jinja of the model into the folder."
-                )
+        template = processor.chat_template
+        template = template.get("default") if isinstance(template, dict) else template
+        if not template:
+            rule = "it has no chat template. Put the chat_template.jinja of the model into it"
+            raise DataError(f"model.path={processor.folder}: {rule}.")
+        specials = [str(one) for one in tokenizer.all_special_tokens]
+        found = MediaTemplate({"chat_template": str(template), **names}, specials)
+        character, mark = list(_STAND_INS)[processor.family.hears], processor.mark
+        count = found.prompt([Turn("user", f"{character}?")]).count(mark)
+        if count != 1:
+            raise DataError(
+                f"model.path={processor.folder}: its chat template writes {mark} {count} times for an "
+                f"{_STAND_INS[character]}. Put the chat_template.jinja of the model into the folder."
+            )
         return found
 
     def row(self, parts: Sequence[SamplePart], sizes: Sizes) -> dict[str, np.ndarray] | str:
         """Return a conversation's columns, or the reason to skip it."""
         told = json.loads(parts[-1].text)
         tools = json.dumps(told["tools"], ensure_ascii=False) if told["tools"] else ""
-        if missing := next((is_sound for is_sound, _ in sizes if is_sound not in self.processor.marks), None):
-            return f"it has an {'audio clip' if missing else 'image'}, which this model does not read"
-        if any(is_sound and size[0] > self.processor.seconds * size[1] for is_sound, size in sizes):
+        hears = self.processor.family.hears
+        if any(is_sound != hears for is_sound, _ in sizes):
+            return f"it has an {'image' if hears else 'audio clip'}, which this model does not read"
+        if hears and any(size[0] > self.processor.seconds * size[1] for _, size in sizes):
             return f"it has an audio clip longer than the {self.processor.seconds:g} s that the model reads"
         try:
             turns = read_turns(told["messages"], "role", "content")
@@ -187,14 +198,14 @@ class ChatSurvey:
 
     def _tokens(self, text: str, spans: list[tuple[int, int]], sizes: Sizes) -> dict[str, np.ndarray] | str:
         """Replace the placeholders of a rendered text, and return its tokens. spans: trained ranges of characters."""
-        processor, marks = self.processor, self.processor.marks
-        found = list(re.finditer("|".join(map(re.escape, marks.values())), text))
-        if [one[0] for one in found] != [marks[is_sound] for is_sound, _ in sizes]:
+        processor = self.processor
+        found = list(re.finditer(re.escape(processor.mark), text))
+        if len(found) != len(sizes):
             return f"its chat template writes {len(found)} placeholders for {len(sizes)} images and audio clips"
         pieces, media, packed, done, added = [], [], [], 0, 0
         shifts: list[tuple[int, int]] = []
-        for one, (is_sound, size) in zip(found, sizes, strict=True):
-            made, num_bytes = processor.blank(size, is_sound=is_sound)
+        for one, (_, size) in zip(found, sizes, strict=True):
+            made, num_bytes = processor.blank(size)
             pieces += [text[done : one.start()], made]
             media.append((one.start() + added, one.start() + added + len(made)))
             done, added = one.end(), added + len(made) - len(one[0])
@@ -219,3 +230,56 @@ class ChatSurvey:
             return "it has no answer to train"
         tokens = np.array(encoded["input_ids"], np.int32)
         return {"tokens": tokens, "learnt": learnt.astype(np.uint8), "packed": np.array(packed, np.int64)}
+
+
+# Conversations as model inputs. Decode processes read images and audio clips, and run the folder's processor on them.
+
+
+class ChatItems(MixedItems):
+    """Images and audio clips of conversations, by item index, as packed inputs of the model.
+
+    Args:
+        records: the conversations.
+        processor: processor of the model's folder.
+    """
+
+    smaller = "max_pixels"
+
+    def __init__(self, records: ChatRecords, processor: FolderProcessor):  # pyright: ignore[reportMissingSuperCall]
+        self.records, self.processor = records, processor
+        self._count_items()
+        #: Largest size of an item in bytes.
+        self.shape = (max(1, records.most_bytes()),)
+
+    def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return the packed inputs of an item."""
+        return values
+
+    def medium(self, epoch: int, item: int) -> NDArray[Any]:
+        """Return the packed inputs of an item, which are equal in every epoch: uint8 (B,)."""
+        index, number = self.locate(item)
+        made = self.processor.read(self.records.medium(index, number), self.records.sizes(index)[number][1])
+        return np.frombuffer(pack(made.inputs), np.uint8)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON values that describe this object to decode processes."""
+        processor = self.processor
+        told = {"folder": str(processor.folder), "max_pixels": processor.max_pixels}
+        return {"kind": "chat", "source": self.records.format(), **told}
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> ChatItems:
+        """Return the object for the output of `to_json`."""
+        processor = FolderProcessor(Path(told["folder"]), told["max_pixels"])
+        return cls(ChatRecords.parse(told["source"]), processor)
+
+
+class ChatAhead(MixedAhead):
+    """Conversations by index: `input_ids` and `learnt`, each (T,), and the inputs of their images and audio clips."""
+
+    def _sample(self, index: int, made: Mapping[int, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        records = self.items.records
+        items = [unpack(made[item]) for item in self.items.of_sample(index)]
+        names = dict.fromkeys(name for item in items for name in item)
+        inputs = {name: np.concatenate([item[name] for item in items if name in item]) for name in names}
+        return {"input_ids": records.tokens(index), "learnt": records.learnt(index), **inputs}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,45 +21,37 @@ from weft.errors import DataError, MissingExtra
 Join = Literal["rows", "samples"]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """A family of models whose processor is known.
 
     Attributes:
         processor: name of the processor's class.
-        image: names of the inputs of an image, with their joins.
-        audio: names of the inputs of an audio clip, with their joins.
+        inputs: names of the inputs of an image or an audio clip, with their joins.
         types: name of the input that marks the tokens of images, or "".
-        parts: prefixes of parameter names by part of the model.
+        hears: True if the model reads audio clips, False if it reads images.
     """
 
     processor: str
-    image: Mapping[str, Join] = field(default_factory=dict)
-    audio: Mapping[str, Join] = field(default_factory=dict)
+    inputs: Mapping[str, Join]
     types: str = ""
-    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hears: bool = False
 
 
-_TEXT = ("model.language_model.", "model.text_model.", "lm_head.")
-_QWEN = {"vision": ("model.visual.",), "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list.")}
-_TOWER = {"vision": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",), "text": _TEXT}
-_IDEFICS = {"vision": ("model.vision_model.",), "projector": ("model.connector.",), "text": _TEXT}
 _GRID: dict[str, Join] = {"pixel_values": "rows", "image_grid_thw": "rows"}
 _PIXELS: dict[str, Join] = {"pixel_values": "rows"}
 _TILES: dict[str, Join] = {"pixel_values": "samples", "pixel_attention_mask": "samples"}
 _SOUND: dict[str, Join] = {"input_features": "rows", "feature_attention_mask": "rows"}
-_HEARS = {"audio": ("model.audio_tower.",), "projector": ("model.multi_modal_projector.",), "text": _TEXT}
 #: The families whose batches are tested against their processors, by model_type.
 FAMILIES = {
-    "qwen2_vl": Family("Qwen2VLProcessor", _GRID, {}, "mm_token_type_ids", {**_QWEN, "text": _TEXT}),
-    "qwen2_5_vl": Family("Qwen2_5_VLProcessor", _GRID, {}, "mm_token_type_ids", {**_QWEN, "text": _TEXT}),
-    "qwen3_vl": Family("Qwen3VLProcessor", _GRID, {}, "mm_token_type_ids", {**_QWEN, "text": _TEXT}),
-    "llava": Family("LlavaProcessor", _PIXELS, {}, "", _TOWER),
-    "internvl": Family("InternVLProcessor", _PIXELS, {}, "", _TOWER),
-    "gemma3": Family("Gemma3Processor", _PIXELS, {}, "token_type_ids", _TOWER),
-    "idefics3": Family("Idefics3Processor", _TILES, {}, "", _IDEFICS),
-    "smolvlm": Family("SmolVLMProcessor", _TILES, {}, "", _IDEFICS),
-    "qwen2_audio": Family("Qwen2AudioProcessor", {}, _SOUND, "", _HEARS),
+    "qwen2_vl": Family("Qwen2VLProcessor", _GRID, "mm_token_type_ids"),
+    "qwen2_5_vl": Family("Qwen2_5_VLProcessor", _GRID, "mm_token_type_ids"),
+    "qwen3_vl": Family("Qwen3VLProcessor", _GRID, "mm_token_type_ids"),
+    "llava": Family("LlavaProcessor", _PIXELS),
+    "internvl": Family("InternVLProcessor", _PIXELS),
+    "gemma3": Family("Gemma3Processor", _PIXELS, "token_type_ids"),
+    "idefics3": Family("Idefics3Processor", _TILES),
+    "smolvlm": Family("SmolVLMProcessor", _TILES),
+    "qwen2_audio": Family("Qwen2AudioProcessor", _SOUND, hears=True),
 }
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -94,57 +85,41 @@ class FolderProcessor:
         self._rate = int(getattr(extractor, "sampling_rate", 0) or 16_000)
         #: Maximum seconds of an audio clip.
         self.seconds = float(getattr(extractor, "chunk_length", None) or 30.0)
-        #: Placeholders in rendered chats by kind: False for images, True for audio.
-        self.marks: dict[bool, str] = {}
-        if self.family.image:
-            self.marks[False] = str(self._processor.image_token)
-        if self.family.audio:
-            self.marks[True] = str(self._processor.audio_token)
+        #: Placeholder in rendered chats.
+        self.mark = str(self._processor.audio_token if self.family.hears else self._processor.image_token)
+        self.chat_template: Any = self._processor.chat_template or self.tokenizer.chat_template
         self._blanks: dict[tuple[Any, ...], tuple[str, int]] = {}
 
-    def template(self) -> str:
-        """Return the chat template.
-
-        Raises:
-            DataError: if there is none.
-        """
-        found = self._processor.chat_template or self.tokenizer.chat_template
-        found = found.get("default") if isinstance(found, dict) else found
-        if not found:
-            raise DataError(
-                f"model.path={self.folder}: it has no chat template. Put the chat_template.jinja of the model into it."
-            )
-        return str(found)
-
-    def read(self, encoded: Encoded, size: tuple[int, ...], *, is_sound: bool) -> Processed:
+    def read(self, encoded: Encoded, size: tuple[int, ...]) -> Processed:
         """Decode and process an image or an audio clip. size: its size, from its header.
 
         Raises:
             DataError: if it cannot be decoded.
         """
-        if is_sound:
-            return self._process(apply_transform(encoded, size, AudioTransform(self._rate, self.seconds)), is_sound)
+        if self.family.hears:
+            return self._process(apply_transform(encoded, size, AudioTransform(self._rate, self.seconds)))
         picture = read_upright(encoded)
-        width, height = self._scaled(*picture.size)
-        if (width, height) != picture.size:
-            picture = picture.resize((width, height), pillow().Resampling.BICUBIC, reducing_gap=3.0)
-        return self._process(picture, is_sound)
+        scaled = self._scaled(*picture.size)
+        if scaled != picture.size:
+            picture = picture.resize(scaled, pillow().Resampling.BICUBIC, reducing_gap=3.0)
+        return self._process(picture)
 
-    def blank(self, size: tuple[int, ...], *, is_sound: bool) -> tuple[str, int]:
+    def blank(self, size: tuple[int, ...]) -> tuple[str, int]:
         """Return the text for an image or an audio clip of some size, and the bytes of its packed inputs."""
-        if not is_sound:
-            key: tuple[Any, ...] = self._scaled(*size[:2])
+        if not self.family.hears:
+            key: tuple[int, ...] = self._scaled(*size[:2])
+        elif size[1] == self._rate:
+            key = size[:1]
         else:
-            wave = np.zeros(size[0], np.float32)
-            key = (len(wave if size[1] == self._rate else soxr().resample(wave, size[1], self._rate, quality="HQ")),)
+            key = (len(soxr().resample(np.zeros(size[0], np.float32), size[1], self._rate, quality="HQ")),)
         if key not in self._blanks:
-            made = self.empty(key, is_sound=is_sound)
+            made = self.empty(key)
             self._blanks[key] = made.text, len(pack(made.inputs))
         return self._blanks[key]
 
-    def empty(self, size: tuple[int, ...], *, is_sound: bool) -> Processed:
+    def empty(self, size: tuple[int, ...]) -> Processed:
         """Return a black image of (width, height), or a silent audio clip of (samples,), as processed."""
-        return self._process(np.zeros(size, np.float32) if is_sound else pillow().new("RGB", size), is_sound)
+        return self._process(np.zeros(size, np.float32) if self.family.hears else pillow().new("RGB", size))
 
     def _scaled(self, width: int, height: int) -> tuple[int, int]:
         if not self.max_pixels or width * height <= self.max_pixels:
@@ -152,19 +127,18 @@ class FolderProcessor:
         scale = (self.max_pixels / (width * height)) ** 0.5
         return max(1, round(width * scale)), max(1, round(height * scale))
 
-    def _process(self, media: Any, is_sound: bool) -> Processed:
-        given: dict[str, Any] = {"audio": [media], "sampling_rate": self._rate} if is_sound else {"images": [media]}
+    def _process(self, media: Any) -> Processed:
+        given = {"audio": [media], "sampling_rate": self._rate} if self.family.hears else {"images": [media]}
         try:
-            made = self._processor(
-                text=[self.marks[is_sound]], **given, return_tensors="np", return_text_replacement_offsets=True
-            )
+            made = self._processor(text=[self.mark], **given, return_tensors="np", return_text_replacement_offsets=True)
         except Exception as error:  # processors raise almost anything for images that they do not accept
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
             raise DataError(f"the processor of {self.folder} refuses it ({first}). Leave it out.") from error
-        names = self.family.audio if is_sound else self.family.image
-        inputs = {name: np.asarray(made[name]) for name in names}
-        if not is_sound and "samples" in names.values():
-            inputs = {name: values[0] for name, values in inputs.items()}  # one sample
+        # Of inputs with a row per sample, there is one sample.
+        inputs = {
+            name: np.asarray(made[name])[0] if join == "samples" else np.asarray(made[name])
+            for name, join in self.family.inputs.items()
+        }
         return Processed(str(made["text_replacement_offsets"][0][0]["replacement"]), inputs)
 
 

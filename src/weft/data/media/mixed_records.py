@@ -304,28 +304,16 @@ Refuse = Callable[[NDArray[np.int32], Sizes], str]
 
 
 class RowSurvey(Protocol):
-    """Reads the parts of records as rows of the table.
-
-    Attributes:
-        most_bad: maximum share of records that cannot be used.
-        upright: whether images are rotated as their EXIF data asks.
-    """
-
-    most_bad: float
-    upright: bool
+    """Reads the parts of records as rows of the table. Its members are those of `MixedSurvey`."""
 
     @property
-    def columns(self) -> MixedColumns:
-        """Columns of text and media."""
-        ...
-
-    def digest(self) -> list[Any]:
-        """Return the JSON values that determine the rows."""
-        ...
-
-    def row(self, parts: Sequence[SamplePart], sizes: Sizes) -> dict[str, np.ndarray] | str:
-        """Return a sample's columns, with `tokens` and `learnt`, or the reason to skip it."""
-        ...
+    def columns(self) -> MixedColumns: ...
+    @property
+    def most_bad(self) -> float: ...
+    @property
+    def upright(self) -> bool: ...
+    def digest(self) -> list[Any]: ...
+    def row(self, parts: Sequence[SamplePart], sizes: Sizes) -> dict[str, np.ndarray] | str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +325,8 @@ class MixedSurvey:
         codec: codec of texts.
         refuse: returns the reason to skip a sample, or "".
         key: JSON values that determine the results of `refuse`.
+        most_bad: maximum share of records that cannot be used.
+        upright: whether images are rotated as their EXIF data asks.
     """
 
     columns: MixedColumns
@@ -351,7 +341,7 @@ class MixedSurvey:
         return [self.codec.digest, *self.key]
 
     def row(self, parts: Sequence[SamplePart], sizes: Sizes) -> dict[str, np.ndarray] | str:
-        """Return a sample's columns, or the reason to skip it."""
+        """Return a sample's columns, with `tokens` and `learnt`, or the reason to skip it."""
         made = sample_tokens(parts, self.codec)
         return self.refuse(made.tokens, sizes) or {"tokens": made.tokens, "learnt": made.learnt}
 

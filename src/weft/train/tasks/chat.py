@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from weft.config.rules.rule import Facts
 from weft.config.traced_model import Limit
-from weft.data.media.chat_items import ChatAhead, ChatItems
-from weft.data.media.chat_records import ChatColumns, ChatRecords, ChatSurvey
+from weft.data.media.chat_records import ChatAhead, ChatColumns, ChatItems, ChatRecords, ChatSurvey
 from weft.data.media.folder_processor import FolderProcessor
 from weft.data.media.images import Look, read_picture
 from weft.data.media.media_records import record_files
@@ -36,7 +35,13 @@ from weft.train.tasks.media import MediaTask, Progress
 if TYPE_CHECKING:
     from weft.planner.search.model_source import PlannedModel
 
-_WHY = "images and audio enter the model beside its tokens, and it is unknown which part of them belongs to a"
+#: Parts of names of parameters by part of the model. All other parameters belong to the text model.
+_PARTS = {
+    "projector": ("merger", "multi_modal_projector.", ".connector."),
+    "vision": (".visual.", ".vision_tower.", ".vision_model."),
+    "audio": (".audio_tower.",),
+}
+_WHY = "images and audio enter the model in addition to tokens, and it is unknown which part of them belongs to a"
 _LIMITS = {"pp": Limit((1,), f"{_WHY} stage"), "sp": Limit((0,), f"{_WHY} part of a sequence")}
 #: Width and height of an image that a preview shows, and sizes of a blank image and a blank audio clip.
 _SHOWN, _BLANK_IMAGE, _BLANK_SOUND = 224, (32, 32), (1600,)
@@ -188,22 +193,19 @@ class _ChatModel(HeadedModel):
         if self.config.adapter.rank:
             rule = "an adapter freezes the model already. Choose its layers with adapter.targets."
             raise setting_error("task.options.freeze", ", ".join(self._frozen), rule)
-        parts = FolderProcessor(self.base).family.parts
-        owners = {name: _owner(name, parts) for name, _ in model.named_parameters()}
-        present = dict.fromkeys(owners.values())
-        if odd := [part for part in self._frozen if part not in present]:
-            known = ", ".join(part for part in present if part)
-            raise setting_error("task.options.freeze", odd[0], f"the model has no such part. Use some of {known}.")
+        owners = {name: _part_of(name) for name, _ in model.named_parameters()}
+        if odd := [part for part in self._frozen if part not in owners.values()]:
+            rule = f"the model has no such part. Use some of {', '.join(dict.fromkeys(owners.values()))}."
+            raise setting_error("task.options.freeze", odd[0], rule)
         for name, param in model.named_parameters():
             if owners[name] in self._frozen:
                 param.requires_grad_(False)
         return model
 
 
-def _owner(name: str, parts: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the part of the model that a parameter belongs to: the one with the longest prefix of its name, or ""."""
-    fits = [(len(one), part) for part, some in parts.items() for one in some if name.startswith(one)]
-    return max(fits)[1] if fits else ""
+def _part_of(name: str) -> str:
+    """Return the part of the model that a parameter belongs to."""
+    return next((part for part, marks in _PARTS.items() if any(mark in name for mark in marks)), "text")
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class ChatProcessor:
         """
         task, family = self.task, self.survey.processor.family
         lengths = torch.tensor([len(one["input_ids"]) for one in samples])
-        if self._has_media and not any(name in one for one in samples for name in {**family.image, **family.audio}):
+        if self._has_media and not any(name in one for one in samples for name in family.inputs):
             first = {name: np.concatenate([values, self._blank[name]]) for name, values in samples[0].items()}
             samples = [{**self._blank, **first}, *samples[1:]]
         longest = max(len(one["input_ids"]) for one in samples)
@@ -245,7 +247,7 @@ class ChatProcessor:
         batch = {"input_ids": ids, "attention_mask": (torch.arange(length) < lengths[:, None]).long(), "labels": labels}
         if family.types:
             batch[family.types] = (ids == self._image_token).long()
-        for name, join in {**family.image, **family.audio}.items():
+        for name, join in family.inputs.items():
             given = [one[name] for one in samples if name in one]
             if given:
                 rows = [one.get(name, given[0][:0]) for one in samples]
@@ -259,8 +261,8 @@ class ChatProcessor:
     @cached_property
     def _blank(self) -> dict[str, np.ndarray]:
         """A small image or a short audio clip as a sample without trained tokens."""
-        processor, is_sound = self.survey.processor, not self.survey.processor.family.image
-        made = processor.empty(_BLANK_SOUND if is_sound else _BLANK_IMAGE, is_sound=is_sound)
+        processor = self.survey.processor
+        made = processor.empty(_BLANK_SOUND if processor.family.hears else _BLANK_IMAGE)
         ids = np.array(processor.tokenizer(made.text, add_special_tokens=False)["input_ids"], np.int32)
         return {"input_ids": ids, "learnt": np.zeros(len(ids), np.uint8), **made.inputs}
 
