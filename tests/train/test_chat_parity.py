@@ -62,6 +62,15 @@ def prepared(root: Path, cases: dict[str, int]) -> None:
             prepare_run(config(root, family, rank), 1)
 
 
+def opened(root: Path, family: str, rank: int) -> Any:
+    """Return a task whose samples are read already: feature extractors compute in float32, by torch."""
+    task = find_task(config(root, family, rank))
+    known = {split: [*task.samples(split)] for split in ("train", "eval")}
+    _ = task.processor._blank
+    task.samples = known.__getitem__
+    return task
+
+
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-6, weight_decay=0.1)
@@ -72,13 +81,13 @@ def trained(plan_text: str, root: Path, cases: dict[str, int]) -> dict[str, Any]
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")
     mesh, found = build_mesh(plan), {}
+    tasks = {family: opened(root, family, rank) for family, rank in cases.items()}
     with Float64Throughout():
-        for family, rank in cases.items():
-            task = find_task(config(root, family, rank))
+        for family, task in tasks.items():
             model = task.initial_model(plan)
             weights = task.initial_weights(model)
             with_adapter(model, task.config)
-            parallelize(model, mesh, filled_later=True)
+            parallelize(model, mesh, seed=1, filled_later=True)
             load_base(model, weights)
             step = TrainStep(model, optimizer_of(model), task.loss, mesh, forward=task.forward, max_grad_norm=1.0)
             share = Share(BATCH, plan.microbatches_per_step, mesh.data.rank, mesh.data.size)
@@ -90,12 +99,11 @@ def trained(plan_text: str, root: Path, cases: dict[str, int]) -> dict[str, Any]
     return found
 
 
-def reference(root: Path, family: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
+def reference(task: Any) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
     """Compute the same with only PyTorch and transformers, one unpadded conversation at a time."""
-    task = find_task(config(root, family, 0))
     task.pad_multiple = 1
     model: Any = transformers.AutoModelForMultimodalLM.from_pretrained(
-        root / family, dtype=torch.float64, attn_implementation="eager"
+        task.config.model.path, dtype=torch.float64, attn_implementation="eager"
     )
     optimizer, numbers, samples = optimizer_of(model), [], task.samples("train")
 
@@ -103,6 +111,10 @@ def reference(root: Path, family: str) -> tuple[list[tuple[float, float]], dict[
         found, count = [], 0
         for sample in chosen:
             batch = task.collate([sample])
+            if not any(name in sample for name in task.processor.survey.processor.family.inputs):
+                names = {"input_ids", "attention_mask", "labels", task.processor.survey.processor.family.types}
+                length = len(sample["input_ids"])  # without the blank image
+                batch = {name: value[:, :length] for name, value in batch.items() if name in names}
             labels = batch.pop("labels")
             inputs = {name: one.double() if one.is_floating_point() else one for name, one in batch.items()}
             logits = model(**inputs, use_cache=False).logits
@@ -112,7 +124,7 @@ def reference(root: Path, family: str) -> tuple[list[tuple[float, float]], dict[
 
     model.train()
     for step in range(STEPS):
-        loss = losses([samples.in_epoch(*task.shown(place)) for place in range(step * BATCH, (step + 1) * BATCH)])
+        loss = losses([samples[task.shown(place)[1]] for place in range(step * BATCH, (step + 1) * BATCH)])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         numbers.append((loss.item(), norm.item()))
@@ -136,8 +148,9 @@ def assert_equal(got: Any, wanted: Any, family: str) -> None:
 
 def check(plan: str, root: Path, ranks: Any, cases: dict[str, int]) -> None:
     prepared(root, cases)
+    tasks = {family: opened(root, family, 0) for family, rank in cases.items() if not rank}
     with Float64Throughout():
-        wanted = {family: reference(root, family) for family, rank in cases.items() if not rank}
+        wanted = {family: reference(task) for family, task in tasks.items()}
     if adapted := {family: rank for family, rank in cases.items() if rank}:
         wanted |= trained("dp_replicate=1", root, adapted)
     for found in ranks.run(trained, plan, root, cases):

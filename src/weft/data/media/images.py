@@ -5,6 +5,7 @@ Encoded media is a full file, a byte range of an archive, or bytes in a record.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import time
@@ -243,14 +244,10 @@ _SWAPS = (5, 4, 6, 2)
 
 def _turn_of(picture: Any) -> int | None:
     """Return the transposition that the EXIF data before an image's pixels asks for, or None."""
-    if not (data := picture.info.get("exif")):
-        return None
     exif = pillow().Exif()
-    try:
-        exif.load(data)
-        return _TURNS.get(exif.get(0x0112, 1))
-    except Exception:  # damaged metadata, which viewers ignore too
-        return None
+    with contextlib.suppress(Exception):  # damaged metadata, which viewers ignore too
+        exif.load(picture.info.get("exif") or b"")
+    return _TURNS.get(exif.get(0x0112))
 
 
 def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] = ()) -> NDArray[np.uint8]:

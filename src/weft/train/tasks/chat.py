@@ -75,12 +75,7 @@ class ChatTask(MediaTask, ModelTask):
     sections = ("model.path", "data.cache_dir", "data.workers", "data.batching", "data.microbatch_cost",
                 "data.max_bad_fraction", "train.seq_len")  # fmt: skip
     identity = ("model", "train.seq_len")
-    sum_names = ("right",)
-    metrics = (
-        Metric("perplexity", "", "e to the mean loss over the tokens of answers"),
-        Metric("token_accuracy", "", "share of the tokens of answers that the model names, given those before"),
-    )
-
+    metrics = (Metric("perplexity", "", "e to the mean loss over the tokens of answers"),)
     fills_seq_len = False
 
     def __post_init__(self) -> None:
@@ -171,12 +166,8 @@ class ChatTask(MediaTask, ModelTask):
 
     loss.takes_head_loss = True
 
-    def sums(self, output: Any, batch: Any) -> Mapping[str, Tensor | float]:
-        return {"right": (output.argmax(-1) == batch["labels"]).sum()}
-
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
-        share = sums["right"] / sums["count"] if sums["count"] else None
-        return {"perplexity": perplexity(sums), "token_accuracy": share}
+        return {"perplexity": perplexity(sums)}
 
 
 class _ChatModel(HeadedModel):
