@@ -134,7 +134,7 @@ def _config(family: str, ids: dict[str, int], size: int) -> Any:
         case "llava":
             return hf.LlavaConfig(
                 vision_config={"model_type": "clip_vision_model", **clip, "projection_dim": 8},
-                text_config={"model_type": "llama", **text}, image_token_id=ids["<image>"], vision_feature_layer=-2,
+                text_config={"model_type": "llama", **text}, image_token_id=ids["<image>"], vision_feature_layer=-1,
             )  # fmt: skip
         case "internvl":
             vision = {"model_type": "internvl_vision", **clip, "image_size": [8, 8], "patch_size": [4, 4]}
@@ -156,7 +156,9 @@ def _config(family: str, ids: dict[str, int], size: int) -> Any:
                 scale_factor=2, pad_token_id=ids["<pad>"],
             )  # fmt: skip
         case _:
-            heard = {"model_type": "qwen2_audio_encoder", "d_model": 16, "encoder_layers": 2, "encoder_ffn_dim": 24,
+            # Wide layers: under zero=3 a table of positions that is a large share of the model would be sharded alone.
+            text |= {"intermediate_size": 320}
+            heard = {"model_type": "qwen2_audio_encoder", "d_model": 16, "encoder_layers": 2, "encoder_ffn_dim": 320,
                      "encoder_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 50}  # fmt: skip
             return hf.Qwen2AudioConfig(
                 audio_config=heard, text_config={"model_type": "qwen2", **text}, audio_token_index=ids["<|AUDIO|>"]

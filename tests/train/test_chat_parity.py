@@ -105,6 +105,12 @@ def reference(task: Any) -> tuple[list[tuple[float, float]], dict[str, torch.Ten
     model: Any = transformers.AutoModelForMultimodalLM.from_pretrained(
         task.config.model.path, dtype=torch.float64, attn_implementation="eager"
     )
+    shapes = task.shapes()  # from_pretrained rounds buffers to float32, and lets constant tables train
+    for name, buffer in shapes.named_buffers():
+        if not buffer.is_meta:
+            model.get_buffer(name).copy_(buffer)
+    for name, param in shapes.named_parameters():
+        model.get_parameter(name).requires_grad_(param.requires_grad)
     optimizer, numbers, samples = optimizer_of(model), [], task.samples("train")
 
     def losses(chosen: list[Any]) -> torch.Tensor:

@@ -79,13 +79,15 @@ def wanted(processor: Any, record: dict[str, Any], root: Path) -> dict[str, np.n
     import soundfile
     import soxr
     from PIL import Image
+    from transformers.processing_utils import ProcessorMixin
 
     def heard(name: str) -> np.ndarray:
         wave, rate = soundfile.read(name, dtype="float32")
         return wave if rate == 16_000 else soxr.resample(wave, rate, 16_000, quality="HQ")
 
     messages, names = messages_of(record, root)
-    text = processor.apply_chat_template(messages, tokenize=False)
+    # The base class's method: SmolVLM's needs its video processor.
+    text = ProcessorMixin.apply_chat_template(processor, messages, tokenize=False)
     given: dict[str, Any] = {}
     if names:
         is_sound = names[0].endswith(".wav")
