@@ -1,12 +1,13 @@
-"""`weft drill` as a campaign: every kind of fault, at several random steps, under three plans, on a tiny decoder.
+"""Run `weft drill` many times: each kind of fault, at several random steps, under three plans, on a tiny decoder.
 
-    python tools/drill_campaign.py run FOLDER                    all of it: 30 kinds x 5 rounds x 3 plans, about 70 min
+    python tools/drill_campaign.py run FOLDER                    30 kinds x 5 rounds x 3 plans, about 70 min
     python tools/drill_campaign.py run FOLDER --plan 2 --part 1/3  rounds 1, 4, ... of the second plan
-    python tools/drill_campaign.py table FOLDER                  what FOLDER holds, as in docs/reference/faults.md
+    python tools/drill_campaign.py table FOLDER                  the results in FOLDER, as in docs/reference/faults.md
 
-What is in FOLDER is not done again, so that a campaign goes on after it was stopped, and parts of it may run on several
-machines that share FOLDER. A round is a seed: it chooses the step and the rank of each fault. `equal`: the last
-checkpoint has the bytes of the undisturbed run's; where a rank was lost for good, its last loss within 1e-3.
+Faults whose results are in FOLDER are not run again. A stopped campaign can thus continue, and several machines that
+share FOLDER can each run a part of it. The number of a round is the seed that chooses the step and the rank of each
+fault. `equal` means that the last checkpoint has the same bytes as without a fault or, where a rank was lost
+permanently, that the last loss differs by at most 1e-3.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Row = dict[str, Any]
 
 
 def rows_of(folder: Path) -> dict[tuple[int, int, str], Row]:
-    """(plan, round, kind), counted from 1 -> the newest row of the campaign so far."""
+    """Return the newest row of the campaign by (plan, round, kind). Plans and rounds are counted from 1."""
     found: dict[tuple[int, int, str], Row] = {}
     for path in sorted(folder.glob(f"plan*/round*/*/{ROWS_NAME}"), key=lambda path: path.stat().st_mtime):
         plan, turn = (int(path.parents[up].name.removeprefix(word)) for up, word in ((2, "plan"), (1, "round")))
@@ -63,7 +64,7 @@ def rows_of(folder: Path) -> dict[tuple[int, int, str], Row]:
 
 
 def run(folder: Path, plans: Iterable[int], turns: Sequence[int], kinds: Sequence[str], timeout_s: int) -> None:
-    """What is missing, round by round: a campaign that is stopped has tried each plan about as often."""
+    """Run the missing faults, round by round, so that a stopped campaign has tried each plan about as often."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "small.toml").write_text(CONFIG)
     (folder / "text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft {i * i}"}}\n' for i in range(400)))
@@ -78,7 +79,7 @@ def run(folder: Path, plans: Iterable[int], turns: Sequence[int], kinds: Sequenc
 
 
 def drill(folder: Path, place: Path, plan: str, turn: int, kinds: Sequence[str], timeout_s: int) -> None:
-    """One round under one plan."""
+    """Run one round of faults under one plan."""
     print(f"{time.strftime('%H:%M:%S')} plan {plan}, round {turn}: {len(kinds)} faults", flush=True)
     settings = [str(folder / "small.toml"), f"plan={plan}", f"data.train={folder / 'text.jsonl'}"]
     options = {"faults": ",".join(kinds), "seed": turn, "timeout": timeout_s, "limit": 120, "keep": place}
@@ -91,7 +92,11 @@ def drill(folder: Path, place: Path, plan: str, turn: int, kinds: Sequence[str],
 
 
 def table(folder: Path) -> list[str]:
-    """Markdown: a line for each kind, a column for each plan with how many survived of how many, and medians."""
+    """Return a Markdown table, with a line for each kind, and then a line for each fault that was not survived.
+
+    It has a column for each plan, with the numbers of survived and of tried faults, and columns for medians of times
+    and for lost steps.
+    """
     found = rows_of(folder)
     lines = ["| fault | " + " | ".join(f"`{plan}`" for plan in PLANS) + " | detected in | back in | steps lost |",
              "|---|" + "---|" * (len(PLANS) + 3)]  # fmt: skip
@@ -112,19 +117,22 @@ def table(folder: Path) -> list[str]:
 
 
 def counted(rows: Sequence[Row]) -> str:
-    """'5 of 5'; '-' where it was not tried."""
+    """Return "5 of 5" if all of 5 faults were survived, or "-" if none was tried."""
     return f"{sum(row['survived'] for row in rows)} of {len(rows)}" if rows else "-"
 
 
 def median(values: Iterable[float | None]) -> str:
-    """'0.2 s'; '-' where half of the rows have none: no restart was needed."""
+    """Return the median such as "0.2 s", or "-" if at least half of the rows have no value.
+
+    A row has none if the fault needed no restart.
+    """
     values = list(values)
     there = [value for value in values if value is not None]
     return f"{statistics.median(there):.1f} s" if 2 * len(there) > len(values) else "-"
 
 
 def part(text: str) -> tuple[int, int]:
-    """'1/3' -> (1, 3)."""
+    """Parse '1/3' as (1, 3). Raise ValueError for other text."""
     which, of = (int(word) for word in text.split("/"))
     if not 1 <= which <= of:
         raise ValueError(text)

@@ -35,9 +35,13 @@ from weft.verify.private_torch import storage_behind
 
 
 class LiveTensors(TorchDispatchMode):
-    """While active, tracks every storage that an operation creates. now: bytes of live storages, including storages
-    that autograd's graph references. peak: maximum after any operation. Storages of `known` tensors, such as
-    parameters, are not counted. Operations of compiled code are not tracked.
+    """Tracks, while active, the storages that operations create.
+
+    Storages of `known` tensors, such as parameters, are not counted. Operations of compiled code are not tracked.
+
+    Attributes:
+        now: bytes of live storages, including storages that autograd's graph references.
+        peak: maximum of `now` after any operation.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()):
@@ -66,7 +70,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def saved_bytes(forward: Callable[[], object], known: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of storages that autograd saves in one forward. forward: called here."""
+    """Return the bytes of storages that autograd saves in one call to `forward`, without those of `known`."""
     ignored = {storage_key(tensor.untyped_storage()) for tensor in known}
     found: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that no address is reused
 
@@ -86,6 +90,7 @@ def saved_bytes(forward: Callable[[], object], known: Iterable[torch.Tensor]) ->
 
 class StepBytes(LiveTensors):
     """Also counts tensors that exist before a step, and tensors that it reads but that were created without dispatch.
+
     Storages count with their current size: storages of gathered parameters are resized to zero, and stay alive.
     """
 
@@ -238,7 +243,10 @@ def planned_saving(plan: Plan) -> float:
 
 
 def measure_saving(plan_text: str) -> float:
-    """Measure the same from live tensors after forward: the difference of two more layers."""
+    """Measure the value of `planned_saving` from live tensors after forward.
+
+    It is half the difference between models of four layers and of two.
+    """
     two, four = (_alive_bytes(Plan.parse(plan_text), layers) for layers in (2, 4))
     return (four - two) / 2 / (_PARAMETER_ROWS * _PARAMETER_TOKENS * _SAVING_MODEL.dim)
 

@@ -7,7 +7,7 @@
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, TORCHELASTIC_RESTART_COUNT | set by torch's elastic launcher |
 | TORCHELASTIC_USE_AGENT_STORE | set by torch's elastic launcher if ranks use its store |
 | GLOO_SOCKET_IFNAME | set to the loopback interface if all ranks are on this machine, unless the user sets it |
-| PYTORCH_ALLOC_CONF, TORCH_NCCL_HIGH_PRIORITY | set for ranks on GPUs (mesh/gpu_settings.py), unless the user does |
+| PYTORCH_ALLOC_CONF, TORCH_NCCL_HIGH_PRIORITY | set for ranks on GPUs (comm/gpu_settings.py), unless the user does |
 | WEFT_HOME | folder of tokenised data and profiles (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
 | WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts |
 | WEFT_PARENT | id of the process that started or forked a rank. The rank exits when it ends |
@@ -201,7 +201,7 @@ def keeps_agent_store() -> bool:
 
 
 def restart_count() -> str:
-    """Return the number of restarts of this rank by torch's elastic launcher."""
+    """Return the number of restarts of this rank by torch's elastic launcher, as text."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

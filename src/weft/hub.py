@@ -102,9 +102,9 @@ def is_hub_text(text: str) -> bool:
 
 
 def model_name(text: str, key: str = "model.path") -> HubName | None:
-    """Return the hub name that a model's path is, or None if it is a path.
+    """Return the hub name that a model's path means, or None if the text is a path.
 
-    An existing path is a path, and so is text with another form than OWNER/NAME[@REVISION].
+    Text is a path if that path exists, or if it does not have the form OWNER/NAME[@REVISION].
 
     Raises:
         ConfigError: if the text may be either, or is not a valid name.
@@ -198,7 +198,10 @@ def _columns(text: str, refuse: Callable[[str], ConfigError]) -> dict[str, str]:
 
 @contextmanager
 def _one_sentence(name: HubName) -> Generator[Any]:
-    """Yield huggingface_hub. Turn its errors into one sentence each, without the server's text, a URL or a token."""
+    """Yield huggingface_hub, and raise its errors as ConfigError of one sentence.
+
+    The sentence does not contain the server's text, a URL or a token.
+    """
     hub = _module("huggingface_hub")
     errors, noun = _module("huggingface_hub.errors"), _NOUN[name.kind]
     try:
@@ -312,7 +315,10 @@ def download(name: HubName, *, weights: bool = True) -> Path:
 
 
 def _listed(name: HubName, hub: Any) -> dict[str, int]:
-    """Return the sizes of the commit's files by name, from the cache. Refuse names that leave the folder."""
+    """Return the sizes of the commit's files by name, from the cache.
+
+    Raise ConfigError for names that leave the folder.
+    """
     files = hub.get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.commit)
     sizes = {str(file.path): int(file.size) for file in files}
     for path in sizes:
@@ -466,7 +472,10 @@ def _configs(name: HubName) -> list[Any]:
 
 
 def _splits_by_name(files: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files by split: of names such as data/NAME-00000-of-00002, else by folder, else by file name."""
+    """Return the files of each split, from file names such as data/SPLIT-00000-of-00002.
+
+    Otherwise the names of folders are used, then those of files. If none names a split, all files are "train".
+    """
     splits: dict[str, list[str]] = {}
     for file in files:
         if shard := _SHARD.search(file):

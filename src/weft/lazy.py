@@ -17,7 +17,7 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: name of the package.
-        homes: the module of each public name, as in `{"Plan": ".spec.plan"}`.
+        homes: the module of each public name, as in `{"Plan": ".config.plan"}`.
     """
 
     def load(name: str) -> Any:

@@ -91,7 +91,7 @@ def parse_flops(text: str) -> float:
 
 
 def _measured(text: str, unit: re.Pattern[str], what: str, example: str) -> tuple[float, re.Match[str]]:
-    """Return the number and the unit's match of a quantity. Raises ValueError."""
+    """Return the number and the unit's match of a quantity. Raise ValueError for other text."""
     number = _MEASURED.fullmatch(text)
     found = unit.fullmatch(number[2]) if number else None
     if number is None or found is None:

@@ -308,6 +308,9 @@ def test_a_run_keeps_the_commit_of_its_first_command(hub: Hub, monkeypatch):
     assert config.data.train[0].columns == {"text": "body"}
     assert "commit" in config.data.eval[0].path
     lines: list[str] = []
+    download_all(config, weights=False, data=False)
+    fetched = [path.rpartition("/")[2] for kind, path in hub.requests if kind == "GET" and "/resolve/" in path]
+    assert fetched == ["config.json"]
     download_all(config, lines.append)
     assert [line.split(" of the hub")[0].rpartition(" ")[0] for line in lines] == [
         "model.path: org/M at commit", "data.train.0.path: o/n at commit", "data.eval.0.path: o/n at commit"

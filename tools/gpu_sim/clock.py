@@ -23,7 +23,7 @@ class Node:
 
 
 class Moment(float):
-    """A time on the clock of a rank alone, and the node that ends at it."""
+    """A time on the clock of a single rank, and the node that ends at it."""
 
     node: Node | None = None
 
@@ -105,16 +105,20 @@ LAUNCH_S, COLLECTIVE_LAUNCH_S = 6e-6, 40e-6
 GRAPH_LAUNCH_S = 10e-6
 #: Minimum seconds of a kernel.
 KERNEL_S = 2.5e-6
-#: Rates of bf16 matrix products, memory, host link (one direction) and network, and the latency of a message.
+#: Rates of bf16 matmuls, memory, host link (one direction) and network, and the latency of a message.
 FLOPS, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S, BUS_BYTES_PER_S, BUS_S = 6e14, 2.6e12, 25e9, 300e9, 25e-6
 
 
 class RooflineClock:
     """Simulated time in seconds.
 
-    `host` is the host's time and `start` the begin of the measurement. `free` is the time at which each stream has done
-    its work. `busy` is the working time of each stream. `idle` is the default stream's waiting time by reason. `notes`
-    is the dependency graph for `joint_times`, or None to skip it.
+    Attributes:
+        host: time of the host.
+        start: begin of the measurement.
+        free: time at which each stream has done its work.
+        busy: working time of each stream.
+        idle: waiting time of the default stream by reason.
+        notes: dependency graph for `joint_times`, or None to skip it.
     """
 
     def __init__(self) -> None:

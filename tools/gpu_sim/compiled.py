@@ -2,7 +2,7 @@
 
 All stages up to code generation are torch's own: dynamo, autograd's joint graph, Weft's partitioner, and inductor's
 passes, lowering and scheduler, which fuses operations into kernels. Instead of generating Triton code and compiling it,
-the list of kernels is kept. A call of the graph launches them in order: a fused kernel with the bytes that inductor
+the list of kernels is kept. A call to the graph launches them in order: a fused kernel with the bytes that inductor
 counts for it, and operations of libraries or Weft as themselves.
 """
 
@@ -91,7 +91,7 @@ class Program:
 
 
 class _Run:
-    """One call of a program. Nodes are computed on first use, and only `counted` counts them."""
+    """One call to a program. Nodes are computed on first use, and only `counted` counts them."""
 
     def __init__(self, mode: PaperMode, module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[Any]):
         self._mode, self._module, self._nodes = mode, module, nodes

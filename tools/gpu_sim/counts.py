@@ -24,7 +24,7 @@ _FRAME = re.compile(r'File "(/[^"]+)", line (\d+)')
 
 
 def line_in(trace: str | None) -> str:
-    """Like `line_of`, for a stack trace that torch.compile stored. Empty if it has no such line."""
+    """Return the line of a stack trace that torch.compile stored, as `line_of` does, or "" if it has none."""
     other = ""
     for name, number in reversed(_FRAME.findall(trace or "")):
         if name.startswith(_WEFT):
@@ -64,7 +64,7 @@ class OpCounts:
         recorded: kernels that graphs launched.
         kernel_lines, line_bytes, line_seconds: launches, bytes and seconds by line.
         num_bytes: bytes that kernels read and wrote.
-        flops: FLOPs of matrix products and attention.
+        flops: FLOPs of matmuls and attention.
         syncs: waits of the host for the device by reason and line, including blocking copies.
         behind: waits for work that was launched before this object was created, while the device has other work.
         copies: copies between host and device by direction ("to device" or "to host"), "blocking" or "non-blocking",

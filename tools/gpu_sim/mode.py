@@ -57,7 +57,7 @@ _ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 class PaperMode(TorchDispatchMode):
     """Dispatch mode that enables tensors of cuda:0.
 
-    It acts as a device and not as an observer, so `unobserved` does not disable it.
+    It acts as a device and not as an observer, so `without_modes` does not disable it.
     """
 
     @classmethod
@@ -278,10 +278,10 @@ class PaperMode(TorchDispatchMode):
     def _run_collective(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[torch.Tensor], writes: list[Any]
     ) -> None:
-        """Run a collective on values with the fake process group, in which other ranks add nothing to integers,
-        and have no larger and no smaller value.
+        """Run a collective on values with the fake process group.
 
-        Sums of floating tensors are unknown: only the last stage of a pipeline has a loss and tokens.
+        In this group, other ranks add nothing to integers, and have no larger and no smaller value. Sums of floating
+        tensors are unknown: only the last stage of a pipeline has a loss and tokens.
         """
         if func._schema.name in ("c10d::send", "c10d::recv_"):
             self._run_message(reads, writes)

@@ -26,7 +26,7 @@ class PaperReport:
         kernels: launches of the host. A graph is one launch.
         recorded: kernels that graphs launched.
         num_bytes: bytes that kernels read and wrote.
-        products_s: time of matrix products and attention by FLOPs alone, a lower bound of the step.
+        products_s: time of matmuls and attention by FLOPs alone, a lower bound of the step.
         line_s: time of kernels by line of Weft.
         syncs: waits of the host by reason and line, including blocking copies.
         behind: waits for the previous step's work, during which the device has work of this step.
@@ -78,7 +78,7 @@ class PaperReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the report as lines for users."""
+        """Return the report as text: the totals, then each count by description."""
         graphs = f" and {self.recorded} in graphs" if self.recorded else ""
         told = [
             f"{self.name}: {self.kernels} kernels{graphs}, {self.num_bytes / 1e9:.3f} GB; "

@@ -250,7 +250,7 @@ def device_named(name: str) -> DeviceSpec:
     if "limited" in text and spec.watts and spec.measured_flops:
         limited = capped(replace(spec, watts=_LIMITED * spec.watts), spec.watts)
         changes |= {"watts": limited.watts, "measured_flops": limited.measured_flops}
-    if "sxm3" in text:  # the sixteen of a DGX-2 hang on switches
+    if "sxm3" in text:  # switches connect the 16 GPUs of a DGX-2
         changes |= {"scale_up_domain": 16, "scale_up_topology": "switch"}
     return replace(spec, name=f"{spec.name}*", **changes) if changes else spec  # pyright: ignore[reportArgumentType]  # checked when it is made
 

@@ -31,21 +31,24 @@ _BASES = {"": "stored", "nf4": "nf4", "bnb-nf4": "nf4", "int4 (gptq)": "nf4", "i
 _METHODS = ("full", "lora", "qlora")
 _FORMATS = {"bf16": "bf16", "bfloat16": "bf16", "fp8": "fp8", "fp4": "fp4",
             "fp8 (most submissions; fp4 where said)": "fp8"}  # fmt: skip
-#: Ranks that share a model's states by the column `sharding`: all of them, or none.
+#: Whether the ranks shard the model's states, by the column `sharding`.
 _SHARDED = {"": True, "none": False, "FSDP": True, "FSDP2": True, "ZeRO-3": True}
 _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "Gb": 1e9}
 _SPEEDS = ("samples/s", "samples/s of the job", "tokens/s (total)", "tokens/s", 'tokens/sec (column "Tokens/sec *")')
 #: Rank of an adapter whose row states none.
 _RANK = 8
-#: Reserved bytes over allocated ones of what comes and goes within a step, if lengths vary.
+#: Ratio of reserved to allocated bytes, for memory that is allocated and freed within a step, if lengths vary.
 _VARIED_RESERVE = 1.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneRun:
-    """One row. measured_s: seconds of an optimizer step. measured_gib: peak memory of one GPU.
+    """One row.
 
-    varied: seq_len is the maximum of lengths that vary between batches.
+    Attributes:
+        measured_s: seconds of an optimizer step, or None.
+        measured_gib: peak memory of one GPU, or None.
+        varied: True if lengths vary between batches, and seq_len is their maximum.
     """
 
     id: str
@@ -208,7 +211,7 @@ class FinetuneResult:
 
 
 def predict_finetune(run: FinetuneRun) -> FinetuneResult:
-    """Predict one run."""
+    """Predict the memory and the step time of one run."""
     tables = Tables.of(run.cluster.device)
     if run.varied:  # blocks of every length remain in torch's allocator
         tables = tables.changed(reserve=_VARIED_RESERVE)

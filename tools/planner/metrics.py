@@ -249,7 +249,7 @@ def _verdicts(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Return accuracy of the out-of-memory verdicts, and precision and recall of "out of memory".
 
     `sure` counts runs predicted to fit with probability SURE. `surely_wrong` counts the ones that ran out of memory.
-    `ran` counts runs with a measured time.
+    `ran` counts runs with a measured time, and `ran_was_to_fit` those of them that were predicted to fit.
     """
     judged = [each for each in predictions if each.verdict_is_right is not None]
     ran = [each for each in predictions if each.run.out_of_memory is None and each.run.measured_s]
@@ -343,7 +343,7 @@ def experience(time: Sequence[Residual], memory: Sequence[Residual]) -> Experien
     """Fit scales and quantiles to residuals."""
     doubts, quantiles = _fit_bands(time)
     near = [each for each in memory if abs(each.error) < _GROSS]
-    short = [each for each in memory if each.error > _GROSS]  # what needs less than was thought does no harm
+    short = [each for each in memory if each.error > _GROSS]  # a run that needs less than its estimate does no harm
     gross = _share(memory, short) if memory else 0.0
     spread = _fit_uncertainty(near, MEMORY_DOUBTS) if near else ErrorModel(_LEAST_SPREAD, {})
     return Experience(

@@ -29,7 +29,9 @@ _SHOWN = 10
 
 
 def score_runs(paths: Sequence[Path | str], as_json: bool = False, experience: Path | None = None) -> None:
-    """Print the prediction errors on runs of CSV files, and write the learned corrections.
+    """Print the prediction errors on runs of CSV files.
+
+    Also write the error statistics to the file `experience`, if given.
 
     Raises:
         ConfigError: if a file cannot be used.

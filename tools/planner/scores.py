@@ -55,7 +55,7 @@ class RecomputeChoice:
 
     Attributes:
         share: share of the layers.
-        budget: share of the bytes without recompute, as the cheapest mix of kernels keeps it; inf without a budget.
+        budget: saved bytes relative to no recompute, reached by recomputing the cheapest kernels; inf: no budget.
     """
 
     name: str
@@ -138,7 +138,7 @@ def predict(run: PublishedRun, tables: Tables) -> tuple[Estimates, int]:
     if len(columns) == 1:
         return estimates, 0
     fits = estimates.fits_probability > 0.5
-    if not fits.any():  # the run was possible: then memory is taken too high, of all candidates alike
+    if not fits.any():  # the run was possible, so all estimates are too high
         fits = estimates.total_bytes <= _NEAR_LEAST * estimates.total_bytes.min()
     return estimates, int(np.argmin(np.where(fits, estimates.step_s, np.inf)))
 

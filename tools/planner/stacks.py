@@ -16,7 +16,7 @@ Row = Mapping[str, str]
 #: Fields of a row that are searched for a column's phrases, in order.
 _FIELDS = ("notes", "table", "source")
 _OTHER_FIELDS = {"software": ("source", "table", "notes"), "publisher": ("source",)}
-#: Software of a row without any year is taken to be of this one.
+#: Assumed year of the software of a row that states none.
 _YEAR = 2025
 #: Host operations per kernel of an eager program, relative to the calls that the model counts: a layer of 12 eager
 #: modules takes about 0.8 ms of host time, of which 22 kernel calls of 8 us are a quarter.

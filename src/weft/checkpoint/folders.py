@@ -96,7 +96,10 @@ def step_folder(path: Any) -> StepFolder:
 
 
 def step_folders(root: Path) -> list[StepFolder]:
-    """List all folders with names of checkpoints, oldest step first. Empty if `root` does not exist."""
+    """List all folders with names of checkpoints, oldest step first. Empty if `root` does not exist.
+
+    Raises CheckpointError if `root` cannot be read.
+    """
     try:
         names = os.listdir(root)
     except FileNotFoundError:
@@ -143,7 +146,7 @@ def discard(path: Path) -> None:
 
 
 def lock_for_reading(path: Path) -> int | None:
-    """Return a descriptor that keeps a checkpoint from being pruned until it is closed, or None without COMMIT."""
+    """Return a descriptor that protects a checkpoint from pruning until it is closed; None if it has no COMMIT."""
     try:
         handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -154,7 +157,7 @@ def lock_for_reading(path: Path) -> int | None:
 
 
 def is_being_read(path: Path) -> bool:
-    """Return True if a process reads a checkpoint, on any machine that shares the file system's locks."""
+    """Return True if a process is reading a checkpoint, on any machine that shares the file system's locks."""
     try:
         handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -71,7 +71,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint. `state` is the saved state, and `written_by`: versions of weft and torch."""
+    """An open checkpoint. `state` is the saved state, and `written_by` has the versions of weft and torch."""
 
     path: Location
     step: int
@@ -150,7 +150,7 @@ class Checkpoint:
         return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
-        """Return the private tensors of one rank, by name."""
+        """Return one rank's tensors of a group that has separate tensors per rank, by name; {} if it has nothing."""
         if group in self._manifest.tensors:  # a checkpoint that one rank wrote
             return self.tensors(group)
         file = shard_name(group, rank)
@@ -183,7 +183,7 @@ def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = Fals
 
     Args:
         path: folder of a step.
-        verify: also check the digests of all tensors. `newest_checkpoint` has already done so for its result.
+        verify: also check the digests of all tensors, unless `lazily`.
         lazily: check the size and header of a file on first access, so that a rank opens only the files that it needs.
             If False, check all files now.
 
@@ -205,11 +205,13 @@ def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = Fals
 def verify_checkpoint(
     path: Location, *, digests: bool = True, together: RankGroup = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
-    """Return a sentence for each problem of a checkpoint; an empty list if it is intact.
+    """Return a sentence for each of the first problems of a checkpoint, or [] if it is intact.
 
-    digests: if False, skip the digests of tensor files and find only missing, resized and mislabelled files. together:
-    ranks that share the work. All ranks return the problems of all files. report: called by several threads with the
-    number of bytes digested since the last call.
+    Args:
+        path: folder of a step.
+        digests: if False, skip the digests of tensor files and find only missing, resized and mislabelled files.
+        together: ranks that share the work. All return the same problems.
+        report: called by several threads with the number of bytes digested since the last call.
     """
     found = json.dumps(_problems(located(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
@@ -232,7 +234,10 @@ def _problems(path: Location, digests: bool, together: RankGroup, report: Callab
 
 
 def list_checkpoints(root: Location) -> list[Location]:
-    """Return the committed checkpoints, oldest step first, one per step. Digests are not verified."""
+    """Return the committed checkpoints, oldest step first, one per step.
+
+    Digests are verified only if a step was saved twice.
+    """
     by_step: dict[int, Location] = {}
     for folder in target_at(located(root)).step_folders():
         # After a crash, a second save of a step may exist next to the first. It counts if it is complete.
@@ -244,10 +249,15 @@ def list_checkpoints(root: Location) -> list[Location]:
 def newest_checkpoint(root: Location, *, verify: bool = True, together: RankGroup = ALONE) -> Found | None:
     """Return the newest complete checkpoint of a run, or None if none was finished.
 
-    The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed. verify:
-    check the digests of all bytes. If False, check everything else. together: ranks that share the work; all return the
-    same result. Raises CheckpointError if all finished checkpoints are damaged, since a silent restart would lose the
-    run.
+    The result lists each newer one that was skipped, with the reason. A folder without COMMIT is only listed.
+
+    Args:
+        root: folder of a run's checkpoints.
+        verify: check the digests of all bytes. If False, check everything else.
+        together: ranks that share the work; all return the same result.
+
+    Raises:
+        CheckpointError: if all finished checkpoints are damaged, since a silent restart would lose the run.
     """
     passed_over: list[PassedOver] = []
     damaged, target = False, target_at(located(root))

@@ -325,7 +325,7 @@ def _check_shared(group: str, entries: Mapping[str, TensorEntry]) -> None:
 
 
 def runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
-    """Return (dtype, number of elements) by name, for each tensor that has elements in a rank's file."""
+    """Return (dtype, number of elements) by name for the tensors with elements in a rank's file; {} for other files."""
     group, rank = file.rpartition("-")[0], rank_of(file)
     entries = manifest.tensors.get(group)
     if entries is None or file != shard_name(group, rank):

@@ -37,8 +37,9 @@ _NO_ACCESS = "the store refused access: check the credentials of this machine, a
 
 
 class StoreError(CheckpointError, OSError):
-    """A store rejects a request, or does not respond. Also an OSError, like disk errors. `strerror` is the reason, and
-    `filename` the URL.
+    """Raised if a store rejects a request or does not respond. Also an OSError, like disk errors.
+
+    `strerror` is the reason, and `filename` the URL.
     """
 
     def __init__(self, code: int, reason: str, url: str):
@@ -138,7 +139,8 @@ Location = Path | StorePath
 def located(words: str | Path | StorePath) -> Location:
     """Return the location for a user's input: a URL of an object store, or a path. file:// is a path.
 
-    Raises CheckpointError if a URL contains a user, a password or a query, which would be printed and stored.
+    Raises CheckpointError if a URL has no bucket, or contains a user, a password or a query, which would be printed and
+    stored.
     """
     match = _SCHEME.fullmatch(words) if isinstance(words, str) else None
     if match is None:
@@ -162,8 +164,9 @@ def key_of(path: StorePath) -> str:
 
 
 def file_system(path: StorePath) -> Any:
-    """Return the fsspec file system of a URL, which is cached in the process. Raises MissingExtra if its package is not
-    installed.
+    """Return the fsspec file system of a URL, which is cached in the process.
+
+    Raises MissingExtra if its package is not installed, and CheckpointError if fsspec does not have the protocol.
     """
     return _opened(path)[0]
 
@@ -361,8 +364,9 @@ def _with_store_errors(path: StorePath, act: Callable[[], object]) -> object:
 
 
 class _OpenObject:
-    """Range reads of an object. Small reads are served from a read-ahead buffer. Large reads request several parts
-    together.
+    """Range reads of an object.
+
+    Small reads are served from a read-ahead buffer. Large reads request several parts together.
     """
 
     chunk_bytes = 2 * _READ_PART

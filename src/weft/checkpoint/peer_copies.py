@@ -173,9 +173,10 @@ def copies_at(homes: Sequence[CopyHome], own: int) -> StorePath:
 
 
 class CopyFiles:
-    """Files on several servers, with the API of fsspec's file systems. Names are keys such as
-    "run/step_00000012/COMMIT". Folders are the prefixes of names. Methods raise OSError if a server is lost. homes: as
-    in `copies_at`. own: as in `copies_at`.
+    """Files on several servers, with the API of fsspec's file systems. Arguments as of `copies_at`.
+
+    Names are keys such as "run/step_00000012/COMMIT". Folders are the prefixes of names. Writing raises OSError if a
+    server that stores the file is lost, and reading if no other server has the file. Other methods ignore lost servers.
     """
 
     def __init__(self, homes: Sequence[CopyHome], own: int):

@@ -393,7 +393,7 @@ _Parts = dict[str, list[Joined]]
 
 
 class _NotDescribed(Exception):
-    """An operation cannot be expressed as a composition of slices."""
+    """Raised if an operation cannot be expressed as a composition of slices."""
 
 
 def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joined | Computed], list[str]]:
@@ -480,7 +480,11 @@ def _split(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence[str]
 
 
 def _named(target: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the results of a conversion by full names, made from the prefix and suffix of the first full name."""
+    """Yield (full name, result) for each target pattern of a conversion.
+
+    A full name has the prefix and suffix of `target` around the pattern. If `target` contains no pattern, the patterns
+    themselves are the names.
+    """
     first = next((pattern for pattern in whole if pattern in target), None)
     before, _, after = target.partition(first) if first is not None else ("", "", "")
     return ((f"{before}{pattern}{after}" if first is not None else pattern, one) for pattern, one in whole.items())
@@ -516,7 +520,10 @@ def _computed(
 def _with_prefix(
     plain: Mapping[str, Joined], state: Mapping[str, Any], base: str
 ) -> tuple[dict[str, Joined | Computed], list[str]]:
-    """Return the tensors by the model's names, which may differ by the prefix of the base model."""
+    """Return the stored tensors by the model's names, and the stored names that the model does not have.
+
+    The names may differ by the prefix of the base model.
+    """
     prefix = f"{base}."
     found: dict[str, Joined | Computed] = {}
     left: list[str] = []

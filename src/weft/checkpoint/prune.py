@@ -26,15 +26,19 @@ def prune_checkpoints(
     The newest `keep` intact checkpoints stay. A damaged one does not count, and stays until `keep` intact ones are
     newer. A checkpoint that is being read stays until the next call. Folders without COMMIT that are older than the
     newest checkpoint are from killed writers, and are deleted too. Each folder is renamed before it is deleted, so that
-    a crash leaves no partly deleted checkpoint. Raises CheckpointError if `keep` is below 1, another process is saving
-    there, or a folder cannot be deleted.
+    a crash leaves no partly deleted checkpoint.
 
     Args:
+        root: folder of the run's checkpoints.
         keep: number of intact checkpoints to keep, at least 1.
         best_step: a step to keep, or None.
+        spared: other steps to keep.
         whole: a step that was just written and need not be verified. For older steps only sizes and headers are then
             verified. If None, all bytes are verified.
         delete: if False, return the paths without deleting them.
+
+    Raises:
+        CheckpointError: if `keep` is below 1, another process is saving there, or a folder cannot be deleted.
     """
     target = target_at(located(root))
     if type(keep) is not int or keep < 1:

@@ -3,7 +3,7 @@
 A rank has rows of one dim of an array (all rows if the array is not sharded) and one range of these rows, flattened:
 
     full (8, 4), sharded over two ranks of tp along dim 0   part: rows 4 to 8, flattened to 16 elements
-    these in a flat bucket, divided over ranks              deal: the flat slice from its start, split into equal
+    these in a flat bucket, sharded over ranks              deal: the flat slice from its start, split into equal
         lengths
 
 Neither description lists elements per rank, so its size does not grow with the number of ranks.
@@ -164,7 +164,7 @@ class OwnershipMap:
         return self.ranks[number * self.times + (rest // self.share + self.turn) % self.times]
 
     def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Return (rank, from, to) for each rank that owns elements of a range of the part.
+        """Yield (rank, from, to) for each rank's slice that overlaps a range of the part. It may exceed the range.
 
         start, end: the range of the part, with `end` excluded.
         """
@@ -178,6 +178,8 @@ class OwnershipMap:
 
     def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
         """Return the elements (from, to) that a rank owns in a range of the part, or None.
+
+        For an empty part, return (0, 0) for the rank at its start.
 
         start, end: the range of the part, with `end` excluded.
         """
@@ -199,8 +201,12 @@ LEAST_SHARE = 65536
 def assign_evenly(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> OwnershipMap:
     """Divide a flat buffer into equal chunks, and each chunk evenly among its replicas unless it is small.
 
-    ranks: ranks in the order of their chunks, `times` for each. length: elements of a chunk. start: position of the
-    part's first element in the flat buffer.
+    Args:
+        ranks: ranks in the order of their chunks, `times` for each.
+        length: elements of a chunk.
+        times: number of replicas of a chunk.
+        start: position of the part's first element in the flat buffer.
+        turn: index of the replica that owns the first slice, modulo `times`.
     """
     each = min(length, max(-(-length // times), LEAST_SHARE))
     return OwnershipMap(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)

@@ -60,7 +60,7 @@ class SliceReader:
     def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with the elements of the flattened part from index `start` on. Padding becomes zero.
 
-        Raises CheckpointError if bytes are missing. The message names the file.
+        Raises CheckpointError if the shape differs, or bytes are missing or cannot be read. The message names the file.
         """
         if tuple(part.shape) != entry.shape:
             raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")
@@ -196,9 +196,11 @@ def read_bytes(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> 
 
 
 class TensorGroup(Mapping[str, "Tensor"]):
-    """Tensors of one group, read on access. In a folder, files are memory-mapped. Tensors are on the CPU and private to
-    this process. Writing to one never changes the file, but a second access of the name returns the changed values.
-    Names that shared memory when saved share it again.
+    """Tensors of one group, read on access. They are on the CPU and private to this process.
+
+    A tensor that is in one local file is memory-mapped: writing to it never changes the file, but a second access of
+    the name returns the changed values, and names that shared memory when saved share it again. Other tensors are read
+    again on each access.
     """
 
     def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: SliceReader):

@@ -258,7 +258,7 @@ def tensor_of(block: RawArray) -> Tensor:
 
 
 class _RangedTensors(RangedTensors):
-    """Replacement of the safetensors package's file handle. Tensors are read on access."""
+    """Replacement for the safetensors package's file handle. Tensors are read on access."""
 
     def keys(self) -> list[str]:
         return [*self.tensors]
@@ -373,7 +373,7 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 
 
 def open_tensors(path: Location, framework: str = "pt") -> Any:
-    """Return the safetensors package's handle of a memory-mapped file.
+    """Return an open file with the methods of `safe_open`. A local file is memory-mapped; an object is read by ranges.
 
     Raises CheckpointError if the file is not in the format.
     """
@@ -409,7 +409,10 @@ def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[
 
 
 def missing_slices(path: Location, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Return the slices of the manifest that a file lacks. `wanted` has dtype and number of elements by name."""
+    """Return the first problem of a rank's file as a list: a slice that is missing or differs from the manifest.
+
+    `wanted` has dtype and number of elements by name.
+    """
     try:
         handle = open_tensors(path, "numpy")
     except CheckpointError as error:

@@ -112,7 +112,7 @@ def not_written(root: Location, step: int, reason: str) -> CheckpointError:
 
 
 def prepare(root: Location, held: contextlib.ExitStack) -> None:
-    """Create the target, lock it until `held` closes, and remove the leftovers of killed writers."""
+    """Create the target, lock it until `held` closes, and remove or complete the saves of killed writers."""
     target = target_at(root)
     target.prepare(held)
     _finish_replacements(target, root)
@@ -317,8 +317,13 @@ def save_slices(
 ) -> Location:
     """Save one step from all ranks, each of which passes its own slices, and return the folder. All ranks call it.
 
-    root: the folder of the steps' folders, shared by all ranks. groups: groups that the checkpoint has even if they are
-    empty. look: called with all values as they are written. It may abort the save.
+    Args:
+        root: the folder of the steps' folders, shared by all ranks.
+        step: number of the step.
+        state: JSON values, as in `save_checkpoint`. Rank 0's are saved.
+        together: the ranks.
+        groups: groups that the checkpoint has even if they are empty.
+        look: called with all values as they are written. It may abort the save.
 
     Raises:
         CheckpointError: on all ranks if one cannot write. Earlier checkpoints are then unchanged.

@@ -21,8 +21,9 @@ _MAX_DEPTH = 64
 
 
 def encode(value: object, name: str) -> bytes:
-    """Return `value` as ASCII JSON. Raises CheckpointError if a value would not survive the round trip. The message
-    names its key.
+    """Return `value` as ASCII JSON.
+
+    Raises CheckpointError if a value would not survive the round trip. The message names its key.
     """
     text = json.dumps(_plain(value, name, 0), allow_nan=False, indent=1)
     # A raw line break is never inside a JSON string, so this joins only the lines of lists of numbers.

@@ -273,8 +273,10 @@ class FolderTarget:
 
 @functools.cache
 def _start_writing() -> Callable[[int, int, int], object]:
-    """Return a function (descriptor, start, size) that starts writeback of a file range without waiting. Writeback then
-    overlaps with the digests, and the final fsync has little left to write. Only Linux has it.
+    """Return a function (descriptor, start, size) that starts writeback of a file range without waiting.
+
+    Writeback then overlaps with the digests, and the final fsync has little left to write. Only Linux has it; elsewhere
+    the function does nothing.
     """
     try:
         call = ctypes.CDLL(None).sync_file_range

@@ -185,7 +185,10 @@ def main() -> None:
 
 
 def show_error(error: WeftError) -> None:
-    """Print an expected error, one line per problem. For a failed rank, also print the path of its output."""
+    """Print an expected error, one line per problem.
+
+    For a failed rank, also print its traceback and the path of its output.
+    """
     from weft.cli.launch.launch import RankFailed, Stopped  # imported late, for fast commands without ranks
 
     if isinstance(error, Stopped):

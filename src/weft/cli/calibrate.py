@@ -52,11 +52,11 @@ def calibrate(
         ),
     ] = False,
 ) -> None:
-    """Measure this machine: matrix products, attention, memory, collectives, calls, the optimizer's step.
+    """Measure this machine: matmuls, attention, memory-bound kernels, collectives, optimizer step, host-device copies.
 
     With --hosts, measure the links between ranks for launch.route=auto.
 
-    The profile is written at the end. Ctrl-C before that keeps the older one.
+    The profile is written at the end. Ctrl-C before that keeps the previous profile.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError([Problem.of("device", device, "not one of auto, cpu, cuda. Use auto.")])

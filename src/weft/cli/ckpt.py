@@ -48,7 +48,10 @@ def root_of(word: str | Location) -> Location:
 
 
 def one_of(word: str) -> Location:
-    """Return the folder of the checkpoint that an argument names. Raise an error if it is missing."""
+    """Return the folder of the checkpoint that an argument names; for a run, of its newest one.
+
+    Raise ConfigError if no checkpoint exists, and CheckpointError if the named folder is incomplete.
+    """
     path = located(word)
     if (path / "COMMIT").exists() or (path / "manifest.json").exists():
         return path
@@ -106,7 +109,7 @@ class ListedCheckpoint:
 
 
 def listed(root: Location) -> list[ListedCheckpoint]:
-    """Return all step folders of a folder, oldest step first. Bytes are not verified."""
+    """Return all checkpoints in a folder, also unfinished ones, oldest step first. Their bytes are not verified."""
     found = []
     present = {path.name for path in root.iterdir()}
     for path in root.iterdir():

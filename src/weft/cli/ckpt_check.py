@@ -37,7 +37,7 @@ class DamagedFile:
     tensors: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return lines for users."""
+        """Return the problem, and the names of the lost tensors."""
         if not self.tensors:
             return [self.problem]
         named, rest = ", ".join(self.tensors[:_MOST_NAMED]), len(self.tensors) - _MOST_NAMED
@@ -76,7 +76,7 @@ class Inspection:
         return int(any(one.verdict == "damaged" for one in self.verdicts) or self.newest_complete is None)
 
     def lines(self) -> list[str]:
-        """Return lines for users."""
+        """Return the report: each checkpoint with its verdict and damage, and the newest intact checkpoint."""
         told = []
         for one in self.verdicts:
             why = ": it has no COMMIT file, so its save never completed" if one.verdict == "unfinished" else ""
@@ -115,7 +115,10 @@ def inspect(paths: list[Location], *, digests: bool = True) -> Inspection:
 
 
 def damage_of(path: Location, problem: str) -> DamagedFile:
-    """Return a problem with the lost tensors: all of its file, or the ones beyond the end of a truncated file."""
+    """Return a problem with the lost tensors: all of its file, or the ones beyond the end of a truncated file.
+
+    It names no tensors if the checkpoint cannot be opened.
+    """
     file = problem.split(" ", 1)[0].removesuffix(":")
     try:
         opened = load_checkpoint(path, lazily=True)
@@ -214,7 +217,7 @@ class Differences:
         return int(bool(self.only_left or self.only_right or self.layout or self.numbers or self.settings))
 
     def lines(self, left: str, right: str, *, everything: bool = False) -> list[str]:
-        """Return lines for users, at most 20 of each kind unless `everything`."""
+        """Return the differences by kind, at most 20 each unless `everything`, and the number of equal tensors."""
         most = None if everything else _MOST_LINES
         told: list[str] = []
         for title, heading, rows in (
@@ -289,8 +292,10 @@ def _numbers(name: str, left: np.ndarray, right: np.ndarray) -> NumbersDiffer | 
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return as flat keys: the saved state without its tensors, the versions of libraries that wrote it, and the run's
-    config if it is next to the checkpoint.
+    """Return the checkpoint's settings as flat keys.
+
+    They are the saved state without its tensors, the versions of libraries that wrote it, and the run's config if it is
+    next to the checkpoint.
     """
     found = {f"state.{key}": value for key, value in flat(checkpoint.state).items()}
     found |= {f"written_by.{key}": value for key, value in checkpoint.written_by.items()}
@@ -310,7 +315,7 @@ def flat(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def changed_values(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Return (key, left, right) of flat tables for each difference; "-" for a missing key."""
+    """Yield (key, left, right) of flat tables for each difference; "-" for a missing key."""
     for key in dict.fromkeys((*left, *right)):
         ours, theirs = left.get(key, _ABSENT), right.get(key, _ABSENT)
         if ours != theirs and not (ours != ours and theirs != theirs):

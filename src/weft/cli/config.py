@@ -1,4 +1,4 @@
-"""Output of `weft config import`: a table on a terminal, and otherwise TOML with comments."""
+"""`weft config`: show a config, print the schema of config files, and import configs of other tools."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _STYLES = {"became": "green", "follows": "cyan", "nothing": "dim", "not built": 
 
 
 def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
-    """Print the outcome of every key and the config, and write the config to `out`.
+    """Print the outcome of every key. Write the config to `out`, or print it if `out` is None.
 
-    If stdout is not a terminal, it gets the config as TOML with the report as comments, so that it can be redirected to
-    a file.
+    If stdout is not a terminal, outcomes are printed as TOML comments, so that stdout can be redirected to a config
+    file. as_json: print JSON instead.
     """
     config = imported.config()
     run = config.run.model_copy(update={"name": run_name(out or Path(imported.name)) or config.run.name})
@@ -49,7 +49,7 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
 
 
 def refusals(imported: Imported) -> list[str]:
-    """Return the rules that the imported config breaks."""
+    """Return the messages of the rules that the imported config breaks."""
     return [problem.message for problem in config_problems(imported.config())]
 
 

@@ -92,7 +92,7 @@ def seconds_of(option: str, text: str) -> float:
     """Return the duration of an option in seconds.
 
     Raises:
-        ConfigError: for any other text.
+        ConfigError: if the text is not a duration.
     """
     from weft.units import parse_seconds
 
@@ -111,7 +111,7 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     An argument with "=" is an override unless it is an existing file.
 
     Raises:
-        ConfigError: for a second file and for a file that does not exist.
+        ConfigError: for a second file, a folder, or a file that does not exist.
     """
     overrides = [word for word in words if "=" in word and not _is_file(word)]
     files = [Path(word) for word in words if word not in overrides]

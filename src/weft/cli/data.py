@@ -143,7 +143,7 @@ def _load(arguments: list[str] | None) -> RunConfig:
     path = Path(given.pop(0)) if given and "=" not in given[0] else None
     config = load_config(path, given).config
     config = resolved_config(config, run_folder(config))
-    download_all(config, print_line)
+    download_all(config, print_line, weights=False)
     return config
 
 
@@ -196,7 +196,7 @@ def _sequences(
 def _answers(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
-    """Return the number of answers as text, and the preferences `which` of the first epoch with all their answers."""
+    """Return the number of preferences as text, and an iterator over the answers of the preferences `which`."""
     from weft.data.order.loader import view_answer
     from weft.data.order.stream import permutation
     from weft.data.token_files import SplitReader

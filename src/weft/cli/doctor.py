@@ -96,7 +96,7 @@ def gpus() -> Iterator[CheckLine]:
 
 
 def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
-    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, in one line or one per GPU."""
+    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, a line for each distinct choice."""
     from weft.comm.gpu_settings import Topology, choose_cores
 
     if not hasattr(os, "sched_getaffinity"):
@@ -167,7 +167,7 @@ def processor() -> Iterator[CheckLine]:
 
 
 def memory() -> Iterator[CheckLine]:
-    """Yield RAM, the container's limit, and shared memory."""
+    """Yield check lines for RAM, with the container's limit, and for /dev/shm."""
     ram = psutil.virtual_memory()
     limit = None
     for file in ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory.max"):
@@ -415,7 +415,7 @@ class TwoRanks:
         return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
     def two_ranks(self) -> Iterator[CheckLine]:
-        """Wait for the result and return its lines."""
+        """Wait for the ranks, and yield a line with the result."""
         try:
             ends = [
                 rank.communicate(timeout=max(0.1, self._begin + _LIMIT_S - time.monotonic())) for rank in self._ranks

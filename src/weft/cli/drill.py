@@ -277,7 +277,7 @@ def state_of(folder: RunFolder, sound: RunFolder, kind: str) -> str:
 
 
 def end_all(folder: Path) -> int:
-    """Kill the run's remaining processes and return their number."""
+    """Wait 5 s for the run's remaining processes to end, kill those that did not, and return their number."""
     import psutil
 
     found = []
@@ -367,7 +367,7 @@ def drill(
 
 
 def report(rows: list[DrillRow]) -> list[str]:
-    """Return the table for users."""
+    """Return the table of results and the number of survived faults, as lines."""
     head = ("fault", "at step", "detected in", "back in", "steps lost", "starts", "final state", "")
     cells = [
         (

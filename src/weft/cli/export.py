@@ -87,7 +87,10 @@ def export_weights(
 
 @contextmanager
 def _new_folder(out: Path) -> Generator[Path]:
-    """Yield a temporary folder that is renamed to `out` after the block. Raise ConfigError if `out` is not empty."""
+    """Yield a temporary folder that is renamed to `out` after the block.
+
+    Raise ConfigError if `out` is not empty, and CheckpointError if it cannot be written.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."

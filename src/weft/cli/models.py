@@ -1,4 +1,4 @@
-"""`weft layout`: the tensor-parallel layout of a model, with reasons."""
+"""`weft models` and `weft layout`: the built-in sizes, and the tensor-parallel layout of a model with reasons."""
 
 from __future__ import annotations
 

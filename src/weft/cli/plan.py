@@ -1,4 +1,4 @@
-"""`weft plan`: arguments and options."""
+"""`weft plan`: find the best plans for a model on a cluster."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def learn_from(run: Path, path: Path | None) -> None:
     print_line(f"{path}: from now on {lesson_words(profile) or 'as it was measured'}")
 
 
-# `weft plan`: the best plans for a model on a cluster, with reasons. Does not import torch.
+# The command. It does not import torch.
 
 #: Exit code if no plan fits. It is also the exit code of a rank that runs out of memory.
 NOTHING_FITS = 4
@@ -302,9 +302,10 @@ def _answer_several_clusters(
 
 
 def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:
-    """Return the model's name, or a traced spec if `model` is user code or a config with a custom task.
+    """Return the model to plan for. Write it to `save` if it was traced.
 
-    Only tracing needs torch.
+    User code is traced, and a config with a task is described by the task. A size, a folder or a saved model is read.
+    The config of a text decoder is returned as its file name. Only tracing needs torch.
     """
     if note := size_hides(model):
         print_line(note)
@@ -344,7 +345,8 @@ def _task_of(file: str) -> Task | None:
     from weft.train.tasks.registry import find_task
 
     config = resolved_config(config, run_folder(config))
-    download_all(config, print_line, to_plan=True)
+    # Planning a text decoder reads no data.
+    download_all(config, print_line, weights=False, data=config.task.name is not None)
     return find_task(config)
 
 

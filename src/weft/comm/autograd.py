@@ -58,8 +58,9 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's slice along `dim` of the sum over the ranks. Raises CommError if dim is not a multiple of the
-    axis's size.
+    """Return this rank's slice along `dim` of the sum over the ranks.
+
+    Raises CommError if dim is not a multiple of the axis's size.
     """
     size = share(x, axis, dim)
     if (operator := _compiled(axis, "sum_part")) is not None:
@@ -97,8 +98,8 @@ def share(x: Tensor, axis: Axis, dim: int) -> int:
 def prepare_operators(axis: Axis, others: Mapping[str, Operator] | None = None) -> None:
     """Make torch operators for the collectives over this axis, so that compiled graphs can contain them.
 
-    Call it before compiling code that uses the axis. The operators are unregistered when the axis is freed.
-    others: additional operators by name, for `operator_of`.
+    Call it before compiling code that uses the axis. The operators are unregistered when the axis is freed. others:
+    additional operators by name, for `operator_of`.
     """
     if axis.size > 1 and "add_up" not in axis.operators:
         functions: dict[str, Callable[..., Any]] = {

@@ -51,8 +51,8 @@ def start_all_reduce(
 ) -> Pending:
     """Begin `all_reduce`. Do not touch the tensor before `wait()` of the returned object.
 
-    tensor: as in `all_reduce`. parts: the input, if it is stored in parts instead of in `tensor`; the result is written
-    to `tensor`. wire: as in `all_reduce`.
+    tensor, wire: as in `all_reduce`. parts: the input, if it is stored in parts instead of in `tensor`; the result is
+    written to `tensor`.
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
@@ -73,10 +73,14 @@ def all_gather(
 ) -> torch.Tensor:
     """Gather all ranks' shards in order of the axis, flat (size * numel), or in `out` of any shape.
 
-    Over an axis of size 1 without `out`, this returns the shard itself, flat. shard: tensor of any dtype and shape,
-    with the same number of elements on every rank. It may be this rank's slice of `out`; then it is not copied. out:
-    contiguous, of the shard's dtype, with size * numel elements. None allocates a new tensor. wire: encodes the values
-    for communication, or None to send them unencoded. Raises CommError if `out` does not fit, or a rank has exited.
+    Over an axis of size 1 without `out`, this returns the shard itself, flat. Raises CommError if `out` does not fit,
+    or a rank has exited.
+
+    Args:
+        shard: tensor of any dtype and shape, with the same number of elements on every rank. It may be this rank's
+            slice of `out`; then it is not copied.
+        out: contiguous, of the shard's dtype, with size * numel elements; None to allocate a new tensor.
+        wire: encodes the values for communication, or None to send them unencoded.
     """
     return start_all_gather(shard, axis, out, wire).wait()
 
@@ -86,7 +90,7 @@ def start_all_gather(
 ) -> Pending:
     """Begin `all_gather`. Do not touch `shard` or `out` before `wait()` of the returned object.
 
-    shard: as in `all_gather`. out: as in `all_gather`. wire: as in `all_gather`.
+    shard, out, wire: as in `all_gather`.
     """
     name = f"all_gather over {axis.label}"
     _check_out(name, shard, out, shard.numel() * axis.size, f"{axis.size} shards of {shard.numel()} elements")
@@ -115,11 +119,15 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Combine `flat` over the axis and return this rank's slice, flat (numel / size) or in `out` of any shape.
 
-    Over an axis of size 1 without `out`, this returns the tensor itself, flat. flat: tensor of any shape, read as
-    (numel,), with a dtype that can be reduced. numel is a multiple of the axis's size. out: contiguous, of the same
-    dtype, with numel / size elements. It may be this rank's slice of `flat`; the rest of `flat` is then left unchanged.
-    None allocates a new tensor. wire: encodes the values for communication, or None to send them unencoded.
-    Raises CommError if the sizes do not fit, or a rank has exited.
+    Over an axis of size 1 without `out`, this returns the tensor itself, flat. Raises CommError if the sizes do not
+    fit, or a rank has exited.
+
+    Args:
+        flat: tensor of any shape, read as (numel,), with a dtype that can be reduced. numel is a multiple of the axis's
+            size.
+        out: contiguous, of the same dtype, with numel / size elements; None to allocate a new tensor. It may be this
+            rank's slice of `flat`; the rest of `flat` is then left unchanged.
+        wire: encodes the values for communication, or None to send them unencoded.
     """
     return start_reduce_scatter(flat, axis, out, op, wire).wait()
 
@@ -130,8 +138,8 @@ def start_reduce_scatter(
     """Begin `reduce_scatter`. Do not touch `flat` or `out` before `wait()` of the returned object.
 
     flat: as in `reduce_scatter`; the result has its dtype. `Parts` (a flat tensor in several parts) need op="sum" and
-    an `out`. out: as in `reduce_scatter`. wire: as in `reduce_scatter`.
-    Raises CommError if numel is not a multiple of the axis's size, or `out` does not fit.
+    an `out`. out, wire: as in `reduce_scatter`. Raises CommError if numel is not a multiple of the axis's size, or
+    `out` does not fit.
     """
     if isinstance(flat, Parts):
         assert out is not None
@@ -163,8 +171,8 @@ def start_reduce_scatter(
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Copy `tensor` from the axis's rank `source` to all its ranks, in place, and return it.
 
-    tensor: contiguous, of any dtype, with the same shape on all ranks.
-    Raises CommError if `source` is not a rank of the axis.
+    tensor: contiguous, of any dtype, with the same shape on all ranks. Raises CommError if `source` is not a rank of
+    the axis.
     """
     if not 0 <= source < axis.size:
         raise CommError(
@@ -251,7 +259,7 @@ def _check_op(name: str, tensor: torch.Tensor, op: str) -> None:
 
 
 def _check_out(name: str, tensor: torch.Tensor, out: torch.Tensor | None, numel: int, what: str) -> None:
-    """Check that `out` has exactly `numel` elements, and the same dtype and device as `tensor`."""
+    """Raise CommError unless `out` has exactly `numel` elements, and the same dtype and device as `tensor`."""
     if out is None:
         return
     if out.numel() != numel or out.dtype != tensor.dtype or out.device != tensor.device:
@@ -266,7 +274,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _check_overlap(name: str, whole: torch.Tensor, part: torch.Tensor, offset: int) -> None:
-    """Check that `part` is this rank's slice of `whole` or does not overlap it, since writes would corrupt the rest."""
+    """Raise CommError if `part` overlaps `whole` but is not this rank's slice: writes would corrupt the rest."""
     start = part.data_ptr() - whole.data_ptr()
     if -part.nbytes < start < whole.nbytes and start != offset * whole.itemsize:
         raise CommError(

@@ -48,9 +48,7 @@ TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transpor
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport that an axis's ranks agreed on. `ranks` are global. `device` is "cpu" or "cuda". `planned_s` is the
-    predicted time of all calls so far, if links were measured.
-    """
+    """Transport on which an axis's ranks agreed. planned_s: predicted time of its calls, if links were measured."""
 
     ranks: tuple[int, ...]
     device: str
@@ -197,7 +195,7 @@ def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device
 
 
 def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) -> tuple[Link | None, str]:
-    """Return the two-level link, or None and why the hosts do not allow it. All ranks get the same result."""
+    """Return the two-level link, or None and the reason. All ranks get the same result."""
     block = hosts.block
     if block == 1:
         return None, "its hosts do not have equal blocks of 2, 4, 8 ... neighboring ranks that share memory"

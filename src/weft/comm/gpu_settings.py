@@ -45,6 +45,7 @@ VARIABLES = (
 
 def prepare_gpu() -> None:
     """Set the variables that libraries read, before this process first uses its GPU.
+
     Matmuls of bf16 and fp16 accumulate in fp32, even if a kernel splits the matmul; torch's default allows less.
     """
     for one in VARIABLES:
@@ -56,12 +57,13 @@ def prepare_gpu() -> None:
 
 
 def multiply_as_planned(precision: str, device: torch.device) -> None:
-    """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32. The
-    flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default
-    torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are
-    set, because torch and its compiler raise an error if the two disagree.
+    """Set how torch multiplies fp32 on a GPU: exactly with precision=fp32, rounded to TF32 with precision=tf32.
 
-    Raises PlanError with tf32, for a device without TF32.
+    The flags are global to the process, so the newest mesh decides. Other precisions leave them unchanged. By default
+    torch rounds the inputs of convolutions and recurrent layers. The flags have two generations of names. Both are set,
+    because torch and its compiler raise an error if the two disagree.
+
+    Raises PlanError for precision=tf32 on a device without TF32.
     """
     if precision == "tf32" and (why := _without_tf32(device)):
         raise PlanError(f"precision=tf32: {why}. Use precision=fp32.")
@@ -83,7 +85,7 @@ def multiply_as_planned(precision: str, device: torch.device) -> None:
 
 
 def _without_tf32(device: torch.device) -> str:
-    """Return why a device does not support TF32, or "" if it does."""
+    """Return the reason why a device does not support TF32, or "" if it does."""
     if device.type != "cuda":
         return f"the {device.type} has no TF32, which is a format of NVIDIA's GPUs"
     if torch.version.hip:
@@ -94,7 +96,7 @@ def _without_tf32(device: torch.device) -> str:
 
 
 def library_settings() -> list[str]:
-    """Return the library settings of a GPU rank that this process starts, one line each."""
+    """Return the library settings of a GPU rank that this process starts, as text lines."""
     why = _without_tf32(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
     rounded = f"precision=tf32 is refused: {why}" if why else "in TF32 under precision=tf32"
     enabled = [name for name, is_on in _attention().items() if is_on]
@@ -264,7 +266,7 @@ def choose_cores(
 
 
 def _share(topology: Topology, cores: Cores, place: int, count: int) -> Cores:
-    """Return the `place`-th of `count` equal shares of the cores, in full physical cores. Too few cores: return all."""
+    """Return share `place` of `count` equal shares of the cores, in physical cores; all cores if there are too few."""
     physical = sorted({tuple(sorted(topology.threads_of(core) & cores)) for core in cores})
     if len(physical) < count:
         return cores

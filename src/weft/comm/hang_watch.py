@@ -33,10 +33,16 @@ _NOT_USER = ("/torch/", "/weft/", "<frozen", "/lib/python")
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Status of a rank that makes no progress. `since` is in seconds of the epoch. `waits_for` describes a collective,
-    or is "" if the rank is not in one. `ranks` are its members and `late` the members identified as late. `phase` is
-    the work in progress. With `may_take_long` a long duration is normal. `frame` is the current Python line. `in_step`
-    is True during a training step.
+    """Status of a rank that makes no progress.
+
+    Attributes:
+        since: seconds of the epoch.
+        waits_for: the collective in which the rank waits, or "".
+        ranks, late: members of that collective, and the members identified as late.
+        phase: the work in progress.
+        may_take_long: True if a long duration is normal.
+        frame: the current Python line.
+        in_step: True during a training step.
     """
 
     rank: int
@@ -64,9 +70,13 @@ Ask = Callable[[int], RankStatus | None]
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """Result of a hang analysis. `text` is for the user. `culprits` are the ranks that the others wait for. `is_calm`
-    is True if all culprits do work that may take long. `standing` lists (ranks, status) of the ranks involved, with
-    ranks of the same status in one entry.
+    """Result of a hang analysis.
+
+    Attributes:
+        text: message for the user.
+        culprits: the ranks that the others wait for.
+        is_calm: True if all culprits do work that may take long.
+        standing: (ranks, status) of the ranks involved, with ranks of the same status in one entry.
     """
 
     text: str
@@ -84,8 +94,9 @@ def hang_event(state: str, found: HangReport) -> dict[str, object]:
 
 
 def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
-    """Find the ranks that wait for no rank and that `start` waits for, directly or through other ranks. The status is
-    None for a rank that recorded none. The result is empty if the ranks wait for each other in a cycle.
+    """Find the ranks that wait for no rank and that `start` waits for, directly or through other ranks.
+
+    The status is None for a rank that recorded none. The result is empty if the ranks wait for each other in a cycle.
     """
     known: dict[int, RankStatus | None] = {start.rank: start}
     found: dict[int, RankStatus | None] = {}
@@ -108,9 +119,12 @@ def find_culprits(start: RankStatus, ask: Ask) -> dict[int, RankStatus | None]:
 def report(
     waiter: RankStatus, ask: Ask, process_of: Callable[[int], str], *, now: float, rest: str, zero: int
 ) -> HangReport:
-    """Build the report of `waiter` and the ranks that it waits for. process_of: returns a sentence on the state of
-    another rank's process, as far as this machine can determine it. now: seconds of the epoch. rest: sentences on the
-    end of the wait and the location of the stacks.
+    """Build the report of `waiter` and the ranks that it waits for.
+
+    Args:
+        process_of: returns a sentence on the state of another rank's process, if this machine can determine it.
+        now: seconds of the epoch.
+        rest: sentences on the end of the wait and the location of the stacks.
     """
     culprits = find_culprits(waiter, ask)
     since = f"since {time.strftime('%H:%M:%S', time.localtime(waiter.since))} ({format_seconds(now - waiter.since)})"
@@ -178,9 +192,7 @@ def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bo
 
 
 def main_frame() -> str:
-    """Return the main thread's current line in user code, such as 'train.py:40 in evaluate'. If no user code is on the
-    stack, this is the innermost line.
-    """
+    """Return the main thread's line in user code, such as 'train.py:40 in evaluate', or else its innermost line."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # documented
     innermost = frame
     while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_USER):
@@ -192,9 +204,7 @@ def main_frame() -> str:
 
 
 def process_state(rank: int, pid: int | None) -> str:
-    """Return a sentence on the state of a rank's process. pid: its process id, or None if it runs on another machine or
-    is unknown.
-    """
+    """Return a sentence on the state of a rank's process. pid: None if it is unknown or on another machine."""
     if pid is None:
         return f"Rank {rank} does not respond; it is on another machine."
     try:
@@ -213,8 +223,8 @@ def process_state(rank: int, pid: int | None) -> str:
 def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:
     """Return the oldest collective that a device has not finished, from torch's flight recorder.
 
-    Returns ("", ()) if there is no such collective.
-    traces: output of `_dump_nccl_trace_json`. axis_of: torch's group name -> (axis, its global ranks).
+    Returns ("", ()) if there is no such collective. traces: output of `_dump_nccl_trace_json`. axis_of: torch's group
+    name -> (axis, its global ranks).
     """
     try:
         entries = json.loads(traces).get("entries", [])
@@ -243,7 +253,7 @@ _TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}al
 
 @dataclass(slots=True)
 class _Standstill:
-    """Period without progress. said: the status that this rank recorded. report: the report that this rank made."""
+    """Period without progress. said: status that this rank recorded. report: report that this rank made."""
 
     since: float
     seconds: float = 0.0
@@ -257,10 +267,10 @@ class Watch(threading.Thread):
     """Watches one rank until `close`. A later watch of the same process takes over the watched heartbeats.
 
     Args:
-        warn_after_s: seconds without progress before a warning. None: 20 usual steps, at least 10 s, or a minute if
+        warn_after_s: seconds without progress before a warning; None for 20 usual steps, at least 10 s, or a minute if
             step times are unknown.
         limit_s: the group's timeout in seconds.
-        stacks: stream for Python stacks; None is stderr.
+        stacks: stream for Python stacks; None for stderr.
         owns_process: True if faulthandler's timer is free for use. Stacks are then dumped even if the interpreter is
             stuck.
         on_report: on the reporting rank, called with "fired" or "ended" and the report.

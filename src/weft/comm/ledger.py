@@ -15,10 +15,14 @@ _MOST_UNREAD = 2**14
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """Sum over the calls of one operation on one axis. `num_bytes` counts the tensors on this rank in their wire
-    format. `sent_bytes` counts the bytes that this rank sent to others; it is 0 over nccl, which does not report it.
-    `off_host_bytes` is the part of `sent_bytes` that left this rank's host. `seconds` is the time that the host waited,
-    or the device's compute stream if the host does not wait. Time overlapped by other work is not included.
+    """Sum over the calls of one operation on one axis.
+
+    Attributes:
+        num_bytes: bytes of the tensors on this rank in their wire format.
+        sent_bytes: bytes that this rank sent to others; 0 over nccl, which does not report it.
+        off_host_bytes: the part of `sent_bytes` that left this rank's host.
+        seconds: time that the host waited, or the device's compute stream if the host does not wait. Time overlapped by
+            other work is not included.
     """
 
     calls: int = 0

@@ -49,8 +49,10 @@ class RecordsCall(Protocol):
     def __call__(
         self, axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
     ) -> None:
-        """Record one call. num_bytes: size of the tensor on this rank, in its wire format. sent_bytes: bytes that this
-        rank sent to others. off_host_bytes: the part of `sent_bytes` that left its host.
+        """Record one call.
+
+        num_bytes: size of the tensor on this rank, in its wire format. sent_bytes: bytes that this rank sent to others.
+        off_host_bytes: the part of `sent_bytes` that left its host.
         """
         ...
 
@@ -70,8 +72,11 @@ ROUTES = ("auto", "flat", "two_level")
 class Axis:
     """One axis of the mesh, or several joined, from the view of this rank.
 
-    `rank` is this rank's index on the axis. `ranks` are the global ranks of the group, in order of the axis. `group` is
-    torch's process group, or None if size is 1. `used` names the joined axes that have several ranks.
+    Attributes:
+        rank: this rank's index on the axis.
+        ranks: global ranks of the group, in order of the axis.
+        group: torch's process group, or None if size is 1.
+        used: names of the joined axes that have several ranks.
     """
 
     name: str
@@ -118,8 +123,8 @@ _untyped: Any = dist
 class Mesh:
     """Axes by name: `mesh["tp"]`, or several joined: `mesh["dp_replicate", "dp_shard"]`.
 
-    `mesh["ep"]` holds the ranks among which a layer's experts are divided, `mesh["beside_ep"]` the ranks with the same
-    experts. `mesh["tp/2"]` holds 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
+    `mesh["ep"]` holds the ranks over which a layer's experts are distributed, `mesh["beside_ep"]` the ranks with the
+    same experts. `mesh["tp/2"]` holds 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
 
     Args:
         plan: the sizes of the axes. `build_mesh` checks them against the number of ranks.
@@ -154,13 +159,13 @@ class Mesh:
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
         #: This rank's index among the ranks that read different samples: its index on `data`, unless several worlds
-        #: share
-        #: the samples.
+        #: share the samples.
         self.reader = Reader.for_rank(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """Return the axis of that name, or several joined. Joining creates a process group, so all ranks of the axis
-        must call it.
+        """Return the axis of that name, or several joined.
+
+        Joining creates a process group, so all ranks of the axis must call it.
         """
         key = self._key((names,) if isinstance(names, str) else names)
         if key not in self._axes:
@@ -174,7 +179,7 @@ class Mesh:
 
     @property
     def batch(self) -> Axis:
-        """The ranks whose gradients and token counts add up: `data`, and cp, which divides sequences."""
+        """The ranks whose gradients and token counts add up: `data`, and cp, which shards sequences."""
         return self["dp_replicate", "dp_shard", "cp"] if self.plan.cp > 1 else self.data
 
     @property
@@ -243,6 +248,7 @@ class Mesh:
 
 class ReplicaMesh(Mesh):
     """One replica as a separate world: its `dp_replicate` has one rank, and its `world` contains the replica's ranks.
+
     Ranks keep their global numbers. Axes, groups, links and the heartbeat are shared with the full mesh.
     """
 
@@ -257,7 +263,7 @@ class ReplicaMesh(Mesh):
         return self.whole[_in_replica(names)]
 
     def built_axes(self) -> list[Axis]:
-        """Return the axes that were built until now, including those of the full mesh."""
+        """Return the axes that the full mesh has built until now."""
         return self.whole.built_axes()
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -338,11 +344,13 @@ def join_ranks(
 ) -> None:
     """Join the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
-    timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout. store: the store
-    from `open_store`, if the caller has opened it already. tell: called with a line about ranks that are missing after
-    some seconds; None writes it to stderr.
-    Raises CommError if the ranks cannot connect, or the existing group does not fit. Raises LaunchError if ranks that a
-    program other than `weft train` starts cannot connect.
+    Does nothing for a single rank. Raises CommError if the ranks cannot connect, or the existing group does not fit.
+    Raises LaunchError if ranks that a program other than `weft train` starts cannot connect.
+
+    Args:
+        timeout_s: seconds that a collective waits for a rank. An existing process group keeps its timeout.
+        store: the store from `open_store`, if the caller has opened it already.
+        tell: called with a line about ranks that are missing after some seconds; None to write it to stderr.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -379,9 +387,8 @@ def join_ranks(
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
     """Return the store of this job's ranks. On a single machine it listens on the loopback interface only.
 
-    Rank 0 may host it, so keep it until all ranks have left.
-    Raises CommError if the ranks of `weft train` cannot connect. Raises LaunchError if ranks of another launcher cannot
-    connect.
+    Rank 0 may host it, so keep it until all ranks have left. Raises CommError if the ranks of `weft train` cannot
+    connect. Raises LaunchError if ranks of another launcher cannot connect.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)
@@ -407,7 +414,7 @@ def _rendezvous_error(place: env.RankEnv, store: Store | None, error: Exception,
 
 
 def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:
-    """Check that the plan can use an existing process group that Weft did not create."""
+    """Raise CommError if the plan cannot use an existing process group that Weft did not create."""
     found = dist.get_rank(), dist.get_world_size()
     if found != (place.rank, place.world_size):
         raise CommError(
@@ -425,8 +432,8 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
 def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
     """Return a store for other processes of this machine.
 
-    It listens on `address` only, unlike torch's stores, which listen on all interfaces. port: 0 picks a free one (see
-    `.port`). Raises OSError if the port is in use.
+    It listens on `address` only, unlike torch's stores, which listen on all interfaces. port: 0 for a free one (read it
+    from `.port`). Raises OSError if the port is in use.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as own:

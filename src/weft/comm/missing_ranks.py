@@ -29,16 +29,14 @@ def note_arrival(store: Store, rank: int) -> None:
 
 
 def missing_ranks(store: Store, world_size: int) -> list[int]:
-    """Return the ranks that have not reached the store, or [] if the store does not answer."""
+    """Return the ranks that have not reached the store, among the first 4096, or [] if the store does not answer."""
     with contextlib.suppress(RuntimeError, OSError):
         return [rank for rank in range(min(world_size, _MOST_ASKED)) if not store.check([f"weft/arrived/{rank}"])]
     return []
 
 
 def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
-    """Wait until rank 0's store accepts connections. torch's attempts would fill the terminal with stack traces. Raises
-    OSError if it cannot be reached in time.
-    """
+    """Wait until rank 0's store accepts connections. Raises OSError if it cannot be reached in time."""
     end, pause_s = time.monotonic() + limit_s, 0.05
     while True:
         try:
@@ -55,8 +53,10 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 
 @contextmanager
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
-    """Within the block, print once which ranks are missing, if it takes more than a few seconds. store: the rendezvous
-    store, or None while this rank tries to reach it. tell: called with the line; None writes it to stderr.
+    """Within the block, print once which ranks are missing, if it takes more than a few seconds.
+
+    Does nothing under `weft train`. store: the rendezvous store, or None while this rank tries to reach it. tell:
+    called with the line; None to write it to stderr.
     """
     if place.starter == "weft":  # its launcher watches the processes of all ranks
         yield
@@ -86,9 +86,7 @@ def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None]
 
 
 def connection_error(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> str:
-    """Return an error sentence for ranks that could not connect. store: the rendezvous store, or None if this rank
-    could not reach it.
-    """
+    """Return an error sentence for ranks that could not connect. store: None if this rank could not reach it."""
     text = " ".join(str(error).split())
     address = f"{place.master_addr}:{place.master_port}"
     if "in use" in text.lower() or "EADDRINUSE" in text:

@@ -35,9 +35,9 @@ def all_to_all(
 
     Args:
         tensor: (rows, ...) of any dtype.
-        out: contiguous (rows received, ...). None allocates a new tensor.
-        send: number of rows for each rank. None sends equal shares.
-        receive: number of rows from each rank. None if `send` is None.
+        out: contiguous (rows received, ...); None to allocate a new tensor.
+        send: number of rows for each rank; None for equal shares.
+        receive: number of rows from each rank; None if `send` is None.
         most: as in `start_all_to_all`.
     """
     return start_all_to_all(tensor, axis, out, send=send, receive=receive, most=most).wait()
@@ -52,14 +52,12 @@ def start_all_to_all(
     receive: Sequence[int] | None = None,
     most: int | None = None,
 ) -> Pending:
-    """Begin `all_to_all`. Do not touch `tensor` or `out` before `wait()` of the returned object. Raises CommError if
-    `out` or the counts do not fit the tensors.
+    """Begin `all_to_all`. Do not touch `tensor` or `out` before `wait()` of the returned object.
+
+    Raises CommError if `out` or the counts do not fit the tensors.
 
     Args:
-        tensor: as in `all_to_all`.
-        out: as in `all_to_all`.
-        send: as in `all_to_all`.
-        receive: as in `all_to_all`.
+        tensor, out, send, receive: as in `all_to_all`.
         most: maximum number of rows that any rank sends to another. If None, the ranks exchange it first.
     """
     name = f"all_to_all over {axis.label}"
@@ -93,8 +91,8 @@ def start_all_to_all(
 def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
     """Send this rank's tensor `by` ranks further around the axis, and return the one received from `by` ranks before.
 
-    Over an axis of size 1, this returns the tensor itself.
-    tensor: has the same shape on all ranks. out: has the tensor's shape. None allocates a new tensor.
+    Over an axis of size 1, this returns the tensor itself. tensor: has the same shape on all ranks. out: has the
+    tensor's shape; None to allocate a new tensor.
     """
     return start_shift(tensor, axis, by, out).wait()
 
@@ -102,7 +100,7 @@ def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | Non
 def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> Pending:
     """Begin `shift`. Do not touch `tensor` or `out` before `wait()` of the returned object.
 
-    tensor: as in `shift`. out: as in `shift`.
+    tensor, out: as in `shift`.
     """
     if axis.size == 1 or by % axis.size == 0:
         return Pending(tensor if out is None else out.copy_(tensor))
@@ -163,8 +161,8 @@ def join_lanes(axis: Axis, device: torch.device, lanes: Iterable[PeerLane]) -> d
     """Return an axis of two ranks, sender and receiver, for each lane.
 
     A lane has a separate process group unless the backend is gloo. Only its two ranks create the group, independent of
-    the size of the axis. Collective: both ranks of a lane must call it.
-    lanes: the lanes that begin or end on this rank, identical on both ends.
+    the size of the axis. Collective: both ranks of a lane must call it. lanes: the lanes that begin or end on this
+    rank, identical on both ends.
     """
     if axis.group is None:
         return {}

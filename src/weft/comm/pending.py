@@ -45,7 +45,7 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Wait for the collective and return the result.
 
-        Raises CommError with axis and operation, if a rank has exited or exceeds the timeout.
+        Raises CommError if a rank has exited or exceeds the timeout. The message names axis and operation.
         """
         axis, operation = self._axis, self._operation
         if axis is not None and operation is not None:

@@ -26,7 +26,7 @@ class Reader:
         return cls(ranks.index(rank), len(ranks))
 
     def in_replica(self, replica: int, plan: Plan) -> Reader:
-        """Return this rank's reader among those of all replicas. replica: index of this rank's replica."""
+        """Return this rank's reader among the readers of all replicas. replica: index of this rank's replica."""
         order, size = plan.axis_order, self.size * plan.dp_replicate
         if order.index("dp_replicate") < order.index("dp_shard"):
             return Reader(replica * self.size + self.rank, size)

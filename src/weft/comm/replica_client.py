@@ -50,7 +50,9 @@ class PeerListener:
         self._listener.close()
 
     def join(self, meeting: int, place: int, doors: Sequence[str], timeout_s: float) -> dict[int, socket.socket]:
-        """Return a connection to each other member, by its index. doors: addresses of all members, by index. Raises
+        """Return a connection to each other member, by its index.
+
+        meeting: index of the round. place: this member's index. doors: addresses of all members, by index. Raises
         OSError if a member does not connect in time.
         """
         end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
@@ -87,8 +89,10 @@ def _who_calls(call: socket.socket, meeting: int) -> int | None:
 
 
 class SocketLink(Link):
-    """The ranks of one round, each with a connection to every other. timeout_s: seconds without data transfer after
-    which an operation fails. leaves_host: returns True if bytes to the rank at that index leave this host.
+    """The ranks of one round, each with a connection to every other.
+
+    timeout_s: seconds without data transfer after which an operation fails. leaves_host: returns True if bytes to the
+    rank at that index leave this host.
     """
 
     transport = "sockets of a synchronization"
@@ -110,9 +114,7 @@ class SocketLink(Link):
         self._queue.append(operation)
 
     def block(self, operation: Operation) -> bool:
-        """Run the queued operations up to this one. Always returns True. Raises CommError if a rank has exited, or no
-        data moved for too long.
-        """
+        """Run queued operations up to this one. Returns True. Raises CommError if a rank exits or no data moves."""
         while not operation.finished:
             one = self._queue[0]
             try:
@@ -243,9 +245,13 @@ _BEAT_S = 2.0
 class Call:
     """A rendezvous round that this replica takes part in.
 
-    `members` are replica indices. `givers` are the members whose weights count. `doors` are the addresses of each
-    member's ranks. `place` is this replica's index among the members. `number` and `token` identify the resulting
-    anchor. `step` is the givers' step.
+    Attributes:
+        members: replica indices.
+        givers: the members whose weights count.
+        doors: addresses of each member's ranks.
+        place: this replica's index among the members.
+        number, token: identify the resulting anchor.
+        step: the givers' step.
     """
 
     id: int
@@ -322,9 +328,8 @@ class ReplicaGroup:
 
         If there is no round, this returns the server's answer: "alone" if the server is unreachable, "over", or "leave"
         if this replica was requested to stop. layout: description of this replica's tensors. It must be equal on all
-        replicas.
-        Raises CommError if another replica has a different layout. Raises ConfigError if the rendezvous server has
-        another key.
+        replicas. Raises CommError if another replica has a different layout. Raises ConfigError if the rendezvous
+        server has another key.
         """
         lost_at: list[float] = []
         more = {"doors": self._doors, "layout": layout}

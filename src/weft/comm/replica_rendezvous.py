@@ -33,9 +33,10 @@ _KEPT = 8
 
 @dataclass(slots=True)
 class _Replica:
-    """State of one replica. `heard` and `arrived` are times (s), or None. With `given_up` the others do not wait for
-    it. `has_begun` is True if, since this server started, the replica was ready for its first step or had trained
-    already.
+    """State of one replica.
+
+    `heard` and `arrived` are times (s), or None. With `given_up` the others do not wait for it. `has_begun` is True if,
+    since this server started, the replica was ready for its first step or had trained already.
     """
 
     anchor: tuple[int, int] = (-1, 0)
@@ -70,8 +71,10 @@ class RendezvousRounds:
         self._outcomes: dict[int, str] = {}
 
     def handle(self, said: dict[str, Any], now: float) -> dict[str, Any]:
-        """Apply one replica's message and return the answer. said: the message. `say` is "beat", "arrive", "leave",
-        "done" or "end"; the rest is the replica's identity and status. now: seconds of a monotonic clock.
+        """Apply one replica's message and return the answer.
+
+        said: the message. Its `say` is "beat", "arrive", "leave", "done" or "end"; the rest is the replica's identity
+        and status. now: seconds of a monotonic clock.
         """
         number = int(said["replica"])
         one = self._replicas[number]
@@ -106,15 +109,11 @@ class RendezvousRounds:
         return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
 
     def is_over(self, now: float) -> bool:
-        """Return True if the server may stop: each replica has ended, or has not reported for `timeout_s`. now: seconds
-        of the same clock.
-        """
+        """Return True if each replica has ended or not reported for `timeout_s`. now: seconds of the same clock."""
         return not any(self._lives(one, now) for one in self._replicas.values())
 
     def _leave(self, number: int) -> None:
-        """Remove a replica that was requested to stop from the waiting ones. A round of which it is a member is
-        aborted.
-        """
+        """Stop waiting for a replica that was requested to stop. Abort its round, unless it reported a result."""
         self._replicas[number].arrived = None
         under_way = self._round
         if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
@@ -285,8 +284,9 @@ class RendezvousClient:
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
-        """Send a request and return the answer. say: as in `RendezvousRounds.handle`. Raises OSError if there is no
-        answer in time. Raises ConfigError if the server has another key.
+        """Send a request and return the answer. say: as in `RendezvousRounds.handle`.
+
+        Raises OSError if there is no answer in time. Raises ConfigError if the server has another key.
         """
         host, _, port = self.address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as call:

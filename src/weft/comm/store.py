@@ -35,8 +35,9 @@ _keys: list[tuple[weakref.ref[dist.ProcessGroup], StoreKey]] = []
 
 
 class StoreKey:
-    """Signs messages and checks signatures. A signature is bound to the message's key in the store. secret: shared by
-    all ranks, and by no other process.
+    """Signs messages and checks signatures. A signature is bound to the message's key in the store.
+
+    secret: shared by all ranks, and by no other process.
     """
 
     def __init__(self, secret: bytes):
@@ -89,8 +90,8 @@ def share_store_key(given: str = "", common: bytes = b"") -> StoreKey:
     """Return a new key of the current process group. Collective, unless a secret is given.
 
     given: hex digits of the secret, if every rank has it already. common: settings that this rank received before there
-    was a group. They must be equal on all ranks.
-    Raises CommError if `common` differs from rank 0's, or if the ranks cannot be reached.
+    was a group. They must be equal on all ranks. Raises CommError if `common` differs from rank 0's, or if the ranks
+    cannot be reached.
     """
     group = dist.group.WORLD
     assert group is not None, "the ranks have not joined"
@@ -132,8 +133,9 @@ class StoreChannel:
     Every rank constructs the channel and calls the same methods in the same order, from one thread. If a rank exits,
     the others block until the launcher ends the job. Methods raise CommError if the store is lost, or if a message is
     not signed.
-    open_store: opens a store connection for this thread. None connects to the ranks' store. key: signs the messages.
-    None uses the key of the process group.
+
+    open_store: opens a store connection for this thread, or None to connect to the ranks' store. key: signs the
+    messages, or None to use the key of the process group.
     """
 
     def __init__(
@@ -309,11 +311,10 @@ _PREFIX = "weft/figures/"
 
 
 class StoreReports:
-    """Reports of all ranks in the store.
+    """Reports of all ranks in the store. They are signed and numbered, so no other process can forge or replay one.
 
-    Reports are signed and numbered, so other processes can neither forge one nor replay an old one.
-    open_store: opens a store connection. None connects to the ranks' store. key: signs the reports. None uses the key
-    of the process group.
+    open_store: opens a store connection, or None to connect to the ranks' store. key: signs the reports, or None to use
+    the key of the process group.
     """
 
     def __init__(
@@ -352,7 +353,7 @@ class StoreReports:
         return [self._newest.get(rank, (0, ""))[1] for rank in range(self._number)]
 
     def _take(self, rank: int, key: str, stored: bytes) -> None:
-        """Keep a report if it is signed and newer than the last one."""
+        """Store a report if it is signed and newer than the last one."""
         text = self._key.opened(key, stored) if stored else None
         if text is None:
             return

@@ -30,11 +30,12 @@ HERE, CPU = "here", "cpu"
 class DeviceSpec:
     """Specification of one device. None: unknown. Every rate is for one device and one direction.
 
-    peaks: dense peak FLOP/s by precision. measured_flops: FLOP/s of the fastest measured bf16 matmul.
-    scale_up_bytes_per_s: rate of the fast links (such as NVLink) within a domain of `scale_up_domain` devices.
-    nic_bytes_per_s: the device's share of the network between nodes. host_bytes_per_s: the link to host memory.
-    host_memory_bytes: the device's share of host memory. sources: origin of each number: D data sheet, S published
-    measurements, W press and web (uncertain).
+    Attributes:
+        peaks, measured_flops: dense peak FLOP/s by precision, and those of the fastest measured bf16 matmul.
+        scale_up_bytes_per_s: rate of the fast links (such as NVLink) within a domain of `scale_up_domain` devices.
+        nic_bytes_per_s: the device's share of the network between nodes.
+        host_bytes_per_s, host_memory_bytes: rate of the link to host memory, and the device's share of this memory.
+        sources: origin of each number: D data sheet, S published measurements, W press and web (uncertain).
     """
 
     name: str
@@ -66,14 +67,15 @@ class DeviceSpec:
         return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32", or None if unsupported."""
+        """Return the dense peak FLOP/s of a precision such as "bf16", or None if the device does not support it."""
         return dict(self.peaks).get(precision)
 
 
 def slowest_of(kinds: Sequence[tuple[DeviceSpec, int]]) -> DeviceSpec:
-    """Return a device with the lowest rate and the least memory of all `kinds`, named after the slowest.
+    """Return a device with the lowest rates and the least memory of all `kinds`, named after the slowest.
 
-    Collectives, pipeline stages and barriers always wait for the slowest device. The power is the average.
+    Collectives, pipeline stages and barriers always wait for the slowest device. The power is the average. The result
+    supports only the precisions that all kinds support.
 
     Args:
         kinds: (device, number of these devices).
@@ -106,7 +108,7 @@ def _least(values: Iterable[float | None]) -> float | None:
 
 # Clusters: nodes, devices per node, and their description in text or TOML.
 
-#: How the fast links join the devices of a scale-up domain.
+#: Topologies of the fast links within a scale-up domain.
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
@@ -154,9 +156,10 @@ _CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link",
 class ClusterSpec:
     """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` returns the shorthand.
 
-    rack_nodes: nodes per rack (one leaf switch of the network), or 0 for a flat network. oversubscription: ratio of the
-    bandwidth of a rack's adapters to its links to other racks. kinds: number of devices of each kind in a mixed
-    cluster; `device` then has the lowest rates of all kinds.
+    Attributes:
+        rack_nodes: nodes per rack (one leaf switch of the network), or 0 for a flat network.
+        oversubscription: ratio of the bandwidth of a rack's adapters to its links to other racks.
+        kinds: number of devices of each kind in a mixed cluster; `device` then has the lowest rates of all kinds.
     """
 
     nodes: int
@@ -280,7 +283,7 @@ def device(name: str) -> DeviceSpec:
     Numbers after the name of a built-in device replace that device's numbers.
 
     Raises:
-        ConfigError: for any other name; the message lists the built-in ones.
+        ConfigError: for an unknown name (the message lists the built-in ones), or a description with mistakes.
     """
     if "=" in name:
         return _described(name)
@@ -344,7 +347,7 @@ def _described(text: str) -> DeviceSpec:
 
 
 def described_clusters(description: str, clusters: str | None) -> str:
-    """Replace the name of a described device in a list of clusters. Without a list, return one device.
+    """Return clusters with the name of a described device replaced by its description; for None, one such device.
 
     Raises:
         ConfigError: if the description cannot be read, or no cluster uses it.
@@ -404,13 +407,13 @@ def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
 
 
 def linked(spec: DeviceSpec, count: int) -> DeviceSpec:
-    """Return the device with a scale-up domain of `count` devices if it has fast links but no given domain size."""
+    """Return the device, with a scale-up domain of `count` devices if it has fast links but no given domain size."""
     is_open = spec.scale_up_bytes_per_s > 0 and spec.scale_up_domain == 1
     return replace(spec, scale_up_domain=count) if is_open else spec
 
 
 def _known_device(name: str) -> DeviceSpec | None:
-    """Return the device with this name or alias. A memory size after the name ("h100-80gb") must match the device."""
+    """Return the device with this name or alias, or None. A memory size in the name ("h100-80gb") must match it."""
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
     sized = _MEMORY_SUFFIX.fullmatch(wanted)
     for candidate in [wanted, *([f"{sized[1]}-{sized[2]}", sized[1]] if sized else [])]:
@@ -424,7 +427,7 @@ def _known_device(name: str) -> DeviceSpec | None:
 
 
 def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
-    """Return (nodes, devices per node) for a cluster that is given as a single count."""
+    """Return (nodes, devices per node) for a count. Raise ConfigError if full nodes do not have that many devices."""
     most = spec.scale_up_domain
     if most <= 1 or count <= most:
         return 1, count
@@ -469,7 +472,7 @@ def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int
 
 
 def _expect_order(text: str) -> None:
-    """Raise ConfigError for text in the wrong order, such as "h100x8" or "8h100", and show the right form."""
+    """Raise ConfigError if a supported device and its counts are in the wrong order, such as "h100x8" or "8h100"."""
     low = text.strip().lower()
     names = [each for one in devices().values() for each in (one.name, *one.aliases)]
     for name in sorted(names, key=len, reverse=True):

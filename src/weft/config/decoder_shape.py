@@ -22,22 +22,30 @@ EXPERT_FIELDS = (
 class DecoderSpec:
     """Shape of one decoder transformer.
 
-    family: "llama" (RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases) or "gpt2" (learned positions, LayerNorm,
-    GELU, biases). ffn_dim: width of the feed-forward hidden layer. num_kv_heads: key-value heads; equal to num_heads
-    for no grouping. max_seq_len: longest sequence; the size of the position table in the gpt2 family. tied: the output
-    head shares the embedding's weight. rope_theta: base of the rotary frequencies (llama family). rope_scale: factor by
-    which the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192 tokens; 1 leaves them
-    unchanged. norm_eps: added to the mean square (or the variance) inside the norms.
-
-    With experts (llama family), some feed-forward layers are a router and `num_experts` SwiGLU layers: num_experts: 0
-    for a dense model. top_k: experts per token. expert_ffn_dim: hidden width of one expert; 0: ffn_dim.
-    num_shared_experts: number of experts that all tokens use. first_moe_layer, moe_every: layer i has experts from
-    first_moe_layer on, every moe_every-th; the others are dense. router: function of the scores, "softmax" over the
-    experts or "sigmoid" of each. normalise_top_k: divide the chosen scores by their sum. route_scale: factor on the
-    scores after that. balance: "aux_loss" adds balance_rate times the sequence-wise loss of DeepSeek-V3 (arXiv
-    2412.19437, eq. 17); "bias" moves each expert's selection bias by balance_rate a step (arXiv 2408.15664); "none".
-    capacity_factor: an expert accepts at most this many times its even share of a sequence, and later tokens skip it;
-    0: no token is dropped.
+    Attributes:
+        family: "llama" (RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases) or "gpt2" (learned positions,
+            LayerNorm, GELU, biases).
+        num_kv_heads: key-value heads; equal to num_heads for no grouping.
+        ffn_dim: width of the feed-forward hidden layer.
+        max_seq_len: longest sequence; the size of the position table in the gpt2 family.
+        tied: the output head shares the embedding's weight.
+        rope_theta: base of the rotary frequencies (llama family).
+        rope_scale: factor by which the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192
+            tokens; 1 leaves them unchanged.
+        norm_eps: added to the mean square (or the variance) inside the norms.
+        num_experts: experts of a mixture-of-experts layer, each a SwiGLU (llama family); 0 for a dense model.
+        top_k: experts per token.
+        expert_ffn_dim: hidden width of one expert; 0: ffn_dim.
+        num_shared_experts: number of experts that all tokens use.
+        first_moe_layer, moe_every: from layer first_moe_layer on, every moe_every-th layer has experts; the others are
+            dense.
+        router: function of the scores: "softmax" over the experts, or "sigmoid" of each.
+        normalise_top_k: divide the chosen scores by their sum.
+        route_scale: factor on the scores after that.
+        balance: "aux_loss" adds balance_rate times the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17);
+            "bias" moves each expert's selection bias by balance_rate a step (arXiv 2408.15664); "none".
+        capacity_factor: an expert accepts at most this many times its even share of a sequence, and later tokens skip
+            it; 0: no token is dropped.
     """
 
     family: str = "llama"
@@ -85,7 +93,7 @@ class DecoderSpec:
 class ShapeRule:
     """A requirement on decoder shapes.
 
-    text: returns the message, with the rule and the fix, for a shape that breaks it.
+    `text` is the message with the rule and the fix, or a function that returns it for a shape.
     """
 
     field: str

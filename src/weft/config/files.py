@@ -43,7 +43,10 @@ class LoadedConfig:
     origins: Mapping[str, str]
 
     def check(self, *, world_size: int | None = None, device: DeviceSpec | None = None) -> None:
-        """Check the rules that depend on the number of ranks. Raise ConfigError with every problem and its origin."""
+        """Check all rules again, with the number of ranks and the device, if given.
+
+        Raise ConfigError with every problem and its origin.
+        """
         problems = config_problems(self.config, origins=self.origins, world_size=world_size, device=device)
         if problems:
             raise ConfigError(sorted(problems, key=by_line))
@@ -228,7 +231,10 @@ def run_name(path: Path) -> str:
 
 
 def _name_run(tables: dict[str, object], path: Path) -> bool:
-    """Name the run after its file if no setting names it, so that two files never use the same run folder."""
+    """Name the run after its file if no setting names it, so that two files never use the same run folder.
+
+    Return True if the run got a name.
+    """
     section = tables.setdefault("run", {})
     if not isinstance(section, dict) or "name" in section:
         return False
@@ -256,7 +262,7 @@ def _expand_short_forms(tables: dict[str, object]) -> None:
 
 
 def _as_integers(node: object, path: KeyPath = ()) -> object:
-    """Return the tables with floats such as 1e3 converted to integers for integer settings."""
+    """Return the tables with floats such as 1e3 converted to integers, in the same tables, for integer settings."""
     if isinstance(node, float):
         types = types_of(node_at(path)) if node.is_integer() else []
         return int(node) if "integer" in types and "number" not in types else node
@@ -269,7 +275,7 @@ def _as_integers(node: object, path: KeyPath = ()) -> object:
 
 
 def _resolve_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> list[Problem]:
-    """Keep either steps or epochs: the command line wins over the file, and setting both in one source is a mistake."""
+    """Keep either steps or epochs: the command line wins over the file. Return a problem if one source sets both."""
     train = tables.get("train")
     if not isinstance(train, dict) or not {"steps", "epochs"} <= train.keys():
         return []
@@ -284,7 +290,7 @@ def _resolve_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> li
 
 
 def _read_plan(tables: dict[str, object]) -> list[Problem]:
-    """Replace the plan in `tables` by its text, or remove it if it cannot be read."""
+    """Replace a plan given as a table by its text. Remove a plan that cannot be read, and return its problems."""
     plan = tables.get("plan")
     if not isinstance(plan, str | dict):
         return []  # absent, or of a type that validation rejects
@@ -456,7 +462,10 @@ def _put(tables: dict[str, object], path: KeyPath, value: object, problems: list
 
 
 def _start(path: KeyPath) -> object:
-    """Return the initial value that an override changes: the default's elements for an array, else an empty table."""
+    """Return the initial value of a key that an override sets values in.
+
+    An array starts with the default's elements, a table is empty. None: the key has a single value.
+    """
     schema = node_at(path)
     if schema is None or schema.get("type") == "object" or path == ("plan",):
         return {}

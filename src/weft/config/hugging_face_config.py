@@ -33,7 +33,7 @@ _NAMES = {
     "window": ("sliding_window",),
 }
 
-#: Additional names that `resize` also sets: halves of encoder-decoders, vision towers, parts of attention, states.
+#: Additional names that `resize` also sets: encoders, decoders, vision towers, parts of attention, SSM layers.
 _BESIDE = {
     "layers": ("depth", "encoder_layers", "decoder_layers", "num_decoder_layers", "n_layers"),
     "hidden": ("dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
@@ -59,7 +59,7 @@ def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of a model's shape from the contents of a config.json; `name` is used in error messages.
 
     Raises:
-        ModelError: if a size is not an integer, or a required one is missing.
+        ModelError: if a size is not an integer, a required one is missing, or the heads do not divide the hidden size.
     """
     found: dict[str, int] = {}
     for field, keys in _NAMES.items():

@@ -14,7 +14,7 @@ from weft.config.rules.plan_rules import RULES
 from weft.config.rules.rule import Facts, Rule, UnknownFact
 
 Choices = Mapping[str, Sequence[object]]
-#: A rule without a verdict, and the unassigned field that it tried to read; "" before its first check.
+#: A rule that is not decided yet, and the unassigned field that it reads; "" before its first check.
 _Waiting = tuple[Rule, str]
 
 
@@ -65,7 +65,7 @@ def _decide(
 
 
 def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[_Waiting]) -> list[_Waiting] | None:
-    """Return the rules without a verdict so far, or None if a rule is broken for all remaining choices."""
+    """Return the rules that are not decided yet, or None if a rule is broken for all remaining choices."""
     plan = cast(Plan, _Values(values))
     waiting: list[_Waiting] = []
     for rule, field in rules:

@@ -21,9 +21,13 @@ _PLAIN = re.compile(r"[^a-zA-Z0-9_]")
 class MetricSpec:
     """One kind of metric.
 
-    name: dotted, as in conditions and events. unit: "s", "bytes", "ratio", ... or "" for a plain number. label: what
-    distinguishes its series, such as "phase", or "" for a single series. owner: the described object (`Owner`). grows:
-    True for a total that only increases during a run. worse: the bad direction, or "".
+    Attributes:
+        name: dotted, as in conditions and events.
+        unit: "s", "bytes", "ratio", ... or "" for a plain number.
+        label: what distinguishes its series, such as "phase", or "" for a single series.
+        owner: the described object (`Owner`).
+        grows: True for a total that only increases during a run.
+        worse: the bad direction, or "".
     """
 
     name: str
@@ -187,9 +191,12 @@ class Series:
 class Compare:
     """A metric compared with a number.
 
-    of: "" compares with a value; "plan" with a multiple of the planned value; "median" with a multiple of the median
-    over a span; "sigma" with the deviation from that median. For ranks and machines the worst series is compared: the
-    largest for ">", the smallest for "<". hold: time for which the comparison must be true.
+    For ranks and machines the worst series is compared: largest for ">", smallest for "<".
+
+    Attributes:
+        of: "" compares with a value, "plan" with a multiple of the planned value, "median" with a multiple of the
+            median over the span `over`, "sigma" with the deviation from that median.
+        hold: time for which the comparison must be true.
     """
 
     series: Series
@@ -284,7 +291,7 @@ def parse_condition(text: str) -> Condition:
     """Parse a condition.
 
     Raises:
-        ValueError: with the mistake and the fix, without the text and its position.
+        ValueError: if the text is not a condition. The message has the mistake and the fix, not the full text.
     """
     if len(text) > 1000:
         raise ValueError("a condition has at most 1000 letters. Make several alerts of it")

@@ -19,14 +19,22 @@ if TYPE_CHECKING:
 class DecoderWidths:
     """Widths and counts of a decoder, in values, not bytes.
 
-    head_dim: width of one head; heads x head_dim may differ from hidden. ffn: width of the feed-forward layer (0 if
-    every layer has experts). gated: True for two up projections (SwiGLU), else one. num_experts, top_k, expert_ffn:
-    sizes of the layers with experts; shared_ffn: width of the shared experts, which every token uses. dense_layers:
-    layers without experts. window: tokens that a windowed layer attends to (0: all); windowed_layers: number of layers
-    with the window. q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: not latent).
-    With these, head_dim is the part of a head without rotary positions and rope_dim the part with them. tied: True if
-    the head shares the embedding's weight. biases: True if linear layers have biases. layer_norm: True for LayerNorm
-    (always one kernel), else RMSNorm. learned_positions: rows of the position table (0: rotary or no positions).
+    Attributes:
+        head_dim: width of one head; heads x head_dim may differ from hidden. Of latent attention: the part without
+            rotary positions.
+        ffn: width of the feed-forward layer (0 if every layer has experts).
+        gated: True for two up projections (SwiGLU), else one.
+        tied: True if the head shares the embedding's weight.
+        biases: True if linear layers have biases.
+        layer_norm: True for LayerNorm (always one kernel), else RMSNorm.
+        learned_positions: rows of the position table (0: rotary or no positions).
+        num_experts, top_k, expert_ffn: sizes of the layers with experts.
+        shared_ffn: width of the shared experts, which every token uses.
+        dense_layers: number of layers without experts.
+        window: tokens that a windowed layer attends to (0: all).
+        windowed_layers: number of layers with the window.
+        q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: not latent).
+        rope_dim: the part of a head with rotary positions, in latent attention.
     """
 
     vocab: int
@@ -302,7 +310,7 @@ def model_names() -> tuple[str, ...]:
 def size_hides(source: str) -> str:
     """Return a note for users if `source` is the name of both a built-in size and a file or folder, else "".
 
-    The size wins, so that a folder with that name does not change the meaning of a command.
+    The size takes precedence, so that a folder with that name does not change the meaning of a command.
     """
     if source not in model_names() or not os.path.exists(source):
         return ""

@@ -139,7 +139,7 @@ def divide_layers(
 
 @functools.lru_cache(maxsize=256)
 def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: float) -> tuple[int, ...]:
-    """Return the result of `divide_layers`, cached because a search repeats the same divisions."""
+    """Compute `divide_layers`, cached because a search repeats the same divisions."""
     num_layers = len(costs)
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")
@@ -273,7 +273,7 @@ def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> boo
 
 
 def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_len: int, tp: int = 1) -> str:
-    """Return the context-parallel mode of a plan. "auto" selects a mode by the shape.
+    """Return the context-parallel mode of a plan. "auto" selects a mode by the shape, and gather for cp=1.
 
     "auto" selects Ulysses if it sends no more than the others: each rank sends its queries, keys, values and outputs
     once, while gather and ring receive every other rank's keys and values. Otherwise it selects ring for at least

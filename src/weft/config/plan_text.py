@@ -12,7 +12,7 @@ from weft.errors import PlanError, Problem, did_you_mean
 
 
 def is_auto(text: str) -> bool:
-    """Return True if the planner chooses: "auto", or "auto" followed by fixed fields ("auto zero=3")."""
+    """Return True if the planner chooses the plan: "auto", or "auto" followed by fixed fields ("auto zero=3")."""
     return text.split()[:1] == ["auto"]
 
 

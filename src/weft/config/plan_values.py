@@ -125,7 +125,11 @@ class Integer(Kind):
 
 @dataclass(frozen=True, slots=True)
 class PassCount(Integer):
-    """Number of microbatches of a step. The planner computes it separately, by the same rule for every plan."""
+    """Number of microbatches of a step.
+
+    The planner has no column for this field. It stores `microbatches` (pp > 1) or `accumulation` as
+    `num_micro`.
+    """
 
     dtype: str = ""
 
@@ -161,8 +165,10 @@ class Switch(Kind):
 class OneOf(Kind):
     """One of several names.
 
-    open: the name that leaves the choice to Weft. codes: the names that the planner encodes, if different; an open name
-    is resolved before a plan is encoded. instead: the name to use for a name in `codes` that no plan has.
+    Attributes:
+        open: the name that leaves the choice to Weft. It is resolved before a plan is encoded.
+        codes: the names that the planner encodes, if different.
+        instead: the name to use for a name in `codes` that no plan has.
     """
 
     known: Sequence[str]
@@ -501,8 +507,10 @@ def share_of(value: Sequence[str], word: str) -> float:
 class SearchFacts:
     """Context that decides which values are worth searching.
 
-    layers: number of layers. half_formats: which of bf16 and fp16 the device supports. flash: attention stores no
-    scores.
+    Attributes:
+        layers: number of layers.
+        half_formats: which of bf16 and fp16 the device supports.
+        flash: attention stores no scores.
     """
 
     layers: int
@@ -522,14 +530,19 @@ Tried = Callable[[int, Sequence[int]], Sequence[Any]]
 class PlanField:
     """One field of the plan.
 
-    kind: reads, checks, prints and encodes its values. default: the value of plans that do not set it. help: its
-    meaning, for the documentation. needs: axes; if none of them is in use, the field has its default. searched: the
-    values that the planner enumerates; None: only the default, or the user's value. If several fields are enumerated
-    together, the values are tuples, and the other fields name this one in `searched_with`. nearby: additional values
-    for refinement. tried: values that tests try. divides_work: True if it decides how ranks divide the work, False if
-    it changes how one rank does its part. asks: restrictions by the model: "" none, "use": the model may reject any
-    value but the default, "value": it may reject single values. probed: True if tests try it alone before they combine
-    it with other fields.
+    Attributes:
+        kind: reads, checks, prints and encodes its values.
+        default: the value of plans that do not set it.
+        help: its meaning, for the documentation.
+        needs: axes; if none of them is in use, the field has its default.
+        searched: the values that the planner enumerates; None: only the default, or the user's value.
+        searched_with: the field whose `searched` contains tuples with the values of this field too, or "".
+        nearby: additional values for refinement.
+        tried: values that tests try.
+        divides_work: True if it decides how ranks divide the work, False if it changes how one rank does its part.
+        asks: restrictions by the model: "" none, "use": the model may reject any value but the default, "value": it may
+            reject single values.
+        probed: True if tests try it alone before they combine it with other fields.
     """
 
     name: str
@@ -570,7 +583,7 @@ def described(
     asks: str = "",
     probed: bool = False,
 ) -> Any:
-    """Declare a field of the plan: `tp: int = described(Integer(), 1, "...", tried=divisors)`; see `PlanField`."""
+    """Declare a field of the plan: `tp: int = described(Integer(), 1, "...", tried=divisors)`. `PlanField` has the arguments."""
     description = PlanField(
         name="", kind=kind, default=default, help=help, needs=needs, nearby=nearby, divides_work=divides_work,
         searched=searched if searched is None or callable(searched) else lambda _: searched, asks=asks,

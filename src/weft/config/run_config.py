@@ -359,8 +359,8 @@ class RunConfig(Section):
     """One training run."""
 
     plan: str = "dp_replicate=*"
-    """How training is spread over the ranks, as text or as a table; an axis set to '*' takes the remaining ranks. With
-    "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
+    """How the model is distributed over the ranks, as text or as a table; an axis set to '*' takes the remaining ranks.
+    With "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
     layout: str = ""
     """How tensor parallelism shards the model: pattern=style items, or a file of them. `weft layout MODEL --save FILE`
     writes a file to edit. By default Weft derives the layout from the model."""

@@ -305,7 +305,7 @@ class ChannelSection(Section):
     server: str = "localhost:25"
     """mail: host:port of the SMTP server."""
     security: Literal["none", "starttls", "tls"] = "none"
-    """mail: how the connection is encrypted. With a password it must be."""
+    """mail: encryption of the connection. It is required with a password."""
     user: str = ""
     """mail: user name of the server."""
     password: SecretRef | None = None

@@ -42,8 +42,9 @@ class Growth:
 class Matmul:
     """`batch` matmuls of m x k and k x n matrices, or a convolution in this form.
 
-    cut: the size that tensor parallelism divides: "columns": n, "rows": k, "inside": the batch, "none": nothing.
-    input_grad, weight_grad: True if backward computes the gradient of the left matrix, or of the right one.
+    Attributes:
+        cut: what tensor parallelism shards: "columns": n, "rows": k, "inside": the batch, "none": nothing.
+        input_grad, weight_grad: True if backward computes the gradient of the left matrix, or of the right one.
     """
 
     m: Growth
@@ -85,7 +86,10 @@ class Matmul:
 class TracedAttention:
     """One fused attention call.
 
-    queries: total number, B S. keys: keys visible to each query. cut: True if t divides the heads.
+    Attributes:
+        queries: total number, B S.
+        keys: keys visible to each query.
+        cut: True if tensor parallelism shards the heads.
     """
 
     heads: int
@@ -110,7 +114,13 @@ class TracedAttention:
 
 @dataclass(frozen=True, slots=True)
 class DividedBytes:
-    """Bytes, grouped by what divides them. cut: by t. gathered: never, not even under sp. whole: by t under sp."""
+    """Bytes of a layer, grouped by what divides them on a rank.
+
+    Attributes:
+        cut: divided by t.
+        gathered: full on every rank, even under sequence parallelism.
+        whole: divided by t only under sequence parallelism.
+    """
 
     cut: Growth = Growth()
     gathered: Growth = Growth()
@@ -142,12 +152,18 @@ FORMAT, VERSION = "weft-traced-model", 3
 class TracedLayer:
     """One distinct layer, or the modules before or after the layers. Bytes are for a half-precision format.
 
-    path: path of the first instance. count: number of identical layers. params_cut: parameters that tensor parallelism
-    divides. params_whole: parameters with a full copy on every tp rank. moved_*: bytes that kernels other than matmuls
-    and attention read and write; fused_*: the same with chains of kernels fused as by torch.compile. saved: bytes saved
-    for backward by recompute policy: "none", "attention", "selective", "full", and "compiled" for "none" under
-    torch.compile. reduced: values that tensor parallelism all-reduces in forward. kernels_forward: kernel launches in
-    forward. fused_kernels: the same, compiled.
+    Attributes:
+        path: path of the first instance.
+        count: number of identical layers.
+        params_cut: number of parameters that tensor parallelism shards.
+        params_whole: number of parameters with a full copy on every tp rank.
+        moved_forward, moved_backward: bytes that kernels other than matmuls and attention read and write.
+        fused_forward, fused_backward: the same with chains of kernels fused as by torch.compile.
+        saved: bytes saved for backward by recompute policy: "none", "attention", "selective", "full", and "compiled"
+            for "none" under torch.compile.
+        reduced: values that tensor parallelism all-reduces in forward.
+        kernels_forward: kernel launches in forward.
+        fused_kernels: the same, compiled.
     """
 
     path: str
@@ -218,13 +234,19 @@ class Limit:
 class TracedModel:
     """A traced model.
 
-    layers: the distinct repeated layers. before, after: the modules before the first and after the last layer, without
-    embedding table and head, which `vocab` and `tied` describe. vocab: entries of the head, or 0. hidden: values passed
-    from one layer to the next, per token, or per sample if the model has no sequences. reads_sequence: True if S has a
-    meaning. max_seq_len: maximum sequence length. default_seq_len: sequence length of the example. limits: restrictions
-    of plan fields for this model. linears: inputs and outputs of the linear layers that may have an adapter, with their
-    counts. crossings: tensors of `hidden` values per token that a pipeline stage sends to the next, averaged over all
-    stage boundaries; an encoder's output is sent along with its decoder's states.
+    Attributes:
+        layers: the distinct repeated layers.
+        before, after: the modules before the first and after the last layer, without embedding table and head.
+        vocab: entries of the head, or 0.
+        tied: True if the head shares the embedding table.
+        hidden: values passed from one layer to the next, per token, or per sample if the model has no sequences.
+        reads_sequence: True if S has a meaning.
+        max_seq_len: maximum sequence length.
+        default_seq_len: sequence length of the example.
+        limits: restrictions of plan fields for this model.
+        linears: inputs, outputs and count of the linear layers that may have an adapter.
+        crossings: tensors of `hidden` values per token that a pipeline stage sends to the next, averaged over all stage
+            boundaries; an encoder's output is sent along with its decoder's states.
     """
 
     name: str

@@ -19,12 +19,17 @@ from weft.errors import PlanError
 class WireSpec:
     """Properties of a wire format for planner and plan.
 
-    name: value in the plan. codec: its class as "module:Class", imported when ranks use it. exact: no rounding.
-    element_bytes: bytes of one value on the wire; 0: as in memory. block, block_bytes: additional bytes (a scale) per
-    block of values. state_bytes: bytes that each rank keeps from step to step, per value it sends. outer_only: valid
-    for `compress` only. rank: rank of the low-rank matrices that are sent; 0: values are encoded one by one. kept:
-    number of values of each block that are sent (the others are added to the residual); 0: all. exact_steps: number of
-    first steps of a run that do not use the format.
+    Attributes:
+        name: value in the plan.
+        codec: its class as "module:Class", imported when ranks use it.
+        exact: no rounding.
+        element_bytes: bytes of one value on the wire; 0: as in memory.
+        block, block_bytes: additional bytes (a scale) per block of values.
+        state_bytes: bytes that each rank keeps from step to step, per value it sends.
+        outer_only: valid for `compress` only.
+        rank: rank of the low-rank matrices that are sent; 0: values are encoded one by one.
+        kept: number of values of each block that are sent (the others are added to the residual); 0: all.
+        exact_steps: number of first steps of a run that do not use the format.
     """
 
     name: str

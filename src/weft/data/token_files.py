@@ -253,7 +253,7 @@ class SplitReader:
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:
-        """Return the sorted distances d in 1..length such that a document starts at token start + d.
+        """Return the sorted distances d, 1 <= d <= length, such that a document starts at token start + d.
 
         Wraps like `tokens`.
         """

@@ -58,7 +58,7 @@ def check_arguments(args: Any) -> None:
 def plan_of(requested: str | Plan, args: Any, model: nn.Module | None) -> Plan:
     """Return the plan, with microbatches, precision and recomputation of the arguments that it leaves open.
 
-    Raises PlanError if plan and arguments contradict each other.
+    Raises PlanError if plan and arguments contradict each other, or trainers do not support the plan.
     """
     place = env.rank_env()
     if isinstance(requested, str) and is_auto(requested):
@@ -85,7 +85,7 @@ def plan_of(requested: str | Plan, args: Any, model: nn.Module | None) -> Plan:
 
 
 def check_shards(args: Any, plan: Plan) -> None:
-    """Raise ConfigError for arguments that need full weights, or ranks that do not wait for each other in a forward."""
+    """Raise ConfigError if the plan shards the model and an argument needs full weights or independent forwards."""
     shards = plan.world_size != plan.dp_size or (plan.zero == 3 and plan.dp_shard > 1)
     waits = "ranks wait for each other in every forward, and generate different numbers of tokens"
     needs = {

@@ -61,7 +61,7 @@ class RankBatches:
 
     @property
     def sampler(self) -> Any:
-        """The sampler below the batch sampler. accelerate replaces it by one that an epoch seeds."""
+        """The batch sampler's sampler. accelerate replaces it with one that is seeded by the epoch."""
         return self._batches.sampler
 
     @sampler.setter
@@ -105,7 +105,8 @@ def rank_loader(loader: DataLoader[Any], data: Axis, device: torch.device, seed:
         trains: True for training. In evaluation all ranks get the same number of batches.
 
     Raises:
-        DataError: for a stream in evaluation on several data ranks, because its end is unknown.
+        DataError: on several data ranks, for a stream in evaluation, because its length is unknown, or for a loader
+            without batches.
     """
     options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
     if isinstance(loader.dataset, IterableDataset):

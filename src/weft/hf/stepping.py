@@ -40,7 +40,7 @@ class TrainerBatches:
     def begin(self, trainer: Any, batches: list[Any], own: Any, num_batches: int) -> tuple[list[Any], Any]:
         """Return this rank's microbatches, with placeholders if it has fewer than others, and the global item count.
 
-        All data ranks call it. Raises DataError if this rank has no sample from the start.
+        All data ranks call it. Raises DataError if this rank has no sample in the first step.
 
         Args:
             batches: microbatches of this rank, up to `num_batches`.
@@ -125,12 +125,12 @@ class TrainerStep:
         return torch.tensor(self.metrics.loss, device=device)
 
     def apply(self) -> StepMetrics:
-        """Update the weights."""
+        """Update the weights, and return the step's metrics."""
         self.metrics = self.step.apply()
         return self.metrics
 
     def _unsharded(self, inputs: Any) -> dict[str, Any]:
-        """Return inputs that cp may divide: with shifted labels, and padded on the right to a multiple of 2 cp.
+        """Return inputs that cp can shard: with shifted labels, and padded on the right to a multiple of 2 cp.
 
         Tokens on the right change no other token of a causal language model.
         """

@@ -54,7 +54,7 @@ _STATES = "weft"
 
 
 class PlannedTrainer(transformers.Trainer):
-    """transformers' Trainer under a plan. Loss, weights and metrics equal the same trainer on one device.
+    """transformers' Trainer under a plan. It gives the loss, weights and metrics of the same trainer on one device.
 
     One device has a batch size of `per_device_train_batch_size` times the data ranks. Evaluation has the same batches
     for any number of ranks.
@@ -87,7 +87,7 @@ class PlannedTrainer(transformers.Trainer):
 
     @property
     def weft_run(self) -> Run:
-        """The plan on this rank, as `weft.init` returns it."""
+        """This rank's `Run`, as `weft.init` returns it."""
         assert self._weft_run is not None
         return self._weft_run
 
@@ -98,7 +98,7 @@ class PlannedTrainer(transformers.Trainer):
 
     @property
     def uses_model_loss(self) -> bool:
-        """True if the loss is the model's own, in one call of the model. TRL's SFTTrainer adds only metrics to it."""
+        """True if the loss is the model's own, in one call to the model. TRL's SFTTrainer adds only metrics to it."""
         kind = type(self)
         is_own = kind.compute_loss is transformers.Trainer.compute_loss
         return (is_own and kind.prediction_step is PlannedTrainer.prediction_step) or self._adds_metrics()
@@ -160,7 +160,7 @@ class PlannedTrainer(transformers.Trainer):
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model, unless the plan moves each rank's part of it."""
+        """Move the model to the device, unless the plan shards it and moves each rank's part later."""
         plan = self.weft_run.plan
         if plan.world_size == plan.dp_size and plan.zero < 3:
             super()._move_model_to_device(model, device)
@@ -189,13 +189,13 @@ class PlannedTrainer(transformers.Trainer):
                 warnings.warn(text, WeftWarning, stacklevel=2)
         self.weft_run.parallelize(model)
         self._weft_step = None
-        if self.optimizer is not None:  # built by the user: it continues with the parameters of the divided model
+        if self.optimizer is not None:  # built by the user: it continues with the parameters of the sharded model
             now = dict(model.named_parameters())
             for group in self.optimizer.param_groups:
                 group["params"] = [now[names[id(one)]] for one in group["params"] if names.get(id(one)) in now]
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of parameters with weight decay, from the model before the plan divided it."""
+        """Return the names of parameters with weight decay, from the model before the plan sharded it."""
         return super().get_decay_parameter_names(model) if self._weft_decayed is None else self._weft_decayed
 
     # --- data ---
@@ -274,7 +274,7 @@ class PlannedTrainer(transformers.Trainer):
     # --- evaluation ---
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the divided model."""
+        """Apply the plan to the model if necessary, and evaluate it."""
         self._weft_parallelize()
         return super().evaluation_loop(*args, **kwargs)
 
@@ -320,7 +320,7 @@ class PlannedTrainer(transformers.Trainer):
         )  # fmt: skip
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Check that Weft wrote the checkpoint. `_prepare_for_training` loads it into the divided model."""
+        """Check that Weft wrote the checkpoint. `_prepare_for_training` loads it into the sharded model."""
         if not (Path(resume_from_checkpoint) / _STATES).is_dir():
             raise CheckpointError(
                 f"resume_from_checkpoint={resume_from_checkpoint}: it has no states of Weft. Load its model with "

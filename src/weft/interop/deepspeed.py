@@ -35,9 +35,10 @@ class _Batch:
 
 
 def read_batch(reading: Reading, world_size: int | None) -> int | None:
-    """Read the batch sizes into train.global_batch and microbatches per step. Return the number of data-parallel ranks.
-    world_size: number of all ranks, or None. The three batch sizes together determine the number of data-parallel
-    ranks.
+    """Read the batch sizes into train.global_batch and microbatches per step.
+
+    Return the number of data-parallel ranks, or None if it is unknown. The three batch sizes together determine it.
+    world_size: number of all ranks, or None.
     """
     batch = _Batch(
         reading.read_int(TOTAL), reading.read_int(MICRO), reading.read_int(PASSES), _data_ranks(reading, world_size)
@@ -418,11 +419,14 @@ def read_recompute(reading: Reading) -> None:
 class Imported:
     """Result of importing a config of another tool.
 
-    name: file name. plan: plan text; one axis is `*` if the file does not fix the number of ranks.
-    overrides: dotted setting of a RunConfig -> value. lines: one outcome for each key, in the file's order.
-    open: settings that are "auto" in the file, or depend on the number of ranks. They keep Weft's defaults.
-    notes: differences between the two frameworks that do not belong to a key.
-    tool: the tool that the file belongs to.
+    Attributes:
+        name: file name.
+        plan: plan text; one axis is `*` if the file does not fix the number of ranks.
+        overrides: dotted setting of a RunConfig -> value.
+        lines: one outcome for each key, in the file's order.
+        open: settings that are "auto" in the file, or depend on the number of ranks. They keep Weft's defaults.
+        notes: differences between the two frameworks that do not belong to a key.
+        tool: the tool that the file belongs to.
     """
 
     name: str
@@ -464,11 +468,16 @@ def import_deepspeed(
     *,
     not_built: Sequence[Rule] = NOT_BUILT_RULES,
 ) -> Imported:
-    """Read a DeepSpeed config: a path, JSON text, or a dict.
+    """Import a DeepSpeed config.
 
-    world_size: number of ranks that will be started, or None. not_built: rules of plans that are valid but not
-    implemented. A key that such a rule rejects is converted, and marked as not built.
-    Raises ConfigError with every mistake found, each with its file and line.
+    Args:
+        source: a path, JSON text, or a dict.
+        world_size: number of ranks that will be started, or None.
+        not_built: rules of valid plans that Weft does not support yet. A key that such a rule rejects is converted, and
+            its outcome gets the kind NOT_BUILT.
+
+    Raises:
+        ConfigError: with every mistake found, each with its file and line.
     """
     read = read_source(source)
     reading = Reading(read)
@@ -507,7 +516,10 @@ def _name(source: Source) -> str:
 def _mark_not_built(
     reading: Reading, plan: Plan, open_axis: str | None, not_built: Sequence[Rule]
 ) -> tuple[Outcome, ...]:
-    """Return the lines in the file's order. Lines of plan fields that a rule rejects are marked as not built."""
+    """Return the outcome of each key, in the file's order.
+
+    Keys whose plan field Weft does not support yet get the kind NOT_BUILT.
+    """
     refused = {f"plan.{violation.field}" for violation in check(plan, Facts(open_axis=open_axis), not_built)}
     lines = [reading.lines[key] for key in reading.order if key in reading.lines]
     return tuple(
@@ -519,10 +531,16 @@ def _mark_not_built(
 
 
 def plan_from_deepspeed(source: Path | str | Mapping[str, object], world_size: int | None = None) -> Plan:
-    """Return the plan of a DeepSpeed config: a path to ds_config.json, its text, or its dict. world_size: number of
-    ranks; by default the number that torchrun, srun or `weft train` started, or the number that follows from the file's
-    batch sizes. `import_deepspeed` also returns the settings and the outcome of each key. Raises ConfigError with every
-    mistake in the file. Raises PlanError if the number of ranks cannot be determined.
+    """Return the plan of a DeepSpeed config. `import_deepspeed` also returns the settings and the outcome of each key.
+
+    Args:
+        source: a path to ds_config.json, its text, or its dict.
+        world_size: number of ranks; by default the number that torchrun, srun or `weft train` started, or the number
+            that follows from the file's batch sizes.
+
+    Raises:
+        ConfigError: with every mistake in the file.
+        PlanError: if the number of ranks cannot be determined.
     """
     place = env.rank_env() if world_size is None else None
     plan, open_axis = Plan.read_open(import_deepspeed(source, place.world_size if place else world_size).plan)

@@ -33,7 +33,13 @@ _LEXEME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A parsed config file. tables: its contents. name: its path, or ''. lines: line number of each dotted key."""
+    """A parsed config file.
+
+    Attributes:
+        tables: its contents.
+        name: its path, or ''.
+        lines: line number of each dotted key.
+    """
 
     tables: Mapping[str, object]
     name: str = ""
@@ -47,7 +53,10 @@ class Source:
 
 
 def read_source(source: Path | str | Mapping[str, object]) -> Source:
-    """Read the tables of a config: a path, JSON text (it begins with a brace), or a dict. Raises ConfigError."""
+    """Read the tables of a config: a path, JSON text (it begins with a brace), or a dict.
+
+    Raise ConfigError if it cannot be read.
+    """
     if isinstance(source, Mapping):
         _check_depth(source)
         return Source(_with_text_keys(source))
@@ -216,8 +225,12 @@ PHRASES = {
 class Outcome:
     """Result of importing one key of the file. The outcome of a table may cover all keys in it.
 
-    key: dotted, as in the file. value: as typed, truncated. kind: a key of PHRASES.
-    text: text after the kind's phrase. fields: Weft's settings that the key set, such as "plan.zero" or "optimizer.lr".
+    Attributes:
+        key: dotted, as in the file.
+        value: as typed, truncated.
+        kind: a key of PHRASES.
+        text: text after the kind's phrase.
+        fields: Weft's settings that the key set, such as "plan.zero" or "optimizer.lr".
     """
 
     key: str
@@ -314,8 +327,13 @@ _COMMENTS = ("comment", "comments", "$schema")
 
 
 class Reading:
-    """State of importing one file. plan: fields of the plan. settings: dotted settings of a RunConfig.
-    open: settings that are "auto" in the file. values: values of the keys to convert, without those that are null.
+    """State of importing one file.
+
+    Attributes:
+        plan: fields of the plan.
+        settings: dotted settings of a RunConfig.
+        open: settings that are "auto" in the file.
+        values: values of the keys to convert, without those that are null.
     """
 
     def __init__(self, source: Source):

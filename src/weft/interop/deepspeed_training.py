@@ -26,8 +26,14 @@ REMOVED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """Conversion of a schedule. kind: Weft's schedule. final: its last factor of the learning rate.
-    params: DeepSpeed's parameters. near: description of DeepSpeed's schedule if Weft's is only similar, else ""."""
+    """Conversion of a schedule.
+
+    Attributes:
+        kind: Weft's schedule.
+        final: its last factor of the learning rate.
+        params: DeepSpeed's parameters.
+        near: description of DeepSpeed's schedule if Weft's is only similar, else "".
+    """
 
     kind: str
     final: float

@@ -81,8 +81,11 @@ def tools() -> Mapping[str, Tool]:
 class TrainerReading:
     """State of importing one file. Like `Reading` of DeepSpeed's configs, for flat keys.
 
-    plan: fields of the plan. settings: dotted settings of a RunConfig. open: settings that depend on the ranks.
-    folder: folder of the file, for the files that it names.
+    Attributes:
+        plan: fields of the plan.
+        settings: dotted settings of a RunConfig.
+        open: settings that depend on the ranks.
+        folder: folder of the file, for the files that it names.
     """
 
     def __init__(self, tool: Tool, values: Mapping[str, object], folder: Path, world_size: int | None):

@@ -288,7 +288,7 @@ def _sources(
 
 
 def _preference_schema(reading: TrainerReading) -> str | None:
-    """Return the schema of data for preferences, or None if the file trains on texts."""
+    """Return the schema of the preference data, or None if the config does not train on preferences."""
     is_kto = reading.settings.get("task.options.objective") == "kto"
     return None if "task.name" not in reading.settings else "feedback" if is_kto else "preference"
 
@@ -502,7 +502,10 @@ def _read_yaml(file: Path) -> dict[str, object]:
 
 
 def _detected(file: Path, values: Mapping[str, object]) -> str:
-    """Return the tool that alone has the most keys of the file."""
+    """Return the tool that has the most keys that no other tool has.
+
+    If this is undecided, it is "deepspeed" for a .json file. Raise ConfigError for other files.
+    """
     known = {name: tool.keys for name, tool in tools().items()}
     known["deepspeed"] = frozenset(key.partition(".")[0] for key in known_keys())
     votes = dict.fromkeys(known, 0)
@@ -522,7 +525,10 @@ def _detected(file: Path, values: Mapping[str, object]) -> str:
 def import_values(
     values: Mapping[str, object], tool: str, *, name: str = "", folder: Path = Path(), world_size: int | None = None
 ) -> Imported:
-    """Import the values of a config, by key. `name` is used in reports; files are looked up in `folder`."""
+    """Import the values of a config, by key.
+
+    `name` is used in reports, and files are looked up in `folder`. Raise ConfigError if the config names no model.
+    """
     reading = TrainerReading(tools()[tool], values, folder, world_size)
     read_parts(reading)
     if "model.path" not in reading.settings:

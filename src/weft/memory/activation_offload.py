@@ -6,8 +6,8 @@ In backward, the first tensor that is needed fetches all tensors of its block, a
 
 The first blocks are offloaded, because they wait longest for their backward. The later blocks stay on the device and
 hide the copies: when the backward of one of them ends, an offloaded block is fetched into the freed memory. So copies
-that take longer than one block's backward overlap with several. With recompute, only the tensors that the policy keeps
-are offloaded: the block's inputs under recompute=full. A compiled block passes the tensors that its generated backward
+that take longer than one block's backward overlap with several. With recompute, only the tensors that the policy saves
+are offloaded: the block's inputs under recompute=full. A compiled block passes the tensors that its compiled backward
 reads.
 
 Parameters and buffers, small tensors, and tensors with overlapping memory stay on the device.
@@ -42,8 +42,8 @@ class Activations:
     `sent_bytes` counts the bytes copied to the host.
 
     Args:
-        least_bytes: smaller tensors stay on the device.
-        room: maximum number of blocks whose activations are on the device in backward.
+        least_bytes: size in bytes below which tensors stay on the device.
+        room: maximum number of blocks whose activations are on the device in backward; at least 2 is used.
     """
 
     def __init__(self, host: Host, least_bytes: int = LEAST_BYTES, room: int = 2):
@@ -55,7 +55,7 @@ class Activations:
         self._open: list[_Pass | None] = []
 
     def watch(self, name: str, block: nn.Module) -> None:
-        """Move the block's activations to the host between forward and backward, from now on."""
+        """Register hooks that move the block's activations to the host between forward and backward."""
         if (call := compiled_call(block)) is not None:
             # Hooks of the block are compiled with it, so wrap the compiled call. Copies of the block are not compiled.
             set_compiled_call(block, functools.partial(self._around, name, block, call))
@@ -67,7 +67,7 @@ class Activations:
                 part.register_forward_pre_hook(_Part(self))
 
     def prefetch(self, block: nn.Module, staying: int) -> None:
-        """Fetch offloaded blocks when the backward of a block that stays on the device begins.
+        """Register a hook that fetches offloaded blocks when backward of a block that stays on the device begins.
 
         They use the memory of later blocks, whose backward is complete. `staying` is the number of blocks, up to and
         including this one, whose activations stay on the device.
@@ -79,7 +79,7 @@ class Activations:
         block.register_forward_hook(_Stays(self, count))
 
     def bring_before(self, output: Any, count: int) -> None:
-        """When the backward of `output` begins, fetch the tensors of the `count` block forwards before it.
+        """Register a hook that fetches the tensors of the last `count` block forwards when backward of `output` begins.
 
         Only forwards of the same microbatch are fetched: other microbatches may run in between. Does nothing in a
         recomputed forward, which runs inside backward.
@@ -99,7 +99,7 @@ class Activations:
             self.leave()
 
     def enter(self, name: str, compiled: nn.Module | None = None) -> None:
-        """Begin a block's forward. `compiled` is the block if it is compiled (no separate calls of submodules)."""
+        """Begin a block's forward. compiled: the block if it is compiled, so that its parts are not called."""
         # A recomputed forward runs inside backward: its saved tensors are used immediately.
         wanted = torch.is_grad_enabled() and graph_task() == -1
         one = _Pass(self, name, compiled) if wanted else None
@@ -109,7 +109,7 @@ class Activations:
             one.open()
 
     def call(self, part: nn.Module) -> None:
-        """Record the call of a submodule of the current block."""
+        """Record a call to a submodule of the current block."""
         if self._open and (one := self._open[-1]) is not None:
             one.keep(part)
 
@@ -145,7 +145,6 @@ class _Pass:
                 self._stay.add(tensor.untyped_storage().data_ptr())
 
     def open(self) -> None:
-        """Begin the block's forward."""
         assert self.hooks is not None
         self.hooks.__enter__()
 
@@ -207,9 +206,9 @@ class _Pass:
         )
 
     def _moves_compiled(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor saved by generated code can be offloaded.
+        """Return True if a tensor that a compiled block saves can be offloaded.
 
-        Generated code also saves parameters, at their current addresses, and expects the original strides.
+        The compiled block also saves parameters, at their current addresses, and expects the original strides.
         """
         assert self._compiled is not None
         self.keep(self._compiled)
@@ -340,13 +339,13 @@ class _Leave:
 def offload_activations(
     blocks: Sequence[tuple[str, nn.Module]], share: float, host: Host, least_bytes: int | None = None
 ) -> Activations:
-    """Move the activations of the first blocks to the host: about `share` of the blocks, at least one.
+    """Make the first blocks move their activations to the host: about `share` of the blocks, at least one.
 
     Args:
         blocks: names and modules in forward order. The first ones wait longest for their backward.
         share: fraction of the blocks, 0 to 1.
         host: host memory pool and link.
-        least_bytes: smaller tensors stay on the device. None: LEAST_BYTES.
+        least_bytes: size in bytes below which tensors stay on the device; None for LEAST_BYTES.
     """
     count = max(1, round(share * len(blocks)))
     least = LEAST_BYTES if least_bytes is None else least_bytes

@@ -11,12 +11,12 @@ from torch import nn
 from weft.errors import ModelError
 from weft.private_torch import version_of
 
-#: Number of calls of a block after which attributes are no longer checked for changes.
+#: Number of calls to a block after which attributes are no longer checked for changes.
 _WATCHED_CALLS = 3
 
 
 class BlockState:
-    """Attributes of a block and its modules before a forward: counters, caches, lists. Tensors are kept by reference.
+    """Attributes of a block and its modules before a forward: counters, caches, lists. Tensors are stored by reference.
 
     Recomputation starts from them. Afterwards the attributes from before the recomputation are restored, so state that
     forward changes advances only once.
@@ -55,7 +55,7 @@ class BlockState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the recorded attributes inside this context, and the current ones afterwards."""
+        """Restore the recorded attributes, if forwards change them, inside the context, then the current ones."""
         if not getattr(self._block, "_weft_keeps_state", False):
             yield
             return

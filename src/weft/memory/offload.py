@@ -292,7 +292,8 @@ def choose(sizes: Sequence[tuple[str, int]], share: float) -> frozenset[str]:
 class HostPart:
     """One flat part of weights with masters on the host.
 
-    `master` holds the unrounded weights, and `grad` their gradient after `arrive`. Both are (length,) of `dtype`.
+    `master` holds the unrounded weights, and `grad` their gradient once `wait` returns after `send`. Both are (length,)
+    of `dtype`.
 
     Args:
         host: host memory pool and link.
@@ -340,7 +341,7 @@ class HostPart:
         self.grad.mul_(factor)
 
     def forget(self) -> None:
-        """Begin a new step: the device may overwrite the sent tensors."""
+        """Begin a new step: the device may overwrite the sent tensors, once their copies are complete."""
         if self._sent is not None:
             self._sent.wait()
         self._sent = None
@@ -391,7 +392,7 @@ def step_on_host(optimizer: torch.optim.Optimizer) -> None:
 
 
 def shard_offload(plan: Plan, device: torch.device, is_chosen: bool = True) -> dict[str, object]:
-    """Return the keyword arguments for fully_shard of a unit, with an offload policy if its parameters are on the host.
+    """Return the keyword arguments for fully_shard of a unit: an offload policy if its parameters are on the host.
 
     The unit's shards, their gradients, and the optimizer's states and step are then on the host. Each gather copies the
     shards to the device.

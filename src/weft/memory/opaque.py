@@ -35,9 +35,7 @@ _GONE = "the model is gone, and so is what was compiled for it"
 
 
 class _Record(np.ndarray[Any, Any]):
-    """NumPy array that backs a one-element tensor and carries the autograd graph of an operator's forward, so that the
-    graph lives as long as the tensor.
-    """
+    """NumPy array behind a one-element tensor. It keeps the autograd graph of a forward as long as the tensor lives."""
 
     inputs: list[Tensor]
     output: Tensor
@@ -46,10 +44,10 @@ class _Record(np.ndarray[Any, Any]):
 class Opaque:
     """The operators of one model, in a torch namespace that is removed with this object.
 
-    `is_attention` marks the operator for recompute policies that keep or drop attention. `recomputes` is True if blocks
-    are checkpointed. torch's checkpoint counts saved tensors and would find fewer in a recomputation that kept the
-    result, so the operator then hides its tensors from saved-tensor hooks. Otherwise, the hooks for activation offload
-    receive them.
+    `is_attention` marks the operator for recompute policies that save or recompute attention. `recomputes` is True if
+    blocks are checkpointed. torch's checkpoint counts saved tensors and would find fewer in a recomputation that reused
+    the result, so the operator then hides its tensors from saved-tensor hooks. Otherwise, the hooks for activation
+    offload receive them.
     """
 
     #: Torch keeps parts of a removed namespace, so names are never reused. Names are counted and not random, because
@@ -92,8 +90,8 @@ class Opaque:
     def handle(self, code: _Code, owner: object) -> Handle:
         """Return a handle that `owner` calls while it is compiled.
 
-        `code` is called with the owner, of which only a weak reference is kept, and its inputs. It must not read other
-        tensors that need a gradient.
+        `code` is called with the owner, to which only a weak reference is stored, and its inputs. It must not read
+        other tensors that need a gradient.
         """
         self._codes.append((code, weakref.ref(owner)))
         return Handle(self, torch.tensor(len(self._codes) - 1))
@@ -112,7 +110,7 @@ class Opaque:
         return code(owner, inputs, numbers)
 
     def keep(self, inputs: list[Tensor], output: Tensor) -> Tensor:
-        """Keep the autograd graph of a forward as long as the returned tensor's memory lives."""
+        """Return a tensor that keeps the autograd graph of a forward alive as long as the tensor's memory lives."""
         self._num_records += 1
         record = np.array([self._num_records]).view(_Record)
         record.inputs, record.output = inputs, output

@@ -1,9 +1,8 @@
-"""Recompute policies of blocks: kept and recomputed operations, and the choice of policies by a budget.
+"""Recompute policies of blocks: saved and recomputed operations, and the choice of policies by a budget.
 
 Selective recompute uses torch's selective checkpoint, which stores the outputs that a policy names and recomputes the
 rest. Two things are added. Stored outputs become saved tensors of autograd, so that offload hooks receive them. A
-matmul output that forward later changed in place is recomputed; torch's version check does not always detect such
-changes.
+matmul output that forward later modified is recomputed; torch's version check does not always detect such changes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def is_heavy(op: Any, args: Sequence[Any]) -> bool:
-    """Return True if an operation's output is worth keeping: if it is a matmul or attention.
+    """Return True if an operation's output is worth saving: if it is a matmul, a convolution or attention.
 
     Batched matmuls only count if the result is not larger than the inputs. The decision uses the inputs only, because
     torch 2.11 does not pass outputs to a policy.
@@ -67,11 +66,11 @@ def selective_contexts(saved: frozenset[int]) -> tuple[Any, Any]:
 
 
 class SelectiveChoice:
-    """Kept and recomputed operations of one run of a block under "selective".
+    """Saved and recomputed operations of one run of a block under "selective".
 
-    `saved` holds the indices of the kept operations among the heavy operations. `written` maps each storage that
-    forward changed in place to the number of outputs that were stored before. `kept` holds, per operation, pairs
-    (index, number of outputs that were stored before).
+    `saved` holds the indices of the saved operations among the heavy operations. `written` maps each storage that an
+    operation of forward modified to the number of outputs that were stored before. `kept` holds, per operation, pairs
+    (index, number of outputs stored up to and including this one).
     """
 
     def __init__(self, saved: frozenset[int]) -> None:
@@ -105,7 +104,7 @@ class SelectiveChoice:
     def keep_as_autograd_does(self, storage: dict[Any, Any]) -> None:
         """Make stored outputs, a list or a dict per operation, saved tensors of autograd.
 
-        An output that forward changed in place after it was stored is recomputed.
+        An output that forward modified after it was stored is recomputed.
         """
         for op, entries in storage.items():
             if isinstance(entries, list):
@@ -124,7 +123,10 @@ class SelectiveChoice:
                 yield tree_map_only(StoredValue, _as_saved, entry)
 
     def _was_changed(self, entry: StoredValue, num_stored: int) -> bool:
-        """Return True if the stored value was changed after `num_stored` outputs. Earlier writes do not count."""
+        """Return True if a stored output was modified after it was stored.
+
+        num_stored: number of outputs stored up to and including this one. With 0, every recorded write counts.
+        """
         tensor = entry.val
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -170,7 +172,7 @@ def _as_saved(entry: StoredValue) -> Any:
     return _StoredEntry(entry) if isinstance(entry.val, torch.Tensor) else entry
 
 
-# Execution of one block under a policy: some tensors of forward are kept for backward, others recomputed.
+# Execution of one block under a policy: some tensors of forward are saved for backward, others recomputed.
 
 Forward = Callable[..., Any]
 
@@ -188,7 +190,7 @@ class Policy:
     """Recompute policy of a block.
 
     `name` is "none", "full", "attention" or "selective". `saved` holds the indices, in forward order, of the heavy
-    operations whose outputs are kept under "selective". `buffers` holds the names of buffers that forward changes.
+    operations whose outputs are saved under "selective". `buffers` holds the names of buffers that forward changes.
     """
 
     name: str
@@ -288,7 +290,7 @@ def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequen
 
 
 def without_cache(value: Any) -> Any:
-    """Replace an empty key-value cache by None: recomputing a block would add to it twice.
+    """Replace an empty key-value cache with None: recomputing a block would add to it twice.
 
     Hugging Face models create one in every training forward unless use_cache=False is set.
 
@@ -306,7 +308,7 @@ def without_cache(value: Any) -> Any:
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor, for saved-tensor hooks that keep a tensor.
+    """Return a detached tensor, for saved-tensor hooks that store a tensor.
 
     Returning the tensor itself would create a reference cycle between an operation and its saved output. Backward
     breaks the cycle. Without a backward, block and mesh would never be freed, because the garbage collector does not
@@ -320,9 +322,9 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 def spare_buffers(
     module: nn.Module, names: Sequence[str], values: Sequence[torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """Replace the named buffers by copies inside this context, so that writes to them are lost.
+    """Replace the named buffers with copies inside this context, so that writes to them are lost.
 
-    `values` are the replacements; None means copies of the current values.
+    `values` are the replacements; None for copies of the current values.
     """
     owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in names]
     originals = [getattr(owner, name) for owner, name in owners]
@@ -372,7 +374,7 @@ class _RecomputedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Choice of each block's policy, so that kept bytes fit a budget and recompute takes the least time.
+# Choice of each block's policy, so that saved bytes fit a budget and recompute takes the least time.
 
 #: Resolution of a budget. Each block's bytes are rounded up to a step, so this bounds the unused part of the budget.
 _NUM_STEPS = 16_384

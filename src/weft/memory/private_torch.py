@@ -39,7 +39,7 @@ def record_memory(on: bool) -> None:
 GROUPED_MM = torch.ops.aten._grouped_mm
 
 #: Entry of an operation's output in a selective checkpoint: `val`, and `version` when it was stored. Needed because
-#: kept values must be saved tensors that offload hooks receive, and torch has no hook for that.
+#: stored values must be saved tensors that offload hooks receive, and torch has no hook for that.
 StoredValue = _VersionWrapper
 
 
@@ -65,7 +65,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Set a wrapper of the compiled module as the function to call. Hooks cannot wrap it: they are compiled with it."""
+    """Make a compiled module call `call`, a wrapper of its compiled call. Hooks would be compiled with it."""
     module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue] - torch says None
 
 

@@ -4,8 +4,8 @@ The class of each repeated block is replaced by a subclass whose forward runs un
 state_dict names and the block's other methods do not change, also in copies of the model. Hooks of the block, such as
 parameter gathering, run outside the recomputed part. torch.compile traces through it.
 
-The bytes that a policy keeps are measured in the first training forward, in which every block is run once more
-(`trace_block`). Under a budget, this first forward keeps as little as possible, and the policies are chosen at its end.
+The bytes that a policy saves are measured in the first training forward, in which every block is run once more
+(`trace_block`). Under a budget, this first forward saves as little as possible, and the policies are chosen at its end.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def _called_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Module]:
-    """Return the first blocks of this rank, as many as the plan specifies: their activations are kept longest."""
+    """Return the first blocks of this rank, as many as the plan specifies: their activations are stored longest.
+
+    Raises PlanError if the model has no repeated blocks on this rank.
+    """
     if "" in blocks:
         rule = "it counts repeated blocks, and the model has none on this rank"
         raise PlanError([Problem("recompute", f"recompute={plan.recompute}: {rule}. Use {plan.recompute_policy}.")])
@@ -108,8 +111,8 @@ class Recompute:
     """Recompute policies of a model's blocks.
 
     `policies` maps block paths to policies, as soon as they are chosen. Under a budget, `kept_bytes` are the bytes that
-    one forward on this rank keeps for backward with these policies, and `full_bytes` the bytes without recompute. Both
-    count each storage once, without parameters, and up to the model's output: bytes that the loss keeps are not
+    one forward on this rank saves for backward with these policies, and `full_bytes` the bytes without recompute. Both
+    count each storage once, without parameters, and up to the model's output: bytes that the loss saves are not
     included.
 
     Args:
@@ -154,7 +157,7 @@ class Recompute:
             call()
 
     def describe(self) -> str:
-        """Describe in one line the recompute of the blocks, and under a budget the kept bytes and the cost."""
+        """Describe in one line the recompute of the blocks, and under a budget the saved bytes and the cost."""
         if self.setting == "none":
             return "none: every activation is kept"
         if not self.is_chosen:
@@ -180,6 +183,8 @@ class Recompute:
 
     def first_run(self, block: _RecomputedBlock, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a block that has no policy yet: trace it, and choose its policy unless a budget needs all traces.
+
+        Raises ModelError if the policy cannot recompute this block.
 
         Args:
             block: a recomputing block.
@@ -210,7 +215,7 @@ class Recompute:
             self._choose({path: trace.named(self.policy)})
             return block.forward(*args, **kwargs)
         if not self._watched and any(path == call.path for call in self._calls):
-            # The blocks are not called by the model's forward, so bytes kept outside them are not measured.
+            # The blocks are not called by the model's forward, so bytes saved outside them are not measured.
             self._choose_by_budget()
             return block.forward(*args, **kwargs)
         call = _Call(path, trace)
@@ -226,7 +231,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """In the model's first forward, count the bytes kept outside blocks. Then choose policies."""
+        """In the model's first forward, count the bytes saved outside blocks. Then choose policies."""
         parameters = storages_of(list(model.parameters()))
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,7 +249,7 @@ class Recompute:
         self._choose_by_budget()
 
     def _choose_by_budget(self) -> None:
-        """Choose the fastest policies that fit. The ranks of the axis combine their measurements."""
+        """Choose the fastest policies that fit on all ranks of the axis. Raises PlanError if none fit."""
         menus = [call.options(self._fixed) for call in self._calls]
         fixed_bytes, sizes = self._agree(num_bytes(self._fixed), menus)
         full_bytes = fixed_bytes + sum(menu[0][0] for menu in sizes)
@@ -299,14 +304,14 @@ class Recompute:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a block in the first forward. `outputs` holds the block's outputs if backward needs them."""
+    """One call to a block in the first forward. `outputs` holds the block's outputs if backward needs them."""
 
     path: str
     trace: BlockTrace
     outputs: Storages = field(default_factory=dict)
 
     def options(self, kept: Storages) -> list[PolicyCost]:
-        """Return the block's possible policies. `kept` are storages that stay alive under every policy."""
+        """Return the block's possible policies. `kept` are storages that are saved under every policy."""
         return self.trace.options(num_bytes({key: out for key, out in self.outputs.items() if key not in kept}))
 
 

@@ -1,4 +1,4 @@
-"""Trace of one block's forward: bytes kept for backward under each policy, and the cost of recomputing them."""
+"""Trace of one block's forward: bytes saved for backward under each policy, and the cost of recomputing them."""
 
 from __future__ import annotations
 
@@ -40,10 +40,7 @@ class HeavyOperation:
 
 @dataclass(frozen=True, slots=True)
 class PolicyCost:
-    """Cost of one policy for a block.
-
-    `num_bytes`: bytes kept in addition to the block's inputs. `seconds`: recompute time per call.
-    """
+    """Cost of one policy for a block: bytes saved in addition to its inputs, and recompute time per call."""
 
     policy: Policy
     num_bytes: int
@@ -52,20 +49,20 @@ class PolicyCost:
 
 @dataclass(frozen=True, slots=True)
 class BlockTrace:
-    """Trace of one block's forward.
+    """Trace of one block's forward. Bytes count storages once, without parameters and the block's inputs and outputs.
 
-    Bytes count each storage once, without parameters and the block's inputs and outputs.
-
-    kept_bytes: bytes kept for backward without recompute.
-    attention_bytes: bytes kept if attention's core is recomputed.
-    heavy: heavy operations in forward order. Operations after the last one that backward needs are None, since
-    recomputation stops before them.
-    light_s: seconds of all other operations that recomputation runs.
-    core_s: seconds of attention's core.
-    num_calls: number of calls of attention's core.
-    keeps_output: True if backward needs the block's output (of a ReLU), which is usually the next block's input too.
-    takes_gradient: True if forward computes a gradient. Selective recompute cannot repeat it.
-    buffers: names of the buffers that forward changed.
+    Attributes:
+        kept_bytes: bytes saved for backward without recompute.
+        attention_bytes: bytes saved if attention's core is recomputed.
+        heavy: heavy operations in forward order. Operations after the last one that backward needs are None, since
+            recomputation stops before them.
+        light_s: seconds of all other operations that recomputation runs.
+        core_s: seconds of attention's core.
+        num_calls: number of calls to attention's core.
+        keeps_output: True if backward needs the block's output (of a ReLU), which is usually the next block's input
+            too.
+        takes_gradient: True if forward computes a gradient. Selective recompute cannot repeat it.
+        buffers: names of the buffers that forward changed.
     """
 
     kept_bytes: int
@@ -83,9 +80,9 @@ class BlockTrace:
         return Policy(name, frozenset(self._needed()) if name == "selective" else frozenset(), self.buffers)
 
     def options(self, output_bytes: int = 0) -> list[PolicyCost]:
-        """Return policies from most to least kept bytes: none, attention, selective with ever fewer operations, full.
+        """Return policies from most to least saved bytes: none, attention, selective with ever fewer operations, full.
 
-        `output_bytes` is the size of the block's outputs that backward needs and that nothing else keeps.
+        `output_bytes` is the size of the block's outputs that backward needs and that nothing else keeps alive.
         """
         found = [PolicyCost(self.named("none"), self.kept_bytes + output_bytes, 0.0)]
         if self.num_calls and self.attention_bytes < self.kept_bytes:
@@ -117,7 +114,7 @@ def num_bytes(storages: Storages) -> int:
 
 
 def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockTrace:
-    """Run a block on its next inputs, and record the tensors that autograd keeps.
+    """Run a block on its next inputs, and record the tensors that autograd saves.
 
     Random generators, random number counters and buffers are restored. It needs as much memory as training the block.
     """
@@ -129,7 +126,7 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         before = dict(block.named_buffers())
-        # With gradients, because forward may compute some. Hooks around the block do not see what this run keeps.
+        # With gradients, because forward may compute some. Hooks around the block do not get this run's saved tensors.
         with (
             spare_attributes(block), spare_buffers(block, buffers), state_of(block), torch.enable_grad(),
             saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
@@ -169,7 +166,7 @@ class _Operation:
 
 
 class _Recording:
-    """Records the operations that run inside this context, and the tensors that autograd keeps, in order."""
+    """Records the operations that run inside this context, and the tensors that autograd saves, in order."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock
@@ -197,9 +194,12 @@ class _Recording:
         self.in_core = True
 
     def leave_core(self, seconds: float, num_seen: int) -> None:
-        """End attention's core, which took `seconds` and began after `num_seen` operations.
+        """End attention's core.
 
-        Time in which no operation reaches the dispatch mode counts as one light operation.
+        If more than half of its time is in no recorded operation, that time is added as one operation without saved
+        outputs.
+
+        seconds: time of the core. num_seen: number of operations recorded before it.
         """
         self.in_core = False
         hidden = seconds - sum(operation.seconds for operation in self.operations[num_seen:])
@@ -240,7 +240,7 @@ class _Recording:
 
 
 class _Calls(TorchFunctionMode):
-    """Function mode that detects the model's calls of attention."""
+    """Function mode that detects the model's calls to attention."""
 
     def __init__(self, record: _Recording):
         super().__init__()
@@ -259,7 +259,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Dispatch mode that times each operation, and keeps the outputs of the heavy ones."""
+    """Dispatch mode that times each operation, and stores the outputs of the heavy ones."""
 
     def __init__(self, record: _Recording):
         super().__init__()

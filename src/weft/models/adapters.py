@@ -52,11 +52,15 @@ ADAPTER_PARAMS = ("lora_A", "lora_B", "lora_magnitude")
 class Adapted:
     """Record of the changes that `add_adapter` made to a model.
 
-    layers: path -> True if the layer stores its weight transposed. base: "stored", or the format of the frozen weights.
-    packed: path -> number of inputs, for layers whose weight is stored quantized. saved: path of a module that is
-    trained in full -> name within it -> name of the tensor in the full model. tokens: path -> ids of the trained rows.
-    ties: path of a module that shares such a weight -> path in `tokens`. experts: path of an adapted stack of experts'
-    weights -> True if it is stored as (E, inputs, outputs).
+    Attributes:
+        kind: settings of the adapter.
+        layers: path -> True if the layer stores its weight transposed.
+        base: "stored", or the format of the frozen weights.
+        packed: path -> number of inputs, for layers whose weight is stored quantized.
+        saved: path of a module that is trained in full -> name within it -> name of the tensor in the full model.
+        tokens: path -> ids of the trained rows.
+        ties: path of a module that shares such a weight -> path in `tokens`.
+        experts: path of an adapted stack of experts' weights -> True if it is stored as (E, inputs, outputs).
     """
 
     kind: AdapterKind
@@ -91,7 +95,7 @@ class Adapted:
         return {**said, "layers": dict(self.layers), **packed, **{key: one for key, one in more.items() if one}}
 
     def params(self) -> Iterator[tuple[str, str]]:
-        """Yield (layer path, parameter name) for each parameter of the adapted layers."""
+        """Yield (layer path, parameter name) for each adapter parameter of the adapted layers."""
         names = ADAPTER_PARAMS if self.kind.kind == "dora" else ADAPTER_PARAMS[:2]
         return ((path, name) for path in self.layers for name in names)
 
@@ -103,7 +107,7 @@ class Adapted:
         return {f"{path}.{name}" for path, name in self.params()} | stacks | rows | saved
 
     def merge_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Move trained rows and adapters of experts into the full weights, in a dict of tensors by name."""
+        """Add trained rows and adapters of experts to the full weights in `tensors` (by name), which it changes."""
         for path, is_transposed in self.experts.items():
             own = {end: tensors.pop(f"{path}{end}") for _, end in stack_names({path: False}, self.kind.kind)}
             tensors[path] = merge_stack(self.kind.scale, tensors[path], own, is_transposed)
@@ -305,8 +309,8 @@ def add_adapter(
     Args:
         model: any nn.Module. Its nn.Linear layers and the Conv1D layers of GPT-2 in transformers can have an adapter.
         rank: rows of A and columns of B.
-        alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora. None: twice
-            the rank.
+        alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora. None for
+            twice the rank.
         targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*". `*` matches
             any text. (): all linear layers except the output layer and routers. A pattern that ends in the names of a
             module and a parameter, such as "experts.down_proj", adapts stacked experts.
@@ -423,11 +427,13 @@ def _check(adapter: AdapterKind) -> None:
 def chosen_layers(model: nn.Module, targets: Sequence[str] = (), *, optional: bool = False) -> dict[str, nn.Module]:
     """Return the layers that patterns choose, by path, in the model's order.
 
-    model: without an adapter. targets: as `add_adapter` takes them. optional: True to return {} for a model without
-    such layers.
+    Args:
+        model: a model without an adapter.
+        targets: patterns, as in `add_adapter`.
+        optional: return {} for a model without such layers.
 
     Raises:
-        ModelError: as `add_adapter` raises it.
+        ModelError: as in `add_adapter`.
     """
     if adapted(model) is not None:
         raise ModelError("model: it has an adapter already. Merge it first (merge_adapter), or build a new model.")

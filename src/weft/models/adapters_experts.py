@@ -32,9 +32,11 @@ EXPERT_PARAMS = ("_lora_A", "_lora_B", "_lora_magnitude")
 class AdapterKind:
     """Settings of an adapter on a linear layer.
 
-    rank: rows of A and columns of B. alpha: the product of B and A is multiplied by alpha / rank, or by alpha /
-    sqrt(rank) under rslora. kind: "lora", "rslora" or "dora". dropout: dropout rate of the adapter's inputs in
-    training.
+    Attributes:
+        rank: rows of A and columns of B.
+        alpha: the product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) under rslora.
+        kind: "lora", "rslora" or "dora".
+        dropout: dropout rate of the adapter's inputs in training.
     """
 
     rank: int

@@ -75,8 +75,8 @@ def find_starts(document_ids_BT: Tensor) -> Tensor | None:
     """Return the start positions of documents, int64 (B, M), from the id of each token, on a CPU.
 
     Return None if ids decrease within a row, because an id may then appear again later, and all tokens with the same id
-    attend to each other. Also return None on a GPU, because the host would have to wait for the result; the
-    data loader then provides the starts.
+    attend to each other. Also return None on a GPU and under torch.compile, because the host would have to wait for the
+    result; the data loader then provides the starts.
     """
     plain = type(document_ids_BT) is Tensor and document_ids_BT.device.type == "cpu"
     if not plain or torch.compiler.is_compiling():
@@ -106,7 +106,7 @@ def document_attention(
         k_BKTC: keys; K divides H.
         v_BKTC: values.
         starts_BM: start positions from `find_starts`, or None if unknown.
-        ids_BT: document ids; tokens of one id form one document. None: computed from starts_BM when needed.
+        ids_BT: document ids; tokens of one id form one document. If None, computed from starts_BM when needed.
         window: number of tokens that each token attends to, including itself; None: all.
     """
     given = (q_BHTC, k_BKTC, v_BKTC)
@@ -298,10 +298,11 @@ def _flops(q: Any, k: Any, v: Any, starts: Any, *args: Any, out_shape: Any = Non
 class Visible(NamedTuple):
     """The keys that each query attends to, computed once per forward and passed to every block.
 
-    mask_B1TS: 0 if a query attends to a key and -inf otherwise. None: the queries are the last T of the S tokens, and
-    each attends to itself and all earlier tokens. positions_BT, document_ids_BT: inputs of the model, for attention
-    cores that need no dense mask. starts_BM: start positions of documents, for those cores; see `find_starts`. None:
-    unknown.
+    Attributes:
+        mask_B1TS: 0 if a query attends to a key and -inf otherwise. If None, the queries are the last T of the S
+            tokens, and each attends to itself and all earlier tokens of its document.
+        positions_BT, document_ids_BT: inputs of the model, for attention cores that need no dense mask.
+        starts_BM: start positions of documents, for those cores; see `find_starts`. None if unknown.
     """
 
     mask_B1TS: Tensor | None
@@ -343,10 +344,10 @@ class SdpaCore(nn.Module):
 
 
 def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
-    """Return True if torch has a fused kernel here for fewer key-value heads than query heads.
+    """Return True if scaled_dot_product_attention has a fused kernel for grouped-query attention (enable_gqa).
 
-    On a GPU only the flash kernel has it, and that accepts neither masks nor float32. Otherwise torch silently falls
-    back to plain matmuls, which store all (T, S) scores. With repeated heads it uses a fused kernel.
+    On a GPU only the flash kernel supports it, without masks and not in float32. Otherwise torch silently uses the math
+    kernel, which stores all (T, S) scores. If the key-value heads are repeated, torch uses a fused kernel.
 
     Args:
         device_type: "cpu" or "cuda".

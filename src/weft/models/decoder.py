@@ -122,8 +122,8 @@ class Decoder(KeepsTies):
                 cache).
             document_ids_BT: attention stays within tokens of one id; None: each row is one document.
             cache: keys and values of earlier tokens; the new ones are appended.
-            document_starts_BM: start positions of the documents of document_ids, each row padded with T. None: computed
-                from the ids on a CPU.
+            document_starts_BM: start positions of the documents of document_ids, each row padded with T. If None, they
+                are computed from the ids on a CPU.
             features_ND: feature rows that replace tokens, such as rows of images.
             feature_index_BT: index of the feature row that replaces each token; -1 keeps the token.
 
@@ -197,7 +197,7 @@ class Decoder(KeepsTies):
             )
 
     def is_tied(self) -> bool:
-        """Return True if embedding and head share one weight here. A pipeline stage may have only one of them."""
+        """Return True if embedding and head share one weight on this rank. A pipeline stage may lack one of them."""
         return self.head.weight is self.embed.weight
 
     def tie(self) -> None:

@@ -37,7 +37,7 @@ class Span:
 
     @property
     def num_parts(self) -> int:
-        """Number of ranks that each sequence is divided over, in equal parts."""
+        """Number of ranks that each sequence is sharded over, in equal parts."""
         return 1
 
     def sum(self, x_BE: Tensor) -> Tensor:
@@ -179,8 +179,11 @@ _LEAST_CAPABILITY, _ALIGNMENT_BYTES = (8, 0), 16
 class ByExpert(NamedTuple):
     """Rows sorted by expert, and by token within an expert.
 
-    source_R: index of each row among the M*K (token, slot) pairs. place_MK: row of each pair, or R if it was dropped.
-    ends_E: cumulative row counts by expert (int32). top_k: K.
+    Attributes:
+        source_R: index of each row among the M*K (token, slot) pairs.
+        place_MK: row of each pair, or R if it was dropped.
+        ends_E: cumulative row counts by expert (int32).
+        top_k: K.
     """
 
     source_R: Tensor
@@ -251,9 +254,9 @@ def grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> st
 
 
 def host_group_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
-    """Return `ends_E` for `grouped_linear` on all these stacks.
+    """Return `ends_E` as `grouped_linear` takes it for all these stacks.
 
-    If all of them use the loop, it is copied to the host once.
+    If all of them are computed expert by expert, return a list, so that the host waits only once.
 
     ends_E: cumulative row counts by expert. stacks: stacked matrices of the experts.
     """
@@ -374,10 +377,13 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses the experts of each token. It computes logits in float32 at least.
 
-    bias_ppm: with balance="bias", bias that is added to the scores for the selection only, in millionths (int64). span:
-    distribution of sequences over ranks. aux_scale: gradient of the auxiliary loss, summed over tokens. None: 1 /
-    (number of tokens of the call), for losses averaged over tokens. `TrainStep` sets it, as a 0-d tensor if only the
-    device has the value.
+    Attributes:
+        bias_ppm: with balance="bias", bias that is added to the scores for the selection only, in millionths (int64).
+        load: statistics of the router.
+        span: distribution of sequences over ranks.
+        aux_scale: gradient of the auxiliary loss, which is a sum over tokens. `TrainStep` sets it, as a 0-d tensor if
+            only the device has the value. If None, it is 1 / (number of tokens of the call), for losses averaged over
+            tokens.
     """
 
     bias_ppm: Tensor | None

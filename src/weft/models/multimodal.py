@@ -130,7 +130,7 @@ class MediaDecoder(nn.Module):
     Args:
         text: the decoder.
         vision: image encoder.
-        audio: audio encoder; None: the model has no audio input.
+        sound: audio encoder, or None if the model has no audio input.
     """
 
     def __init__(self, text: Decoder, vision: PictureTower, sound: SoundTower | None):
@@ -196,7 +196,7 @@ class MediaPairs(nn.Module):
     Args:
         text: text encoder.
         vision: image encoder.
-        audio: audio encoder; None: the model has no audio input.
+        sound: audio encoder, or None if the model has no audio input.
         width: width of the vectors.
     """
 
@@ -254,8 +254,10 @@ Model = TypeVar("Model", bound=nn.Module)
 class MultimodalShape:
     """Shape of a multimodal model.
 
-    tower: shape of each encoder. num_layers, ffn_dim: shape of the decoder, which has the encoders' width. hears: True
-    if the model has an audio input.
+    Attributes:
+        tower: shape of each encoder.
+        num_layers, ffn_dim: shape of the decoder, which has the encoders' width.
+        hears: True if the model has an audio input.
     """
 
     tower: TowerShape
@@ -275,8 +277,13 @@ MULTIMODAL_MODELS = {
 class ModelInputs:
     """Sizes of a model's inputs.
 
-    vocab_size: size of the text vocabulary. most_tokens: maximum number of tokens of a sample. side: pixels per side of
-    an image. grid: patches per side. mels: number of mel bands. dropout: dropout rate within the encoders.
+    Attributes:
+        vocab_size: size of the text vocabulary.
+        most_tokens: maximum number of tokens of a sample.
+        side: pixels per side of an image.
+        grid: patches per side of an image.
+        mels: number of mel bands.
+        dropout: dropout rate within the encoders.
     """
 
     vocab_size: int
@@ -293,7 +300,7 @@ def build_media_decoder(name: str, inputs: ModelInputs) -> MediaDecoder:
     name: one of `MULTIMODAL_MODELS`. inputs: sizes of its inputs.
 
     Raises:
-        ModelError: if the name is unknown or the grid does not fit the side.
+        ModelError: if the name is unknown, or `inputs.grid` is odd or does not divide `inputs.side`.
     """
     shape = _shape(name, inputs)
     tower = shape.tower
@@ -314,7 +321,7 @@ def build_media_pairs(name: str, inputs: ModelInputs, width: int = 128) -> Media
         width: width of the vectors.
 
     Raises:
-        ModelError: if the name is unknown or the grid does not fit the side.
+        ModelError: if the name is unknown, or `inputs.grid` is odd or does not divide `inputs.side`.
     """
     shape = _shape(name, inputs)
     text = TextTower(shape.tower, inputs.vocab_size, inputs.most_tokens, inputs.dropout)

@@ -39,7 +39,7 @@ def save_adapter(
     Args:
         model: a model with an adapter.
         folder: created if missing. Existing adapter files are replaced.
-        tensors: full tensors by the model's names, as returned by `run.full_state_dict(model)`. None: the model's own.
+        tensors: full tensors by the model's names, as returned by `run.full_state_dict(model)`. None for its own.
         base: name or folder of the model without the adapter, stored for readers of the files.
 
     Raises:
@@ -119,7 +119,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         The same model.
 
     Raises:
-        CheckpointError: if files are missing or damaged, or if the adapter is of another model or kind.
+        CheckpointError: if files are missing or damaged, or the adapter belongs to another model or is not supported.
         ModelError: see `add_adapter`.
     """
     folder = Path(folder)

@@ -41,7 +41,7 @@ class TrainedRows(nn.Module):
     _weft_local: tuple[Tensor, Tensor]
 
     def take_range(self, first: int, count: int) -> None:
-        """Replace rows only for `count` tokens from id `first` on, which `weight` has on this rank."""
+        """Replace only rows of token ids `first` to `first + count` (exclusive), which `weight` has on this rank."""
         ids = self.token_ids
         [places] = ((ids >= first) & (ids < first + count)).nonzero(as_tuple=True)
         self._weft_first_row, self._weft_local = first, (places, ids[places] - first)

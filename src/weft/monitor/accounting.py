@@ -63,8 +63,8 @@ _OF_THE_LOOP = frozenset({"start", "step", "eval", "trace", "end"})
 class TimeLedger:
     """Attributes a run's time to causes, from its events in order. It can be read at any time.
 
-    `first` and `last` are the times (s) of its events. `device_s` is seconds times number of devices, which may differ
-    between starts.
+    `first` and `last` are the times (s) of the first and the last event. `device_s` is seconds times number of devices,
+    which may differ between starts.
     """
 
     first: float = math.nan
@@ -229,10 +229,13 @@ class TimeLedger:
 class Goodput:
     """Productive and lost seconds of a run, over all its starts.
 
-    `wall_s` is the time from the first start to the end, without the time between an orderly stop and the next start.
-    `steps_s` was spent on steps that were not repeated, `redone_s` on steps that a later start repeated.
-    `stalls_s` is the time that training waited for saves and copies in memory. `away_s` is the time from the last event
-    of a failed start to the next start. `stall_s` and `step_s` are the medians of one save and one step.
+    Attributes:
+        wall_s: time from the first start to the end, without the time between an orderly stop and the next start.
+        steps_s: time of steps that were not repeated.
+        redone_s: time of steps that a later start repeated.
+        stalls_s: time that training waited for saves and copies in memory.
+        away_s: time from the last event of a failed start to the next start.
+        stall_s, step_s: medians of one save and one step.
     """
 
     wall_s: float = 0.0
@@ -261,7 +264,7 @@ class Goodput:
         return max(1, round(best_interval(self.stall_s, self.between_failures_s) / self.step_s))
 
     def lines(self, every: int) -> list[str]:
-        """Return the lines to print at the end of a run with failures, with `every` steps between its saves."""
+        """Return the report at the end of a run, or [] without failures. every: steps between the run's saves."""
         if not self.failures:
             return []
         lost = {"steps done again": self.redone_s, "starting again": self.away_s, "waiting for saves": self.stalls_s}

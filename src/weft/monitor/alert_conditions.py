@@ -1,4 +1,4 @@
-"""Evaluators of alert conditions (judges): how long a condition has been true, and usual metric values."""
+"""Evaluators of alert conditions, one class per kind, with the streaks and windows of readings that they use."""
 
 from __future__ import annotations
 
@@ -111,8 +111,11 @@ _BUCKETS, _QUARTERS = 64, 4
 class Judge:
     """Base class of the evaluators of alert conditions.
 
-    `holds` is True while the condition is true. `message` is the reason as text. `since` is the first step at which it
-    was true, if known from an event. `metrics` names the metrics that it reads.
+    Attributes:
+        holds: True while the condition is true.
+        message: the reason as text.
+        since: the first step at which it was true, if known from an event.
+        metrics: names of the metrics that it reads.
     """
 
     metrics: frozenset[str] = frozenset()

@@ -95,8 +95,11 @@ _USUAL_FACTOR = 0.5
 class RunRequest:
     """A request to a training run.
 
-    `why` is the reason, for the user. `by` is the origin, such as "alert NAME" or "a person". `since` is the first step
-    of the problem, counted from 1, or None for the last one. `factor` applies to lower_lr.
+    Attributes:
+        why: the reason, for the user.
+        by: the origin, such as "alert NAME" or "a person".
+        since: the first step of the problem, counted from 1, or None for the last one.
+        factor: factor on the learning rate, for lower_lr.
     """
 
     action: str
@@ -238,8 +241,12 @@ class AlertRule:
 class Notice:
     """An alert that fires or has ended.
 
-    `step` and `time` are from the event that triggered it. `since` is the first step of the problem. `said` describes
-    the problem. `good` has the last good metric values before it, by name. `sends` is False during the quiet time.
+    Attributes:
+        said: description of the problem.
+        step, time: from the event that triggered it.
+        since: the first step of the problem.
+        good: the last good metric values before it, by name.
+        sends: False during the quiet time.
     """
 
     rule: AlertRule
@@ -323,7 +330,7 @@ class AlertDesk:
         return self._changed(now)
 
     def reset_sent(self) -> None:
-        """Forget when alerts were last sent, but keep the state of conditions. For past events, none were sent."""
+        """Reset the times at which alerts were last sent, after past events, whose alerts are not sent."""
         for alert in self._alerts:
             alert.sent_at = -math.inf
 

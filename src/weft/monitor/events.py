@@ -28,17 +28,25 @@ Metrics = Sequence[tuple[float, str]]
 class StepRecord:
     """Record of one optimizer step.
 
-    `step` is the number of steps done, including this one (from 1). `loss` is the mean over the items that count in the
-    loss. `count` is the number of these items in this step over all ranks, and `unit` their name, such as "tokens".
-    `samples_per_s` is set if the items are not samples. `seconds` is the host time by phase, and "total".
-    `memory_bytes` is this rank's peak.
+    The fields `busy_s`, `exposed`, `data_s` and `own` (in seconds) are not in the event, because reports of all ranks
+    cover them.
 
-    These fields (in seconds) are not in the event, because reports of all ranks cover them: `busy_s` (computing without
-    waiting), `exposed` (waiting for other ranks, by axis), `data_s` (waiting for data), `own` (own work by part).
-
-    `usual_loss` is set if the loss jumps far above it. `skipped` is the reason why the weights were not changed, or
-    None. `mfu` is None if the device's peak is unknown. `loss_scale` is set for fp16 only. `update_ratio` is the norm
-    of the update over the norm of the weights, or None in steps in which it is not measured.
+    Attributes:
+        step: number of steps done, including this one (from 1).
+        loss: mean over the items that count in the loss.
+        count, unit: number of these items in this step over all ranks, and their name, such as "tokens".
+        seconds: host time by phase, and "total".
+        memory_bytes: this rank's peak.
+        mfu: None if the device's peak is unknown.
+        loss_scale: set for fp16 only.
+        update_ratio: norm of the update over the norm of the weights, or None in steps in which it is not measured.
+        skipped: the reason why the weights were not changed, or None.
+        samples_per_s: set if the items are not samples.
+        busy_s: time of computing without waiting.
+        exposed: time of waiting for other ranks, by axis.
+        data_s: time of waiting for data.
+        own: time of the rank's own work, by part.
+        usual_loss: set if the loss jumps far above it.
     """
 
     step: int
@@ -198,7 +206,10 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def tail_events(path: Path, num_bytes: int = 2**20) -> list[dict[str, Any]]:
-    """Return the events in the last `num_bytes` of a log, oldest first, without reading all of a long log."""
+    """Return the events in the last `num_bytes` of a log, oldest first, without reading all of a long log.
+
+    Return [] if the file cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             start = max(0, os.fstat(file.fileno()).st_size - num_bytes)

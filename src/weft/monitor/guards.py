@@ -78,7 +78,7 @@ class NonFiniteGuard:
 
 # Detection of steps at which the loss jumps far above its recent values.
 
-#: Number of recent steps that define the usual loss, and the minimum needed before any alarm.
+#: Number of recent steps of the median, and the minimum needed before any alarm.
 WINDOW, _MIN_STEPS = 100, 20
 #: Minimum height of a spike: median absolute deviations above the median, and factor above the best median.
 DEVIATIONS, ABOVE_BEST = 5.0, 1.5
@@ -95,8 +95,9 @@ _LASTING = 20
 class SpikeWatch:
     """Detects loss spikes of one run, step by step.
 
-    Losses of a spike are not part of the usual loss. A spike ends when the loss falls below the bound. After a spike of
-    `WINDOW` steps, the new level becomes the usual loss.
+    A loss is part of a spike if it is above a bound that depends on the median of recent losses (`_bound`). Losses of a
+    spike do not enter the median. After a spike of more than `WINDOW` steps, the median starts again from the new
+    level.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ class SpikeWatch:
         self._quiet_left, self._quiet = 0, QUIET_STEPS
 
     def observe(self, loss: float) -> float | None:
-        """Return the usual loss (median) if this step raises an alarm, else None."""
+        """Return the median of recent losses if this step raises an alarm, else None."""
         if not math.isfinite(loss):
             return None  # NonFiniteGuard handles these
         usual, bound = self._bound()
@@ -133,7 +134,10 @@ class SpikeWatch:
         return usual
 
     def _bound(self) -> tuple[float, float]:
-        """Return (median, upper bound of usual losses). The bound is infinite while the window has too few steps."""
+        """Return (median, bound above which a loss is a spike).
+
+        The bound is infinite while the window has too few steps.
+        """
         if len(self._window) < _MIN_STEPS:
             return math.nan, math.inf
         usual = statistics.median(self._window)

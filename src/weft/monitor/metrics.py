@@ -46,7 +46,7 @@ def fold(values: Mapping[str, float]) -> Fold | None:
 
 
 def _short(value: float) -> float | int:
-    """Round to six digits, and return integral values as int, because users read the log too."""
+    """Round to six significant digits, and return integral values as int, because users read the log too."""
     if not math.isfinite(value):
         return value
     return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")
@@ -60,11 +60,14 @@ _OF_EVALUATION = frozenset({"event", "time", "step", "loss"})
 
 @dataclass(frozen=True, slots=True)
 class MetricReading:
-    """Value of a metric at one time.
+    """Value of a metric at one time. `name` and `label` identify the series.
 
-    `name` and `label` identify the series. `value` is the number, or the median over ranks. `low` and `high` are the
-    minimum and maximum over ranks, else equal to the value. `at_low` and `at_high` are their owners, such as "rank 3",
-    or "" for a metric of the run. `step` is the event's step, or None. `time` is in seconds since 1970.
+    Attributes:
+        value: the number, or the median over ranks.
+        low, high: minimum and maximum over ranks, else equal to the value.
+        at_low, at_high: their owners, such as "rank 3", or "" for a metric of the run.
+        step: the event's step, or None.
+        time: in seconds since 1970.
     """
 
     name: str

@@ -188,9 +188,12 @@ _LEARNT, _OTHER, _NEVER, _CONTEXT = "#1a7f37", "#b45309", "#c1121f", "#8a8f98"
 class GridSample:
     """A sample to draw on a sheet.
 
-    `title` is its source. `picture` is (3, height, width), 0 to 255. `wave` holds samples at `rate` per second. `bands`
-    is (bands, frames). `text` holds parts of the text with their weights in the loss; a part with weight 0 is context
-    and not trained.
+    Attributes:
+        title: its source.
+        picture: (3, height, width), 0 to 255.
+        wave, rate: audio samples, and their number per second.
+        bands: (bands, frames).
+        text: parts of the text with their weights in the loss; a part with weight 0 is context and not trained.
     """
 
     title: str

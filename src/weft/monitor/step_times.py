@@ -368,7 +368,7 @@ def time_lines(
 def draw_times(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> str:
-    """Draw the time report as SVG text, with one row per rank (at most 64 evenly chosen ranks).
+    """Return the time report as an SVG chart with one row per rank (at most 64 evenly chosen ranks).
 
     Args:
         ranks, num_steps, sizes, start_step: as in `time_lines`.

@@ -35,7 +35,7 @@ def build_optimizer(
         seed: seed for stochastic rounding of states.
 
     Raises:
-        ConfigError: if a user's class cannot be imported, is not an optimizer, or does not accept its options.
+        ConfigError: if a custom class cannot be imported, is not an optimizer, or does not accept its options.
     """
     groups = _groups(named_params, section)
     match section.name:
@@ -133,7 +133,7 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
 
 
 def _is_optimizer(made: object) -> TypeGuard[Callable[..., torch.optim.Optimizer]]:
-    """Return True for a subclass of Optimizer, whose constructor may take more arguments than torch.optim.Optimizer."""
+    """Return True for a subclass of Optimizer. Its constructor may take more arguments than torch.optim.Optimizer."""
     return isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
 
 

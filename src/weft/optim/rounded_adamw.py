@@ -74,7 +74,10 @@ class Placed(Protocol):
         ...
 
     def positions(self, first: int, last: int) -> Tensor:
-        """Return the int64 positions of elements first..last, in memory order."""
+        """Return the positions in the full parameter of the local elements `first` to `last` (exclusive), int64.
+
+        They are in the memory order of the full parameter.
+        """
         ...
 
 

@@ -116,7 +116,7 @@ def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...
         factor: 0-d factor of the gradient.
         dials: per-step values, or None.
         scalars: lr, beta1, beta2, eps, weight decay, correction1, correction2.
-        decoupled: weight decay as in AdamW.
+        decoupled: True for weight decay as in AdamW.
     """
     master, grad, exp_avg, exp_avg_sq, weights = tensors
     lr, beta1, beta2, eps, decay, correction1, correction2 = scalars

@@ -26,8 +26,9 @@ def build_engine(
     seed: int | None = None,
     filled_later: bool = False,
 ) -> DataParallel:
-    """Shard the model's parameters in place for the plan's ZeRO stage, and materialize those on the meta device. Raises
-    ModelError for parameters that the stage does not support. Raises CommError if ranks built different models.
+    """Shard the model's parameters in place for the plan's ZeRO stage, and materialize those on the meta device.
+
+    Raises ModelError for parameters that the stage does not support. Raises CommError if ranks built different models.
 
     Args:
         model: model after all other techniques were applied.
@@ -41,7 +42,7 @@ def build_engine(
 
 
 def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
-    """Return the state of recorded microbatches (CUDA graphs), or None if the engine communicates in them (zero=3)."""
+    """Return the state of recorded microbatches (CUDA graphs), or None if the engine does not support them (zero=3)."""
     return engine.recorded if isinstance(engine, FlatModel) else None
 
 

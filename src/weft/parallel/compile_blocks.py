@@ -27,8 +27,9 @@ from weft.private_torch import without_modes
 
 
 class OpaqueModule(nn.Module):
-    """A module that a compiled graph calls as one operator, because its forward reads values on the host. Its output
-    has the shape of its first argument, and its other arguments are tensors too.
+    """A module that a compiled graph calls as one operator, because its forward reads values on the host.
+
+    Its output has the shape of its first argument, and its other arguments are tensors too.
     """
 
     _weft_handle: Handle
@@ -47,7 +48,10 @@ class OpaqueModule(nn.Module):
 
 
 def register_operators(model: nn.Module, plan: Plan) -> None:
-    """Register experts and attention over cp as operators of compiled blocks. Call it before compiling them."""
+    """Register attention over cp, attention with dropout, and experts as operators of compiled blocks.
+
+    Call it before compiling them. Experts under zero=3 with ep > 1 are not registered.
+    """
     recomputes = plan.recompute_policy != "none"
     register_context_operators(model, recomputes)
     register_dropped_attention(model, recomputes)
@@ -75,10 +79,11 @@ def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[f
 
 
 class CachelessBlock(nn.Module):
-    """A compiled block that fills no key-value cache in training. Transformers models create a cache in each forward
-    unless use_cache=False is passed. Each layer has its own entry in the cache, so torch.compile would build a graph
-    per layer and leave all layers after the eighth uncompiled. transformers' hooks that capture layer outputs would
-    break a graph, so they run outside the graph.
+    """A compiled block that fills no key-value cache in training.
+
+    Transformers models create a cache in each forward unless use_cache=False is passed. Each layer has its own entry in
+    the cache, so torch.compile would build a graph per layer and leave all layers after the eighth uncompiled.
+    transformers' hooks that capture layer outputs would break a graph, so they run outside the graph.
     """
 
     _weft_captures: list[hugging_face.Capture]
@@ -111,7 +116,7 @@ class CachelessBlock(nn.Module):
 
 @contextmanager
 def _put_back(captures: Sequence[hugging_face.Capture]) -> Iterator[None]:
-    """Run the block uncompiled, with these hooks registered again, while outputs of its modules are captured."""
+    """Register the hooks again within the context, and run code uncompiled. Does nothing without hooks."""
     if not captures:
         yield
         return
@@ -140,8 +145,10 @@ class _OwnForward(nn.Module):
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each repeated block separately: compile time does not grow with depth. Without blocks, compile the model.
-    Blocks of one class share one graph. backend: the backend argument of torch.compile.
+    """Compile each repeated block separately, or the model if it has no blocks.
+
+    Blocks of one class share one graph, so compile time does not grow with depth. backend: the backend argument of
+    torch.compile.
     """
     recompute = recompute_of(model)
     blocks = list(repeated_blocks(model).values())
@@ -152,13 +159,12 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
         block.compile(backend=backend, options=options)
         if recompute is not None and recompute.setting != "none":
             # In a recomputed block, layers and dropout change Python attributes in forward. Each forward resets them,
-            # and
-            # the recomputation is already in the compiled graph, so torch.compile need not replay these side effects.
+            # and the recomputation is already in the compiled graph, so torch.compile need not replay these effects.
             leave_side_effects_to_forward(block)
 
 
 def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None:
-    """Warn if blocks cannot be compiled: torch.compile cannot compile only a part of a recomputed block."""
+    """Warn on rank 0 if blocks cannot be compiled: torch.compile cannot compile only a part of a recomputed block."""
     plan = mesh.plan
     if plan.recompute_policy not in ("full", "selective") or mesh.rank:
         return

@@ -1,7 +1,7 @@
 """Local SGD over replicas that are separate jobs: an outer step includes the available replicas, or fails for all.
 
-No replica acts alone. It contacts the coordinator (`weft.comm`), exchanges with the members into separate buffers, and
-applies the result only when the coordinator confirms the outer step. Cases:
+A replica contacts the coordinator (`weft.comm`), exchanges with the members into separate buffers, and applies the
+result only when the coordinator confirms the outer step. Cases:
 
     away            the others continue without it. Its anchor is then outdated: in the next outer step it contributes
                     nothing, and receives anchor, momentum and step from a replica with the newest anchor
@@ -43,10 +43,12 @@ class _Found:
 class ElasticDiLoCo(RareSync):
     """Outer steps of one replica with others that are separate jobs.
 
-    step: number of steps done; callers that skip steps set it before each. goes_to: step to continue from, if others
-    were ahead in an outer step. over: information on the other replicas, if they ended without this one. owes_meeting:
-    True if the last step should have ended with an outer step, which this replica left because it was asked to stop.
-    terms: further settings that must be equal on all replicas, as text. model: model on this replica's mesh.
+    Attributes:
+        step: number of steps done; callers that skip steps set it before each.
+        goes_to: step to continue from, if others were ahead in an outer step.
+        over: information on the other replicas, if they ended without this one.
+        owes_meeting: True if the last step lacks its outer step, because this replica was asked to stop.
+        terms: further settings that must be equal on all replicas, as text.
     """
 
     is_apart = True
@@ -205,7 +207,7 @@ class ElasticDiLoCo(RareSync):
 def attach_elastic_diloco(
     model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
 ) -> ElasticDiLoCo:
-    """Keep outer steps with separate replicas in a model. Return the object that runs them."""
+    """Give a model outer steps with separate replicas. Return the object that runs them."""
     sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)
     return sync

@@ -49,8 +49,10 @@ from weft.private_torch import uncompiled, without_modes
 
 
 class ForeignRouter(nn.Module):
-    """A router that returns (logits, weights of the chosen experts, their ids), each with M rows. span, aux_scale,
-    load: as in `weft.models.experts.Router`. rows: number of samples in the layer's input, set before each forward.
+    """A router that returns (logits, weights of the chosen experts, their ids), each with M rows.
+
+    span, aux_scale, load: as in `weft.models.experts.Router`. rows: number of samples in the layer's input, set before
+    each forward.
     """
 
     load: Load
@@ -73,7 +75,7 @@ class ForeignRouter(nn.Module):
 
 
 class _Rows:
-    """Hook of the layer around a router. It stores the batch size, because the layer flattens its samples."""
+    """Forward pre-hook of the layer around a router. Sets the router's `rows`: the layer flattens its samples."""
 
     def __init__(self, name: str):
         self._name = name
@@ -86,8 +88,8 @@ class _Rows:
 def balance_routers(model: nn.Module, rate: float) -> int:
     """Add the auxiliary loss to the routers of a Hugging Face model, in place and before `parallelize`.
 
-    rate: the value of router_aux_loss_coef in the model's config. The loss is the mean over layers of K times the
-    sequence-wise loss. Returns the number of routers. Raises ModelError for a model without such routers.
+    The loss is the mean over layers of K times the sequence-wise loss. rate: the value of router_aux_loss_coef in the
+    model's config. Returns the number of routers. Raises ModelError for a model without such routers.
     """
     paths = [path.rpartition(".")[0] for path, _ in layers.find_experts(model)]
     around = [model.get_submodule(path) for path in paths]
@@ -135,7 +137,7 @@ class ShardedSequences(Protocol):
 
 
 class DividedSpan(Span):
-    """Sequences that are sharded over cp, and with sequence parallelism also over tp."""
+    """Span of sequences that are sharded over cp, and with sequence parallelism also over tp."""
 
     def __init__(self, context: ShardedSequences | None, tp: Axis):
         self._context, self._tp = context, tp
@@ -170,9 +172,7 @@ class DividedSpan(Span):
 
 
 def divide_sequences(model: nn.Module, mesh: Mesh, context: ShardedSequences | None) -> None:
-    """Tell the routers how sequences are sharded, if cp or sp shards them. Call it after both were applied. model:
-    model, with or without routers. context: sequence sharding of cp, or None without it.
-    """
+    """Set in the model's routers how cp or sp shards sequences. Call it after both. context: None without cp."""
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     if context is not None or tp.size > 1:
         for router in balanced_routers(model):
@@ -204,7 +204,7 @@ class ExpertBalance:
         return bool(self._routers)
 
     def begin(self, scale: float | Tensor) -> None:
-        """Begin a step. scale: factor of the balance loss, the gradient of a loss that is summed over tokens."""
+        """Begin a step. scale: gradient of the balance loss, summed over tokens."""
         self._pending = None
         for router in self._routers:
             router.aux_scale = scale
@@ -212,7 +212,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Make forwards in the context add nothing to the balance loss and to the token counts."""
+        """Make forwards in the context add nothing to the balance loss or to the token counts."""
         before = [(router, router.aux_scale, router.load) for router in self._routers]
         for router, _, load in before:
             router.aux_scale, router.load = 0.0, Load(load.num_experts)
@@ -258,9 +258,10 @@ _COUNT = "num_experts"  # attribute of expert modules
 
 
 def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
-    """Distribute experts over ep, in place. Returns the placements of the experts' parameters. layout: its modules with
-    style `expert` are distributed in addition to detected experts. Raises ModelError if the plan uses ep and the model
-    has no experts, or they do not divide evenly.
+    """Distribute experts over ep, in place. Returns the placements of the experts' parameters.
+
+    layout: its modules with style `expert` are distributed in addition to detected experts. Raises ModelError if the
+    plan uses ep and the model has no experts, or if they do not divide evenly or are already distributed.
     """
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(layers.find_experts(model, layout))
@@ -283,9 +284,7 @@ def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = Non
 
 
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
-    """Raise ModelError if ep is above 1 and the model has no experts. layout: its modules with style `expert` count as
-    experts.
-    """
+    """Raise ModelError if ep > 1 and the model has no experts, including modules with style `expert` in `layout`."""
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
             f"ep={ep}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of stacked "
@@ -314,8 +313,12 @@ def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
 
 
 class Traffic(NamedTuple):
-    """Number of rows that the ranks of ep exchange. send, receive: rows to and from each rank. most: maximum between
-    any two ranks. by_source: device tensor of the rows from each rank for each local expert, (ep, L).
+    """Number of rows that the ranks of ep exchange.
+
+    Attributes:
+        send, receive: rows to and from each rank.
+        most: maximum between any two ranks.
+        by_source: device tensor of the rows from each rank for each local expert, (ep, L).
     """
 
     send: list[int]
@@ -337,9 +340,13 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class TokenDispatch:
-    """Sends one module's tokens to their experts. tp: ranks with the same tokens (size 1: none). hides: True if
-    selective recompute must ignore the module's operations, and so recompute all of them. Under zero=3, experts are
-    separate units in their block, and their gathers differ between forward and recomputation, an error in torch.
+    """Sends one module's tokens to their experts.
+
+    Attributes:
+        tp: ranks with the same tokens, or an axis of size 1.
+        hides: True if selective recompute must ignore the module's operations, and so recompute all of them. Under
+            zero=3, experts are separate units in their block, and their gathers differ between forward and
+            recomputation, an error in torch.
     """
 
     ep: Axis
@@ -379,6 +386,7 @@ class TokenDispatch:
 
 def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the index that sorts received rows (by rank, then expert) by expert, its inverse, and the experts' ends.
+
     by_source: rows from each rank for each local expert, (ep, L), whose sum is num_rows.
     """
     num_ranks, num_here = by_source.shape
@@ -392,7 +400,7 @@ def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor
 
 
 class DistributedExperts(nn.Module):
-    """Base of the classes of distributed experts. It is combined with the original class of the experts."""
+    """Base of the classes of distributed experts, in addition to the original class of the experts."""
 
     _weft_spread: TokenDispatch
 

@@ -25,8 +25,9 @@ _OWN_LOSS = "_weft_own_loss"
 
 
 def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
-    """Warn of batch norm immediately, and of a mean loss when a user's own loop runs backward through it. groups_norms:
-    True if batch norms use statistics of sample groups, so that they are equal under every plan.
+    """Warn of batch norm immediately, and of a mean loss when a custom training loop runs backward through it.
+
+    groups_norms: True if batch norms use statistics of sample groups, so that they are equal under every plan.
     """
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
@@ -48,6 +49,7 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 
     Its gradient is scaled so that the mean over ranks, which becomes `.grad`, is the gradient of the global mean.
     Collective of two numbers, which does not wait for the device.
+
     loss_sum: sum over this rank's tokens, 0-d. num_tokens: number of this rank's tokens; 0-d if it is a tensor.
     """
     exact = {"dtype": torch.float64, "device": mesh.device}
@@ -59,7 +61,7 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 
 
 def train_mode(model: nn.Module) -> Callable[[], object]:
-    """Return a function like `model.train`, except that it keeps batch norms in eval mode if the user froze them.
+    """Return a function like `model.train` that keeps batch norms in eval mode if the user froze them.
 
     A batch norm counts as frozen if it is in eval mode while the model trains. `model.eval()` freezes none.
     """
@@ -94,8 +96,10 @@ def frequency_refusal(what: str) -> str:
 
 
 def refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse embeddings that depend on all indices of a microbatch. All ranks get the full model, so all refuse.
-    Raises ModelError for an embedding with scale_grad_by_freq, or with max_norm on several ranks.
+    """Raise ModelError for embeddings that depend on all indices of a microbatch.
+
+    These are embeddings with scale_grad_by_freq, and on several ranks those with max_norm. All ranks get the full
+    model, so all raise the error. Does nothing if a step is one microbatch on one rank.
     """
     if mesh.world_size * mesh.plan.microbatches_per_step == 1:
         return
@@ -136,7 +140,7 @@ def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
 
 
 class _OwnLoss:
-    """Forward hook that warns if a user's own loop runs backward through the loss that the model computes."""
+    """Forward hook that warns if a custom training loop runs backward through the loss that the model computes."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks

@@ -9,7 +9,7 @@ replica r, R replicas, and the anchor (the weights from which all of them starte
     w_r     = anchor
 
 Anchor and momentum are sharded like the master weights. Optimizer states stay local to each replica. Buffers that
-updates, such as running statistics, are averaged.
+training updates, such as running statistics, are averaged.
 
 Method: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo; its outer step has lr 0.7 and momentum 0.9); Stich 2019, arXiv
 1805.09767 (averages of weights).
@@ -70,14 +70,21 @@ class Bundle:
 
 
 class RareSync:
-    """Outer steps of one model's replicas, on one rank.
+    """Outer steps (local SGD, DiLoCo) of one model's replicas, on one rank.
 
-    since: steps since the last outer step. meetings: number of outer steps. replicas: number of replicas. place: index
-    of this rank's replica. outer_lr, outer_momentum: hyperparameters of `diloco`. meets_now: True if the current step
-    ends with an outer step regardless of the plan, because it is the last step. differs: True if weights may differ
-    from the anchor, because this replica has trained.
-    engine: engine of the model, on the mesh of its replica. mesh: mesh of all replicas, or of one replica if each is a
-    separate job. plan: plan of all replicas, or None for the mesh's plan.
+    Attributes:
+        since: steps since the last outer step.
+        meetings: number of outer steps.
+        replicas: number of replicas.
+        place: index of this rank's replica.
+        outer_lr, outer_momentum: hyperparameters of `diloco`.
+        meets_now: True if the current step ends with an outer step regardless of the plan, because it is the last step.
+        differs: True if weights may differ from the anchor, because this replica has trained since the last outer step.
+
+    Args:
+        engine: engine of the model, on the mesh of its replica.
+        mesh: mesh of all replicas, or of one replica if each is a separate job.
+        plan: plan of all replicas, or None for the mesh's plan.
     """
 
     #: True if each replica is a separate job, which communicates with others only in outer steps.
@@ -106,7 +113,10 @@ class RareSync:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy the first replica's weights to all replicas. All ranks call it, after the optimizer is wrapped."""
+        """Copy the first replica's weights to all replicas. All ranks call it, after the optimizer is wrapped.
+
+        Raises CommError if replicas built different models.
+        """
         if self._runs:
             return
         held = self.master_slices()
@@ -200,7 +210,8 @@ class RareSync:
     def load_residual(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
         """Add the residuals of a checkpoint's replicas to the next outer step. All ranks call it.
 
-        whose: names of those replicas. replicas: divisor of the residuals, because outer steps compute means.
+        whose: prefixes of those replicas' residuals in `source`. replicas: divisor of the residuals, because outer
+        steps compute means.
         """
         held = self.master_slices()
         for run in self._runs:
@@ -256,6 +267,7 @@ class RareSync:
 
     def _sync_groups(self, held: Sequence[FlatSlice]) -> Iterator[list[int]]:
         """Yield the indices of tensors that are synchronized together: of one dtype, and stored by the same ranks.
+
         Tensors that several ranks of a replica store must be encoded identically on all of them, or their copies would
         diverge. A scale covers adjacent elements, and tp ranks have different shards next to replicated tensors.
         """
@@ -334,7 +346,7 @@ def anchored(model: nn.Module) -> AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class _Sent:
-    """A bundle whose sum is in flight. own: (anchor - weights) of this replica at its start. pending: the sum."""
+    """A bundle whose sum is in flight. own: (anchor - weights) of this replica when the sum started."""
 
     run: Bundle
     own: torch.Tensor
@@ -376,8 +388,8 @@ class StreamedSync(RareSync):
     def after_step(self) -> None:
         """Count a step, apply the pending fragment, and start one that is due.
 
-        All ranks call it after the weights are published.
-        Raises CommError if weights are not finite. Nothing was exchanged then.
+        All ranks call it after the weights are published. Raises CommError if weights are not finite. Nothing was
+        exchanged then.
         """
         meets_now, self.meets_now = self.meets_now, False
         self.since, self.differs = self.since + 1, True
@@ -395,7 +407,10 @@ class StreamedSync(RareSync):
 
     @torch.no_grad()
     def send_again(self, source: StateSource, start: str) -> None:
-        """Start again the sum of the fragment that was pending when a checkpoint was saved. All ranks call it."""
+        """Start the sum again of the fragment that was pending when a checkpoint was saved. All ranks call it.
+
+        start: prefix of the fragment's weights in `source`.
+        """
         held = self.master_slices()
         self._is_under_way = any(name.startswith(start) for name in source.entries)
         for run in self._runs:
@@ -446,9 +461,11 @@ class StreamedSync(RareSync):
 
 
 def _fragments(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) -> dict[str, int]:
-    """Return the fragment of each tensor, by its name in checkpoints. Fragments contain adjacent tensors, with similar
-    numbers of elements. Each pipeline stage is divided into all fragments, so that its ranks send equal amounts each
-    time. A tensor in two stages belongs to the fragment of the first.
+    """Return the fragment of each tensor, by its name in checkpoints.
+
+    Fragments contain adjacent tensors, with similar numbers of elements. Each pipeline stage is split into all
+    fragments, so that its ranks send equal amounts each time. A tensor in two stages belongs to the fragment of the
+    first.
     """
     axes, own = engine.axes, dict[str, int]()
     for name, one in (*model.named_parameters(), *model.named_buffers()):

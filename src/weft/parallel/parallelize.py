@@ -46,13 +46,13 @@ from weft.parallel.tensor.apply import check_full_model, fuse_replicated_head, s
 
 @dataclass(slots=True)
 class Application:
-    """One call of `parallelize`: its arguments, and results of techniques that later techniques read.
+    """One call to `parallelize`: its arguments, and results of techniques that later techniques read.
 
     Attributes:
         encoders: encoders whose items tp or data ranks share.
         experts: placements of distributed experts.
         sharded_layout: `layout` without distributed encoders, or derived from the full model.
-        regions: regions in which sp divides tokens, or None.
+        regions: regions in which sp shards tokens, or None.
         why_full: reason why attention needs all tokens under cp, or "".
         placements: placements of changed parameters by name.
     """
@@ -92,7 +92,7 @@ class Application:
 
 
 class Technique(NamedTuple):
-    """One change of a model. `when` is a condition on the plan under which it runs; None means always."""
+    """One change of a model. `when` is a condition on plan and device under which it runs, or None to run it always."""
 
     apply: Callable[[Application], object]
     when: Callable[[Application], bool] | None = None
@@ -189,7 +189,7 @@ SHARD = (
         lambda run: run.add(apply_context(run.model, run.mesh, run.why_full, run.stage_blocks)),
         when=lambda run: run.plan.cp > 1,
     ),
-    # Routers need the final division of sequences by sp and cp.
+    # Routers need the final sharding of sequences by sp and cp.
     Technique(
         lambda run: divide_sequences(run.model, run.mesh, context_of(run.model)),
         when=lambda run: run.plan.sp or run.plan.cp > 1,
@@ -248,12 +248,12 @@ def parallelize(
     Args:
         model: any nn.Module; its parameters may be on the meta device.
         mesh: mesh of the plan.
-        layout: styles of modules for tensor parallelism, and modules with experts. None derives it from the model.
+        layout: styles of modules for tensor parallelism, and modules with experts; None to derive it from the model.
         placements: placements of a module that the caller sharded manually, by parameter name. Nothing else is sharded.
-        seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of unkeyed dropout.
+        seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of dropout.
         filled_later: True if `data_parallel(model).load_weights` will fill parameters on the meta device.
         pinned_limit: host memory that all ranks of one machine may pin for offloading: a size or a share.
-        norm_group: samples per group of batch norm statistics, over any ranks; 0: each rank's microbatch.
+        norm_group: samples per group of batch norm statistics, over any ranks; 0 for each rank's microbatch.
         bf16_layers, fp8_recipe: for precision=fp8: layers that stay in bf16 (paths, `first:N`), and sharing of scales.
         example: arguments of a forward with which tp and sp trace the model, or None to generate them.
         noise: path of the input embedding and largest noise on its output in training, or None.

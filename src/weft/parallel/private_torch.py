@@ -35,9 +35,10 @@ _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def leave_side_effects_to_forward(module: nn.Module) -> None:
-    """Skip the side effects of a compiled module's recomputed forward when backward runs it again. torch reads the flag
-    whenever it traces, at the first call and at later calls with other inputs. The flag is on only during the module's
-    calls, so that code outside Weft is traced with its own setting.
+    """Skip the side effects of a compiled module's recomputed forward when backward runs it again.
+
+    torch reads the flag whenever it traces, at the first call and at later calls with other inputs. The flag is on only
+    during the module's calls, so that code outside Weft is traced with its own setting.
     """
     call: Callable[..., Any] | None = module._compiled_call_impl
     flags: Any = torch._dynamo.config
@@ -126,7 +127,7 @@ def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 
 
 def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace each existing forward hook of a module by a wrapped one. The order of hooks is kept."""
+    """Replace each existing forward hook of a module with a wrapped one, in the same order."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = wrap(hook)
@@ -149,7 +150,7 @@ def fsdp_state(module: FSDPModule) -> Any:
 
 
 def before_backward_of(module: FSDPModule, call: Callable[[], None]) -> None:
-    """Call a function when a backward reaches an output of a unit, before the unit is gathered."""
+    """Make fully_shard call a function when backward reaches an output of a unit, before the unit is gathered."""
     state: Any = module._get_fsdp_state()
     original = state._pre_backward
 
@@ -209,7 +210,7 @@ def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:
 def wrap_waits(
     module: FSDPModule, gathered: Callable[[Callable[[], None]], None], summed: Callable[[Callable[[], None]], None]
 ) -> None:
-    """Replace the waits of the compute stream for a unit's collectives by wrapped ones.
+    """Replace the waits of the compute stream for a unit's collectives with wrapped ones.
 
     gathered: called with the wait for the all-gather, before each use. summed: called with the wait for gradient sums
     at the end of a backward; called once if a single wait covers all units.
@@ -260,15 +261,12 @@ def scaled_product(
 
 
 def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor in another shape, as a tensor that autograd does not treat as a view.
-
-    An autograd function must not return a view if later operations write to it in place.
-    """
+    """Return the tensor in another shape, not as a view for autograd, so that later operations may write to it."""
     return torch.ops.aten._unsafe_view(x, shape)
 
 
 def without_memory(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Build a tensor of a subclass of Weft that has a shape but no memory."""
+    """Build a tensor of one of Weft's subclasses that has a shape but no memory."""
     make: Any = torch.Tensor._make_wrapper_subclass
     return make(kind, shape, dtype=like.dtype, device=like.device)
 

@@ -234,7 +234,7 @@ def _columns(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 class CostTask(Protocol):
-    """Interface of a task that provides costs."""
+    """What cost-based batching needs from a task: the lengths of its samples and their costs."""
 
     config: RunConfig
     fills_seq_len: bool
@@ -307,8 +307,6 @@ def cost_limits(config: RunConfig) -> Mapping[str, Limit]:
 
 # Range of samples that each step reads, in the sequence of training samples over all epochs: of fixed size, or by cost.
 
-#: Tolerance for rounding when a sum is compared with a bound.
-
 
 class StepBorders:
     """Boundaries between steps, as a pure function of the step. Positions count from 0 over all epochs."""
@@ -363,8 +361,7 @@ class EvenBorders(StepBorders):
 class CostBorders(StepBorders):
     """Steps of consecutive samples whose total cost is at most `most`.
 
-    A sample that alone costs more than `most` is a step of its own size. No step is empty. Steps may span the end of an
-    epoch.
+    A sample that alone costs more than `most` is a separate step. No step is empty. Steps may span the end of an epoch.
 
     Args:
         costs_in_order: returns the costs of an epoch's samples in that epoch's order: float64 (samples,).

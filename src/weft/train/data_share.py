@@ -14,8 +14,10 @@ from weft.config import partitioning as shares
 class Share:
     """The share of samples that data-parallel rank `rank` of `size` reads.
 
-    global_batch: samples of one optimizer step over all ranks. microbatches: number of microbatches of one rank.
-    pin: if True, tensors are in pinned memory.
+    Attributes:
+        global_batch: samples of one optimizer step over all ranks.
+        microbatches: number of microbatches of one rank.
+        pin: if True, tensors are in pinned memory.
     """
 
     global_batch: int

@@ -199,7 +199,7 @@ class EngineReports(Protocol):
         ...
 
     def times(self, book: TimeBook, start_step: int) -> Sequence[str]:
-        """Return the lines of the time report at the end of a run. All ranks call it."""
+        """Return the time report for the end of a run. All ranks call it."""
         ...
 
     def measures(self) -> Measures:
@@ -278,7 +278,7 @@ class Engine(Protocol):
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
-        A `LateResult` must be read after the next call of `step`, or before any other call of the engine.
+        A `LateResult` must be read after the next call to `step`, or before any other call to the engine.
 
         Args:
             batches: the microbatches in order.
@@ -310,5 +310,5 @@ class Engine(Protocol):
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process group. With `failed`, do not wait for them, because an error occurred."""
+        """Leave the process group, after waiting for all ranks. With `failed`, do not wait, because of an error."""
         ...

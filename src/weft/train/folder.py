@@ -84,7 +84,7 @@ class RunFolder:
         """Return the checkpoint of one step.
 
         Raises:
-            CheckpointError: if it does not exist, with the steps that were saved.
+            CheckpointError: if it does not exist. The message lists the saved steps.
         """
         from weft.checkpoint.load import list_checkpoints
 

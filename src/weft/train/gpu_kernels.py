@@ -114,7 +114,7 @@ class GpuKernels:
         cudnn.benchmark = False
 
     def before(self, batches: Sequence[Any]) -> None:
-        """Enable cuDNN benchmarking for this step, unless too many batch shapes have occurred."""
+        """Enable cuDNN benchmarking for this step if all its batch shapes are among the first `MOST_SHAPES`."""
         if not self._measures:
             return
         found = {tuple(leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)) for one in batches}

@@ -22,7 +22,9 @@ class SaveEnd:
     """Outcome of a save.
 
     Attributes:
-        path: location of the durable checkpoint.
+        path: location of the durable checkpoint, or None without one.
+        why: reason why nothing was saved, or "".
+        note: message about the save, or "".
         stall_s: seconds that training waited for the save.
         durable_s: seconds from the start of the save until it was committed.
     """

@@ -76,20 +76,23 @@ def _names(config: RunConfig) -> Iterator[hub.HubName]:
                 yield hub.parse(source.path, "dataset", f"data.{split}.{index}.path")
 
 
-def download_all(config: RunConfig, show: Callable[[str], None] = lambda _: None, *, to_plan: bool = False) -> None:
+def download_all(
+    config: RunConfig, show: Callable[[str], None] = lambda _: None, *, weights: bool = True, data: bool = True
+) -> None:
     """Download the files of each name in the config that this machine's cache lacks.
 
     Args:
         config: the result of `resolved_config`.
         show: called with a line for the user about each name.
-        to_plan: omit weights, and the data of text decoders, which the planner does not read.
+        weights: also download the weights of models.
+        data: also download data sets.
 
     Raises:
         ConfigError: for a name whose files cannot be downloaded or used.
     """
     for name in _names(config):
-        if not to_plan or name.kind == "model" or config.task.name is not None:
-            folder = hub.download(name, weights=not to_plan)
+        if data or name.kind == "model":
+            folder = hub.download(name, weights=weights)
             show(f"{name.key}: {name.repo} at commit {name.commit[:12]} of the hub, in {folder}")
 
 

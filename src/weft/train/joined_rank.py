@@ -74,7 +74,7 @@ class JoinedRank:
 def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device:
     """Return the device of this rank. With `numa`, bind the process to cores near its GPU.
 
-    Prints the binding to stderr, which is the rank's log in `weft train`. Raises the errors of `pick_device`.
+    Prints the binding to stderr, which is the rank's log in `weft train`. Raises PlanError if there is no such device.
 
     Args:
         place: rank environment of this process; None for a single process.

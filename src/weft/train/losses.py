@@ -184,6 +184,7 @@ class BatchGradient:
 
         Args:
             features: features of the microbatch, with their autograd graph.
+            index: index of the microbatch in the step.
             counts: False if the microbatch is a placeholder without samples.
         """
         if self._is_single:
@@ -314,7 +315,7 @@ def group_loss(size: int) -> Callable[[Compare], GroupLoss]:
     one row per sample.
 
     Args:
-        size: samples per group. All samples of a group must be in one microbatch index.
+        size: samples per group. The samples of a group may be on several ranks, but must have one microbatch index.
     """
     return lambda compare: GroupLoss(size, compare)
 
@@ -370,7 +371,7 @@ def is_own_code(function: Any) -> bool:
 
 
 def give_float32(model: nn.Module) -> None:
-    """Make a model that computes in bf16 or fp16 return float32, for losses in a loop without a train step."""
+    """Add a hook that converts a model's bf16 and fp16 outputs to float32, for losses in a custom training loop."""
     model.register_forward_hook(_convert_output)
 
 

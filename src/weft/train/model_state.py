@@ -317,7 +317,7 @@ class GroupSource:
 
 
 class Averages(Protocol):
-    """Interface of averages of the weights (EMA) that are stored in addition to the weights."""
+    """What `resume` needs from averages of the weights (EMA), which are stored in addition to the weights."""
 
     def restore(self, source: GroupSource, num_updates: int) -> None:
         """Restore the averages from a checkpoint."""
@@ -339,7 +339,7 @@ def resume(
         ema: averages of the weights to restore too.
 
     Raises:
-        CheckpointError: if the checkpoint is of another model.
+        CheckpointError: if the checkpoint belongs to another model.
     """
     if ema is not None:
         ema.restore(GroupSource(checkpoint, "ema"), int(checkpoint.state["ema"]["num_updates"]))

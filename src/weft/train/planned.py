@@ -263,7 +263,7 @@ _TOLD = "no estimate; run `weft calibrate` once (2 min)"
 
 
 def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write `measured.json`, and return the lines of the report.
+    """Write `measured.json`, and return a report that compares the planned with the measured step time and memory.
 
     Args:
         folder: the run's folder.

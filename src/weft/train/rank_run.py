@@ -160,6 +160,9 @@ def run_rank(
         place: rank environment of this process; None for a single process.
         terminal: stream on which rank 0 shows progress; None for stdout.
         start: launch options.
+
+    Raises:
+        ActionAsked: if the run ended because of a request to pause or to roll back, which the launcher handles.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     began = time.monotonic() if start.began is None else start.began

@@ -36,7 +36,7 @@ class OtherWorlds:
         self.sync.terms = f" seed={job.config.seed} train.global_batch={train.global_batch}{most}"
 
     def stop_with(self, step: TrainStep) -> None:
-        """Stop waiting for other replicas if a stop was requested on this rank."""
+        """Make this rank stop waiting for other replicas as soon as a stop is requested on `step`."""
         asked = weakref.ref(step)  # model and groups must be freed before the ranks disconnect
         self.party.wants_out = lambda: (step := asked()) is not None and step.wants_stop
 
@@ -50,7 +50,7 @@ class OtherWorlds:
         self.sync.step = number
 
     def after_step(self, result: StepResult) -> StepResult:
-        """Run the outer step if one is due after this step, and return the step's result with its outcome."""
+        """Record the loss for the other replicas, and return the result with the outcome of the outer step, if any."""
         sync = self.sync
         self.party.figures["loss"] = result.loss
         return replace(

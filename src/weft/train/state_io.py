@@ -100,7 +100,7 @@ COUNTS, _OWN = "counts", "replicas"
 
 
 class OpensGroup(Protocol):
-    """Interface to open a group of a checkpoint, or only its tensors whose names begin with `start`."""
+    """Function that opens a group of a checkpoint, or only its tensors whose names begin with `start`."""
 
     def __call__(self, checkpoint: Checkpoint, group: str, start: str = "") -> StateSource: ...
 

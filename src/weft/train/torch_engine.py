@@ -216,7 +216,7 @@ class TorchEngine:
         return self._rank.background_group()
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process group. After an error, do not wait for them."""
+        """Leave the process group, after waiting for all ranks. With `failed`, do not wait, because of an error."""
         try:
             if not failed:
                 if self._step is not None:

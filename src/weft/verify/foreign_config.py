@@ -78,8 +78,9 @@ def has_inputs(model: nn.Module) -> bool:
 
 
 def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
-    """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them. Tokens
-    are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
+    """Return a batch of `size` random samples for a Hugging Face model, with labels if its output needs them.
+
+    Tokens are (size, seq_len), images (size, channels, side, side), spectrograms (size, mel bins, frames), waves (size,
     samples). The last sample has no trained token, so that ranks count different numbers of tokens.
     """
     config: Any = model.config
@@ -100,10 +101,11 @@ def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng
 
 
 def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, seed: int) -> dry_run.LoadedSamples:
-    """Return random samples with one or two images each, for a model that replaces image tokens by image features, such
-    as LLaVA and Qwen2-VL. A sample's ids begin with the tokens of its images, each followed by a text token. All
-    samples have the same number of tokens, at least `seq_len`. The last sample of each `group` has no trained token.
-    Raises ModelError if the model's images cannot be created.
+    """Return random samples with one or two images each, for a model that replaces image tokens with image features.
+
+    LLaVA and Qwen2-VL are such models. A sample's ids begin with the tokens of its images, each followed by a text
+    token. All samples have the same number of tokens, at least `seq_len`. The last sample of each `group` has no
+    trained token. Raises ModelError if the model's images cannot be created.
     """
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config

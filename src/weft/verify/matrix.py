@@ -62,7 +62,7 @@ def row_of(plan: Plan, **more: Hashable) -> dict[str, Hashable]:
 
 
 def layout_of(plan: Plan) -> str:
-    """Return the division of work among the plan's ranks, as text."""
+    """Return the plan's fields that divide work among ranks, as text."""
     return Plan(**{name: getattr(plan, name) for name in LAYOUT_FIELDS}).format() or "one rank"
 
 

@@ -21,7 +21,7 @@ from weft.verify.private_torch import changes_arguments, name_of
 
 @dataclass(slots=True)
 class Graphs:
-    """graphs: number of distinct compiled graphs. breaks: counts by reason. recompiles: reason of each."""
+    """Counts of torch.compile: distinct graphs, graph breaks by reason, and the reason for each recompilation."""
 
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
@@ -30,8 +30,9 @@ class Graphs:
 
 @contextmanager
 def counted_graphs() -> Iterator[Graphs]:
-    """Reset torch.compile, and count compilations inside the block. The counts are set when the block ends. Code that
-    would run uncompiled after too many recompilations raises FailOnRecompileLimitHit.
+    """Reset torch.compile, and count compilations inside the block. The counts are set when the block ends.
+
+    Code that would run uncompiled after too many recompilations raises FailOnRecompileLimitHit.
     """
     found = Graphs()
     limit = torch._dynamo.config.fail_on_recompile_limit_hit
@@ -68,10 +69,11 @@ _WAITS = {
 
 
 class OpRecorder:
-    """Records operators; see `weft.memory.graph_recorder.Recorder`.
+    """Stand-in for `weft.memory.graph_recorder.Recorder` that records operators.
 
-    num_ops: number of operators of each recording, in order. num_replays: replays of all recordings, without first
-    runs.
+    Attributes:
+        num_ops: number of operators of each recording, in order.
+        num_replays: replays of all recordings. First runs do not count.
     """
 
     def __init__(self) -> None:
@@ -154,10 +156,10 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
 
 
 class WireOracle:
-    """Sums over ranks with one wire format, step by step.
+    """Computes the expected sums over ranks with one wire format, step by step. Call `commit` after each step.
 
-    It keeps the error feedback of every rank. name: the wire format. key (of the methods): identifies the tensor whose
-    error feedback is used.
+    It has the error feedback of every rank. name: name of the wire format. The methods' `key` identifies the tensor
+    whose error feedback is used.
     """
 
     def __init__(self, name: str):

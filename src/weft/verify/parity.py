@@ -92,7 +92,10 @@ class SampleCase:
 class DecoderCase:
     """A decoder, its data and its optimizer.
 
-    masked: share of positions without a label, distributed unevenly over the samples.
+    Attributes:
+        masked: if not 0, the share of positions with a label decreases from sample to sample, to 0.
+        documents: pack two documents into each sample.
+        optimizer: "adamw" or "sgd".
     """
 
     spec: DecoderSpec
@@ -209,7 +212,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float
 
 
 def train_cases(plan_text: str, cases: Mapping[str, Case]) -> dict[str, ParityResult]:
-    """Train each case with `train_case`, and return results by name: one call of the ranks for many cases."""
+    """Train each case with `train_case`, so that one call to the ranks trains many cases. Return results by name."""
     return {name: train_case(plan_text, case) for name, case in cases.items()}
 
 
@@ -281,8 +284,8 @@ def several_buckets(model: nn.Module) -> Iterator[None]:
 def train_plain(case: Case) -> ParityResult:
     """Train `case` on this process without Weft: the result of plain PyTorch on the full batch.
 
-    A parameter that the loss does not reach has a zero gradient, as under every plan. Routers that balance their
-    experts do so here too, because it is part of the model's step.
+    A parameter that the loss does not reach has a zero gradient, as under every plan. Router biases that balance
+    experts are updated as under a plan, because this is part of the model's step.
     """
     model = case.model()
     balance = ExpertBalance(model, build_mesh(Plan())) if any(balanced_routers(model)) else None
@@ -316,13 +319,14 @@ def train_plain(case: Case) -> ParityResult:
 
 
 def microbatches_of_case(case: Case, step: int, plan: Plan, dp_rank: int) -> Microbatches:
-    """Return this rank's part of a step's global batch, divided by the case, or by rows that are samples."""
+    """Return this rank's part of a step's global batch: from the case's `microbatches`, or else split by rows."""
     cut = getattr(case, "microbatches", None)
     return local_microbatches(case.batch(step), plan, dp_rank) if cut is None else cut(step, plan, dp_rank)
 
 
 def local_microbatches(batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
-    """Return this rank's microbatches of a global batch whose rows are samples. Raises ModelError if rows are not
-    samples.
+    """Return this rank's microbatches of a global batch whose rows are samples.
+
+    Raises ModelError if rows are not samples.
     """
     return Microbatches.of_rows(batch, plan, dp_rank)

@@ -26,10 +26,11 @@ _AFTER_FAILURE_S = 5.0
 
 
 class RankError(CommError):
-    """A rank failed, or did not respond.
+    """Raised if a rank failed, or did not respond.
 
-    said: message of its WeftError, or "" for other errors. refusal: the same message, if this rank raised it itself and
-    not because another rank failed.
+    Attributes:
+        said: message of the rank's WeftError, or "" for other errors.
+        refusal: the same message, or "" for a CommError, which usually means that another rank failed.
     """
 
     def __init__(self, message: str, said: str = "", refusal: str = ""):

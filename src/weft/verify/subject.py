@@ -67,8 +67,12 @@ def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
 class Sweep:
     """Iterates over the plans to try. Call `refuse` if the last plan cannot be applied to the model.
 
-    every: all legal plans. choose: selects plans worth trying from the allowed ones. limit: maximum number of plans
-    that are not refused, sampled with `seed`. refused: unsupported sets of techniques, each with the reason.
+    Attributes:
+        every: all legal plans.
+        choose: selects plans to try from the allowed ones.
+        limit: maximum number of chosen plans that are not refused, sampled with `seed`. None for all.
+        refused: unsupported sets of techniques, each with the reason.
+        num_refused: number of refused plans.
     """
 
     every: Sequence[Plan]
@@ -115,7 +119,7 @@ class Sweep:
                     left = left if left is None or self.is_refused(plan) else left - 1
 
     def part(self, number: int, count: int) -> Iterator[Plan]:
-        """Yield the plans with each technique alone, then every `count`-th of the other plans, from index `number` on.
+        """Yield the plans with one technique each, then part `number` (from 1) of `count` parts of the chosen plans.
 
         A model rejects the same techniques in every part, so all parts together are the full selection.
         """
@@ -163,7 +167,9 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 class Settings:
     """Size and dtype of the model, and amount of training.
 
-    dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: None uses the model's values.
+    Attributes:
+        dtype: "float64", "float32", "bfloat16" or "float16".
+        num_layers, dim, vocab_size: None uses the model's values.
     """
 
     num_steps: int = 3
@@ -180,8 +186,13 @@ class Settings:
 class Subject:
     """A description of the model, from which each process can build it.
 
-    kind: "decoder", "task", "hf" or "function". config: a task's config. folder: a task's run folder with prepared
-    data.
+    Attributes:
+        source: the user's text: a model name, a path, or package.module:function.
+        kind: "decoder", "task", "hf" or "function".
+        shape: shape of the decoder; None for models without one.
+        plan, layout: plan and layout of the config file, if there is one.
+        config: a task's config.
+        folder: a task's run folder with prepared data.
     """
 
     source: str
@@ -272,8 +283,9 @@ class _Called(Exception):
 
 
 class BuiltCase(SampleCase):
-    """A `Case` for a built model. `model()` returns that model, and may be called once. data: samples of a loader, or
-    batch_fn(step, size). task: the task that provides each rank's batches, as in a run.
+    """A `Case` for a built model. `model()` returns that model, and may be called once.
+
+    data: samples of a loader, or batch_fn(step, size). task: the task that provides each rank's batches, as in a run.
     """
 
     def __init__(

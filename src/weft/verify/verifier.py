@@ -62,8 +62,13 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One compared number or tensor. what: "loss", "grad norm", "gradient" or "weight". relative: difference as a share
-    of its scale. limit: maximum that counts as equal.
+    """One compared number or tensor.
+
+    Attributes:
+        what: "loss", "grad norm", "gradient" or "weight".
+        name: the step, or the parameter's name.
+        relative: difference as a share of its scale.
+        limit: maximum that counts as equal.
     """
 
     what: str
@@ -245,11 +250,15 @@ LONGEST_S = 1800.0
 
 @dataclass(slots=True)
 class Verdict:
-    """Result for one plan. parameters: the larger relative difference of gradient and weight, by name.
+    """Result for one plan.
 
-    parts: description of the first difference from one process. causes: parts of the model, its loss or its data whose
-    results depend on how a batch is divided, found on one process. refused: the reason that the plan cannot be applied
-    to the model. error: the error of a failed rank.
+    Attributes:
+        parameters: the larger relative difference of gradient and weight, by name.
+        parts: description of the first difference from one process.
+        causes: parts of the model, its loss or its data whose results depend on how a batch is split, found on one
+            process.
+        refused: the reason that the plan cannot be applied to the model.
+        error: the error of a failed rank.
     """
 
     plan: str
@@ -283,7 +292,7 @@ class _Reference:
 
 
 class Verifier:
-    """Verifies plans for one subject on a fixed number of ranks. A context manager that owns ranks and a folder.
+    """Verifies plans for one subject on a fixed number of ranks. A context manager, because it owns ranks and a folder.
 
     pool: running ranks to use, which are not stopped at the end; None starts new ranks.
     """
@@ -345,7 +354,7 @@ class Verifier:
         verdict.passed = all(difference.is_equal for difference in every)
 
     def _explain(self, text: str) -> str:
-        """Return the first module or gradient that differs from one process in the first step."""
+        """Return a description of the first module or gradient that differs from one process in the first step."""
         one = replace(self.subject, settings=replace(self.subject.settings, num_steps=1))
         case, recorder = one.build(), OutputRecorder()
         folder = Path(self._folder) / "first"
@@ -399,7 +408,7 @@ class _Answer:
 
 
 def check_subject(subject: Subject, plan: Plan) -> None:
-    """Raise PlanError with all rules that the plan breaks for this model and these sizes."""
+    """Raise PlanError if the plan breaks rules for this model and these sizes. The message lists all of them."""
     check_plan(plan, subject.facts(plan.world_size))
 
 

@@ -366,7 +366,10 @@ def _is_fit() -> bool:
 
 
 def main() -> None:
-    """Run the server, and in each fork a rank. A rank ends like a new program, by returning from this function."""
+    """Run the fork server.
+
+    In a forked child, run the rank and then return, so that the child exits like a fresh process.
+    """
     from weft.cli.launch.rank import die_with, name_process
 
     die_with(env.launcher_pid())

@@ -136,7 +136,10 @@ _RAY_TRIES = 10
 
 
 def kubernetes_job(job: JobAsked) -> str:
-    """Return an indexed Kubernetes Job, and the Service with which its pods find each other. No operator is needed."""
+    """Return an indexed Kubernetes Job, and the Service with which its pods find each other. No operator is needed.
+
+    Raise ConfigError if the job has no container image.
+    """
     if job.container is None:
         raise ConfigError("--container: a pod needs an image. Use --container IMAGE, an image with Weft installed.")
     words = "\n".join(
@@ -293,7 +296,7 @@ raise SystemExit(code)
 def slurm_job(job: JobAsked) -> str:
     """Return a script for sbatch, in which srun starts the ranks.
 
-    The job is requeued, or continued by the next one of an array.
+    The job is requeued, or continued by the next task of a job array.
     """
     options = [
         f"--job-name={job.label}",

@@ -58,7 +58,7 @@ class Restarts:
         """Call `attempt` until it succeeds.
 
         Raises:
-            RankFailed: if no restart is left.
+            RankFailed: if the failure would recur or the config stops at it, or no restart is left.
             PlanError: if no plan exists for the remaining ranks.
         """
         ranks, config = self.num_ranks, self.config

@@ -65,7 +65,7 @@ class Starter(Protocol):
         ...
 
     def prepare(self, asked: Preparation) -> RunFolder:
-        """Prepare the run, like `Preparation.here`."""
+        """Prepare the run, like `Preparation.prepare_locally`."""
         ...
 
 

@@ -69,7 +69,7 @@ _SHORT = {torch.float32: (torch.bfloat16, torch.float16)}
 
 
 class BackendLink(Link):
-    """A link on which each operation is one call of the process group.
+    """A link on which each operation is one call to the process group.
 
     It cannot be polled: gloo's reduce_scatter reports completion only when waited for, and nccl's works are bound to
     streams.
@@ -77,7 +77,8 @@ class BackendLink(Link):
     Within a host, bf16 or fp16 gradients whose sum is requested in fp32 are sent unconverted by an all_to_all, and each
     rank adds its slice in fp32. This equals an fp32 reduce_scatter with half the bytes, always in rank order. Between
     hosts a reduce_scatter sends less, because it adds along the route.
-    ranks: their global ranks, in order of the axis. on_one_host: returns True if all ranks are on one host. Collective;
+
+    ranks: global ranks, in order of the axis. on_one_host: returns True if all ranks are on one host. Collective;
     called once.
     """
 
@@ -159,7 +160,8 @@ class ExchangeLink(Link):
     Relative to gloo's collectives (measured with torch 2.13), reduce_scatter as all_to_all plus a local sum takes 0.4
     to 0.9 of the time, and all_gather as one broadcast from each rank 0.3 to 0.8. Only with two ranks and little data
     it takes more.
-    ranks: their global ranks, in order of the axis. hosts: a number for each rank's host; empty if all are on one host.
+
+    ranks: global ranks, in order of the axis. hosts: a number for each rank's host; empty if all are on one host.
     purpose: distinguishes groups of the same ranks that must stay separate.
     """
 

@@ -41,7 +41,7 @@ class StreamWait:
     def end(self, arrived: torch.cuda.Event | None = None) -> StreamWait:
         """End the timed wait.
 
-        arrived: event of the awaited result on another stream, perhaps before the wait. None records an event now.
+        arrived: event of the awaited result on another stream, perhaps before the wait; None to record an event now.
         """
         if arrived is None:
             self._end.record()
@@ -73,15 +73,17 @@ def waited(wait: StreamWait | None, device: torch.device, host_s: float) -> floa
 class Operation:
     """One collective in flight. Tensors are flat and contiguous; `source` may be in parts.
 
-    `kind` is "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier" or "all_to_all". `op` is "sum", "max"
-    or "min". `root` is the axis's rank that broadcasts. `finished` is True once the result is in `out`.
-
-    For all_to_all, `send` and `receive` count the elements to and from each rank of the axis. `most` is the maximum
-    number of elements from one rank to another, equal on all ranks.
-
-    `then` computes the result from the received data. The waiting code calls it once, and its time is not counted as
-    waiting. `sent_bytes` and `off_host_bytes`, valid once finished, count the bytes sent to other ranks and to other
-    hosts. Links of a backend such as nccl do not count them.
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier" or "all_to_all".
+        op: "sum", "max" or "min".
+        root: the axis's rank that broadcasts.
+        send, receive: for all_to_all, numbers of elements to and from each rank of the axis.
+        most: for all_to_all, the maximum number of elements from one rank to another, equal on all ranks.
+        then: computes the result from the received data. The waiting code calls it once, and its time is not counted as
+            waiting.
+        sent_bytes, off_host_bytes: once finished, the bytes sent to other ranks and to other hosts. Links of a backend
+            such as nccl do not count them.
+        finished: True once the result is in `out`.
     """
 
     kind: str
@@ -118,9 +120,7 @@ def combined_in(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 class SentBytes:
-    """Counts the bytes that a rank sends over gloo. `rank` is its index on the axis. `hosts` holds a host number for
-    each index.
-    """
+    """Counts the bytes that the rank with index `rank` sends over gloo. hosts: a host number for each index."""
 
     def __init__(self, rank: int, hosts: tuple[int, ...]):
         self._rank, self._hosts = rank, hosts
@@ -186,10 +186,11 @@ _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class SpinBackoff:
-    """A wait loop that yields the core to other ranks, of which there may be more than cores. It yields the core at
-    first, because the next message usually arrives soon, then sleeps, for longer over time. Measured on 2 cores: small
-    steps of 8 ranks take 0.8 of the time if they yield for 2 ms instead of 0.1 ms, because a sleep is longer than the
-    wait. Steps of a second, and steps of 4 ranks, take the same time.
+    """A wait loop that yields the core to other ranks, of which there may be more than cores.
+
+    It yields the core at first, because the next message usually arrives soon, then sleeps, for longer over time.
+    Measured on 2 cores: small steps of 8 ranks take 0.8 of the time if they yield for 2 ms instead of 0.1 ms, because a
+    sleep is longer than the wait. Steps of a second, and steps of 4 ranks, take the same time.
     """
 
     YIELD_S, LOOK_S = 0.002, 0.1
@@ -224,7 +225,7 @@ def unobserved() -> AbstractContextManager[object]:
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
     """Continue all `links` until `operation` is finished. links: all links of this rank, including `link`.
 
-    Raises CommError with axis and operation, if a rank has exited or the group's timeout has passed.
+    Raises CommError if a rank has exited or the group's timeout has passed. The message names axis and operation.
     """
     if link.self_driven:
         link.block(operation)
@@ -307,14 +308,16 @@ def branch(size: int) -> int:
 
 
 class Combiner:
-    """Combines parts of equal length. Keeps scratch memory between calls: BLOCK_BYTES for each level of the tree."""
+    """Combines parts of equal length. Reuses scratch memory between calls: BLOCK_BYTES for each level of the tree."""
 
     def __init__(self) -> None:
         self._scratch: list[torch.Tensor] = []
 
     def __call__(self, parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-        """Combine parts in the order of the tree. `out` may be the memory of one of the parts. Sums of bf16 and fp16
-        are accumulated in fp32 and rounded once. Two parts need no scratch, because their sum is rounded once anyway.
+        """Combine parts in the order of the tree. `out` may be the memory of one of the parts.
+
+        Sums of bf16 and fp16 are accumulated in fp32 and rounded once. Two parts need no scratch, because their sum is
+        rounded once anyway.
         """
         function, size = _FUNCTIONS[op], len(parts)
         if size == 2:

@@ -30,7 +30,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Route(Generic[Source]):
-    """One operation, divided into spans of at most `span` elements of `length`. `source` is the operation's input."""
+    """One operation, split into spans of at most `span` elements of `length`. `source` is the operation's input."""
 
     two_phases = False
 
@@ -41,7 +41,7 @@ class Route(Generic[Source]):
         self.length = self.source.numel()
 
     def spans(self, slot_bytes: int) -> list[Span]:
-        """Divide the full length into spans, equal on all ranks."""
+        """Split the full length into spans, equal on all ranks."""
         span = self.span(slot_bytes // self.source.itemsize)
         return [(first, min(first + span, self.length)) for first in range(0, max(self.length, 1), span)]
 

@@ -13,9 +13,9 @@ from weft.comm.private_torch import foreach_copy
 class Parts:
     """A flat tensor stored in non-overlapping parts.
 
-    Elements that no part stores count as zero. When a result is written, they are left unchanged.
-    parts: (first element, 1-D tensor) of each part. dtype: dtype of the flat tensor, which may differ from the parts'.
-    Defaults to the first part's.
+    Elements that no part stores count as zero. When a result is written, they are left unchanged. parts: (first
+    element, 1-D tensor) of each part. dtype: dtype of the flat tensor, which may differ from the parts'. Defaults to
+    the first part's.
     """
 
     def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], numel: int, dtype: torch.dtype | None = None):

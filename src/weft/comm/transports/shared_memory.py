@@ -42,10 +42,7 @@ assert SIGNATURES + NUM_SLOTS <= _LINE
 
 
 def host_mark() -> tuple[bytes, str]:
-    """Return 16 bytes that are equal on ranks which can share memory, and "".
-
-    If this rank cannot share memory, returns b"" and the reason.
-    """
+    """Return (16 bytes that are equal on ranks which can share memory, ""), or (b"", reason) if this rank cannot."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return b"", f"this machine is {platform.machine()}, and shared memory relies on the order of x86-64's stores"
     if not hasattr(os, "memfd_create"):
@@ -66,9 +63,7 @@ def slot_bytes(size: int) -> int:
 
 
 class Segment:
-    """The mapped memory from the view of one rank. Memory and file are freed with the object. fd: file descriptor of
-    the memory. It is closed with the object.
-    """
+    """The mapped memory from the view of one rank. fd: its descriptor, which is closed with the object."""
 
     def __init__(self, fd: int, rank: int, size: int):
         # The lock on this rank's byte is released when the process exits, however it exits; `has_ended` of the others
@@ -108,8 +103,9 @@ class Segment:
 
     @classmethod
     def find(cls, address: tuple[int, int, bytes], rank: int, size: int) -> Segment:
-        """Map the memory that rank 0 made, on the other ranks. address: (process, descriptor, token) of that memory.
-        Raises OSError if the memory does not exist.
+        """Map the memory that rank 0 made, on the other ranks. Raises OSError if the memory does not exist.
+
+        address: (process, descriptor, token) of that memory.
         """
         pid, descriptor, token = address
         fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -153,7 +149,7 @@ class Segment:
 class SharedLink(Link):
     """A link between ranks of one host over a segment.
 
-    ranks: their global ranks, in order of the axis. timeout_s: seconds without progress after which an operation fails.
+    ranks: global ranks, in order of the axis. timeout_s: seconds without progress after which an operation fails.
     """
 
     transport = "shared memory"

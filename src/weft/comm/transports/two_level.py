@@ -81,10 +81,10 @@ def exchange_hosts(axis: Axis, group: dist.ProcessGroup) -> Hosts:
 
 
 def share_memory(axis: Axis, group: dist.ProcessGroup, block: int, number: int = 1) -> tuple[list[Segment], str]:
-    """Map segments shared by each block of `block` adjacent ranks, or return none and the reason. Collective.
+    """Map segments shared by each block of `block` adjacent ranks, or return ([], reason). Collective.
 
-    The result is the same on all ranks of the axis.
-    block: number of ranks that share one memory. The size of the axis means all.
+    All ranks of the axis succeed or none. block: number of ranks that share one memory; the size of the axis for all.
+    number: number of segments per block.
     """
     place, why = axis.rank % block, ""
     segments: list[Segment] = []
@@ -158,7 +158,7 @@ class TwoLevelLink(Link):
     """A link that runs operations in levels: within each host, between hosts, and within each host again.
 
     within: links of the ranks of this host, one for the first level and one for the last. between: link of the ranks
-    that have the same index as this one on each host.
+    that have the same index as this one on each host. flat: link of all ranks, for small tensors and other operations.
     """
 
     transport = "two levels"
@@ -382,7 +382,7 @@ AUTO = "auto"
 def measured_routes(
     axis: Axis, group: dist.ProcessGroup, hosts: Hosts, fixed: str, usable: tuple[str, ...]
 ) -> tuple[RouteChoices | None, str]:
-    """Return the measured route choices and the reason, or None and why not ("" if there is no file).
+    """Return the measured route choices and the reason, or None and the reason ("" if there is no file).
 
     All ranks of the axis call this. The first one reads its file and sends the result, so all ranks have the same.
 

@@ -66,8 +66,10 @@ class CodedExchange(Pending):
 
 
 class CodedSum(Pending):
-    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in rank order. `rows_RN` holds the row for
-    each rank. `out` is this rank's row of the sums, or with `whole` all sums, flat as in CodedGather.
+    """The sum of the ranks' rows: encoded, exchanged, decoded, and added in rank order.
+
+    `rows_RN` holds the row for each rank. `out` is this rank's row of the sums, or with `whole` all sums, flat as in
+    CodedGather.
     """
 
     def __init__(self, rows_RN: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, whole: bool):
@@ -133,8 +135,12 @@ def sum_coded(
 ) -> Pending:
     """Begin an all_reduce or a reduce_scatter of encoded values, into `out`.
 
-    what: a tensor of any shape, or parts of a flat one. coder: encodes, and keeps the wire's state. whole: True for
-    all_reduce, False for reduce_scatter. Raises CommError for an op that the wire cannot combine.
+    Raises CommError for an op that the wire cannot combine.
+
+    Args:
+        what: a tensor of any shape, or parts of a flat one.
+        coder: encodes, and stores the wire's state.
+        whole: True for all_reduce, False for reduce_scatter.
     """
     if op not in coder.wire.ops:
         raise CommError(
@@ -160,11 +166,10 @@ def sum_coded(
 
 
 def gather_coded(shard: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder) -> Pending:
-    """Begin an all_gather of encoded shards into `out`.
+    """Begin an all_gather of encoded shards into `out`. Each rank decodes its own shard too, so that bits are equal.
 
-    This rank's shard is decoded too, so that all ranks have the same bits.
     shard: tensor of any shape, with the same number of elements on every rank. out: contiguous, of the shard's dtype,
-    with size * numel elements. coder: encodes, and keeps the wire's state.
+    with size * numel elements. coder: encodes, and stores the wire's state.
     """
     return CodedGather(shard.detach().reshape(1, -1), axis, out, coder, "shard", counts=True)
 

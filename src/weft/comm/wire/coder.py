@@ -1,6 +1,6 @@
 """State of wires from step to step, such as error feedback, for each communicated tensor.
 
-A step may be skipped. The states that `encode` returns are kept if the step was applied (`commit`) and dropped if it
+A step may be skipped. The states that `encode` returns are stored if the step was applied (`commit`) and dropped if it
 was not (`discard`), so that error feedback never includes gradients that were not applied.
 """
 
@@ -33,7 +33,7 @@ class Coder:
         self._next: dict[str, State] = {}
 
     def encode(self, role: str, x_RN: torch.Tensor, place: int) -> torch.Tensor:
-        """Encode rows. role: which tensor of a collective this is: its summands, or their sums."""
+        """Encode rows. role: their use ("summands", "sums" or "shard"). place: this rank's index."""
         key = f"{role}-{x_RN.shape[0]}x{x_RN.shape[1]}"
         wire = self.wire
         if wire.by_chance:
@@ -57,7 +57,7 @@ class Coder:
         return x_RN.clone() if kept is None else x_RN + kept["residual"] * self.unit
 
     def owe(self, key: str, rest_RN: torch.Tensor) -> None:
-        """Keep `rest_RN` as the residual if the step is applied. Changes it in place."""
+        """Keep `rest_RN` as the residual if the step is applied. Divides it by `unit` in place."""
         self._next[key] = {"residual": rest_RN.div_(self.unit)}
 
     def carried(self, key: str) -> State | None:
@@ -103,7 +103,7 @@ class Coder:
         self.turn, self.calls = turn, 0
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the kept states as (`role/name`, tensor)."""
+        """Yield the stored states as (`role/name`, tensor)."""
         for key, state in self._kept.items():
             yield from ((f"{key}/{name}", tensor) for name, tensor in state.items())
 
@@ -116,10 +116,7 @@ class Coder:
 
 
 class Coders:
-    """The coders of an engine's tensors, by name.
-
-    outer: wire of gradients over the outermost data axis, or None for the same one.
-    """
+    """The coders of an engine's tensors, by name. outer: wire over the outermost data axis, or None for `wire`."""
 
     def __init__(self, wire: Wire, outer: Wire | None = None):
         self.wire = wire
@@ -206,10 +203,7 @@ class Coders:
             coder.take_turn(turn)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return this rank's states for its plan as `tensor/role/name`.
-
-        Residuals are omitted, because they are valid for any plan.
-        """
+        """Return this rank's states as `tensor/role/name`, without residuals, which are valid for any plan."""
         return {
             f"{name}/{key}": tensor
             for name, coder in self._coders.items()

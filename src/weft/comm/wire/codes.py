@@ -110,9 +110,7 @@ class Int4(Wire):
 
 
 def scales_of(blocks_BK: torch.Tensor, largest: int) -> torch.Tensor:
-    """Return a bf16 scale (B,) for each block, at least its largest magnitude / `largest`. A block with a non-finite
-    value gets a non-finite scale.
-    """
+    """Return a bf16 scale (B,) per block, at least its largest magnitude / `largest`; NaN for non-finite values."""
     exact = blocks_BK.abs().amax(-1) / largest
     scales = exact.to(torch.bfloat16)
     # Positive floats are ordered like their bits, so the next bit pattern is the next larger number.
@@ -161,8 +159,8 @@ class RowSlice(NamedTuple):
 class RowCodes:
     """Encoding of one rank's shards of a unit's weights, stored one after another.
 
-    spec: gives the block size. fp8 uses e4m3 with one scale per row. stretches: shapes of the shards, in their order in
-    the flat tensor.
+    spec: gives the block size. fp8 uses e4m3 with one scale per row. stretches: the shards, in their order in the flat
+    tensor.
     """
 
     def __init__(self, spec: WireSpec, stretches: Sequence[RowSlice], dtype: torch.dtype):
@@ -335,9 +333,7 @@ class Largest(Wire):
         return out_RN
 
     def _chunks(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first value, number of chunks, values per chunk, kept values per chunk). The full chunks come first,
-        then the shorter rest.
-        """
+        """Yield (first value, number of chunks, values per chunk, encoded values per chunk): full chunks, then rest."""
         block, kept = self.spec.block, self.spec.kept
         whole, rest = divmod(numel, block)
         if whole:

@@ -53,8 +53,12 @@ def matrices_of(shape: Sequence[int], start: int, end: int, offset: int, rank: i
     """Return the matrix of a parameter, limited to the full rows in a flat slice, or [] if this would save too little.
 
     Several dims are grouped into rows and columns such that the matrix is closest to a square.
-    shape: the parameter's shape, in memory order. offset: index of the parameter's first element in the flat tensor.
-    rank: rank of the approximation. Its two thin matrices must have less than half of the elements.
+
+    Args:
+        shape: the parameter's shape, in memory order.
+        start, end: range of the flat slice in the parameter, end exclusive.
+        offset: index of the parameter's first element in the flat tensor.
+        rank: rank of the approximation. Its two thin matrices must have less than half of the elements.
     """
     if len(shape) < 2 or end <= start:
         return []

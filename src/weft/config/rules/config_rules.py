@@ -26,9 +26,11 @@ from weft.errors import ConfigError, LayoutError, PlanError, Problem
 class ConfigRule:
     """A constraint on a config.
 
-    keys: the dotted keys that the rule reads; the first one is reported as the problem. predicate: True if the config
-    breaks the rule. reason: one sentence that explains the rule for every config. message: `<value>: <rule with the
-    limit>. <what to type instead>.`, without the key and the equals sign.
+    Attributes:
+        keys: the dotted keys that the rule reads; the first one is reported as the problem.
+        reason: one sentence that explains the rule for every config.
+        predicate: True if the config breaks the rule.
+        message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and the equals sign.
     """
 
     name: str
@@ -555,7 +557,7 @@ def _plan_problems(
 
 
 def in_config(problem: Problem) -> Problem:
-    """Change a problem of a plan field to one of the config key: "tp" becomes "plan.tp"."""
+    """Return the problem of a plan field as a problem of the config key: "tp" becomes "plan.tp"."""
     if "." in problem.field:
         return problem
     message = problem.message

@@ -76,10 +76,14 @@ Text = str | Callable[[Plan, Facts], str]
 class Rule:
     """A constraint on plans.
 
-    name: for tests and docs. field: the plan field, or the dotted config key, that is reported. predicate: True if the
-    plan breaks the rule. reason: one sentence that explains the rule for every plan. finding: the problem of this plan
-    in numbers, without a full stop. remedy: what to type instead, without one too. fix: the fields to change, or a
-    function that returns the nearest legal plan; or None.
+    Attributes:
+        name: for tests and docs.
+        field: the plan field, or the dotted config key, that is reported.
+        reason: one sentence that explains the rule for every plan.
+        predicate: True if the plan breaks the rule.
+        finding: the problem of this plan in numbers, without a full stop.
+        remedy: what to type instead, without a full stop.
+        fix: the fields to change, or a function that returns the nearest legal plan; or None.
     """
 
     name: str

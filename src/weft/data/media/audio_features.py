@@ -212,13 +212,14 @@ def parse_features(told: dict[str, Any]) -> Features:
 def folder_features(folder: Path) -> tuple[Features, float | None]:
     """Return the feature extractor of a Hugging Face folder, and its maximum length in seconds or None.
 
-    Whisper's features are computed by Weft, with equal values and without transformers.
+    Whisper's features are computed by Weft, with equal values.
 
     Args:
         folder: a folder with preprocessor_config.json.
 
     Raises:
         DataError: if the folder has no readable feature extractor for audio.
+        MissingExtra: if transformers is not installed.
     """
     try:
         fields = json.loads((folder / _FILE).read_text("utf-8"))

@@ -308,7 +308,7 @@ _MOST_WORKERS = 8
 
 
 class DecodedAhead:
-    """Samples of a source, decoded ahead of use by processes that the first call of `many` starts.
+    """Samples of a source, decoded ahead of use by processes that the first call to `many` starts.
 
     workers: number of processes, or 0 to decode in the rank.
     """
@@ -354,7 +354,7 @@ class DecodedAhead:
         return [] if self._pool is None else self._pool.pids
 
     def close(self) -> None:
-        """Stop the processes. The next call of `many` starts new ones."""
+        """Stop the processes. The next call to `many` starts new ones."""
         with self._lock:
             pool, self._pool = self._pool, None
             if pool is not None:

@@ -96,7 +96,8 @@ class FoundRecord:
 
     Attributes:
         name: name for messages.
-        kind: how the media is stored: STRETCH, FILE, LINE, ROW or BELOW.
+        kind: how the media is stored: STRETCH (byte range of the file), FILE (separate file), LINE (base64 in a line of
+            JSON), ROW (table row) or BELOW (file in a class folder).
         offset: byte offset in the file, or row index.
         length: number of bytes of the media in the file.
         path: path of a separate file.

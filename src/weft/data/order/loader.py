@@ -173,7 +173,7 @@ class StepBatches(Protocol):
 
 
 class Prefetch:
-    """Iterator that builds batches in a thread, two steps ahead. The consumer raises errors of the thread.
+    """Iterator that builds batches in a thread, two steps ahead. Errors of the thread are raised by `next`.
 
     Args:
         loader: builds the batches of each step.
@@ -313,7 +313,10 @@ def view_answer(ids: Sequence[int], weights: Sequence[float], tokenizer: Tokeniz
 
 
 def visible(text: str) -> str:
-    """Show control characters as escapes, so that data cannot control the terminal. Newlines and tabs are unchanged."""
+    """Return a text with control characters as escapes, so that data cannot control the terminal.
+
+    Newlines and tabs are unchanged.
+    """
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text.replace("\r\n", "\n"))
 
 

@@ -119,7 +119,7 @@ def _draws_nothing(dataset: Any) -> bool:
 
 
 def _outside_of_workers() -> AbstractContextManager[None]:
-    """Restore the generators afterwards in the training process. In a worker, this is not needed."""
+    """Return a context that restores the generators at exit, or does nothing in a worker."""
     return preserve_generators() if get_worker_info() is None else contextlib.nullcontext()
 
 

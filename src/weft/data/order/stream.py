@@ -329,7 +329,7 @@ IGNORED = -100
 
 
 class StoredSource(Protocol):
-    """The attributes of a source that a stream uses. `prepare.PreparedSource` is one."""
+    """The attributes of a source that a stream uses. `store.prepared.PreparedSource` has them."""
 
     @property
     def name(self) -> str: ...

@@ -229,7 +229,7 @@ class ShardedLoader:
             microbatch.
         takes_empty: called at the start of an epoch, returns whether batches may have fewer samples than ranks. If
             None, they may not, and the constructor checks it.
-        seed_samples: seed the global generators for each sample and each call of the collate function.
+        seed_samples: seed the global generators for each sample and each call to the collate function.
     """
 
     def __init__(

@@ -111,8 +111,9 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the position of `state_dict`. Each part is read up to it, unless the source has `skip` and
-        does not repeat.
+        """Continue at the position of `state_dict`.
+
+        Each part is read up to it, unless the source has `skip` and does not repeat.
 
         Raises:
             DataError: if the samples would come in another order.

@@ -183,8 +183,11 @@ class MarkedAnswers:
             done = high
 
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return the indices of assistant messages that the template does not render, and the kinds of content, such as
-        tool calls, that it omits from other assistant messages.
+        """Return what the template does not render.
+
+        Returns:
+            the indices of assistant messages that are missing, and the kinds of content, such as tool calls, that are
+                missing from other assistant messages.
         """
         missing, kinds = [], set()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):

@@ -90,7 +90,7 @@ def tools_of(record: Record, schema: Schema) -> str:
 
 
 def nulls_of(record: Record, schema: Schema, tools: str, *columns: str) -> Filled:
-    """Return whether a table wrote the record and so added null values to its objects.
+    """Return whether a table added null values to the record's objects, and the parameters that its tools declare.
 
     Args:
         record: the record.

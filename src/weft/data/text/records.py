@@ -111,7 +111,7 @@ def read_array(stream: BinaryIO, max_chars: int) -> Iterator[Any]:
     max_chars: maximum length of one element.
 
     Raises:
-        BadArray: if the array is the last row is incomplete, or reading cannot continue after an element.
+        BadArray: if the text is not an array or is truncated, or reading cannot continue after an element.
     """
     text, decoder = _Text(stream, max_chars), json.JSONDecoder()
     if text.next_sign() != "[":

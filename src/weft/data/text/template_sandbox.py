@@ -295,8 +295,9 @@ def _check_format(text: str) -> None:
 
 
 def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget: _Budget) -> None:
-    """Check a call of a string method before it runs. Raise TemplateLimit if the method is not allowed, or its result
-    could be too large.
+    """Check a call to a string method before it runs.
+
+    Raise TemplateLimit if the method is not allowed, or its result could be too large.
     """
     if name in _REMOVED_METHODS:
         raise TemplateLimit(f"calls the method {name} of a text, which chat templates may not use")

@@ -63,7 +63,7 @@ class WindowCodec(Protocol):
 
 
 class _Window(NamedTuple):
-    """The encoded characters low..high of the buffer. Those before `begin` are only context."""
+    """The encoded characters from `low` to `high` (exclusive) of the buffer. Those before `begin` are only context."""
 
     low: int
     begin: int

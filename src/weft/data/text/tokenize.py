@@ -192,7 +192,10 @@ class DocumentStream:
 
 
 def _in_parts(document: Document) -> Iterator[Document]:
-    """Yield a very long text as chunks of one document, which are all in the same split."""
+    """Yield the document, in chunks if its text is very long, or as two documents if it is a pair.
+
+    All of them are in the same split.
+    """
     text = document.text
     if text is None or document.prompt is not None or len(text) <= _LONG_CHARS:
         yield document

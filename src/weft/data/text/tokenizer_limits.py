@@ -1,4 +1,4 @@
-"""Calls of the tokenizers library with limits on time and memory, since its components come from untrusted files.
+"""Calls to the tokenizers library with limits on time and memory, since its components come from untrusted files.
 
 A regular expression may backtrack without end, and a chain of replacements may turn one letter into gigabytes. Each
 call runs in a thread. A call past its limits cannot be stopped: it runs until the error ends the process.
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def bounded(call: Callable[[], _T], num_chars: int) -> _T:
-    """Return the result of a call of the tokenizers library.
+    """Run a call to the tokenizers library in a thread with limits, and return its result.
 
     call: a function that releases the GIL while it works. num_chars: length of its input, which determines the limits.
 

@@ -78,7 +78,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def block_sites(model: nn.Module) -> list[Site]:
-    """Return the sites of `repeated_blocks`."""
+    """Return the repeated blocks, as defined in `repeated_blocks`, as sites in the order of registration."""
     lists = _open_lists(model)
     listed = outermost(model, lambda site: site.parent in lists and not is_never_called(site.module))
     found = listed

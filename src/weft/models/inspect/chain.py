@@ -40,10 +40,13 @@ _OF_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "audio_va
 class Chain:
     """The modules of a model in the order of their calls. See the module docstring.
 
-    blocks: in order. before, after: modules that run before the first block and after the last one. between: other
-    modules, each with the number of blocks that run before it. joint: number of blocks of the encoder; 0 without an
-    encoder. everywhere: names of the parameters that every stage holds. towers: arguments of the model's forward that
-    are only read before the chain.
+    Attributes:
+        blocks: the blocks, in order.
+        before, after: modules that run before the first block and after the last one.
+        joint: number of blocks of the encoder; 0 without an encoder.
+        between: other modules, each with the number of blocks that run before it.
+        everywhere: names of the parameters that every stage has.
+        towers: arguments of the model's forward that are only read before the chain.
     """
 
     blocks: tuple[Site, ...]

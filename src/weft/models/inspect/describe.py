@@ -120,8 +120,11 @@ def _runs(names: list[str]) -> Iterator[str]:
 class Layers:
     """The parts of the model in one traced run.
 
-    blocks: the repeated layers by path. ends: modules at whose call recording stops. parts: parts by index; layers
-    count from 0, and the caller chooses the indices of `before` and `after`. current: path of the running layer.
+    Attributes:
+        blocks: the repeated layers by path.
+        ends: modules at whose call recording stops.
+        parts: parts by index. Layers count from 0, and the caller chooses the indices of `before` and `after`.
+        current: path of the layer that is traced.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class Layers:
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """Record the calls of the layers inside the context."""
+        """Trace the layers that run inside the context. A layer that is identical to a traced one is not run again."""
         own = {path: vars(block).get("forward") for path, block in self.blocks.items()}
         numbers = _own_numbers(self.blocks)
         for path, block in self.blocks.items():
@@ -268,9 +271,11 @@ _TOLERANCE = 1e-3
 class Outline:
     """Properties of a model's modules that are needed before tracing.
 
-    blocks: the repeated layers by path; if empty, the model is one layer. styles: "columns", "rows" or "vocab" by
-    module path, as tensor parallelism would shard them. head: the output layer of a language model. table: the
-    embedding of token ids.
+    Attributes:
+        blocks: the repeated layers by path; if empty, the model is one layer.
+        styles: "columns", "rows" or "vocab" by module path, as tensor parallelism would shard them.
+        head: the output layer of a language model.
+        table: the embedding of token ids.
     """
 
     blocks: Mapping[str, nn.Module]

@@ -33,8 +33,14 @@ def call_without_numbers(
 ) -> Any:
     """Return the model's output on the meta device, in evaluation and under a torch mode. The model is not changed.
 
-    moved: arguments from `without_numbers`. dtype: dtype of all floats; None: the model's own. Raise ModelError if
-    forward reads values or fails.
+    Args:
+        model: any model.
+        moved: arguments from `without_numbers`.
+        mode: the torch mode, or another context manager around the forward.
+        dtype: dtype of all floating-point tensors; None for the model's own.
+
+    Raises:
+        ModelError: if the forward reads values or fails.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     meta = {name: _on_meta(tensor.detach(), dtype or tensor.dtype) for name, tensor in named}
@@ -150,8 +156,10 @@ def _is_same(held: dict[Any, Any] | list[Any], content: Any) -> bool:
 
 @contextlib.contextmanager
 def _layer_by_layer() -> Generator[None]:
-    """Run every layer by itself, eagerly. The fused kernel of torch's transformer layers hides their linear layers,
-    and graphs that torch.compile makes for meta tensors would not be used again.
+    """Run every layer separately and eagerly inside the context.
+
+    The fused kernel of torch's transformer layers hides their linear layers, and graphs that torch.compile makes for
+    meta tensors would not be used again.
     """
     is_compiling = "torch._dynamo" in sys.modules  # loaded by the first torch.compile
     before = torch.backends.mha.get_fastpath_enabled()
@@ -164,7 +172,7 @@ def _layer_by_layer() -> Generator[None]:
 
 
 def without_numbers(example: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-    """Return the example on the meta device. dtype: dtype of its floats; None: the model's."""
+    """Return the example on the meta device. dtype: dtype of its floating-point tensors; None for the model's."""
     if dtype is None:
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
     wanted = dtype
@@ -216,7 +224,10 @@ def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
-    """Return inputs for the model: all inputs of a transformers model, else token ids, an image, audio or vectors."""
+    """Return inputs for the model: all inputs of a transformers model, else token ids, an image, audio or vectors.
+
+    Raises LayoutError if no layer shows the kind of input.
+    """
     name = getattr(model, "main_input_name", None)
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):
@@ -358,7 +369,7 @@ class CallOrder:
         return [next(ordered) if site.module in self._first else site for site in sites]
 
     def positions(self, site: Site, units: list[Site]) -> list[int]:
-        """Return the number of blocks that ran before each call of a module, without duplicates."""
+        """Return the number of blocks that ran before each call to a module, without duplicates."""
         modules = {unit.module for unit in units}
         seen: set[nn.Module] = set()
         found: dict[int, None] = {}
@@ -473,7 +484,8 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
     Modules of the current folder can be imported.
 
     Raises:
-        ModelError: if the function cannot be imported or called, or does not return a model.
+        ModelError: if the function cannot be imported or called, or does not return a model, or its loader's dataset
+            has no samples by index.
     """
     try:
         function = named_object(source)

@@ -63,9 +63,9 @@ _ALIKE = frozenset(("empty_like", "zeros_like", "ones_like", "full_like"))
 class Mark:
     """Mark of a tensor with features of some layers.
 
-    dim: the dim of the features. count: number of heads or features there.
-
-    segment: first feature and number of features, for a part of a fused layer's output.
+    Attributes:
+        dim, count: the dim of the features, and the number of heads or features in it.
+        segment: first feature and number of features, for a part of a fused layer's output.
     """
 
     sources: frozenset[str]
@@ -77,10 +77,12 @@ class Mark:
 class FeatureFlow(TorchFunctionMode):
     """Marks of all tensors of one forward. `inside` is True in a layer whose own operations are ignored.
 
-    broken: reasons why layers cannot be sharded. alone: layers of `broken` whose features mixed only with each other.
-    trusted: above zero while constant head counts and widths in modules are replaced by one rank's. weights: ids
-    of parameters that a layer may shard. read: parameters that are used outside their layer, and the operation. lookup:
-    id of the embedding that a layer is reading.
+    Attributes:
+        trusted: above zero while constant head counts and widths in modules are replaced by one rank's.
+        weights: ids of parameters that a layer may shard.
+        read: ids of parameters that are used outside their layer, and the operation.
+        lookup: id of the weight of the embedding that is running.
+        broken, alone: reasons why layers cannot be sharded, and those whose features mixed only with each other.
     """
 
     def __init__(self, is_trusted: bool = False) -> None:
@@ -113,7 +115,7 @@ class FeatureFlow(TorchFunctionMode):
                 self.segments.setdefault(source, set()).add(mark.segment)
 
     def of(self, value: Any) -> Mark | None:
-        """Return the mark of a value, or None if it is unmarked or its layers are not sharded."""
+        """Return the mark of a value, or None if it is unmarked or unsharded. Trace a custom backward, once."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
         if found and not self.inside and id(value) not in self._traced:
             self.inside = True
@@ -125,7 +127,7 @@ class FeatureFlow(TorchFunctionMode):
         return found[1] if found is not None and not found[1].sources <= self.alone else None
 
     def is_param(self, tensor: torch.Tensor) -> bool:
-        """Return True for a parameter of a module that works on features. Its gradient is then a sum over ranks."""
+        """Return True for a parameter of a module that processes features. Its gradient is then a sum over ranks."""
         return id(tensor) in self.params
 
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
@@ -291,7 +293,7 @@ class FeatureFlow(TorchFunctionMode):
 
 
 def ranks_of(mark: Mark) -> int:
-    """Return the smallest number of ranks above one among which the heads or features of a mark can be divided."""
+    """Return the smallest number of ranks above one that can share the heads or features of a mark equally."""
     return next((each for each in range(2, mark.count) if mark.count % each == 0), max(mark.count, 1))
 
 
@@ -345,7 +347,7 @@ class FlowStep:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def _is_part(self, size: Any) -> bool:
-        """Return True if a number of features is replaced by the number of a rank's part."""
+        """Return True if a rank uses its own number of features instead of `size`."""
         written = self.flow.written[-1] if self.flow.written else None
         return (
             self.flow.trusted > 0
@@ -475,7 +477,7 @@ class FlowStep:
     _concat = _cat
 
     def _stay(self) -> bool:
-        """Return True if all tensors of a list have their features in the same dim."""
+        """Return True if each tensor of a list has its features in the dim of the first mark, or is constant there."""
         parts = [part for part in self._argument(0, "tensors") if part.numel()]  # skip an empty cache
         for part in parts:
             mark = self.flow.of(part)
@@ -565,9 +567,9 @@ class FlowStep:
 
 
 def track_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
-    """Return the dim that holds the parts of `dim` in order after a reshape, or None if no single dim does.
+    """Return the dim that holds the shards of `dim` in order after a reshape, or None if no single dim does.
 
-    That is the case if only dims of size 1 precede `dim` among the dims that it is merged with.
+    A single dim holds them if only dims of size 1 precede `dim` among the dims that it is merged with.
     """
     i = j = 0
     while i < len(old) or j < len(new):

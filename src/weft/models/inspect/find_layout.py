@@ -129,7 +129,7 @@ def _within(path: str, around: set[str]) -> bool:
 
 # Finding the layout of a model: Weft's own families, the plans of Hugging Face models, else tracing.
 
-#: Names of the styles in a transformers `base_model_tp_plan`, and the corresponding styles here.
+#: Names of the styles in a transformers `base_model_tp_plan`, and Weft's names for them.
 _HF_STYLES = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "partial"}
 
 
@@ -145,7 +145,8 @@ def find_layout(model: nn.Module, example: Any = None) -> Layout:
 def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     """Return the layout with the reason for each pattern.
 
-    example: arguments of a forward, for a model that takes neither ids nor images.
+    example: arguments of a forward, for a model that takes neither ids nor images. Raises LayoutError if no layer can
+    be sharded.
     """
     if isinstance(model, KnownModel):
         reasons: Mapping[str, str] = {} if model.has_routers else trace_layout(model).reasons

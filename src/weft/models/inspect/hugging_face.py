@@ -167,7 +167,7 @@ def headed_model(config: Any, head: str, words: str) -> nn.Module:
 def decoder_start(model: Any) -> int | Literal["last"] | None:
     """Return the first token of the decoder inputs that a model creates from its labels.
 
-    "last": the last token of the labels. None: the model creates no decoder inputs.
+    "last" means the last token of the labels, and None that the model creates no decoder inputs.
     """
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
     if shift is None:

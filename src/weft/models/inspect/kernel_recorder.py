@@ -1,7 +1,7 @@
 """Record the kernels of one forward and backward on the meta device.
 
 Matmuls and attention are recorded with sizes, everything else as bytes read and written. Values that tensor parallelism
-divides are followed from the outputs of column-parallel layers to the inputs of row-parallel layers, in forward and
+shards are followed from the outputs of column-parallel layers to the inputs of row-parallel layers, in forward and
 backward.
 """
 
@@ -54,8 +54,17 @@ def is_worth_saving(op: Any, made: float, read: float) -> bool:
 class Row:
     """One kernel.
 
-    part: index of its layer. dims: m, n, k and batch of a matmul; queries and keys of attention. cut: "columns",
-    "rows", "inside" or "none". reads, writes: bytes by storage. fixed: values that do not grow with the inputs.
+    Attributes:
+        op: name of the operation.
+        kind: "product" (matmul), "attention" or "pass" (any other kernel).
+        part: index of its layer.
+        backward: True if it runs in backward.
+        dims: m, n, k and batch of a matmul; queries and keys of attention.
+        cut: how tensor parallelism shards the kernel: "columns" or "rows" for a column- or row-parallel matmul,
+            "inside" if its inputs are sharded, else "none".
+        reads, writes: bytes by storage.
+        fixed: (query heads, key-value heads, head dim, is_causal) of attention.
+        grads: whether the left and the right operand of a matmul require a gradient.
     """
 
     op: str
@@ -231,7 +240,7 @@ class KernelRecorder(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Replaces calls of fused attention by the recorded function. On the meta device torch would decompose them."""
+    """Replaces calls to fused attention with the recorded function. On the meta device torch would decompose them."""
 
     def __init__(self, original: Any, attend: Any):
         super().__init__()
@@ -289,13 +298,21 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 # Bytes that one layer moves and saves, computed from the recorded kernels, for each recompute policy, eager and
 # compiled.
 
-#: Bytes of a part in three groups: divided by tp, read in full by a column-parallel layer, and the rest.
+#: Bytes of a part in three groups: sharded by tp, read in full by a column-parallel layer, and the rest.
 Bytes = tuple[float, float, float]
 
 
 @dataclass(slots=True)
 class PartOfRun:
-    """One layer in one run. inputs: bytes of input activations, by storage. outputs: storages of the outputs."""
+    """One layer in one run.
+
+    Attributes:
+        inputs: bytes of input activations, by storage.
+        outputs: storages of the outputs.
+        count: number of identical layers.
+        output_values: number of output values that require a gradient.
+        params_cut, params_whole: number of parameters that tensor parallelism shards, and that it replicates.
+    """
 
     path: str
     inputs: dict[int, int] = field(default_factory=dict[int, int])
@@ -308,7 +325,15 @@ class PartOfRun:
 
 @dataclass(slots=True)
 class Measured:
-    """Measured values of a part in one run: matmuls and attentions in order, and bytes."""
+    """Measured values of one layer in one run.
+
+    Attributes:
+        heavy: matmuls and attention calls of forward, in order.
+        moved: bytes that other kernels read and write, in forward and backward, eager and fused.
+        saved: bytes saved for backward, by recompute policy.
+        reduced: number of output values of row-parallel matmuls, which are all-reduced.
+        kernels: number of kernels in forward, eager and fused.
+    """
 
     heavy: list[Row]
     moved: dict[str, Bytes]
@@ -382,7 +407,7 @@ class PartReader:
         return Measured(self.heavy, moved, kept, values, kernels)
 
     def _divided(self, items: Iterable[tuple[int, float]], gathered: Set[int]) -> Bytes:
-        """Return the bytes that tp divides, bytes in full on every rank even under sp, and bytes that sp divides."""
+        """Return the bytes that tp shards, bytes in full on every rank even under sp, and bytes that sp shards."""
         found = [0.0, 0.0, 0.0]
         for key, size in items:
             found[0 if key in self.recorder.cut else 1 if key in gathered else 2] += size

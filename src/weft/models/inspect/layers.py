@@ -117,7 +117,7 @@ def find_experts(model: nn.Module, layout: Layout | None = None) -> Iterator[tup
 
 
 def num_experts(path: str, experts: nn.Module) -> int:
-    """Return the number of experts stacked in a module here. Raise ModelError if its parameters do not determine it."""
+    """Return the number of experts in a module on this rank. Raise ModelError if its parameters do not determine it."""
     sizes = {parameter.shape[0] if parameter.ndim >= 2 else 0 for parameter in experts.parameters()}
     if len(sizes) != 1 or 0 in sizes:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in experts.named_parameters()) or "none"
@@ -168,7 +168,10 @@ _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_kv", "dim_head"
 class Heads:
     """Attention heads of a module.
 
-    count: query heads; 0 for a module without heads. kv_count: key-value heads. width: features of one head.
+    Attributes:
+        count: query heads; 0 for a module without heads.
+        kv_count: key-value heads.
+        width: features of one head.
     """
 
     count: int = 0

@@ -76,9 +76,10 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
 
 
 def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset[str]]:
-    """Map each module with parameters that processes sharded features (such as a norm per head) to their linear layers.
+    """Map each module with parameters that processes sharded features to the linear layers of these features.
 
-    example: see `trace_layout`. Raise LayoutError if the forward fails on the meta device.
+    Such a module is a norm per head, for example. example: see `trace_layout`. Raises LayoutError if the forward fails
+    on the meta device.
     """
     example = example_of(model) if example is None else example
     return dict(_Trace(model).run(example).inside)
@@ -152,7 +153,7 @@ class _Trace:
                 yield module.register_forward_hook(self._after_around)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        """Do not shard weights that are read outside their layers, as a penalty term or a tied matmul does."""
+        """Record the layers' weights. Weights that are read outside their layers (penalty terms) are not sharded."""
         del args
         if isinstance(self.model, KnownModel):
             return
@@ -417,7 +418,7 @@ class _Trace:
 def generalise(
     styles: dict[str, str], reasons: dict[str, str], paths: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Replace paths by patterns: `*` for numbers if all blocks are equal, `{q,k}` for siblings of one style.
+    """Return styles and reasons by pattern: `*` for numbers if all blocks are equal, `{q,k}` for siblings of one style.
 
     paths: all paths of the model.
     """

@@ -1,8 +1,8 @@
 """Find modules that mix tokens of a sequence, from their classes and from one forward on small inputs.
 
 Under sequence parallelism each rank has its own tokens, so blocks must treat each token separately outside modules that
-get all of them. `find_regions` runs the model once and follows the tokens from
-their division to their gather. It accepts the operations in `token_rules.py` and rejects every other operation by name.
+get all of them. `find_regions` runs the model once and follows the tokens from the scatter to the gather. It accepts
+the operations in `token_rules.py` and rejects every other operation by name.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ def mixing(module: nn.Module) -> str:
 def find_regions(
     model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
 ) -> TokenRegions:
-    """Return the regions of a model in which its tokens can be divided without being mixed.
+    """Return the regions of a model in which the sequence can be sharded.
 
-    They stay divided from the first block to the last if the model allows it. Otherwise they are gathered after each
-    block, so that code between the blocks gets all of them. Modules inside a block that mix tokens get all of them.
+    Tokens stay sharded from the first block to the last if the model allows it. Otherwise they are gathered after each
+    block, so that code between blocks gets the full sequence. Modules inside a block that mix tokens also get the full
+    sequence.
 
     Args:
         blocks: paths of the blocks of each chain, in module order.
-        division: the division of tokens.
+        division: how the parallelism technique shards tokens.
         example: arguments of a forward, or None for generated ones.
 
     Raises:
@@ -107,7 +108,10 @@ def find_regions(
 
 
 def _widened(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> tuple[TokenTrace, str]:
-    """Return the trace in which modules that mix tokens get all of them, and the reason for the first such module."""
+    """Return the trace in which modules that mix tokens get all of them, and the reason for the first such module.
+
+    If that does not suffice, return the first trace, with its problem, and "".
+    """
     full: set[str] = set()
     why = ""
     flow = first = _traced(model, regions, division, example)
@@ -130,7 +134,7 @@ def find_mixers(
 
     Args:
         blocks: paths of the blocks of each chain, in module order.
-        division: the division of tokens. Its `gathering` is not read.
+        division: how the parallelism technique shards tokens. Its `gathering` is ignored.
         example: arguments of a forward, or None for generated ones.
 
     Raises:
@@ -197,7 +201,7 @@ def _called_units(
         if not any(one.startswith(f"{path}.") for one in cut):
             return
         if path in called:
-            if not division.gathers(path):  # such a module gets all tokens and divides no tokens
+            if not division.gathers(path):  # such a module gets all tokens and shards no tokens
                 found.append(path)
             return
         for name, _ in modules[path].named_children():

@@ -1,4 +1,4 @@
-"""Regions of a model in which tokens are divided, and the modules there that get all tokens."""
+"""Regions of a model in which tokens are sharded, and the modules in these regions that get all tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from weft.config.layout import Style
 class TokensAt(NamedTuple):
     """Position of a tensor with tokens among a call's flattened values, and the dim of the tokens in it.
 
-    samples: number of sequences that are merged with the tokens in that dim. tokens: number of tokens of a sequence.
+    Attributes:
+        position: index among the flattened values.
+        dim: the dim of the tokens.
+        samples: number of sequences that are merged with the tokens in that dim.
+        tokens: number of tokens of a sequence.
     """
 
     position: int
@@ -31,12 +35,16 @@ class FullModule:
 
 @dataclass(frozen=True, slots=True)
 class TokenRegions:
-    """Regions of a forward in which tokens are divided. runs: the first and the last module of each region.
+    """Regions of a forward in which tokens are sharded.
 
-    units: the modules whose parameters read a part of the tokens. summed: for each unit, positions of outside tensors
-    among its flattened arguments (positional, then keyword), whose gradients are sums over the ranks. why_apart: the
-    reason why tokens are gathered after each unit, or "" if they stay divided from one to the next. full: modules in
-    the units that get all tokens and compute them on every rank. why_full: the reason for the first of them, or "".
+    Attributes:
+        runs: the first and the last module of each region.
+        units: the modules whose parameters read a part of the tokens.
+        summed: for each unit, positions of outside tensors among its flattened arguments (positional, then keyword),
+            whose gradients are sums over the ranks.
+        why_apart: reason why tokens are gathered after each unit, or "" if they stay sharded from one to the next.
+        full: modules in the units that get all tokens and compute them on every rank.
+        why_full: reason for the first of these modules, or "".
     """
 
     runs: tuple[tuple[str, str], ...]
@@ -49,14 +57,19 @@ class TokenRegions:
 
 @dataclass(frozen=True, slots=True)
 class TokenDivision:
-    """How a parallelism technique divides tokens.
+    """How a parallelism technique shards tokens.
 
-    styles: styles of sharded layers. gathering: modules that mix tokens: all tokens are gathered before them and
-    divided after them. width: features of the hidden states. where: the setting, for messages. remedy: the fix, for
-    messages. has_own_loss: True if each rank computes a loss for its tokens, so that all gradients are summed anyway.
-    reading: modules that receive an encoder's states, which are divided too. entries: modules around sharded layers
-    that gather the tokens of the first argument with as many features as the value; a row-sharded layer inside or
-    behind them divides tokens again. full: modules that get all tokens and compute them on every rank.
+    Attributes:
+        styles: styles of sharded layers.
+        gathering: modules that mix tokens. Tokens are gathered before them and sharded after them.
+        width: features of the hidden states.
+        where: the setting, for messages.
+        remedy: the fix, for messages.
+        has_own_loss: True if each rank computes a loss for its tokens, so that all gradients are summed anyway.
+        reading: modules that receive an encoder's states, which are sharded too.
+        entries: modules around sharded layers that gather the tokens of the first argument with as many features as
+            the value. A row-parallel layer inside or behind them shards the tokens again.
+        full: modules that get all tokens and compute them on every rank.
     """
 
     styles: Mapping[str, Style]

@@ -1,6 +1,6 @@
 """Rules for torch operations that treat each token separately, and the position of the tokens in their results.
 
-Only listed operations are accepted: `TokenStep` raises `TokensMeet` for every other one. The rules are for `aten`
+Only listed operations are accepted: `TokenStep` raises `TokensMixed` for every other one. The rules are for `aten`
 operations, which all torch functions are composed of.
 
 If tokens were merged with other dims, the dim that holds them has size outer * count * inner.
@@ -20,7 +20,7 @@ from weft.private_torch import tree_leaves
 
 @dataclass(frozen=True, slots=True)
 class TokenDim:
-    """Position of the tokens of a tensor. inner: consecutive elements of one token in that dim."""
+    """Dim with the tokens of a tensor, their number, and the number of consecutive elements of one token in `dim`."""
 
     dim: int
     count: int
@@ -87,7 +87,7 @@ class TokenStep:
         """Return the position of the tokens of each result.
 
         Raises:
-            TokensMeet: if tokens are mixed, or the operation is unknown.
+            TokensMixed: if tokens are mixed, or the operation is unknown.
         """
         name = self.name
         if not str(self.func).startswith("aten.") or name in _RESHAPED:
@@ -111,7 +111,7 @@ class TokenStep:
 
     @property
     def _source(self) -> tuple[torch.Tensor, TokenDim]:
-        """Return the first argument and its tokens. No other argument may have tokens."""
+        """Return the first argument and its token dim. Raise TokensMixed unless it is the only argument with tokens."""
         tensor = self.args[0]
         mark = self.of(tensor) if isinstance(tensor, torch.Tensor) else None
         if mark is None or any(self.of(leaf) is not None for leaf in tree_leaves((self.args[1:], self.kwargs))):

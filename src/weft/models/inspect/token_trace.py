@@ -68,7 +68,7 @@ class TensorMarks:
         return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
 
     def accepts(self, target: torch.Tensor, tokens: TokenDim, is_uniform: bool) -> bool:
-        """Return True if tokens may be written into a tensor. Mark the tensor that it is a view of."""
+        """Return True if tokens may be written into a tensor, and then mark the tensor that it is a view of."""
         before, base = self.of(target), self._bases.get(id(target))
         if before is not None:
             return before == tokens
@@ -104,7 +104,7 @@ class TensorMarks:
 
 
 class Owners:
-    """Which tensors and parameters belong to blocks, or to modules that get all tokens, by identity."""
+    """Tensors and parameters of blocks, and parameters of modules that get all tokens, by identity."""
 
     def __init__(self) -> None:
         self._blocks, self._full = set[int](), set[int]()
@@ -158,12 +158,16 @@ class FullRegion:
 class TokenTrace:
     """Trace of the tokens in forwards of a model.
 
-    marks: tokens of tensors. problem: the first operation or use without a rule, or None. failed: modules of the block
-    that ran then, outermost first. called: paths of modules that ran. summed, full: see `TokenRegions`.
+    Attributes:
+        marks: positions of tokens in tensors.
+        problem: description of the first operation or use without a rule, or None.
+        failed: modules of the block that ran then, outermost first.
+        called: paths of modules that ran.
+        summed, full: see `TokenRegions`.
 
     Args:
         regions: the regions to check.
-        division: the division of tokens.
+        division: how the parallelism technique shards tokens.
     """
 
     def __init__(self, model: nn.Module, regions: TokenRegions, division: TokenDivision):
@@ -188,7 +192,7 @@ class TokenTrace:
         self.marks, self._owners = TensorMarks(), Owners()
 
     def trace(self, example: Any, training: bool) -> None:
-        """Trace one call of the model."""
+        """Trace one forward of the model."""
         handles: list[RemovableHandle] = []
         for path, module in named_modules(self._model):
             handles.append(module.register_forward_pre_hook(self._unseen(self._enter(path)), with_kwargs=True))
@@ -468,9 +472,8 @@ class TokenTrace:
                         )
 
     def _mark_hidden(self, output: Any, width: int | None) -> None:
-        """Record the token dimension of hidden states in the output of row-parallel layers and of modules on unsharded
-        tokens, because this output is sharded over tokens again.
-        """
+        """Record the token dim of hidden states in the output of a row-parallel layer (width=None) or another module,
+        because they are sharded over tokens again."""
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 continue

@@ -171,7 +171,7 @@ class LogTail:
         return found.st_size != self.offset or found.st_ino != self._file
 
     def read(self, limit: int = PIECE) -> tuple[list[bytes], bool]:
-        """Return the lines of the next chunk, and whether the file was replaced, so that earlier lines are void."""
+        """Return the lines of the next chunk, and True if the file was replaced, which makes earlier lines invalid."""
         try:
             with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())
@@ -342,7 +342,7 @@ def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[f
 
 
 def bucket_edges(count: int, points: int) -> np.ndarray:
-    """Return the first row of each bucket."""
+    """Return the index of the first row of each bucket: `count` rows in at most `points` buckets."""
     number = max(1, min(count, points))
     return (np.arange(number) * count // number).astype(np.int64) if count else np.empty(0, np.int64)
 

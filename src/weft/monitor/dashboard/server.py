@@ -47,10 +47,13 @@ HEADERS = {
 class AccessRules:
     """Requirements that requests to the server must satisfy.
 
-    `hosts` are the accepted names in the Host header, without ports. Other names indicate a foreign page whose name
-    resolves to this server (DNS rebinding). `token` is required from clients; with None every client that reaches
-    the address has access. `secure` is True with TLS. `csrf` is a secret of the server's page. `guesses` counts wrong
-    tokens.
+    Attributes:
+        hosts: accepted names in the Host header, without ports. Other names indicate a foreign page whose name resolves
+            to this server (DNS rebinding).
+        token: required from clients; with None every client that reaches the address has access.
+        secure: True with TLS.
+        csrf: a secret of the server's page.
+        guesses: counts wrong tokens.
     """
 
     hosts: frozenset[str]
@@ -209,9 +212,13 @@ def too_many_guesses(wait_s: float) -> Response:
 class Serving:
     """Settings of the dashboard's server.
 
-    `host` and `port` are its address; port 0 picks a free one. `names` are additional host names for browsers.
-    `token_file` contains the token. `certificate` and `key` are PEM files for TLS. `price` is for one device. `go_on`
-    continues the paused run of a folder.
+    Attributes:
+        host, port: its address; port 0 picks a free one.
+        names: additional host names for browsers.
+        token_file: contains the token.
+        certificate, key: PEM files for TLS.
+        price: price of one device.
+        go_on: continues the paused run of a folder.
     """
 
     host: str = "127.0.0.1"

@@ -72,7 +72,7 @@ def address_of(reference: str, key: str) -> str:
 def http_address_of(reference: str, key: str) -> tuple[str, str | None]:
     """Return an http or https URL without user info, and "user:password" if it has any.
 
-    Errors show no part of it.
+    Error messages do not contain the URL.
 
     Raises:
         ConfigError: if it is not an http or https URL.
@@ -106,9 +106,11 @@ class SinkTrouble(Exception):
 class SinkJob:
     """Inputs of a sink.
 
-    `settings` is its table in the config, `folder` the run's folder, `run` the run's name, and `config` the run's
-    config as JSON values. `kept` holds the sink's state for the next start, such as the id of its run; it is saved
-    after each batch.
+    Attributes:
+        settings: its table in the config.
+        folder, run: the run's folder and name.
+        config: the run's config as JSON values.
+        kept: the sink's state for the next start, such as the id of its run; it is saved after each batch.
     """
 
     settings: SinkSection

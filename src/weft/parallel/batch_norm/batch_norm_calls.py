@@ -1,4 +1,4 @@
-"""Calls of torch's batch_norm functions in batch norms that override forward, and the rules for such classes.
+"""Calls to torch's batch_norm functions in batch norms that override forward, and the rules for such classes.
 
 A subclass may add an activation, dropout or casts around torch's normalization. It must not compute statistics of the
 batch itself, because they would cover only one microbatch on one rank.
@@ -41,7 +41,11 @@ class BatchNormCall:
     eps: float = 1e-5
 
     def check(self, norm: Any) -> None:
-        """Raise ModelError unless the call updates the running statistics of `norm` as torch's own forward does."""
+        """Raise ModelError if the call breaks the rules for `norm`.
+
+        It must not update other tensors than the running statistics of `norm`, update them with another momentum, or be
+        a call to torch.native_batch_norm.
+        """
         if self.func is torch.native_batch_norm:
             raise _refused(norm, "it calls torch.native_batch_norm, with statistics of one microbatch")
         moves = self.running_mean is not None or self.running_var is not None
@@ -52,7 +56,7 @@ class BatchNormCall:
 
 
 def batch_norm_call(func: Any, args: Any, kwargs: dict[str, Any]) -> BatchNormCall | None:
-    """Return the arguments of a call of torch's batch_norm functions, or None for another function."""
+    """Return the arguments of a call to one of torch's batch_norm functions, or None for any other function."""
     try:
         names = _NAMES.get(func)
     except TypeError:  # an unhashable function
@@ -74,9 +78,12 @@ def is_plain_forward(norm: nn.Module) -> bool:
 
 @torch.no_grad()
 def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise ModelError if samples interact in a subclass's forward outside its calls of batch_norm. The forward runs
-    twice, with batch_norm reduced to scale and shift: on the input, and on the input followed by more samples. The
-    input's rows must give the same output both times. Buffers and generators are restored.
+    """Raise ModelError if samples interact in a subclass's forward outside its calls to batch_norm.
+
+    The forward runs twice, with batch_norm reduced to scale and shift: on the input, and on the input followed by more
+    samples. The input's rows must give the same output both times. A forward that updates the running statistics
+    itself, takes several tensors, or does not return one row per input row, is an error too. Buffers and generators are
+    restored.
     """
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.ndim]
     if len(tensors) != 1 or not args or args[0] is not tensors[0]:

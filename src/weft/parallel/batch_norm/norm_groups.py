@@ -27,10 +27,16 @@ from weft.private_torch import Function, uncompiled
 
 @dataclass(frozen=True, slots=True)
 class GroupSplit:
-    """Layout of the groups of one microbatch. index: index of the microbatch in the step. samples: this rank's samples.
-    first: index of the first group with samples in the microbatch. num_groups: number of groups in the microbatch, over
-    the ranks of `axis`. axis: ranks that share groups, or None if each group is on one rank. ends_alone: the last group
-    of the global batch has a single sample. runs: samples of each rank of `axis`, or only of this rank.
+    """Layout of the groups of one microbatch.
+
+    Attributes:
+        index: index of the microbatch in the step.
+        samples: this rank's samples.
+        first: index of the first group with samples in the microbatch.
+        num_groups: number of groups in the microbatch, over the ranks of `axis`.
+        axis: ranks that share groups, or None if each group is on one rank.
+        ends_alone: True if the last group of the global batch has a single sample.
+        runs: samples of each rank of `axis`, or only of this rank.
     """
 
     index: int
@@ -43,9 +49,9 @@ class GroupSplit:
 
 
 class SampleGroups:
-    """Division of a global batch into groups of `size` samples.
+    """Splits a global batch into groups of `size` samples. The last group of a batch may be smaller.
 
-    size: samples per group; the last group of a batch may be smaller.
+    Error messages contain `said` (the setting with its value) and `name` (the setting's name).
     """
 
     def __init__(self, mesh: Mesh, size: int, said: str, name: str):
@@ -54,7 +60,8 @@ class SampleGroups:
     def split_of(self, samples: SampleNumbers, index: int) -> GroupSplit:
         """Return the layout of a microbatch's groups.
 
-        Raises ModelError if a group has samples in another microbatch.
+        Raises ModelError if a group has samples in another microbatch, or if the caller distributed the samples and
+        this rank has only a part of a group.
         """
         size, data, parts = self.size, self._mesh.data, self._mesh.plan.microbatches_per_step
         numbers, num_ranks = samples.numbers, data.size
@@ -80,7 +87,7 @@ class SampleGroups:
         return GroupSplit(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone, tuple(among))
 
     def _check_own_samples(self, samples: SampleNumbers, index: int, count: int) -> GroupSplit:
-        """Return the layout for samples that the caller distributed, which must form complete groups."""
+        """Return the layout for samples that the caller distributed, or raise ModelError for incomplete groups."""
         numbers = samples.numbers
         own = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
         if not numbers or list(numbers) != list(own) or not _on_borders(own, self.size, count):
@@ -91,7 +98,10 @@ class SampleGroups:
         return GroupSplit(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None, runs=(own,))
 
     def _sharing(self, rows: int, is_even: bool) -> Axis:
-        """Return the ranks that share groups: the smallest axis that fits, or all data ranks if counts differ."""
+        """Return the smallest axis whose ranks together have complete groups.
+
+        Returns the full data axis if no axis fits, or if ranks have different numbers of samples.
+        """
         data, plan = self._mesh.data, self._mesh.plan
         if rows * data.size == self.size:
             return data
@@ -140,9 +150,7 @@ class NormGroups:
 
     @contextlib.contextmanager
     def microbatch(self, samples: SampleNumbers, index: int) -> Iterator[None]:
-        """Set, within the context, which samples of the global batch the model processes. Raises ModelError if a group
-        has samples in another microbatch.
-        """
+        """Set, within the context, the samples of the microbatch. Raises ModelError if a group is incomplete."""
         with self._at(self._groups.split_of(samples, index)):
             yield
 
@@ -198,8 +206,9 @@ class NormGroups:
 
     @torch.no_grad()
     def finish(self, *, moved: bool | Tensor) -> None:
-        """Update the running statistics at the end of a step, unless the step was skipped. moved: True if the weights
-        changed; a 0-d bool on the device if the host does not have the decision yet.
+        """Update the running statistics at the end of a step, unless the step was skipped.
+
+        moved: True if the weights changed; a 0-d bool on the device if the host does not have the decision yet.
         """
         if self._pending is None:
             return
@@ -227,7 +236,7 @@ def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
 
 
 class TwoStates:
-    """Combines the states of two objects whose contexts a recomputation must enter."""
+    """Combines two objects, so that a recomputation enters the `travelling` contexts of both."""
 
     def __init__(self, *states: Any):
         self._states = states
@@ -424,7 +433,7 @@ def _moments(x: Tensor, is_counted: bool) -> Tensor:
 
 
 class _GroupedFunctions(TorchFunctionMode):
-    """Mode in which one module's calls of torch's batch_norm functions use statistics of groups of samples."""
+    """Mode in which one module's calls to torch's batch_norm functions use statistics of groups of samples."""
 
     def __init__(self, norm: Any, groups: NormGroups):
         super().__init__()
@@ -441,7 +450,7 @@ class _GroupedFunctions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _own_counts(norm: Any) -> Iterator[None]:
-    """Restore num_batches_tracked, which is updated once per step, after the module's own forward incremented it."""
+    """Restore num_batches_tracked after forward, and store in `norm._weft_counts` whether forward changed it."""
     counter: Tensor | None = norm.num_batches_tracked
     count = None if counter is None else counter.clone()
     try:
@@ -457,10 +466,9 @@ def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
     """Make the model's batch norms use statistics of groups of `size` samples. Changes the model.
 
     If a subclass overrides forward, its forward still runs, and only the statistics of its batch_norm calls change.
-    Returns None for a model without batch norms.
+    Returns None for a model without batch norms. Raises ModelError for a size below 1.
 
-    Call it after the model was sharded and after `drop_by_position`, before recompute. model: model, with or without
-    batch norms. Raises ModelError for a size below 1.
+    Call it after the model was sharded and after `drop_by_position`, before recompute.
     """
     if size < 1:
         raise ModelError(f"norm_group={size}: it is a number of samples. Use 1 or more, such as 32.")
@@ -478,6 +486,6 @@ def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
         if any(isinstance(module, (GroupedBatchNorm, GroupedCalls)) for module in block.modules()):
             state = getattr(block, "_weft_travels", None)
             travels = groups if state is None else TwoStates(state, groups)
-            setattr(block, "_weft_travels", travels)  # noqa: B010 - a name of `become`, which no module declares
+            setattr(block, "_weft_travels", travels)  # noqa: B010 - an attribute that nn.Module does not declare
     setattr(model, ATTRIBUTE, groups)
     return groups

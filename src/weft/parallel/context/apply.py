@@ -26,7 +26,7 @@ class Context:
     """State of context parallelism for one model on one rank.
 
     `in_use` is True while the model receives sharded sequences. Otherwise, as in generation, the model uses its
-    original attention, and each rank computes full sequences. plan: its `cp_mode` and `tp` are used.
+    original attention, and each rank computes full sequences. Of `plan`, only `cp_mode` and `tp` are used.
     """
 
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
@@ -120,9 +120,9 @@ class Context:
         return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)
 
     def divide(self, seq_len: int, ids_BT: Tensor | None) -> View:
-        """Return the keys that this rank's tokens attend to, in sequences that `ids_BT` divides into documents.
+        """Return the View of this rank's tokens, with the keys that they attend to. `ids_BT`: document ids, or None.
 
-        The result is cached by tensor, so the layers reuse it. seq_len: tokens of the full sequence.
+        The View is cached by tensor, so the layers reuse it. seq_len: tokens of the full sequence.
         """
         if ids_BT is None:
             if seq_len not in self._views:
@@ -139,10 +139,7 @@ class Context:
         return False
 
     def check_labels(self, batch: Any) -> None:
-        """Check once that labels are not the unshifted inputs.
-
-        Raises ModelError if labels equal the inputs, since the loss cannot shift labels across ranks.
-        """
+        """Raise ModelError if the first labels equal the inputs: the loss cannot shift labels across ranks."""
         if self._labels_checked:
             return
         self._labels_checked = True
@@ -159,7 +156,7 @@ class Context:
 def context_attention(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Compute `attend_sharded` as one function that torch function modes such as recompute=attention can intercept."""
+    """Call `attend_sharded`, as a function that torch function modes such as recompute=attention can intercept."""
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
         return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)

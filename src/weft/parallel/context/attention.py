@@ -42,9 +42,10 @@ def dropped_attention(
 ) -> Tensor:  # fmt: skip
     """Attend as F.scaled_dot_product_attention does, with dropout by position. Returns (B, H, T, C).
 
-    mask: bool (True: attend) or a float added to scores, broadcastable to (B, H, T, S). None: no mask. is_causal: each
-    token attends only to itself and earlier tokens. drop: dropout of attention weights, as a function of their
-    positions.
+    Args:
+        mask: bool (True: attend) or a float added to scores, broadcastable to (B, H, T, S); None for no mask.
+        is_causal: True if each token attends only to itself and earlier tokens.
+        drop: dropout of attention weights, as a function of their positions.
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -99,9 +100,7 @@ class ContextCore(SdpaCore):
 
     @property
     def takes_ids(self) -> bool:
-        """True while the sequence is sharded: document ids are needed instead of start positions, because a document
-        can continue on other ranks.
-        """
+        """True while the sequence is sharded: a document can continue on other ranks, so its id is needed."""
         return self.context is not None and self.context.in_use
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
@@ -122,7 +121,10 @@ class ContextCore(SdpaCore):
 
 
 def replace_cores(model: nn.Module, context: Context) -> int:
-    """Replace the core of each attention of the model by a ContextCore. Returns the number of replaced cores."""
+    """Replace the core of each attention of the model with a ContextCore. Returns the number of replaced cores.
+
+    In a Decoder, missing positions are then filled in with positions in the full sequence.
+    """
     found = [module for module in model.modules() if isinstance(module, Attention)]
     for attention in found:
         attention.core = ContextCore(context)
@@ -185,8 +187,9 @@ _UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
-    """Replace the attention functions that the model looks up by name. The new ones call `attend_sharded` while the
-    context is in use.
+    """Replace the attention functions that a Hugging Face model looks up by name.
+
+    The new ones call `attend_sharded` while the context is in use, and otherwise the original function.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -351,8 +354,9 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 def _document_ids(
     context: Context, mask: Tensor | None, positions: Tensor | None, places_T: Tensor, batch: int
 ) -> Tensor | None:
-    """Return a document id per token, by the rules of transformers. A mask marks padding. Without a mask and a cache
-    (`use_cache=False`), a document begins where positions restart.
+    """Return a document id per token, (B, T), by the rules of transformers, or None without mask and positions.
+
+    A mask marks padding. Without a mask and a cache (`use_cache=False`), a document begins where positions restart.
     """
     if mask is not None:
         if mask.shape != (batch, places_T.shape[0]):
@@ -392,7 +396,7 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
 
 
 def _check_blocks(model: nn.Module, context: Context) -> None:
-    """Raise ModelError if a layer did not call attention in the first forward, so that other code mixes its tokens."""
+    """Raise ModelError if a layer did not call attention in the first forward: other code may mix its tokens."""
     callers, context.callers, context.has_looked = context.callers, set(), True
     for path, block in repeated_blocks(model).items():
         is_layer = next(block.children(), None) is not None

@@ -33,16 +33,17 @@ from weft.parallel.context.full_mixers import (
 from weft.parallel.state.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
-_MIXERS = "_weft_mixers"  # modules of a user's own model that need all tokens
+_MIXERS = "_weft_mixers"  # modules of a custom model that need all tokens
 
 
 def check_sequences(model: nn.Module, mesh: Mesh, example: Any = None) -> str:
     """Check a full model before it is sharded, and return the reason if its attention needs all tokens.
 
     Returns "" if attention itself can be sharded. Pass the result to `apply_context`. example: arguments of a forward
-    of a user's own model, or None to generate them.
-    Raises ModelError if attention can neither be replaced nor get all tokens. Raises LayoutError if a block mixes
-    tokens outside the modules that would get all tokens.
+    of a custom model, or None to generate them.
+
+    Raises ModelError if attention can neither be replaced nor get all tokens, or does not support the plan's pp, sp or
+    compile. Raises LayoutError if a block mixes tokens outside the modules that would get all tokens.
     """
     if mesh["cp"].size == 1 or isinstance(model, Decoder):
         return ""
@@ -73,9 +74,12 @@ def apply_context(
 ) -> dict[str, Placement]:
     """Make `model` take sequences that are sharded over `mesh["cp"]`, in place. Does nothing if cp is 1.
 
-    Returns the placements of changed parameters, which is empty: every cp rank stores full parameters. why: result of
-    `check_sequences` for the full model. runs: paths of the blocks of each pipeline stage on this rank. None: all
-    blocks are on this rank. Raises ModelError if the model's attention cannot be replaced.
+    Returns the placements of changed parameters, which is empty: every cp rank stores full parameters. Raises
+    ModelError if the model's attention cannot be replaced.
+
+    Args:
+        why: result of `check_sequences` for the full model.
+        runs: paths of the blocks of each pipeline stage on this rank; None if all blocks are on this rank.
     """
     if mesh["cp"].size == 1:
         return {}
@@ -136,7 +140,7 @@ def shard_sequence(model: nn.Module, batch: Any) -> Any:
 
 
 def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
-    """Run forward and backward on a batch from `shard_sequence` in this context.
+    """Return the context in which to run forward and backward on a batch from `shard_sequence`.
 
     Outside it, the model takes full sequences.
     """

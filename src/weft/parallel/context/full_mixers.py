@@ -3,8 +3,8 @@
 Outside its blocks the model works on full sequences, so its own code computes masks, positions and biases. From the
 first block to the last, each rank holds a contiguous range of tokens: the memory of norms, dropout, feed-forward layers
 and the residual stream shrinks with cp. Before a module that mixes tokens, ranks all-gather the tokens. Each rank
-computes this module for all tokens and keeps the output of its own, so attention costs each rank as much as in one
-process. The head gets only this rank's tokens.
+computes this module for all tokens and keeps only the output for its tokens, so attention costs each rank as much as
+in one process. The head gets only this rank's tokens.
 
 Every collective has its transpose in backward, and each rank's loss covers its own tokens. Gradients are therefore
 partial sums over cp, as with sharded attention.
@@ -41,8 +41,11 @@ _Rebuild = Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 class FullSequenceMixers(Context):
     """Context in which modules that mix tokens get all tokens. Each rank holds one contiguous range for any `cp_mode`.
-    whole: paths of the modules inside blocks that get all tokens. is_own: True for a user's own model, whose arguments
-    and outputs may have any names.
+
+    Args:
+        blocks: paths of this rank's blocks.
+        whole: paths of the modules inside blocks that get all tokens.
+        is_own: True for a custom model, whose arguments and outputs may have any names.
     """
 
     def __init__(
@@ -54,9 +57,7 @@ class FullSequenceMixers(Context):
         self.length = 0  #: length of the full sequences whose tokens the loss counts, in this forward
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Return which tokens of a sequence of `seq_len` tokens this rank holds. Raises ModelError if tokens do not
-        divide evenly, or a rank would get a single token.
-        """
+        """Return which tokens of a sequence this rank holds. Raises ModelError if `seq_len` does not divide evenly."""
         cp = self.axis.size
         if seq_len % cp or seq_len < 2 * cp:
             raise ModelError(
@@ -66,8 +67,9 @@ class FullSequenceMixers(Context):
         return SequenceOrder("ulysses", cp, self.axis.rank, seq_len)
 
     def shard(self, batch: Any) -> Any:
-        """Return this rank's shard of a batch. Tokens of an encoder and a decoder are sharded separately. Raises
-        ModelError if the batch has no tokens, or they do not divide evenly.
+        """Return this rank's shard of a batch. Tokens of an encoder and a decoder are sharded separately.
+
+        Raises ModelError if the batch has no tokens, or they do not divide evenly.
         """
         if self.is_own or not isinstance(batch, Mapping):
             return super().shard(batch)
@@ -84,7 +86,7 @@ class FullSequenceMixers(Context):
         }
 
     def sees_full_sequence(self, path: str) -> bool:
-        """Return True if a module gets all tokens: outside the blocks, and in modules that mix tokens."""
+        """Return True if a module gets all tokens: it is outside the blocks, or mixes tokens."""
         return not _is_in(path, self._blocks) or _is_in(path, self._whole)
 
 
@@ -117,8 +119,9 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError if blocks are not called in sequence, or mix tokens outside the modules of `mixers_of`. Call it
-    with the full model: a pipeline stage cannot be traced.
+    """Raise ModelError if a block list has no attention, or LayoutError if other code of blocks mixes tokens.
+
+    Call it with the full model: a pipeline stage cannot be traced.
     """
     blocks, mixers = repeated_blocks(model), mixers_of(model)
     chains = {layers.parent_of(path) for path in blocks}
@@ -137,8 +140,9 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
 
 
 def find_own_mixers(model: nn.Module, axis: Axis, example: Any = None) -> tuple[str, ...]:
-    """Return paths of a user model's modules that need all tokens, found by one traced forward. Raises ModelError if
-    the model has no blocks, no embedding, or blocks that mix tokens in their own code.
+    """Return paths of a custom model's modules that need all tokens, found by one traced forward.
+
+    Raises ModelError if the model has no blocks, no embedding, or blocks that mix tokens in their own code.
     """
     where, remedy = f"cp={axis.size}", "Use cp=1 for this model."
     table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
@@ -156,8 +160,10 @@ def find_own_mixers(model: nn.Module, axis: Axis, example: Any = None) -> tuple[
 def gather_mixers(
     model: nn.Module, context: FullSequenceMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]
 ) -> None:
-    """Register hooks so that, while the context is in use, modules in `whole` get all tokens and other modules of
-    blocks get this rank's. `runs` holds the paths of the blocks of each chain, or of each pipeline stage, on this rank.
+    """Register hooks that give modules in `whole` all tokens, and other modules of blocks only this rank's.
+
+    The hooks do nothing unless the context is in use. runs: paths of the blocks of each chain, or of each pipeline
+    stage, on this rank.
     """
     modules = dict(model.named_modules())
     for path in whole:
@@ -183,9 +189,7 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 
 class _Hooks:
-    """Base of the hook objects. They are objects because copies of a module copy its hooks. A copied hook has the
-    context None, so it does nothing.
-    """
+    """Base of the hook objects. A copied hook does nothing. They are objects because copies of a module copy hooks."""
 
     def __init__(self, context: FullSequenceMixers, names: tuple[str, ...]):
         self._context, self._names = context, names
@@ -202,8 +206,9 @@ class _Hooks:
         return gather_from(x, self._context.axis, _TOKEN_DIM)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Rebuild]:
-        """Return arguments by name, and a function that rebuilds args and kwargs from them. Hidden states come before
-        other arguments. Outputs of an encoder are omitted.
+        """Return arguments by name, and a function that rebuilds args and kwargs from them.
+
+        Hidden states come before other arguments. Outputs of an encoder are omitted.
         """
         given = dict(zip(self._names, args, strict=False))
         given |= {str(place): value for place, value in enumerate(args) if place >= len(self._names)}
@@ -219,7 +224,7 @@ class _Hooks:
         return first | mixed, rebuilt
 
     def _stream(self, leaves: list[Any], module: nn.Module) -> int:
-        """Return the index of the hidden states: the first float tensor of shape (B, tokens, features)."""
+        """Return the index of the hidden states (B, tokens, features). Raises ModelError if no leaf has this shape."""
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim == 3:
                 return place
@@ -233,7 +238,6 @@ class _Ends(_Hooks):
     """Hooks of the first and the last block of a chain, which enter and leave the sharded sequence."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Reduce the hidden states to this rank's tokens."""
         if self._is_idle:
             return None
         given, rebuilt = self._split(args, kwargs)
@@ -264,7 +268,6 @@ class _Mixer(_Hooks):
     """Hooks of a module in a block that gets all tokens."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather all tokens of the hidden states and of other tensors of their shape, such as a residual."""
         if self._is_idle:
             return None
         given, rebuilt = self._split(args, kwargs)
@@ -321,14 +324,16 @@ class _Outer(_Hooks):
         return (), given
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Reduce the hidden states to this rank's tokens."""
         del head
         if self._is_idle or not args or args[0].ndim != 3 or args[0].shape[1] != self._context.length:
             return None
         return (self._own(args[0]), *args[1:])
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Reduce outputs with one entry per token to this rank's tokens."""
+        """Reduce outputs of shape (batch, tokens, features) to this rank's tokens.
+
+        Raises ModelError if a custom model returns another tensor that requires a gradient.
+        """
         del model, args
         if self._is_idle:
             return None

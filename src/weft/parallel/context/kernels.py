@@ -41,9 +41,12 @@ BOTH_WAYS = AttentionWindow(None, None)
 
 
 class AttentionBlock(NamedTuple):
-    """Queries q0..q1 that attend to keys k0..k1: to all of them, or to a triangle. Indices are within a rank's tokens.
-    `rows` is the range of batch sequences, end exclusive; None means all. Queries and keys are divided into `tiles`
-    equal tiles, and each query tile attends only to its key tile.
+    """Queries q0 to q1 that attend to keys k0 to k1 (both exclusive), as indices within a rank's tokens.
+
+    Attributes:
+        rows: range of batch sequences, end exclusive; None for all.
+        shape: "all", or the triangle of keys that a query attends to.
+        tiles: number of equal tiles of queries and keys. Each query tile attends only to its key tile.
     """
 
     rows: tuple[int, int] | None
@@ -55,7 +58,7 @@ class AttentionBlock(NamedTuple):
     tiles: int = 1
 
     def moved(self, rows: tuple[int, int] | None, q: int, k: int) -> AttentionBlock:
-        """Return the same block for the sequences `rows`, with query and key indices shifted."""
+        """Return the same block for the sequences `rows`, with query and key indices shifted by `q` and `k`."""
         return AttentionBlock(rows, self.q0 + q, self.q1 + q, self.k0 + k, self.k1 + k, self.shape, self.tiles)
 
 
@@ -67,8 +70,12 @@ def attention_blocks(
     sight: AttentionWindow = CAUSAL,
 ) -> list[AttentionBlock]:
     """Return the blocks in which queries of the chunks `mine` attend to keys of the chunks `theirs`. May be empty.
-    Chunk indices ascend. Chunks have `length` tokens each, and the two lists are equal or have no common chunk.
-    `borders` holds the document boundaries of each sequence of the batch. None: each sequence is one document.
+
+    Args:
+        mine, theirs: ascending chunk indices. The two lists are equal or have no common chunk.
+        length: tokens per chunk.
+        borders: document boundaries of each sequence of the batch; None if each sequence is one document.
+        sight: attention window.
     """
     if borders is None:
         if sight in (CAUSAL, BOTH_WAYS):
@@ -122,7 +129,7 @@ def _divided(
 
 
 def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterator[AttentionBlock]:
-    """Yield the blocks in which queries q0..q1 attend to keys k0..k1, all as positions in the sequence."""
+    """Yield the blocks in which queries q0 to q1 attend to keys k0 to k1 (exclusive), as positions in the sequence."""
     before = q1 - k0 if sight.before is None else sight.before
     after = k1 - q0 if sight.after is None else sight.after
     q0, q1 = max(q0, k0 - after), min(q1, k1 + before)  # queries with visible keys
@@ -144,9 +151,7 @@ def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterato
 
 
 def _window(start: int, end: int, before: int, after: int) -> Iterator[AttentionBlock]:
-    """Yield blocks for queries whose full window is in the sequence: tiles as long as the window, and one shorter block
-    for the rest.
-    """
+    """Yield blocks for queries whose full window is in the sequence: tiles as long as it, and a shorter rest."""
     length = max(1, before + after)
     whole = (end - start) // length
     for q0, q1, tiles in ((start, start + whole * length, whole), (start + whole * length, end, 1)):
@@ -210,8 +215,10 @@ class AttentionDrop:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How one attention call computes scores: scale * q @ k.T, then softcap * tanh(score / softcap). `sight` is the
-    attention window; it is applied by the choice of blocks, not by kernels. `drop` is the dropout of the weights.
+    """How one attention call computes scores: scale * q @ k.T, then softcap * tanh(score / softcap).
+
+    `sight` is the attention window; it is applied by the choice of blocks, not by kernels. `drop` is the dropout of the
+    weights.
     """
 
     scale: float
@@ -221,7 +228,7 @@ class Scoring:
 
     @property
     def is_usual(self) -> bool:
-        """True if one call of torch's attention over full sequences computes these scores."""
+        """True if one call to torch's attention over full sequences computes these scores."""
         return self.softcap is None and self.drop is None and self.sight in (CAUSAL, BOTH_WAYS)
 
 
@@ -233,7 +240,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def attend(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool, scoring: Scoring, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return output (B, H, T, C) and log-sum-exp (B, H, T), the latter in `sum_dtype`. If `causal`, T equals S."""
+    """Return output (B, H, T, C) and log-sum-exp (B, H, T), the latter in `sum_dtype`. If `causal`, T must equal S."""
     kind = _kind(q_BHTC, scoring, noise)
     if kind == "cpu":
         return CPU_FLASH(q_BHTC, k_BKSC, v_BKSC, 0.0, causal, scale=scoring.scale)
@@ -263,7 +270,7 @@ def attend_backward(
 
 
 def _kind(q_BHTC: Tensor, scoring: Scoring, noise: Noise | None) -> str:
-    """Return the name of the kernel for these inputs: torch's CPU kernel, flash attention, or plain arithmetic."""
+    """Return "cpu" (torch's CPU flash kernel), "flash" (CUDA flash attention) or "plain" (plain arithmetic)."""
     if scoring.softcap is not None or noise is not None:
         return "plain"
     if q_BHTC.device.type == "cpu":
@@ -294,7 +301,7 @@ def _scores(q_BHTC: Tensor, k_BKSC: Tensor, start: int, causal: bool, scoring: S
 
 
 def _rows(q_BHTC: Tensor, k_BKSC: Tensor) -> int:
-    """Return the number of queries per iteration that keeps at most `_SCORES` scores in memory."""
+    """Return the number of queries per iteration, so that at most `_SCORES` scores are in memory."""
     return max(1, _SCORES // (q_BHTC.shape[0] * q_BHTC.shape[1] * k_BKSC.shape[2]))
 
 
@@ -303,7 +310,8 @@ def attend_plainly(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `attend` in plain arithmetic, some queries per iteration. A query that attends to no key gets zeros.
-    `mask` is bool (True: attend) or a float added to scores, with four dims that expand to (B, H, T, S).
+
+    mask: bool (True: attend) or a float added to scores, with four dims that expand to (B, H, T, S).
     """
     dtype = sum_dtype(q_BHTC.dtype)
     k_BKSC, v_BKSC = k_BKSC.to(dtype), v_BKSC.to(dtype)
@@ -355,9 +363,7 @@ KeysValues: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class PartialAttention:
-    """Output and log-sum-exp of queries over the keys added so far. Initially zero and -inf. `places_T` holds the
-    queries' positions in the sequence.
-    """
+    """Output and log-sum-exp of queries over the keys added so far. places_T: the queries' positions."""
 
     def __init__(self, q_BHTC: Tensor, scoring: Scoring, places_T: Tensor):
         self._q, self._scoring = q_BHTC, scoring
@@ -369,7 +375,7 @@ class PartialAttention:
         self._lse = q_BHTC.new_full((batch, heads, num), -torch.inf, dtype=dtype)
 
     def add(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor) -> None:
-        """Add keys and values. `places_S` holds the keys' positions in the sequence."""
+        """Add the attention to keys and values in `pieces`. places_S: the keys' positions in the sequence."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
             q = _taken(self._q, piece, piece.q0, piece.q1)
@@ -383,8 +389,9 @@ class PartialAttention:
             whole_lse.copy_(total)
 
     def result(self, sink_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return output (B, H, T, C) in the queries' dtype, and log-sum-exp (B, H, T). `sink_H` is an attention sink: a
-        score per head that takes part in the softmax and has no value.
+        """Return output (B, H, T, C) in the queries' dtype, and log-sum-exp (B, H, T).
+
+        sink_H: attention sinks, a score per head that takes part in the softmax and has no value.
         """
         if sink_H is not None:
             total = torch.logaddexp(self._lse, sink_H.to(self._lse.dtype)[:, None])
@@ -394,7 +401,7 @@ class PartialAttention:
 
 
 def sink_gradient(grad_BHTC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, sink_H: Tensor | None) -> Tensor | None:
-    """Return the gradient of the attention sinks from the output's gradient. `out` and `lse` include the sinks."""
+    """Return the gradient of the attention sinks, or None without sinks. `out` and `lse` include the sinks."""
     if sink_H is None:
         return None
     share_BHT = (sink_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp_()
@@ -441,7 +448,7 @@ def _noise_of(noise: Noise | None, piece: AttentionBlock) -> Noise | None:
 
 
 def _part(x: Tensor, piece: AttentionBlock, start: int, end: int) -> Tensor:
-    """Return a block's sequences and its tokens start..end in dim 2, without a copy."""
+    """Return a block's sequences and its tokens `start` to `end` (exclusive) in dim 2, without a copy."""
     if piece.rows is not None and piece.rows != (0, x.shape[0]):
         x = x[piece.rows[0] : piece.rows[1]]
     return x if (start, end) == (0, x.shape[2]) else x[:, :, start:end]

@@ -79,8 +79,9 @@ class SequenceOrder:
 
 
 def sequence_length(batch: Any) -> int | None:
-    """Return the tokens per sequence of a batch, or None. They are dim 1 of its input_ids, or else of its first tensor
-    with two dims.
+    """Return the tokens per sequence of a batch, or None.
+
+    It is dim 1 of the batch's input_ids or inputs_embeds, or else of its first tensor with at least two dims.
     """
     if isinstance(batch, torch.Tensor):
         return batch.shape[1] if batch.ndim >= 2 else None
@@ -91,8 +92,9 @@ def sequence_length(batch: Any) -> int | None:
 
 
 def shard_batch(batch: Any, order: SequenceOrder) -> Any:
-    """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens. Raises ModelError
-    if a tensor is a mask over pairs of tokens, which has the sequence in two dims.
+    """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens.
+
+    Raises ModelError if a tensor may be a mask over pairs of tokens, which has the sequence in two dims.
     """
     if isinstance(batch, Mapping):
         parts = [
@@ -103,8 +105,9 @@ def shard_batch(batch: Any, order: SequenceOrder) -> Any:
 
 
 def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
-    """Return this rank's tokens if dim 1 is the sequence, else the tensor. `name` is the tensor's name in the batch,
-    for errors. Raises ModelError if the last two dims are both the sequence.
+    """Return this rank's tokens if dim 1 is the sequence, else the tensor.
+
+    Raises ModelError if the last two dims are both the sequence. name: the tensor's name in the batch, for this error.
     """
     if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
         shape = tuple(tensor.shape)
@@ -129,7 +132,7 @@ def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> 
 
 
 def remember_full(part: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Store with a rank's shard of a tensor the full sequences' values on the host, (B, S)."""
+    """Store the full sequences' values, on the host (B, S), with a rank's shard of them. Does nothing for None."""
     if values is not None and not part.is_inference():
         setattr(part, _WHOLE, (values, version_of(part)))
 
@@ -156,6 +159,7 @@ def full_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch
 
 def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tuple[Borders, ...] | None:
     """Return the document boundaries in full sequences, from the ids of each rank's tokens. All ranks get the same.
+
     Returns None if each sequence is one document. Uses host values if the batch came from the host. For ids computed on
     the device, this is a collective over the axis, and the host waits for it. Raises ModelError if a document continues
     after another one.
@@ -172,7 +176,7 @@ def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tupl
 
 
 def _check_row(row: np.ndarray) -> None:
-    """Check that each document is contiguous. Padding may be in several ranges."""
+    """Raise ModelError unless each document is contiguous. Padding may be in several ranges."""
     starts = row[np.flatnonzero(np.diff(row, prepend=row[0] - 1))]
     real = starts[starts != PADDING]
     if len(np.unique(real)) != len(real):
@@ -188,7 +192,10 @@ def _check_row(row: np.ndarray) -> None:
 
 @dataclass(slots=True)
 class View:
-    """Which keys this rank's tokens attend to: their order, and the documents of each sequence (None: one each)."""
+    """Which keys this rank's tokens attend to.
+
+    borders: document boundaries of each sequence, or None if each sequence is one document.
+    """
 
     axis: Axis
     order: SequenceOrder
@@ -217,10 +224,11 @@ class View:
 def attend_sharded(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Return attention over the full sequence for this rank's queries, (B, H, T, C). Values may have another head dim
-    than queries and keys (multi-head latent attention); the output has the values' head dim. The narrower tensors are
-    padded with zeros, which change no result, so that keys and values are one message. `sink_H` is an attention sink of
-    each head (GPT-OSS).
+    """Return attention over the full sequence for this rank's queries, (B, H, T, C).
+
+    Values may have another head dim than queries and keys (multi-head latent attention); the output has the values'
+    head dim. The narrower tensors are padded with zeros, which change no result, so that keys and values are one
+    message. sink_H: attention sink of each head (GPT-OSS).
     """
     width = v_BKTC.shape[-1]
     widest = max(width, q_BHTC.shape[-1])

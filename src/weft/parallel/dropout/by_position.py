@@ -1,4 +1,4 @@
-"""Modules whose dropout is a function of positions. They replace the dropout of a model.
+"""Modules whose dropout is a function of positions. They replace the dropout modules of a model.
 
 nn.Dropout modules get a subclass. In modules that call dropout functions (F.dropout, F.scaled_dot_product_attention), a
 mode replaces the calls. Attention with dropout then runs unfused: no fused kernel accepts a given dropout mask.
@@ -71,7 +71,7 @@ class FunctionalDropout(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward; in training, its dropout depends on positions."""
+        """Run the original forward. In training, its dropout depends on positions."""
         site = self._weft_site
         if not self.training or site.is_plain:
             return super().forward(*args, **kwargs)
@@ -86,7 +86,7 @@ class FunctionalDropout(nn.Module):
 
 
 class UncompiledDropout(FunctionalDropout):
-    """A torch layer that contains dropout, which runs outside compiled code."""
+    """A torch layer that contains dropout. In training, it runs outside compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
@@ -127,7 +127,7 @@ class DroppingBlock(nn.Module):
 
 
 def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
-    """Make attention with dropout an operator for compiled blocks. Call it before they are compiled."""
+    """Make attention with dropout an operator of compiled blocks. Call it before they are compiled."""
     sites = [module._weft_site for module in model.modules() if isinstance(module, FunctionalDropout)]
     if sites:
         opaque = Opaque(is_attention=True, recomputes=recomputes)
@@ -139,8 +139,8 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
     """Make dropout and weft.randn_like depend on positions in training.
 
     Call it after the model was sharded, before recompute. Other random numbers of a forward come from torch's
-    generators, which are seeded for each microbatch.
-    model: any model, with or without dropout. seed: seed of steps, and of forwards outside train steps.
+    generators, which are seeded for each microbatch. seed: seed of steps without an index, and of forwards outside
+    train steps.
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
     drops.model = weakref.ref(model)
@@ -172,7 +172,7 @@ def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
 
 
 def _replacements(model: nn.Module, drops: Drops) -> dict[str, type[nn.Module]]:
-    """Return the classes of modules that drop or draw noise, by path."""
+    """Return the classes that replace modules with dropout or noise, by path."""
     known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
     kinds: dict[str, type[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -187,12 +187,12 @@ def _replacements(model: nn.Module, drops: Drops) -> dict[str, type[nn.Module]]:
 
 
 def draws_nothing(model: nn.Module) -> bool:
-    """Return True if no module of a parallelized model draws random numbers, hooks of the user included."""
+    """Return True if no module of a parallelized model draws random numbers and no module has a custom forward hook."""
     return getattr(model, _IS_IDLE, False) and all(map(_has_known_hooks, model.modules()))
 
 
 def _never_draws(module: nn.Module) -> bool:
-    """Return True for layers without random numbers that run no code of the user."""
+    """Return True for layers without random numbers and without custom code, such as a hook or a replaced forward."""
     kind, own = class_before(module), vars(module)
     if kind not in _PLAIN_LAYERS and kind.__module__ not in ("weft.models.decoder", "weft.models.attention"):
         return False
@@ -200,7 +200,7 @@ def _never_draws(module: nn.Module) -> bool:
 
 
 def _has_known_hooks(module: nn.Module) -> bool:
-    """Return True if all forward hooks of a module are Weft's or those of torch's fully_shard."""
+    """Return True if all forward hooks of a module belong to Weft, except NEFTune's, or to torch's fully_shard."""
     own = vars(module)
     hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]

@@ -2,8 +2,8 @@
 
 A random number is a function of (seed, step, module path, position). A position is (sample of the global batch, token
 of the sequence, feature or head). Ranks with the same computation therefore drop the same elements. Ranks with a part
-of the tokens, heads or features drop the elements that one process would drop there. Dropout does not depend on the
-division of a batch into ranks and microbatches.
+of the tokens, heads or features drop the elements that one process would drop there. Dropout does not depend on how a
+batch is split into ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weft.private_torch import graph_task, uncompiled
 
 #: Attribute of a batch's tensors that holds the indices of their samples.
 MARK = "_weft_samples"
-#: Maximum number of calls of a module per forward of its block that run inside a compiled block. Later calls run
+#: Maximum number of calls to a module per forward of its block that run inside a compiled block. Later calls run
 #: outside.
 _CALLS = 4
 
@@ -44,9 +44,13 @@ def marked_samples(batch: Any) -> SampleNumbers | None:
 
 @dataclass
 class _Forward:
-    """State of the current forward. is_driven: True if a train step chose key and samples. samples: samples of the
-    microbatch, or None if a rank's samples follow the previous rank's. draws: number of random tensors that each module
-    has drawn. is_replay: True if backward recomputes a forward.
+    """State of the current forward.
+
+    Attributes:
+        is_driven: True if a train step chose key and samples.
+        samples: samples of the microbatch, or None if a rank's samples follow the previous rank's.
+        draws: number of random tensors that each module has drawn.
+        is_replay: True if backward recomputes a forward.
     """
 
     is_driven: bool = False
@@ -59,8 +63,8 @@ class _Forward:
 class Drops:
     """State of one model's random numbers on one rank: the step's key and the microbatch's samples.
 
-    part: this rank's position in tp shards, or None if nothing is sharded. context: sequence sharding of cp, or None
-    without it.
+    part: this rank's position in tp shards, or None if nothing is sharded. context: the model's context parallelism, or
+    None without it.
     """
 
     def __init__(self, mesh: Mesh, seed: int, part: ShardPosition | None, context: Context | None):
@@ -137,7 +141,7 @@ class Drops:
 
     @contextlib.contextmanager
     def stored(self, fixed: FixedDraws) -> Iterator[None]:
-        """Read keys and samples from persistent memory in the context. fixed: that memory."""
+        """Read keys and samples from the persistent memory `fixed` within the context."""
         before = self.told_samples, self.is_told, [site.keys for site in self.sites]
         self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
         for site, row in zip(self.sites, fixed.keys.unbind(), strict=True):
@@ -185,7 +189,7 @@ class Drops:
         return ""
 
     def draw_rows(self, count: int, device: torch.device) -> Tensor:
-        """Return the global index of each row's sample, int64. Raises ModelError if rows are not samples."""
+        """Return each row's sample index in the global batch, int64. Raises ModelError if rows are not samples."""
         samples = self._forward.samples
         if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
             raise ModelError(
@@ -195,10 +199,7 @@ class Drops:
         return self.samples(count, device)
 
     def check_draw(self, like: Tensor, is_inside: bool, is_cut: bool, is_whole: bool) -> None:
-        """Refuse a random tensor if its shape does not determine which part of the full tensor this rank has.
-
-        Raises ModelError with the field of the plan.
-        """
+        """Raise ModelError if ranks have parts of a tensor whose shape is not (samples, tokens, features)."""
         in_context = self._context is not None and self._context.in_use and not is_whole
         field = f"tp={self.part.axis.size}" if is_inside or is_cut else f"cp={self._cp.size}" if in_context else ""
         if field and like.ndim != 3:
@@ -238,7 +239,7 @@ class Drops:
     def seed_at(self, key: int, samples: SampleNumbers | None, model: nn.Module) -> int:
         """Return the seed of torch's generators for a microbatch, derived from its step's key and its first sample.
 
-        Ranks of tp share it. Ranks of cp have other tokens of the same samples and do not share it.
+        Ranks of tp get the same seed. Ranks of cp have other tokens of the same samples and get different seeds.
         samples: samples of the microbatch, or None if unknown.
         """
         numbers = (self._data.rank,) if samples is None else samples.numbers
@@ -267,7 +268,7 @@ class Drops:
 
     @property
     def num_calls(self) -> int:
-        """Maximum number of calls of a site in one forward, or the limit for compiled blocks."""
+        """Maximum number of calls to a site in one forward so far, or the fixed limit under compile=on."""
         return _CALLS if self._plan.compile else max((site.most_calls for site in self.sites), default=0)
 
     def samples(self, count: int, device: torch.device) -> Tensor:
@@ -281,7 +282,7 @@ class Drops:
         return samples.row_numbers(count, device)
 
     def has_samples(self, count: int) -> bool:
-        """Return True if the microbatch has this many samples, and their noise depends on their indices."""
+        """Return True if the microbatch has `count` samples, and their noise depends on their indices."""
         samples = self._forward.samples
         known = samples is not None and len(samples.numbers) == count
         return known and self.places_noise and self.may_place_noise
@@ -325,9 +326,7 @@ class Drops:
 
 
 class _Replay:
-    """Context of a recomputed forward. It can be entered again, for a second backward. draws: number of random tensors
-    that each module had drawn when the forward began.
-    """
+    """Context of a recomputed forward, which can be entered again. draws: `_Forward.draws` when forward began."""
 
     def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
         self._drops, self._state = drops, (key, samples, draws)
@@ -379,8 +378,10 @@ class DropSite:
         return self.key(self._drops.key, self.calls)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
-        """Set elements of x to zero with probability `rate`, and scale up the others. Return the same shape. x:
-        (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), each possibly sharded.
+        """Set elements of x to zero with probability `rate`, and scale up the others. Return the same shape.
+
+        x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), each possibly sharded,
+        or 1-D.
         """
         if rate >= 1:
             return x * 0.0
@@ -401,9 +402,10 @@ class DropSite:
         return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
 
     def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
-        """Drop values of packed sequences at the positions at which `drop` would drop them in padded sequences. values:
-        data of nn.utils.rnn.PackedSequence, (tokens of all samples, features). batch_sizes: number of samples with a
-        token at each position of the sequence.
+        """Drop values of packed sequences at the positions at which `drop` would drop them in padded sequences.
+
+        values: data of nn.utils.rnn.PackedSequence, (tokens of all samples, features). batch_sizes: number of samples
+        with a token at each position of the sequence.
         """
         sizes = batch_sizes.tolist()
         kept = self.keep((sizes[0], len(sizes), values.shape[1]), rate, values.device)
@@ -458,7 +460,7 @@ class DropSite:
         return self._next_key()
 
     def rows(self, count: int, device: torch.device) -> Tensor:
-        """Return the global indices of the microbatch's samples, int64 (count,)."""
+        """Return the indices of the microbatch's samples in the global batch, int64 (count,)."""
         return self._drops.samples(count, device)
 
     def draw_positions(self, x: Tensor) -> list[Tensor]:

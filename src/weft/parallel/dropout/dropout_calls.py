@@ -44,8 +44,10 @@ CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, n
 
 
 def calls_dropout(module: nn.Module, known: dict[tuple[type, bool], bool] | None = None) -> bool:
-    """Return True if a module may drop values in its own forward, by its class or by calls in its code. module: module
-    of a model; its submodules are ignored. known: results for classes whose code was searched, extended by this call.
+    """Return True if a module may drop values in its own forward, by its class or by calls in its code.
+
+    module: module of a model; its submodules are ignored. known: results for classes whose code was searched, extended
+    by this call.
     """
     if isinstance(module, CHANNEL_DROPOUTS):
         return module.p > 0
@@ -80,14 +82,17 @@ def _is_unread(module: str | None) -> bool:
 
 def recomputes_itself(module: nn.Module) -> bool:
     """Return True if a module's code calls torch.utils.checkpoint, which runs parts of its forward again in backward.
+
     Modes are inactive in that run, and torch's generators restart from their earlier state.
     """
     return any("checkpoint" in method.__code__.co_names for method in _methods(type(module)))
 
 
 def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool:
-    """Return True if a module's code draws random numbers with torch, except to initialize weights. module: module of a
-    model; its submodules are ignored. known: results for classes whose code was searched, extended by this call.
+    """Return True if a module's code draws random numbers with torch, except to initialize weights.
+
+    module: module of a model; its submodules are ignored. known: results for classes whose code was searched, extended
+    by this call.
     """
     key = type(module), False
     if key not in known:
@@ -145,8 +150,10 @@ class _Reader:
 
 
 def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the random noise for a call of a torch function, or None if its rows are not samples. func: function of
-    torch, or method of Tensor.
+    """Return the random noise for a call to a torch function, or None to call the function itself.
+
+    None is returned if the function draws no noise, gets a generator or `out`, or its rows are not samples. func:
+    function of torch, or method of Tensor.
     """
     draw = _NOISE.get(func)
     if draw is None or kwargs.get("generator") is not None or kwargs.get("out") is not None:
@@ -276,7 +283,7 @@ class ByPosition(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_callers(self) -> bool:
-        """Return True if the site's own module makes the call, not an inner module, recomputed without its mode."""
+        """Return True if the site's own module makes the call. An inner module may be recomputed without the mode."""
         if torch.compiler.is_compiling():
             return True
         frame: FrameType | None = inspect.currentframe()
@@ -357,7 +364,7 @@ def _channel_mask(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
 def _drop_alpha(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Run `F.alpha_dropout` or `F.feature_alpha_dropout`: dropped values become SELU's limit, moments are kept."""
+    """Run `F.alpha_dropout` or `F.feature_alpha_dropout`: dropped values become SELU's limit, moments are preserved."""
     if not training or p == 0:
         return input
     by_channel = func is F.feature_alpha_dropout
@@ -368,9 +375,10 @@ def _drop_alpha(
 
 
 def _run_layers(mode: ByPosition, func: Any, *args: Any) -> tuple[Tensor, ...]:
-    """Run a recurrent network, layer by layer, with dropout between its layers. args: (input, hx, weights, has_biases,
-    num_layers, dropout, training, bidirectional, batch_first), or (values, batch_sizes, hx, weights, ...,
-    bidirectional) of packed sequences.
+    """Run a recurrent network, layer by layer, with dropout between its layers.
+
+    args: (input, hx, weights, has_biases, num_layers, dropout, training, bidirectional, batch_first), or (values,
+    batch_sizes, hx, weights, ..., bidirectional) of packed sequences.
     """
     is_packed = isinstance(args[3], list | tuple)
     lead, rest = args[: 1 + is_packed], args[1 + is_packed :]

@@ -13,7 +13,7 @@ from weft.parallel.random.draws import rand_like
 
 
 def embedding_noise(model: nn.Module, alpha: float, seq_len: int) -> tuple[str, float] | None:
-    """Return the path of the input embedding and the largest noise, alpha / sqrt(seq_len x width); None without noise.
+    """Return the path of the input embedding and the largest noise, alpha / sqrt(seq_len x width), or None for alpha 0.
 
     Raises:
         ConfigError: if the model has no input embedding.

@@ -44,11 +44,11 @@ class DeferredWeightGrad:
 
     @property
     def is_open(self) -> bool:
-        """True if backward must defer weight gradients. False in gradients that a recomputed forward takes."""
+        """True if backward must defer weight gradients. False in a backward that runs inside a recomputed forward."""
         return self._open is not None and graph_task() == self._task
 
     def store(self, product: DeferredProduct) -> None:
-        """Keep the factors of one weight gradient."""
+        """Add the factors of one weight gradient."""
         assert self._open is not None
         self._open.append(product)
 
@@ -78,7 +78,7 @@ class DeferredWeightGrad:
 class HoldingLayer(nn.Module):
     """Linear layer that defers its weight gradient while `_weft_held` is set and open.
 
-    `_weft_float8` sets float8 multiplication. None means the weight's dtype.
+    `_weft_float8` sets float8 multiplication; it is None for multiplication in the weight's dtype.
     """
 
     weight: nn.Parameter
@@ -140,8 +140,8 @@ def linear(
         x: (..., I).
         weight: (O, I).
         bias: (O,) or None.
-        held: stores the factors of the weight gradient while it is open. None: nothing is deferred.
-        transposed: the weight is (I, O).
-        form: float8 multiplication. None: the operands' dtype.
+        held: stores the factors of the weight gradient while it is open; None to defer nothing.
+        transposed: True if the weight is (I, O).
+        form: float8 multiplication; None for the operands' dtype.
     """
     return _Linear.apply(x, weight, bias, weight, held, transposed, form)

@@ -58,7 +58,9 @@ class ItemCost:
 
 def assign_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
     """Return the items of each rank, ascending. The most costly remaining item goes to the rank with the least cost.
-    homes: each item's data rank. ranks_per_home: ranks per data rank. Of equal costs, its data rank's items come first.
+
+    Of items with equal costs, a rank first gets items of its data rank. homes: each item's data rank. ranks_per_home:
+    ranks per data rank.
     """
     alike: dict[float, dict[int, list[int]]] = {}
     for item in reversed(range(len(costs))):
@@ -85,13 +87,15 @@ FEATURES = ("get_image_features", "get_audio_features")
 _NOT_CALLED = -1
 
 
-#: A call of a model's method: its name, positional and keyword arguments.
+#: A call to a model's method: its name, positional and keyword arguments.
 Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Encoder:
-    """A module whose items are distributed over ranks. module: the encoder. shares: True to distribute items. If False,
-    the ranks only ensure that all of them call the module.
+    """A module whose items are distributed over ranks.
+
+    shares: True to distribute items; if False, the ranks only ensure that all of them call the module. over_data: True
+    if data ranks share items too.
     """
 
     def __init__(self, path: str, module: nn.Module, mesh: Mesh, *, shares: bool, over_data: bool):
@@ -99,7 +103,7 @@ class Encoder:
         alone = Axis("alone", 1, 0, (mesh.rank,))
         self._over_data = over_data and mesh.data.size > 1
         self._ranks = Ranks(mesh.data if self._over_data else alone, mesh["tp"] if shares else alone)
-        #: Ranks on which the calls of the module must be identical.
+        #: Ranks on which the calls to the module must be identical.
         self.alike = mesh.data if self._over_data or mesh.plan.zero == 3 else alone
         self._cost = ItemCost.of(module)
         self._call: ItemCall | None = None
@@ -118,8 +122,10 @@ class Encoder:
     def before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Outer | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the arguments of a call by this rank's items. outer: call of the model's method that calls the
-        encoder, or None.
+        """Replace the arguments of a call with this rank's items. Returns None if the call is unchanged.
+
+        outer: call to the model's method that calls the encoder, or None. Raises LayoutError if data ranks share items
+        and the model calls the encoder twice in a forward.
         """
         self.calls += 1
         self._call = None
@@ -143,8 +149,9 @@ class Encoder:
         return self._divided(items, known) if max(counts) > 0 else None
 
     def _divided(self, home: Items, known: Items) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with this rank's items. `home` holds the items of this rank's batch. A rank that gets no
-        item computes the cheapest item of `known` instead.
+        """Return the arguments with this rank's items. `home` holds the items of this rank's batch.
+
+        A rank that gets no item computes the cheapest item of `known` instead.
         """
         home = home if len(home) else known.without_any
         division = self._divide(home)
@@ -179,9 +186,10 @@ class Encoder:
         return Division(self._ranks, rows, homes, dealt)
 
     def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
-        """Gather the number of items of each data rank. All ranks must call it. If some ranks do not call the module,
-        this returns a call of another rank that they can repeat, else None. `items` are this rank's items, or None if
-        it does not call the module.
+        """Gather the number of items of each data rank. All ranks must call it.
+
+        If some ranks do not call the module, this returns a call of another rank that they can repeat, else None.
+        items: this rank's items, or None if it does not call the module.
         """
         said = b""
         if items is not None and len(items):
@@ -197,7 +205,7 @@ class Encoder:
         return parse_calls(text, self._device)
 
     def after(self, output: Any) -> Any:
-        """Gather the features of all items of the batch."""
+        """Gather the features of all items of the batch. Features of single layers are gathered when they are read."""
         call, self._call = self._call, None
         if self.alike.size > 1:
             self.keep(output)
@@ -219,12 +227,13 @@ class Encoder:
         return found
 
     def keep(self, output: Any) -> None:
-        """Store outputs that backward must pass through on this rank as on the others."""
+        """Store the outputs through which backward must pass on all ranks."""
         self.made += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def stand_by(self, model: nn.Module) -> None:
-        """Call the module if this rank's model did not, but other ranks' models did. If they called it through a
-        method, the same method of `model` is called.
+        """Call the module if this rank's model did not, but other ranks' models did.
+
+        If they called it through a method, the same method of `model` is called.
         """
         others = self._ask(None)
         if others is None:
@@ -259,8 +268,9 @@ class Encoders:
             self._outer = before
 
     def enter(self, encoder: Encoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call of an encoder. Earlier encoders that this rank's model skipped are called first, because other
-        ranks call them.
+        """Begin a call to an encoder. Returns its new arguments, or None.
+
+        Earlier encoders that this rank's model skipped are called first, because other ranks call them.
         """
         for one in self._encoders[: self._encoders.index(encoder)]:
             self._stand_by(one)
@@ -276,9 +286,7 @@ class Encoders:
     def prepare_text(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call the encoders that the model skipped, and connect all encoder outputs to the autograd graph. Runs before
-        the first text block.
-        """
+        """Call the encoders that the model skipped, and connect all encoder outputs to the autograd graph."""
         for encoder in self._encoders:
             self._stand_by(encoder)
         made = [tensor for encoder in self._encoders for tensor in encoder.made]
@@ -349,9 +357,10 @@ class _Text:
 
 
 def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
-    """Register hooks that run before existing ones, so that other techniques' collectives run later. text: first block
-    that reads encoder outputs. None if it is not on this rank or does not exist. encoders: encoders by module, in call
-    order.
+    """Register hooks that run before existing ones, so that other techniques' collectives run later.
+
+    text: first block that reads encoder outputs, or None if it is not on this rank or does not exist. encoders:
+    encoders by module, in call order.
     """
     inner = getattr(model, "model", None)
     holder = inner if isinstance(inner, nn.Module) and any(hasattr(inner, name) for name in FEATURES) else model
@@ -399,10 +408,7 @@ class EncoderChoice:
 
 
 def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> EncoderChoice:
-    """Return the encoders of a full model. model: the model before it is sharded.
-
-    Raises LayoutError if a module's items cannot be distributed.
-    """
+    """Return the encoders of an unsharded model. Raises LayoutError if a module's items cannot be distributed."""
     modules = dict(model.named_modules())
     named = layout.divided_modules(modules) if layout is not None else {}
     if layout is not None and (unused := Layout(tuple(p for p in layout.pairs if p[1].startswith("spread")))).pairs:
@@ -424,10 +430,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 
 
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
-    """Divide the items of this rank's encoders over ranks. Call it after all other hooks are registered.
-
-    choice: encoders of the full model.
-    """
+    """Make ranks share the items of this rank's encoders. Call it after all other hooks are registered."""
     here = {path: module for path, module in model.named_modules() if not isinstance(module, StandIn)}
     found = {
         here[path]: Encoder(
@@ -484,7 +487,7 @@ def _rate(module: nn.Module) -> float:
 
 
 def _towers(model: nn.Module) -> tuple[str, ...]:
-    """Return the encoders of a model that replaces placeholder tokens by image features. Text batches skip them."""
+    """Return the encoders of a model that replaces placeholder tokens with image features. Text batches skip them."""
     if not hugging_face.is_hugging_face(model) or not hugging_face.reads_images_as_tokens(model):
         return ()
     lists = dict.fromkeys(layers.parent_of(path) for path in repeated_blocks(model))

@@ -33,9 +33,10 @@ _MOST_KINDS = 4
 
 
 def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.Module:
-    """Build a small transformers model of the same class and config, with random weights in fp32. It contains one layer
-    of each kind. Propagates the errors of transformers if the sizes do not fit. window: length in tokens of its
-    attention windows and chunks, if it has any.
+    """Build a small transformers model of the same class and config, with random weights in fp32.
+
+    It contains one layer of each kind. Propagates the errors of transformers if the sizes do not fit. window: length in
+    tokens of its attention windows and chunks, if it has any.
     """
     config = copy.deepcopy(config)
     for part in _parts(config):
@@ -98,7 +99,7 @@ def _filled(kind: type[nn.Module], config: Any) -> nn.Module:
 #: transformers' name for torch's fused attention, and the name of its replacement.
 _OWN, _NAME = "sdpa", "weft_sdpa_by_documents"
 _READY = "_weft_reads_documents"
-#: Attributes of a model: its first position, and a flag that is True during a call of `call_in_documents`.
+#: Attributes of a model: its first position, and a flag that is True while `call_in_documents` runs.
 _FIRST, _TOLD = "_weft_first_position", "_weft_is_told_documents"
 #: Dtypes by which masks with document boundaries are recognized: start positions, or document ids.
 _PLACES, _IDS = torch.int64, torch.int32
@@ -133,9 +134,10 @@ def attend_in_documents(model: nn.Module) -> None:
 
 
 def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the forward arguments that pass the document boundaries of a loader's batch. Empty if the model's layers
-    do not use boundaries; then positions show them. For a batch of one document per row the mask is empty, so that
-    transformers does not search for boundaries.
+    """Return the forward arguments that pass the document boundaries of a loader's batch.
+
+    Empty if the model's layers do not use boundaries, or `find_starts` cannot compute them; then positions show them.
+    For a batch of one document per row the mask is empty, so that transformers does not search for boundaries.
     """
     if not reads_borders(model):
         return {}
@@ -151,8 +153,9 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor:
     """Return an attention mask that encodes document boundaries: (B, 1, 1, M) of starts, or (B, 1, 1, T) of ids.
-    starts_BM: start positions, padded with the row length to M columns. None if counting them would need a device sync.
-    ids_BT: ascending document id per token, used if `starts_BM` is None.
+
+    starts_BM: start positions, padded with the row length to M columns, or None if counting them would need a device
+    sync. ids_BT: ascending document id per token, used if `starts_BM` is None.
     """
     if starts_BM is not None:
         return starts_BM[:, None, None]
@@ -183,15 +186,16 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def has_documents(model: nn.Module) -> bool:
-    """Return True during a call of `call_in_documents`, which passes the document boundaries."""
+    """Return True while `call_in_documents` runs, which passes the document boundaries."""
     return getattr(model, _TOLD, False)
 
 
 @contextlib.contextmanager
 def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
-    """Within the context, restrict every mask that transformers builds to documents. Some models (OPT, gpt-oss) have
-    positions but do not pass them when they build a mask. Others (BioGPT) pass a mask of ones, and then transformers
-    ignores positions.
+    """Within the context, restrict every mask that transformers builds to documents.
+
+    Some models (OPT, gpt-oss) have positions but do not pass them when they build a mask. Others (BioGPT) pass a mask
+    of ones, and then transformers ignores positions.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     known: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {})
@@ -241,8 +245,9 @@ def _attend(
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute attention with the interface of transformers: (B, H, T, C) in, (B, T, H, C) out. `own` is the function
-    that this one replaces. It is bound in advance because compiled blocks cannot look up a name.
+    """Compute attention with the interface of transformers: (B, H, T, C) in, (B, T, H, C) out.
+
+    `own` is the function that this one replaces. It is bound in advance because compiled blocks cannot look up a name.
     """
     how = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
     if attention_mask is None or attention_mask.dtype not in (_PLACES, _IDS):
@@ -293,7 +298,10 @@ def why_documents_mix(model: Any) -> str:
 
 
 def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
-    """Return `why_documents_mix` for a transformers class and config whose layers do not use boundaries."""
+    """Return the reason why packed documents affect each other in models of this class, or "".
+
+    Compares a packed row with its documents alone, on a small random copy. Returns a reason if the copy fails.
+    """
     kind = config.model_type
     try:
         with hugging_face.quiet():  # its messages would describe the small model
@@ -357,8 +365,9 @@ def separate_by_position_ids(model: nn.Module) -> None:
 
 
 class _Follower:
-    """Hooks of a model that handle restarting positions. The model is tested only when it first gets such positions,
-    since most scripts pass none.
+    """Hooks of a model that handle restarting positions.
+
+    The model is tested only when it first gets such positions, since most scripts pass none.
     """
 
     def __init__(self, model: Any):
@@ -374,7 +383,7 @@ class _Follower:
         return self.__dict__ | {"_open": []}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call of the model. Returns new arguments if they change."""
+        """Begin a call to the model. Returns new arguments if they change."""
         stack = contextlib.ExitStack()
         self._open.append(stack)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
@@ -395,13 +404,14 @@ class _Follower:
         return args, kwargs | {"attention_mask": borders}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the call, also after an exception."""
         if self._open:
             self._open.pop().close()
 
     def _expect_separate(self, positions_BT: Tensor, ids_BT: Tensor) -> None:
-        """Refuse restarting positions if documents of a row affect each other in this model. If positions are only on
-        the device, this waits for the device in each call of such a model, and only of such a model.
+        """Raise ModelError for restarting positions if documents of a row affect each other in this model.
+
+        If positions are only on the device, this waits for the device in each call to such a model, and only to such a
+        model.
         """
         if self._why is None:
             self._why = why_kind_mixes(self._kind, self._config)
@@ -413,7 +423,8 @@ class _Follower:
 
 
 def _document_ids(given: dict[str, Any]) -> Tensor | None:
-    """Return an ascending document id per token, int64 (B, T), or None if the call does not need separated documents.
+    """Return an ascending document id per token, int64 (B, T), or None if the call needs no separated documents.
+
     Computed on the host if the host has the values of positions and mask, else on their device. A document begins if a
     position is not its predecessor plus 1. Padding forms separate documents.
     """

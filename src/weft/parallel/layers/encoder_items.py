@@ -55,7 +55,7 @@ def attend_by_borders(model: nn.Module) -> None:
 
 
 def _calls_by_picture(module: nn.Module) -> bool:
-    """Return True if the module attends within each image by torch's fused attention, without dropout."""
+    """Return True if the module attends within each image with torch's fused attention, without dropout."""
     if hugging_face.attention_name(module) != "sdpa" or not hasattr(module, "scaling"):
         return False
     drops = getattr(module, "attention_dropout", 0.0)
@@ -67,7 +67,10 @@ def _attend(
     scaling: float | None = None, dropout: float = 0.0, cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention with the interface of transformers: (1, H, P, C) in, (1, P, H, C) out."""
+    """Compute attention with the interface of transformers: (1, H, P, C) in, (1, P, H, C) out.
+
+    Calls torch's fused attention as before if the call has no boundaries.
+    """
     usual = query.shape[-1] ** -0.5
     if cu_seq_lens_q is None or query.shape[1] != key.shape[1] or is_causal or dropout:
         own = hugging_face.attention_function(module, "sdpa")
@@ -89,9 +92,13 @@ _GRIDS = (2, 3)
 
 @dataclass(frozen=True)
 class Items:
-    """Arguments of one encoder call, divided into items (images or clips). `rows` holds the rows per item, and `spans`
-    how many of them attend to each other. `leaves` and `tree` are the flattened arguments. `by_row` and `by_item` hold
-    the indices of leaves with one entry per row or per item.
+    """Arguments of one encoder call, split into items (images or clips).
+
+    Attributes:
+        rows: number of rows of each item.
+        spans: number of rows of each item that attend to each other.
+        leaves, tree: the flattened arguments.
+        by_row, by_item: indices of leaves with one entry per row or per item.
     """
 
     rows: tuple[int, ...]
@@ -124,8 +131,9 @@ class Items:
 
 
 def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
-    """Return the rows of the chosen items, concatenated. tensor: (rows of all items, ...). chosen: item indices, in
-    output order.
+    """Return the rows of the chosen items, concatenated.
+
+    tensor: (rows of all items, ...). sizes: rows of each item. chosen: item indices, in output order.
     """
     if list(chosen) == list(range(len(sizes))):
         return tensor
@@ -136,10 +144,11 @@ def take(tensor: Tensor, sizes: Sequence[int], chosen: Sequence[int]) -> Tensor:
 
 
 def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Items:
-    """Return the items of a call. An integer tensor can define how many rows of the first float tensor belong to each
-    item: (N, 3) grids of frames, height and width, (N, 2) grids of height and width, or (N,) counts. The items must add
-    up to the number of rows. Without such a tensor each row is one item. Raises LayoutError if the boundaries of items
-    cannot be determined.
+    """Return the items of a call.
+
+    An integer tensor can define how many rows of the first float tensor belong to each item: (N, 3) grids of frames,
+    height and width, (N, 2) grids of height and width, or (N,) counts. The items must add up to the number of rows.
+    Without such a tensor each row is one item. Raises LayoutError if the boundaries of items cannot be determined.
     """
     leaves, tree = tree_flatten((args, kwargs))
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
@@ -166,7 +175,7 @@ def find_items(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item
 
 
 def _counts(leaf: Tensor, total: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return rows per item and how many of them attend to each other, or None if they do not add up to `total`."""
+    """Return rows and attending rows per item, or None if `leaf` does not give them for `total` rows."""
     if leaf.dtype == torch.bool or leaf.is_meta:
         return None
     if leaf.dim() == 1 and leaf.shape[0] <= total:
@@ -202,8 +211,13 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Division:
-    """Assignment of one call's items to ranks. `ranks` are the sharing axes. `rows` holds the rows of each item of all
-    data ranks, in data rank order. `homes` holds each item's data rank, and `dealt` the items of each rank.
+    """Assignment of one call's items to ranks.
+
+    Attributes:
+        ranks: axes that share the items.
+        rows: rows of each item of all data ranks, in data rank order.
+        homes: each item's data rank.
+        dealt: items of each rank.
     """
 
     ranks: Ranks
@@ -217,7 +231,6 @@ class Division:
 
     @cached_property
     def _first(self) -> int:
-        """Index of this data rank's first item among all items."""
         return sum(home < self.ranks.data.rank for home in self.homes)
 
     def _at(self, data_rank: int, place: int, home: int) -> list[int]:
@@ -247,9 +260,7 @@ class Division:
     def _exchanged(
         self, rows: Tensor, sizes: Sequence[int], sent: list[list[int]], received: list[list[int]]
     ) -> Tensor:
-        """Send rows of items that other data ranks need, and return the rows that this rank needs. `sizes` holds the
-        rows of each item.
-        """
+        """Send rows of items to the data ranks that need them. Return those for this rank. sizes: rows per item."""
         data, place = self.ranks.data, self.ranks.batch_index
         send, receive = ([sum(sizes[item] for item in part) for part in parts] for parts in (sent, received))
         every = (self._at(rank, place, home) for rank in range(data.size) for home in range(data.size))
@@ -259,9 +270,9 @@ class Division:
     def home(self, outputs: Sequence[Tensor], given: int) -> list[Tensor]:
         """Return the rows of all items of this data rank in the module's outputs, in item order.
 
-        Collective over `data`, then over tp.
-        outputs: each (rows, ...). The number of rows equals the number of input rows, or a multiple or fraction of it.
-        given: number of input rows, of this rank's items or of the placeholder item.
+        Collective over `data`, then over tp. outputs: each (rows, ...). The number of rows equals the number of input
+        rows, or a multiple or fraction of it. given: number of input rows, of this rank's items or of the placeholder
+        item.
         """
         scaled = [self._rows_of(output.shape[0], given) for output in outputs]
         if not self.own:
@@ -331,9 +342,12 @@ _MOST_NUMBERS = 1024
 
 @dataclass(frozen=True)
 class ReplicatedCalls:
-    """Another rank's call of an encoder, with one item of zeros. `method` is the model's method that calls the encoder,
-    or "". `outer` holds the method's arguments, or the encoder's if there is no method. `inner` holds the encoder's
-    arguments.
+    """Another rank's call to an encoder, with one item of zeros.
+
+    Attributes:
+        method: the model's method that calls the encoder, or "".
+        outer: the method's arguments, or the encoder's if there is no method.
+        inner: the encoder's arguments.
     """
 
     method: str
@@ -342,8 +356,10 @@ class ReplicatedCalls:
 
 
 def encode_calls(path: str, method: str, outer: Items, inner: Items, chosen: int) -> bytes:
-    """Encode a call for `parse_calls`. path: the encoder's path, for errors. method: as in `ReplicatedCalls`. inner:
-    arguments of the encoder. Raises LayoutError if an argument of the call cannot be encoded.
+    """Encode a call for `parse_calls`. Raises LayoutError if an argument of the call cannot be encoded.
+
+    path: the encoder's path, for errors. method, outer, inner: as in `ReplicatedCalls`. chosen: index of the item to
+    send.
     """
     return json.dumps([method, _recorded_call(path, outer, chosen), _recorded_call(path, inner, chosen)]).encode()
 
@@ -354,9 +370,6 @@ def parse_calls(text: bytes, device: torch.device) -> ReplicatedCalls:
 
 
 def _recorded_call(path: str, items: Items, chosen: int) -> list[Any]:
-    """Return the JSON form of the call with one of its items. Raises LayoutError if an argument of the call cannot be
-    encoded.
-    """
     args, kwargs = items.arguments({})
     if len(args) + len(kwargs) != len(items.leaves):
         raise LayoutError(
@@ -380,8 +393,9 @@ def _made_call(text: list[Any], device: torch.device) -> Items:
 
 
 def first_recorded(own: bytes, sizes: list[int], axis: Axis, device: torch.device) -> bytes:
-    """Return the message of the first rank whose message is not empty. All ranks must call it. sizes: message size of
-    each rank of the axis, in bytes.
+    """Return the message of the first rank whose message is not empty. All ranks must call it.
+
+    sizes: message size of each rank of the axis, in bytes.
     """
     filled = torch.zeros(max(sizes), dtype=torch.uint8)
     filled[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else filled[:0]
@@ -430,8 +444,10 @@ class ZeroGradDependency(Function):
 
 @dataclass(frozen=True)
 class ItemCall:
-    """State of one call between its pre-hook and its hook. `given` is the number of rows that the module got.
-    `expected` is the number of rows in a placeholder call's input and output; 0 for an ordinary call.
+    """State of one call between its pre-hook and its hook.
+
+    `given` is the number of rows that the module got. `expected` is the number of rows in a placeholder call's input
+    and output; 0 for an ordinary call.
     """
 
     division: Division

@@ -42,9 +42,12 @@ def choose_float8(
 ) -> None:
     """Choose the layers that will multiply in float8. Call it on the full model, before any technique shards it.
 
-    keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16. speaks: True if this
-    rank warns of layers that stay in bf16, and of a device without float8 matmuls.
     Raises ModelError if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
+
+    Args:
+        keep: layers that stay in bf16: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks.
+        recipe: one of RECIPES.
+        speaks: True if this rank warns of layers that stay in bf16, and of a device without float8 matmuls.
     """
     if recipe not in RECIPES:
         raise ModelError(f"fp8_recipe={recipe!r}: it is {' or '.join(RECIPES)}. Use fp8_recipe={RECIPES[0]!r}.")

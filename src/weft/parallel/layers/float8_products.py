@@ -11,7 +11,7 @@ other tokens.
 Values round to e4m3 (4 exponent bits, 3 mantissa bits). Gradients under one scale round to e5m2, which has a wider
 range. A scale is the largest power of two that keeps the largest magnitude within the format. So scaling itself rounds
 nothing, and the rounded values are exact in bf16. With per-row scales a token's result depends only on that token and
-the weights: every division of a batch over ranks, microbatches and stages rounds identically. If tensor parallelism
+the weights: every split of a batch over ranks, microbatches and stages rounds identically. If tensor parallelism
 shards the features that a scale covers, ranks first all-reduce the largest magnitude.
 
 Method: Micikevicius et al. 2022, arXiv 2209.05433 (the formats). The choice of scales is torchao's recipe
@@ -47,8 +47,8 @@ MULTIPLE = 16
 class Float8:
     """Float8 multiplication of one layer.
 
-    `inner` is the axis that shards the input features, and `outer` the axis that shards the output features. None means
-    not sharded. `recipe` is one of RECIPES.
+    `inner` is the axis that shards the input features, and `outer` the axis that shards the output features; None if
+    they are not sharded. `recipe` is one of RECIPES.
     """
 
     inner: Axis | None = None
@@ -87,7 +87,6 @@ class Float8:
         ]
 
     def _input_gradient(self, grad_RO: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return one input gradient, with a single scale for all tokens."""
         of_grad, of_weight = _agreed(self.outer, _max_magnitude(grad_RO), _max_magnitude(weight_OI))
         [of_weight] = _agreed(self.inner, of_weight)
         scale = _scale(of_grad, WIDER)[:, None]
@@ -101,7 +100,7 @@ def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: Float8 | 
         x: (..., I).
         weight_OI: (O, I).
         bias_O: (O,) or None.
-        form: float8 multiplication. None: the operands' dtype.
+        form: float8 multiplication; None for the operands' dtype.
     """
     if form is None:
         made = F.linear(x, weight_OI, bias_O)
@@ -126,7 +125,6 @@ def _multiply(a_RK: Tensor, b_CK: Tensor, scale_a: Tensor, scale_b: Tensor, form
 
 
 def _largest(x_RK: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, (R,)."""
     return torch.linalg.vector_norm(x_RK, ord=torch.inf, dim=-1)
 
 

@@ -19,7 +19,7 @@ from weft.private_torch import without_modes
 
 
 def watch_indices(model: nn.Module) -> None:
-    """Check the inputs of each embedding of a model before its forward. Call it before tables are sharded.
+    """Check, in forward pre-hooks, the indices of each embedding. Call it before tables are sharded.
 
     Embeddings that override forward are skipped: OPT's shifts positions before the lookup.
     """
@@ -29,10 +29,7 @@ def watch_indices(model: nn.Module) -> None:
 
 
 def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
-    """Refuse labels outside the head's range, if the host has their values.
-
-    Raises ModelError with the label and a suggested fix.
-    """
+    """Raise ModelError for a label outside the head's range, if the host has the labels' values."""
     if torch.compiler.is_compiling() or leave_check(labels, lambda values: check_labels(values, num_classes, ignored)):
         return
     wrong = _first_outside(labels, num_classes, ignored)
@@ -79,7 +76,7 @@ def _remedy(wrong: int) -> str:
 
 
 def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | None:
-    """Return the first index outside 0..size-1, or None. Only values on the host are checked."""
+    """Return the first index that is negative or at least `size`, or None. Only values on the host are checked."""
     values = host_values(indices)
     if values is None or values.numel() == 0 or values.is_floating_point():
         return None
@@ -95,7 +92,7 @@ def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | Non
 
 
 class StandIn(nn.Module):
-    """Placeholder for another module at `path`: it has that module's attributes and no parameters."""
+    """Placeholder for another module at `path`. It has that module's attributes and no parameters."""
 
     def __init__(self, module: nn.Module, path: str):
         super().__init__()

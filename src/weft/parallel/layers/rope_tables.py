@@ -21,10 +21,7 @@ from weft.models.inspect import hugging_face
 
 
 def track_row_lengths(model: nn.Module, cp: int) -> None:
-    """Make a transformers model choose its RoPE table for each document. Other models are not changed.
-
-    cp: number of ranks that share a sequence.
-    """
+    """Make a transformers model choose its RoPE table for each document. cp: ranks that share a sequence."""
     if not hugging_face.is_hugging_face(model):
         return
     rotaries = [module for module in model.modules() if _kind(module) in ("longrope", "dynamic")]
@@ -55,7 +52,7 @@ class _RowTables:
         self._is_long_BT: Tensor | None = None  # None: the same table for all tokens
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the tokens of documents that are longer than the limit."""
+        """Find tokens of documents longer than the limit. Raises ModelError if one table cannot serve all tokens."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         self._is_long_BT = None
@@ -80,7 +77,7 @@ class _RowTables:
         self._is_long_BT = is_long_BT
 
     def after(self, rotary: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Replace the values for tokens of short documents by values of the short table."""
+        """Replace the values for tokens of short documents with values of the short table."""
         if self._is_long_BT is None:
             return None
         with torch.no_grad():

@@ -39,7 +39,7 @@ _ALIGNED = 16
 
 
 def slot_of(place: int, *, is_value: bool = False) -> int:
-    """Return the slot of the `place`-th argument of the first call, or of the `place`-th value."""
+    """Return the slot of the argument of the first call with index `place`, or of the value with this index."""
     return _VALUES - place if is_value else place
 
 
@@ -147,7 +147,10 @@ class Flow:
         self._entering, self._leaving, self._versions = [], [], []
 
     def called(self, relay: Relay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module if it is in this stage, else return placeholders. Ends forward after the stage's last call."""
+        """Run a module if it is in this stage, else return placeholders. Ends forward after the stage's last call.
+
+        Raises ModelError if the order of calls changed, or if a module gets or returns a value of another stage.
+        """
         route, stages = self.route, self.survey.stages
         assert route is not None
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
@@ -201,7 +204,7 @@ class Flow:
     def _enter(
         self, relay: Relay, leaves: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Replace arguments by the received tensors, and map received values to their placeholders for later uses."""
+        """Replace arguments with the received tensors, and map received values to their placeholders for later uses."""
         received = dict(zip(leaves, self._entering, strict=True))
         count = len(list(tensors_in((args, kwargs))))
         if any(leaf >= count for leaf in leaves):
@@ -218,7 +221,7 @@ class Flow:
         return args, map_tensors(replaced, kwargs)
 
     def _leave(self, relay: Relay, leaves: tuple[int, ...], args: Any, kwargs: Any) -> None:
-        """Record the arguments of the next stage's first call. End forward if this stage has no later call."""
+        """Record the arguments of the next stage's first call. Raise `Left` if this stage has no later call."""
         tensors = list(tensors_in((args, kwargs)))
         if any(leaf >= len(tensors) for leaf in leaves):
             raise _other_arguments(relay)
@@ -242,9 +245,7 @@ class Flow:
         return remote_outputs(probe, args, kwargs, number, device, self._incoming)
 
     def outgoing(self) -> Carried:
-        """Return the tensors for the next stage. Raises ModelError if forward ended too early, or changed a tensor in
-        place after it was used.
-        """
+        """Return the tensors for the next stage. Raises ModelError if forward ended too early or modified one."""
         assert self.route is not None
         following = self.route.entry.get(self.stage + 1)
         if following is not None and len(self._leaving) != len(following.leaves):
@@ -288,7 +289,7 @@ class RemoteModule(StandIn):
     """Placeholder in the model for a module that only other ranks hold."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse the call. While a stage runs, a `Relay` takes this module's place in the model."""
+        """Raise ModelError. While a stage runs, a `Relay` replaces this module in the model."""
         del args, kwargs
         raise ModelError(f"module {self.path!r}: it is on another stage of the pipeline. Call the full model.")
 
@@ -352,7 +353,7 @@ class Relay(StandIn):
 
 
 def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.Module:
-    """Move the parameters and buffers of a module to the meta device. The tensors themselves are not modified."""
+    """Give a module new parameters and buffers on the meta device, except for submodules in `kept`."""
     for part in module.modules():
         if part in kept:
             continue
@@ -392,13 +393,11 @@ class Boundary:
         self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
     def kind_of(self, batch: Any) -> int:
-        """Return an index for the microbatch's shapes, dtypes, names and full masks, which determine the shapes between
-        stages.
-        """
+        """Return an index of a microbatch's shapes, dtypes, names and full masks, which set the boundary shapes."""
         return self._kinds.setdefault((_described(batch), full_masks(batch)), len(self._kinds))
 
     def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
-        """Begin a step, and drop the state of a failed step. arrived_by: as in `spec.schedule`."""
+        """Begin a step, and drop the state of a failed step. arrived_by: as in `weft.config.schedule`."""
         self._arrived_by = arrived_by or {}
         self._arriving.clear()
         self._sent.clear()
@@ -423,7 +422,10 @@ class Boundary:
         return form.unpack(tensor)
 
     def send(self, transfer: Transfer, carried: Carried, kind: int) -> None:
-        """Start a send. The tensors must not change before the step ends."""
+        """Start a send. The tensors must not change before the step ends.
+
+        Raises ModelError if their shapes or dtypes differ from an earlier microbatch of the same kind.
+        """
         stage = _entered(transfer)
         form = self.check(stage, carried)
         known = self._forms.get((stage, kind))

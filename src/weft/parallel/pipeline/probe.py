@@ -32,9 +32,13 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Outputs of a call on the meta device. `value` is the return value. `set_tensors` holds the attributes with
-    tensors that the call set, by (path in the module, name). `set_others` holds other attributes that it changed. If
-    `is_guess`, the output is unknown and assumed to be like the first argument.
+    """Outputs of a call on the meta device.
+
+    Attributes:
+        value: the return value.
+        set_tensors: attributes with tensors that the call set, by (path in the module, name).
+        set_others: other attributes that it changed.
+        is_guess: True if the output is unknown, and assumed to be like the first argument.
     """
 
     value: Any
@@ -44,7 +48,7 @@ class Returned:
 
 
 class Probe:
-    """Calls a module of the copied model on the meta device, once per structure, shapes and dtypes of its arguments."""
+    """Calls a module of the copied model without values, once per structure, shapes and dtypes of its arguments."""
 
     def __init__(self, module: nn.Module, path: str):
         self.module, self.path = module, path
@@ -55,9 +59,7 @@ class Probe:
         self._known: dict[Any, Returned] = {}
 
     def returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        """Return the outputs for arguments of this form. Raises ModelError if the module changes its arguments, or
-        stores a tensor that is neither an output nor an attribute.
-        """
+        """Return the outputs for arguments of this form. Raises ModelError for side effects that would be lost."""
         form = self.module.training, _form((args, kwargs))
         if form in self._known:
             return self._known[form]
@@ -170,7 +172,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_caches(value: Any) -> Any:
-    """Replace key-value caches by None, because a call on the meta device must not fill a cache."""
+    """Replace key-value caches with None, because a call on the meta device must not fill a cache."""
     if isinstance(value, dict):
         return {name: _without_caches(each) for name, each in value.items()}
     if type(value) in (tuple, list):

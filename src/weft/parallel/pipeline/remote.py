@@ -44,9 +44,13 @@ _MOVES = frozenset({_T.to, _T.cpu, _T.cuda})
 class RemoteTensor(torch.Tensor):
     """A tensor that another stage computes, on the meta device. See the module.
 
-    `source` is the path of the module that computes it, or "" for a weight that every stage has. `value` is (index of
-    the call, index among the call's outputs), or None for a tensor computed from such outputs. `parents` are the remote
-    tensors that it depends on. `created` is its creation order.
+    Attributes:
+        source: path of the module that computes it, or "" for a weight that every stage has.
+        value: (index of the call, index among the call's outputs), or None for a tensor computed from such outputs.
+        real_device: the device that it reports.
+        received: the tensor's values, once the stage has received them.
+        parents: the remote tensors that it depends on.
+        created: its creation order.
     """
 
     source: str

@@ -42,9 +42,11 @@ from weft.parallel.state.placement import Placement
 
 @torch.no_grad()
 def deliver(held: list[DeferredProduct]) -> None:
-    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now. Weights are processed
-    one after another, and the factors of each are freed, so that a stage never holds all new gradients in addition to
-    the accumulated ones. All gradients of one weight are summed first, because its gradient hooks must run only once.
+    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now.
+
+    Weights are processed one after another, and the factors of each are freed, so that a stage never holds all new
+    gradients in addition to the accumulated ones. All gradients of one weight are passed in one call, because its
+    gradient hooks must run only once.
     """
     by_weight: dict[nn.Parameter, list[DeferredProduct]] = {}
     for product in held:
@@ -58,6 +60,7 @@ def deliver(held: list[DeferredProduct]) -> None:
 
 def defer_weight_gradients(model: nn.Module, held: DeferredWeightGrad) -> int:
     """Make the linear layers of a model defer weight gradients to `held`, in place. Returns the number of layers.
+
     Layers with a replaced forward, and subclasses that override forward, are not changed.
     """
     count = 0
@@ -79,7 +82,6 @@ class _HoldingLinear(HoldingLayer):
     _weft_held: DeferredWeightGrad
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (..., O) from (..., I)."""
         return linear(input, self.weight, self.bias, self._weft_held)
 
 
@@ -89,7 +91,6 @@ class _HoldingConv1D(HoldingLayer):
     _weft_held: DeferredWeightGrad
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., O) from (..., I)."""
         return linear(x, self.weight, self.bias, self._weft_held, transposed=True)
 
 
@@ -122,9 +123,10 @@ class Phases(Protocol):
 
 @dataclass(slots=True)
 class _Flight:
-    """A microbatch on a stage, between its forward and its backward. `incoming` holds the stage's inputs, which get
-    gradients in backward. `roots` holds the autograd edge at which backward starts for each output, or None for an
-    output that needs no gradient.
+    """A microbatch on a stage, between its forward and its backward.
+
+    `incoming` holds the stage's inputs, which get gradients in backward. `roots` holds the autograd edge at which
+    backward starts for each output, or None for an output that needs no gradient.
     """
 
     incoming: Carried | None
@@ -135,9 +137,11 @@ class _Flight:
 class StepWork:
     """Inputs of one optimizer step.
 
-    `forward_to_loss` replaces `forward` on the last stage. `scale` multiplies the loss before backward. `totals` is
-    (sum of losses, number of tokens) and is added to on the last stage. `inside` returns the context of a microbatch's
-    forward, for dropout.
+    Attributes:
+        forward_to_loss: replaces `forward` on the last stage.
+        scale: factor of the loss before backward.
+        totals: (sum of losses, number of tokens), to which the last stage adds.
+        inside: returns the context of a microbatch's forward, for dropout.
     """
 
     microbatches: Sequence[Any]
@@ -219,9 +223,12 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
         """Run only the forward of batches, one after another.
 
-        Collective over the pp axis: all its ranks pass the same batches.
-        batches: the same number on all ranks. forward: forward(model, batch) -> output. each: each(output, batch),
-        called on the rank with the last stage.
+        Collective over the pp axis.
+
+        Args:
+            batches: the same batches on all ranks of the axis.
+            forward: forward(model, batch) -> output.
+            each: each(output, batch), called on the rank with the last stage.
         """
         self._begin([])
         for batch in batches:
@@ -246,7 +253,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def probing(self, batch: Any, forward: ForwardFn) -> Iterator[None]:
-        """Restore the recorded shapes at stage boundaries after the context, so that `run_in_turn` may run other sizes.
+        """Restore the recorded shapes at stage boundaries after the context. In it, `run_in_turn` may run other sizes.
 
         forward: forward(model, batch) -> output. Raises ModelError if no stage can compute the model's forward.
         """

@@ -30,8 +30,11 @@ ForwardFn = Callable[[nn.Module, Any], Any]
 
 
 class Stage:
-    """One stage of the pipeline. takes_gradient: True if a parameter before the stage is trained, so that the stage
-    sends a gradient back. trains: True if a parameter in the stage or before it is trained, so that it has a backward.
+    """One stage of the pipeline.
+
+    Attributes:
+        takes_gradient: True if a parameter before the stage is trained, so that the stage sends a gradient back.
+        trains: True if a parameter in the stage or before it is trained, so that it has a backward.
     """
 
     def __init__(
@@ -68,14 +71,14 @@ class Stage:
         return tuple(site for site, stage in pairs if stage == self.index)
 
     def survey(self, forward: ForwardFn, batch: Any) -> StageRoute:
-        """Return the tensors that cross between stages for a batch of this structure. Identical on all ranks. Raises
-        ModelError if a stage would need a value that it cannot receive.
-        """
+        """Return the tensors that cross stages for such a batch. Raises ModelError if a value cannot be received."""
         return self._survey.route(forward, batch, training=self._model.training)
 
     def forward(self, forward: ForwardFn, batch: Any, incoming: Carried | None) -> Any:
-        """Return the tensors for the next stage, or the model's output on the last stage. incoming: received tensors,
-        or None on the first stage. Raises ModelError if the stage would need a value that it does not have.
+        """Return the tensors for the next stage, or the model's output on the last stage.
+
+        incoming: received tensors, or None on the first stage. Raises ModelError if the stage needs a value that it
+        does not have.
         """
         route = self.survey(forward, batch)
         output = None
@@ -121,9 +124,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """This rank's stages in ascending order, and placements of weights that it shares with another stage. `counts`
-    holds the number of blocks of each stage of the pipeline.
-    """
+    """This rank's stages, placements of weights that it shares, and the number of blocks of each pipeline stage."""
 
     stages: dict[int, Stage]
     placements: dict[str, Placement]
@@ -131,10 +132,11 @@ class Split:
 
 
 def split_model(model: nn.Module, mesh: Mesh) -> Split:
-    """Keep only this rank's stages of a model, in place. The model may be on the meta device. Modules of other stages
-    are replaced by placeholders without parameters, so that names equal the full model's. Raises ModelError if the
-    model is not a chain of blocks, or shares weights between stages other than first and last. Raises PlanError if the
-    plan's split does not fit.
+    """Keep only this rank's stages of a model, in place. The model may be on the meta device.
+
+    Modules of other stages are replaced by placeholders without parameters, so that names equal the full model's.
+    Raises ModelError if the model is not a chain of blocks, or if some ranks share a weight and they are neither the
+    first and the last nor all. Raises PlanError if the plan's split does not fit.
     """
     plan, rank = mesh.plan, mesh["pp"].rank
     chain = find_chain(model)
@@ -158,8 +160,9 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
 
 
 def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
-    """Return the number of blocks per stage: the plan's split, or one that balances matmul weights. Raises PlanError if
-    the plan's split or the number of stages does not fit.
+    """Return the number of blocks per stage: the plan's split, or one that balances matmul weights.
+
+    Raises PlanError if the plan's split or the number of stages does not fit.
     """
     num_stages, num_blocks = plan.pp * plan.virtual_stages, len(chain.blocks)
     if plan.split:
@@ -201,8 +204,9 @@ def _is_trained(sites: Sequence[blocks.Site]) -> bool:
 
 
 def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dict[tuple[str, ...], dict[str, str]]:
-    """Return the weights that several stages share, by the axis that joins the ranks: {name here: name in checkpoints}.
-    Only the first and the last rank, or all ranks, may share a weight; others raise ModelError.
+    """Return the weights that several ranks share, by the axis that joins the ranks: {local name: name in checkpoints}.
+
+    Raises ModelError unless the ranks that share a weight are the first and the last, or all.
     """
     ranks: dict[int, dict[int, str]] = {}
     for stage in stages:

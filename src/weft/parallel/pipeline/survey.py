@@ -42,7 +42,7 @@ ForwardFn = Callable[[nn.Module, Any], Any]
 
 @dataclass(slots=True)
 class _Call:
-    """A recorded call of a module: the module's index in the chain, its tensor arguments, and its creation order."""
+    """A recorded call to a module: the module's index in the chain, its tensor arguments, and its creation order."""
 
     site: int
     tensors: list[torch.Tensor]
@@ -59,8 +59,12 @@ class EntryCall:
 
 @dataclass(frozen=True, slots=True)
 class StageRoute:
-    """Tensors that cross stage boundaries in a forward. `calls` holds the module index of each call. `entry` and
-    `values` are keyed by the receiving stage. `last` maps each stage to its last call.
+    """Tensors that cross stage boundaries in a forward.
+
+    Attributes:
+        calls: module index of each call.
+        entry, values: by receiving stage, its first call with received arguments, and other values that it receives.
+        last: last call of each stage.
     """
 
     calls: tuple[int, ...]
@@ -70,19 +74,21 @@ class StageRoute:
 
 
 class _AnyPositions:
-    """Dummy positions for `weft.randn_like` and similar functions, whose values do not matter here."""
+    """Dummy positions for `weft.randn_like` and similar functions, whose values are not used."""
 
     def next_draw(self, like: torch.Tensor, modules: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return a key of zero, and positions of the right shape."""
         del modules
         key = torch.zeros((), dtype=torch.int64, device=like.device)
         return key, [torch.arange(size, device=like.device) for size in like.shape]
 
 
 class ValueSurvey:
-    """The `StageRoute` of a model for each form of batch. model: the model before it is split. It is not modified.
-    stops: for each stage, the index of the block after its last one. precision: dtypes in which the stages will run, or
-    None if they keep the model's.
+    """The `StageRoute` of a model for each form of batch.
+
+    Args:
+        model: the model before it is split. It is not modified.
+        stops: for each stage, the index of the block after its last one.
+        precision: dtypes in which the stages will run, or None if they keep the model's.
     """
 
     def __init__(self, model: nn.Module, chain: Chain, stops: Sequence[int], precision: Precision | None = None):
@@ -98,9 +104,7 @@ class ValueSurvey:
         self._routes: dict[Any, StageRoute] = {}
 
     def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> StageRoute:
-        """Return the tensors that cross between stages for a batch of this structure. Raises ModelError if a stage
-        would need a value that it cannot receive.
-        """
+        """Return the tensors that cross stages for such a batch. Raises ModelError if a value cannot be received."""
         key = _structure(batch), full_masks(batch), training
         if key not in self._routes:
             self._routes[key] = self._survey(forward, batch, training)
@@ -153,7 +157,7 @@ class ValueSurvey:
         return without_towers(model, self._towers, args, kwargs)
 
     def called(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the call of a module, and return remote tensors instead of its outputs."""
+        """Record a call to a module, and return remote tensors instead of its outputs."""
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
         tensors = list(tensors_in((args, kwargs)))
         number, device = len(self._calls), _device_of(tensors)
@@ -318,8 +322,9 @@ def kind_of(stand_in: StandIn) -> type:
 
 
 def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
-    """Return an attribute of a module on another stage: weights as remote tensors, modules as `InnerModule`. Raises
-    ModelError if the module's calls change the attribute.
+    """Return an attribute of a module on another stage: weights as remote tensors, modules as `InnerModule`.
+
+    Raises ModelError if the module's calls change the attribute, or its value is unknown.
     """
     value = getattr(probe.module.get_submodule(inner), name)
     if (inner, name) in probe.state:
@@ -341,8 +346,9 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
 def remote_outputs(
     probe: Probe, args: Any, kwargs: Any, call: int, device: torch.device, received: Mapping[Value, torch.Tensor]
 ) -> Any:  # fmt: skip
-    """Return a module's outputs as remote tensors, except for the received ones. Also set the attributes with tensors
-    that the module's forward would set.
+    """Return a module's outputs as remote tensors, except for the received ones.
+
+    Also set the attributes with tensors that the module's forward would set.
     """
     returned = probe.returned(args, kwargs)
     count = iter(range(2**31))
@@ -396,8 +402,10 @@ def _structure(batch: Any) -> Any:
 
 
 def full_masks(batch: Any) -> tuple[bool, ...]:
-    """Return for each mask in a batch, by its name, whether it masks nothing. Transformers drops such a mask, so blocks
-    get other arguments, and position biases that include the mask have no dimension of samples.
+    """Return, for each tensor of a batch with "mask" in its name, whether it masks nothing.
+
+    Transformers drops such a mask, so blocks get other arguments, and position biases that include the mask have no
+    dimension of samples.
     """
     if isinstance(batch, torch.Tensor) or (parts := parts_of(batch)) is None:
         return ()
@@ -418,8 +426,10 @@ def _same_site(model: nn.Module, site: blocks.Site) -> blocks.Site:
 def _copied(
     model: nn.Module, chain: Chain, precision: Precision | None
 ) -> tuple[nn.Module, list[RemoteTensor]]:  # fmt: skip
-    """Return a copy of a model with the chain's modules on the meta device, and other weights as remote tensors. Its
-    weights and inputs have the dtypes of `precision`, as in the stages: modules fail on inputs of another dtype.
+    """Return a copy of a model with the chain's modules on the meta device, and its other weights as remote tensors.
+
+    Its weights and inputs have the dtypes of `precision`, as in the stages: modules fail on inputs of another dtype.
+    Raises ModelError if the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for site in chain.sites:
@@ -452,7 +462,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _make_local(model: nn.Module, inside: set[nn.Module]) -> list[RemoteTensor]:
-    """Replace weights that every stage holds, and buffers on the meta device, by remote tensors without a source."""
+    """Replace weights that every stage holds, and buffers on the meta device, with remote tensors without a source."""
     found: list[RemoteTensor] = []
     for module in model.modules():
         if module in inside:

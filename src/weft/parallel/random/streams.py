@@ -20,10 +20,10 @@ _PART = "_weft_cut_part"
 class ShardPosition:
     """Position of this rank in the sharded layers of one model, for modules that draw random numbers there.
 
-    `is_open` is True between a column-sharded layer and the following row-sharded one, where the rank has only its
-    heads or features. `is_whole` is True if the current tensor is not sharded, even in such a region. `sequences` is
-    the number of sequences in the microbatch if tokens are sharded; a tensor flattened to (batch * tokens, features)
-    does not show it. `padding` is the number of tokens added to each sequence so that it divides evenly.
+    `is_open` is True between a column-sharded layer and the following row-sharded one: the rank then has only its heads
+    or features. `is_whole` is True if the current tensor is not sharded, even in such a region. `sequences` is the
+    number of sequences in the microbatch if tokens are sharded; a tensor flattened to (batch * tokens, features) does
+    not show it. `padding` is the number of tokens added to each sequence so that it divides evenly.
     """
 
     def __init__(self, axis: Axis):
@@ -64,7 +64,7 @@ def _is_in(path: str, places: tuple[str, ...]) -> bool:
 
 
 def keep_part(model: nn.Module, part: ShardPosition) -> None:
-    """Keep the position in the model, for `shard_position_of`."""
+    """Set the position as an attribute of the model, for `shard_position_of`."""
     setattr(model, _PART, part)
 
 
@@ -212,11 +212,11 @@ class SampleNumbers:
         return not self.numbers
 
     def row_numbers(self, count: int, device: torch.device) -> Tensor:
-        """Return an index for each of a tensor's `count` rows, int64 (count,), independent of the division of batches.
+        """Return an index for each of a tensor's `count` rows, int64 (count,), independent of how batches are split.
 
         If there are as many rows as samples, each row is a sample. Otherwise the rows per sample come from `rows`, or
         every sample has the same number of rows. A row's index combines the sample's index and the row's index in the
-        sample.
+        sample. If the rows per sample are unknown, rows are counted from the first sample's index.
         """
         numbers = self.numbers
         if count == len(numbers):
@@ -233,7 +233,7 @@ class SampleNumbers:
     def rows_of_each(self, count: int) -> list[int] | None:
         """Return the number of rows of each sample among a tensor's `count` rows, or None if it cannot be determined.
 
-        Layers may have joined rows or divided them evenly.
+        Layers may have joined rows or split them evenly.
         """
         if not self.numbers or not count:
             return None

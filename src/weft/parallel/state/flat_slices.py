@@ -21,10 +21,7 @@ from weft.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """One entry of the plain model's state_dict.
-
-    `first` is the first name of the tensor. It equals the entry's name unless an earlier entry shares the tensor.
-    """
+    """One entry of the plain model's state_dict. `first` is the first name of its tensor, if entries share one."""
 
     first: str
     shape: tuple[int, ...]
@@ -66,10 +63,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
 
 
 def refuse_float64(model: nn.Module, plan: Plan) -> None:
-    """Raise ModelError for a float64 model under a precision that keeps weights in float32.
-
-    The error names the first float64 parameter.
-    """
+    """Raise ModelError for a float64 model under a precision that keeps weights in float32."""
     if Precision.of(plan).master == torch.float64:
         return
     wide = [name for name, one in model.named_parameters() if one.dtype == torch.float64]
@@ -140,10 +134,15 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatSlice:
-    """Elements of one tensor on this rank. `flat` is 1-D: this rank's flattened part of the tensor from `start` on.
+    """Elements of one tensor on this rank.
 
-    `name` is the name in checkpoints. `deal` assigns the elements to the ranks that write them. If `flat` is a copy,
-    `home` is the tensor that gets the elements after loading.
+    Attributes:
+        name: the name in checkpoints.
+        part: this rank's part of the tensor.
+        deal: assigns the elements to the ranks that write them.
+        start: index of the first element of `flat` in the flattened part.
+        flat: elements, 1-D.
+        home: if `flat` is a copy, the tensor that gets the elements after loading.
     """
 
     name: str
@@ -157,7 +156,7 @@ class FlatSlice:
     def of_full(cls, name: str, tensor: torch.Tensor, part: Part, deal: OwnershipMap) -> FlatSlice:
         """Return the flat slice, of the tensor's dtype and shape (numel,), of a part that is completely on this rank.
 
-        deal: assignment of the elements to ranks that hold the same part.
+        It is a view of a dense tensor, else a copy. deal: assignment of the elements to ranks that hold the same part.
         """
         tensor = tensor.detach()
         dense = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
@@ -176,10 +175,7 @@ class FlatSlice:
 
     @torch.no_grad()
     def fill(self, source: StateSource) -> None:
-        """Read the slice's elements from a checkpoint.
-
-        Raises CheckpointError if the checkpoint lacks the tensor or has another shape.
-        """
+        """Read the elements from a checkpoint. Raises CheckpointError if the tensor is missing or has another shape."""
         saved = expected(source, self.name, self.part.shape)
         kind, flat = torch_formats()[saved.dtype], self.flat
         if not flat.numel():
@@ -211,7 +207,7 @@ class PlacedPart:
     device: torch.device
 
     def positions(self, first: int, last: int) -> torch.Tensor:
-        """Return the int64 positions of elements first..last in the full tensor, in its memory order."""
+        """Return int64 positions in the full tensor, in memory order, of elements `first` to `last` (exclusive)."""
         part = self.part
         line = torch.arange(self.start + first, self.start + last, device=self.device)
         if part.rows is None:

@@ -37,7 +37,7 @@ _ATTRIBUTE = "_weft_data_parallel"
 
 
 class ErrorFeedback(Protocol):
-    """Error feedback of rounded gradients that is pending on replicas: full tensors by name."""
+    """Interface of error feedback: pending residuals of rounded gradients, as full tensors by name."""
 
     def residual_slices(self) -> Iterator[FlatSlice]:
         """Yield this rank's residuals as flat slices, without a copy. Local; no communication."""
@@ -49,11 +49,11 @@ class ErrorFeedback(Protocol):
 
 
 class DataParallel(Protocol):
-    """Gradients, master weights and the collectives between them, of one module on one rank.
+    """Interface of the ZeRO engines: gradients and master weights of one module on one rank, and their collectives.
 
-    Names are as in `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank used
-    in a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the model in
-    one process: sharded parts are joined, and other pipeline stages are included.
+    Names are as in `module.named_parameters()`: a tied weight has only its first name. A parameter that no rank used in
+    a step has a zero gradient, under every stage and number of ranks. Full tensors are the tensors of the model in one
+    process: sharded parts are joined, and other pipeline stages are included.
 
     `axes` holds the placements of local parts and the axes over which gradients are summed.
     """
@@ -118,7 +118,7 @@ class DataParallel(Protocol):
         ...
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
-        """Clip all gradients to a norm of at most max_norm, in a custom loop after backward.
+        """Clip all gradients to a norm of at most max_norm, in a custom training loop after backward.
 
         All ranks call it together. Returns the norm of the full gradient before clipping: 0-d, equal on all ranks.
         """
@@ -127,8 +127,9 @@ class DataParallel(Protocol):
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Publish the new weights to the next forward on all ranks, after `optimizer.step()`.
 
-        follow: after `prefetch_weights`, return before the weights arrive. Each block waits for its own weights when it
-        is called, and methods that read weights wait for all. Call `wait_for_weights` before reading parameters.
+        clip: factor by which gradients were clipped, for error feedback. follow: after `prefetch_weights`, return
+        before the weights arrive. Each block waits for its own weights when it is called, and methods that read weights
+        wait for all. Call `wait_for_weights` before reading parameters.
         """
         ...
 
@@ -143,8 +144,8 @@ class DataParallel(Protocol):
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
 
-        Does nothing if the optimizer was adopted before.
-        Raises ModelError if it has states, or contains a parameter of another module.
+        Does nothing if the optimizer was adopted before. Raises ModelError if it has states, or contains a parameter of
+        another module.
         """
         ...
 
@@ -209,7 +210,7 @@ class NotCopied:
 
 
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
-    """Keep the engine and the plain module's tensors as attributes, for `data_parallel` and `originals`."""
+    """Set the engine and the plain module's tensors as an attribute, for `data_parallel` and `originals`."""
     setattr(model, _ATTRIBUTE, NotCopied((engine, originals or {})))
 
 
@@ -224,10 +225,7 @@ def originals(model: nn.Module) -> Mapping[str, Original]:
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """Return the engine that `parallelize` made for this module.
-
-    Raises ModelError if `parallelize` was not called, or the module is a copy.
-    """
+    """Return the engine that `parallelize` made for this module. Raises ModelError if it has none, as in a copy."""
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
         raise ModelError(
@@ -265,8 +263,8 @@ def join_sharded(
 ) -> None:
     """Give a `ShardedJoin` for each sharded parameter to an optimizer that needs full matrices.
 
-    optimizer: its attribute `joins`, if any, receives them.
-    Raises ModelError if the optimizer does not support sharded parameters.
+    optimizer: its attribute `joins`, if any, receives them. Raises ModelError if the optimizer does not support sharded
+    parameters.
     """
     cut = {name: param for name, param in params if axes.is_divided(name)}
     joins = getattr(optimizer, "joins", None)

@@ -1,7 +1,7 @@
 """Materialization of meta parameters: allocation of this rank's part, with initial values determined by name.
 
 A model larger than one device is built and sharded on the meta device, which needs no memory. Then each full parameter
-is created on the host, one at a time, and this rank keeps its part.
+is created on the host, one at a time, and copied in part to this rank's device.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from weft.parallel.state.placement import AxisMap
 class Materialise:
     """Materializes the parameters of one model.
 
-    seed: seed for `weft.models.initialize`. None if no parameter needs initialization. filled_later: True if values are
-    loaded from files afterwards, so that each rank only allocates its part. A and B of LoRA adapters are initialized
-    from the seed, because files do not contain them.
-    Raises ModelError if a buffer is on the meta device, or a parameter is and there is no seed.
+    Args:
+        seed: seed for `weft.models.initialize`, or None if no parameter needs initialization.
+        filled_later: True if values are loaded from files afterwards, so that each rank only allocates its part. A and
+            B of LoRA adapters are initialized from the seed, because files do not contain them.
+
+    Raises:
+        ModelError: if a buffer is on the meta device, or a parameter needs initialization and there is no seed.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Materialise:
     def make(
         self, params: Iterable[nn.Parameter], frozen_formats: Mapping[nn.Parameter, torch.dtype] | None = None
     ) -> None:
-        """Make meta parameters in `params` real, in place, in their dtype.
+        """Create the values of the meta parameters in `params` in place. Only allocate those that are filled later.
 
         `frozen_formats` overrides the dtype of frozen parameters that are filled later.
         """
@@ -102,8 +105,8 @@ def move(model: nn.Module, device: torch.device) -> None:
 def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
     """Compare names, full shapes, sharding and requires_grad among the ranks of one stage.
 
-    Raises CommError if a rank built another model. It names tensor and ranks. Raises ModelError if a parameter is
-    complex.
+    Raises CommError if a rank built another model. The message names the tensor and the ranks. Raises ModelError if a
+    parameter is complex.
     """
     axis = axes.stage
     rows: list[tuple[Any, ...]] = []

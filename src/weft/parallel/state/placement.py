@@ -26,16 +26,17 @@ from weft.parallel.state.flat_slices import FlatSlice
 class Placement:
     """Position of this rank's part of one parameter in the full tensor.
 
-    cut: mesh axes that shard the tensor, such as ("tp",) or ("ep",); () if this rank holds the full tensor.
-    dim: the sharded dim, divided into equal contiguous parts in order of the joined axis.
-    parts: full sizes of segments of `dim` that are sharded separately (fused query-key-value, gate-up).
-    index: indices of this rank's rows of `dim` if these are not an equal part; needs `whole_shape`. Several ranks may
-        hold the same rows (fewer key-value heads than tp). Then `partial` contains the sharding axis, adjacent ranks
-        hold the same rows, and gradients are summed over these ranks.
-    whole_shape: full shape without padding; () if it follows from the part.
-    partial: mesh axes, other than the data axes, over which the gradient is a partial sum.
-    pad: rows of padding at the end of `dim` for equal parts. Not in checkpoints, and zero after loading.
-    name: name in checkpoints if it differs from the name on this rank, for a weight that two stages share.
+    Attributes:
+        cut: mesh axes that shard the tensor, such as ("tp",) or ("ep",); () if this rank holds the full tensor.
+        dim: the sharded dim, divided into equal contiguous parts in order of the joined axis.
+        parts: full sizes of segments of `dim` that are sharded separately (fused query-key-value, gate-up).
+        index: indices of this rank's rows of `dim` if these are not an equal part; needs `whole_shape`. Several ranks
+            may hold the same rows (fewer key-value heads than tp). Then `partial` contains the sharding axis, adjacent
+            ranks hold the same rows, and gradients are summed over these ranks.
+        whole_shape: full shape without padding; () if it follows from the part.
+        partial: mesh axes, other than the data axes, over which the gradient is a partial sum.
+        pad: rows of padding at the end of `dim` for equal parts. Not in checkpoints, and zero after loading.
+        name: name in checkpoints if it differs from the name on this rank, for a weight that two stages share.
     """
 
     cut: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ class Placement:
         return tuple(found)
 
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Return a rank's part of the full tensor: a view if the rows are contiguous.
+        """Return a rank's part of the full tensor: a view if the rows are contiguous and not padded.
 
         Raises ModelError if the number of rows is not a multiple of the number of ranks.
         """
@@ -113,7 +114,7 @@ class Placement:
     def join(self, parts: Sequence[torch.Tensor], indexes: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
         """Return the full tensor from the parts of all ranks of the sharding axis.
 
-        `indexes` holds each rank's `index`, if it is used. If several ranks hold a row, that of the first one is used.
+        `indexes` holds each rank's `index`, if it is used. If several ranks hold a row, the first rank's row is used.
         """
         if not self.cut:
             return parts[0]
@@ -149,9 +150,8 @@ WHOLE = Placement()
 
 
 def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the placements of several techniques as one mapping.
+    """Return the placements of several techniques as one mapping. Partial axes are combined.
 
-    Only one technique may shard a parameter. Partial axes are combined.
     Raises ModelError if two techniques shard the same parameter.
     """
     merged: dict[str, Placement] = {}
@@ -180,20 +180,22 @@ NOBODY = Axis("nobody", 1, 0, (0,))
 class Axes:
     """Axes of the parameters with one kind of placement.
 
-    shard: ranks over which a bucket is sharded.
-    replicate: ranks with equal shards, over which the sums of gradients are added.
-    over: `shard` and `replicate` joined.
-    same: all ranks that hold the same part of the parameter.
-    cut: ranks that hold its other parts.
-    extra: axes of `replicate` without dp_replicate.
-    share: (index of this rank among the ranks with equal gradient sums, number of these ranks).
-    waits: True if its reductions must start only after all stages have finished their microbatches.
-    holders: ranks that hold the same parts of tensors sharded over `shard`, including this rank, in order.
-    outer: within `over`, the axis to which `compress` applies: dp_replicate, or `shard` if dp_replicate is 1.
-    inner: within `over`, the other ranks.
-    beside: within `replicate`, the ranks that are not on `outer`. Without `compress`, `outer`, `inner` and `beside` are
-        empty.
-    alike: ranks with the same sums before the reduction over `outer`, including this rank.
+    Attributes:
+        shard: ranks over which a bucket is sharded.
+        replicate: ranks with equal shards, over which the sums of gradients are added.
+        over: `shard` and `replicate` joined.
+        same: all ranks that hold the same part of the parameter.
+        cut: ranks that hold its other parts.
+        extra: axes of `replicate` without dp_replicate.
+        share: (index of this rank among the ranks with equal gradient sums, number of these ranks).
+        waits: True if its reductions must start only after all stages have finished their microbatches.
+        holders: ranks that hold the same parts of tensors sharded over `shard`, including this rank, in order.
+        alike: ranks with the same sums before the reduction over `outer`, including this rank.
+        outer: within `over`, the axis to which `compress` applies: dp_replicate, or `shard` if dp_replicate is 1.
+        inner: within `over`, the other ranks.
+        beside: within `replicate`, the ranks that are not on `outer`.
+
+    Without `compress`, `outer`, `inner` and `beside` are empty.
     """
 
     shard: Axis
@@ -214,10 +216,14 @@ class Axes:
 class AxisMap:
     """Axes and placements of a module's parameters and buffers by name.
 
-    `batch` is the default axis for gradient sums. `stage` joins all ranks with the same modules. `world` joins all
-    ranks.
-    placements: placements from techniques, by name. A tensor without one is full. sharded: True if the plan shards
-    optimizer states (zero above 0).
+    Attributes:
+        batch: the default axis for gradient sums.
+        stage: joins all ranks with the same modules.
+        world: joins all ranks.
+
+    Args:
+        placements: placements from techniques, by name. A tensor without one is full.
+        sharded: True if the plan shards optimizer states (zero above 0).
     """
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
@@ -240,10 +246,7 @@ class AxisMap:
         return "ep" in self.placement(name).cut
 
     def check_names(self, model: nn.Module) -> None:
-        """Compare the names of placements with the module's names.
-
-        Raises ModelError if the module lacks a tensor that has a placement.
-        """
+        """Raise ModelError if the module lacks a tensor that has a placement."""
         known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         for name in self.placements:
             if name not in known:
@@ -263,7 +266,7 @@ class AxisMap:
         return self._kinds[key]
 
     def settling(self, name: str, buffer: torch.Tensor) -> Axis:
-        """Return the axis over which a buffer is made equal: ranks with other samples, or ranks with the same part."""
+        """Return the axis over which a buffer is made equal: `batch`, or `same` if the buffer has a placement."""
         return self.of(name, buffer.shape).same if name in self.placements else self.batch
 
     def full_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -305,7 +308,7 @@ class AxisMap:
         return Part(self.full_shape(name, shape), placement.dim, rows, order)
 
     def slice_of(self, name: str, tensor: torch.Tensor) -> FlatSlice:
-        """Return a tensor's flat slice, of its dtype and shape (numel,). Ranks with equal parts divide its writing."""
+        """Return a tensor's flat slice, of its dtype, (numel,). Ranks with equal parts each write a range of it."""
         part, ranks = self.part_of(name, tensor), self.of(name, tensor.shape).same.ranks
         deal = assign_evenly(ranks, tensor.numel(), len(ranks), turn=self.turn(name))
         return FlatSlice.of_full(self.saved_name(name), tensor, part, deal)
@@ -330,10 +333,7 @@ class AxisMap:
         return self._size(self.placement(name).cut) > 1
 
     def refuse_sharded(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError for an optimizer that needs full parameters but has sharded ones.
-
-        The error names the first of `names`.
-        """
+        """Raise ModelError, with the first of `names`, for an optimizer that needs these sharded parameters in full."""
         for name in sorted(names):
             cut = self.placement(name).cut
             raise ModelError(

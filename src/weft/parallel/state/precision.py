@@ -34,10 +34,13 @@ _PRODUCTS = {"fp8": "products of linear layers in blocks in fp8", "tf32": "produ
 class Precision:
     """Dtypes of a step.
 
-    `compute` is the dtype of weights in forward and backward and of activations. `master` is the dtype of sums and
-    stored values. `wire` is the wire format of gradients. `outer_wire` is the format over the outermost data axis; None
-    means the same as `wire`. `sync` is the plan's synchronization of replicas. `products` is "fp8" for linear layers in
-    blocks, "tf32" for all matmuls, or "" if matmuls use the compute dtype.
+    Attributes:
+        compute: dtype of weights in forward and backward and of activations.
+        master: dtype of sums and stored values.
+        wire: wire format of gradients.
+        outer_wire: wire format over the outermost data axis, or None for `wire`.
+        sync: the plan's synchronization of replicas.
+        products: "fp8" for linear layers in blocks, "tf32" for all matmuls, or "" if matmuls use the compute dtype.
     """
 
     compute: torch.dtype
@@ -71,9 +74,9 @@ class Precision:
         return self.compute == torch.float16
 
     def refuse_error_feedback(self) -> None:
-        """Raise ModelError in a custom loop with error feedback, or with replicas that do not sync in every step.
+        """Raise ModelError in a custom training loop if gradients use error feedback, or replicas use local SGD.
 
-        A custom loop provides neither the gradient factor nor the step boundaries that these need.
+        A custom training loop provides neither the gradient factor nor the step boundaries that these need.
         """
         if self.sync != "step":
             raise ModelError(
@@ -89,7 +92,7 @@ class Precision:
                 )
 
     def refuse_unscaled(self, what: str) -> None:
-        """Raise ModelError in a custom loop under fp16, which needs loss scaling.
+        """Raise ModelError in a custom training loop under fp16, which needs loss scaling.
 
         `what` describes the event, such as "backward() came".
         """

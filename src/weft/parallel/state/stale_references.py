@@ -58,7 +58,7 @@ class OriginalParameters:
         ]
 
     def watch(self, model: nn.Module, compiles: bool) -> None:
-        """Make the first forward refuse references to old values, if any exist.
+        """Make the first forward raise an error if it uses old values, if references to them exist.
 
         model: the model after parallelize. compiles: True if blocks are compiled; the watched forward then runs
         uncompiled. Raises ModelError for a hook of a parameter that was replaced.
@@ -101,8 +101,9 @@ def hook_refusal(name: str) -> str:
 
 
 class StaleReferences:
-    """Watches one model's first training forward and first evaluation for uses of old parameters. model: the model
-    after parallelize. storages: old memory -> (name of the parameter to which it belonged, address).
+    """Watches one model's first training forward and first evaluation for uses of old parameters.
+
+    model: the model after parallelize. storages: old memory -> (name of the parameter to which it belonged, address).
     """
 
     def __init__(
@@ -125,9 +126,7 @@ class StaleReferences:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the context, raise ModelError for an operation on an old parameter. The error names the parameter and
-        how the model reaches it.
-        """
+        """Within the context, raise ModelError for an operation on an old parameter."""
         self._depth += 1
         try:
             with ExitStack() as stack:
@@ -171,16 +170,14 @@ class StaleReferences:
         return at_address if name is None and key is not None and not key.expired() else name
 
     def check_graph(self, output: Any) -> None:
-        """Raise ModelError if the output's gradients reach an old parameter. The error names the parameter and how the
-        model reaches it.
-        """
+        """Raise ModelError if the output's gradients reach an old parameter."""
         nodes = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
         for variable in _variables(nodes):
             if self.name_of(variable) is not None:
                 self.refuse(variable)
 
     def refuse(self, tensor: Tensor) -> None:
-        """Raise ModelError for a tensor with old values. It names the parameter and how the model reaches it."""
+        """Raise ModelError for a tensor with old values. The message names the parameter and how the model uses it."""
         name, model = self.name_of(tensor), self._model()
         how = None if model is None else next(iter(_holders(model, self, name)), None)
         reached = f"through {how}" if how else "from outside its modules, such as a global variable"

@@ -64,16 +64,17 @@ def shard_tensors(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> dict[str, Placement]:
-    """Divide the model's parameters in place as the layout specifies, and under sp the tokens between sharded layers.
+    """Apply the layout: shard the model's parameters in place, and under sp the tokens between sharded layers.
 
-    Returns the placements of the changed parameters.
-    Raises LayoutError if the layout does not fit the model. Raises PlanError if the plan's tp does not fit the model.
+    Returns the placements of the changed parameters. Raises LayoutError if the layout does not fit the model. Raises
+    PlanError if the plan's tp does not fit the model.
 
     Args:
-        layout: layout of the model; None derives it from the model.
+        layout: layout of the model, or None to derive it from the model.
+        taken: names of parameters that another technique has sharded.
         runs: block paths of each local pipeline stage, or None if all blocks are local.
         is_whole: returns True for the path of a module that another technique keeps replicated.
-        regions: regions in which sp divides tokens, from `check_full_model`; None derives them here.
+        regions: regions in which sp shards tokens, from `check_full_model`, or None to derive them.
     """
     layout = find_layout(model) if layout is None else layout
     if mesh.plan.sp and regions is None and runs is None:
@@ -114,7 +115,7 @@ def shard_tensors(
 def fuse_replicated_head(model: nn.Module, mesh: Mesh | None = None) -> None:
     """Make an unsharded language head compute the loss directly if its logits would be large.
 
-    mesh: gives the device and whether the model is compiled. None means an uncompiled model on a CPU.
+    mesh: gives the device and whether the model is compiled; None for an uncompiled model on a CPU.
     """
     head = layers.find_lm_head(model)
     if head is not None and layers.is_linear(head):
@@ -127,11 +128,14 @@ def check_full_model(
 ) -> tuple[Layout, token_flow.TokenRegions | None]:
     """Check conditions that need the full model, before a pipeline removes parts of it.
 
-    Returns the layout, and the regions in which tokens are sharded if the plan has sp. Small models of users also run a
-    trial step. If the trial fails with a derived layout, one module is left unsharded, and a warning names it. layout:
-    layout of the model; None derives it from the model. is_whole: returns True for the path of a module that another
-    technique keeps replicated. example: arguments of a forward, or None to generate them. Raises LayoutError if the
-    layout names a missing module, sp would shard tokens that interact, or a trial fails.
+    Returns the layout, and the regions in which tokens are sharded if the plan has sp. Small custom models also run a
+    trial step. If the trial fails with a derived layout, one module is left unsharded, and a warning names it. Raises
+    LayoutError if the layout names a missing module, sp would shard tokens that interact, or a trial fails.
+
+    Args:
+        layout: layout of the model, or None to derive it from the model.
+        is_whole: returns True for the path of a module that another technique keeps replicated.
+        example: arguments of a forward, or None to generate them.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     if layout is not None:
@@ -157,7 +161,7 @@ def check_full_model(
 
 
 def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
-    """Return `regions`. Warn if tokens are gathered more often than for sharded layers."""
+    """Return `regions`. Warn if tokens are gathered after each block, or if ranks compute modules for all tokens."""
     if regions is not None and mesh.rank == 0:
         if regions.why_apart:
             said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
@@ -189,9 +193,10 @@ def _checked(
 def find_token_regions(
     model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], tp: int, example: Any = None
 ) -> token_flow.TokenRegions:
-    """Return the regions in which sp shards tokens. is_whole: returns True for the path of a module that another
-    technique keeps replicated. example: arguments of a forward, or None to generate them. Raises LayoutError if sp
-    would shard tokens that interact.
+    """Return the regions in which sp shards tokens. Raises LayoutError if sp would shard tokens that interact.
+
+    is_whole: returns True for the path of a module that another technique keeps replicated. example: arguments of a
+    forward, or None to generate them.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     styles = read_styles(layout, modules, tp)
@@ -233,9 +238,7 @@ def _check_covered(
 
 
 def _finalize(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
-    """Broadcast the first rank's weights, since ranks may have initialized them differently. taken: parameters that are
-    already sharded across ranks.
-    """
+    """Broadcast the first rank's weights, since initial values may differ, except the parameters in `taken`."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or name in taken:
             continue

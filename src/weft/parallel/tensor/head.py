@@ -26,20 +26,20 @@ from weft.parallel.tensor.linear import SharedLayer
 
 
 class Labels(NamedTuple):
-    """Index of each token's label among the local vocabulary entries, and a mask of the local labels. The index is 0 if
-    the label is not local.
-    """
+    """Index of each token's label in the local vocabulary entries (0 if not local), and a mask of the local labels."""
 
     place_C1: Tensor
     is_here_C: Tensor
 
 
 class LogitPasses(NamedTuple):
-    """Two functions that each read all logits once: for the loss, and for its gradient.
+    """Two functions that each read all logits once: for the loss, and for its gradient. Both may overwrite the logits.
 
-    sums: maps (logits_CV, labels, accumulation dtype) to (state for `gradient`, local log-sum-exp_C, label logit_C).
-    gradient: maps (state from `sums`, log-sum-exp_C over the full vocabulary, logit_C, labels, dtype) to the gradient
-    of the logits, (C, V). Both may overwrite the logits.
+    Attributes:
+        sums: maps (logits_CV, labels, accumulation dtype) to (state for `gradient`, local log-sum-exp_C, label
+            logit_C).
+        gradient: maps (state from `sums`, log-sum-exp_C over the full vocabulary, logit_C, labels, dtype) to the
+            gradient of the logits, (C, V).
     """
 
     sums: Callable[[Tensor, Labels, torch.dtype], tuple[Any, Tensor, Tensor]]
@@ -129,6 +129,7 @@ def _compiled() -> LogitPasses:
 @dataclass(frozen=True, slots=True)
 class LossChunking:
     """Chunk size of a head's loss. It must be equal on all tp ranks, because they communicate after each chunk.
+
     compiled: True to compile the element-wise operations.
     """
 
@@ -137,8 +138,9 @@ class LossChunking:
 
     @classmethod
     def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossChunking:
-        """Return the chunking for heads on `device`. On a GPU this is a collective over the axis, and the smallest
-        device determines the size.
+        """Return the chunking for heads on `device`.
+
+        On a GPU this is a collective over the axis, and the smallest device determines the size.
         """
         if device.type != "cuda":
             return cls(LossChunk(), compiled)
@@ -209,9 +211,10 @@ class _TokenLoss(torch.autograd.Function):
 
 
 def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
-    """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens. In chat
-    data most tokens have no label. Used only on a CPU, because on a device the host would wait for the count. All tp
-    ranks have the same labels, so they make the same choice.
+    """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens.
+
+    In chat data most tokens have no label. Used only on a CPU, because on a device the host would wait for the count.
+    All tp ranks have the same labels, so they make the same choice.
     """
     if labels_N.device.type != "cpu":
         return None
@@ -259,8 +262,9 @@ class TokenChunks:
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
     def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Yield the losses of each chunk of tokens. weights_N: weights of the processed tokens in the gradients, or
-        None for weights of 1.
+        """Yield the losses of each chunk of tokens, and accumulate the requested gradients.
+
+        weights_N: weights of the processed tokens in the gradients, or None for weights of 1.
         """
         labels_N = self.labels_N
         rows = max(1, self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize))
@@ -332,8 +336,9 @@ class TokenChunks:
         trained_C: torch.Tensor,
         weights_C: torch.Tensor | None,
     ) -> None:
-        """Accumulate the weight's and hidden states' gradients from the logits' gradient. Tokens without a label are
-        masked here, because it is cheaper to mask rows of hidden states than rows of logits.
+        """Accumulate the weight's, bias's and hidden states' gradients from the logits' gradient.
+
+        Tokens without a label are masked here, because it is cheaper to mask rows of hidden states than rows of logits.
         """
         trained_C1 = trained_C[:, None]
         if weights_C is not None:

@@ -1,8 +1,8 @@
 """Token log-probabilities directly from hidden states, for losses that are not a sum over tokens.
 
 The gradient of a token's log-probability is available only after the forward. Backward therefore recomputes the logits
-in chunks of tokens, and full logits never exist. The computation is that of the token loss, with other weights: see
-`head.py`.
+in chunks of tokens, and full logits never exist. It computes the same as the token loss in `head.py`, with other
+weights.
 
 B sequences, T tokens, S tokens of this rank, D features, V entries of this rank.
 """

@@ -2,7 +2,7 @@
 
 A head that gets the labels before the forward (`expect_labels`) returns a `HeadLoss` instead of logits. It processes
 the logits in chunks of tokens, and with a sharded vocabulary each rank computes only its own entries. Without labels it
-returns full logits, so a user's loss function works under every plan.
+returns full logits, so any loss function works under every plan.
 
 N tokens, C tokens per chunk, D features, V entries of the vocabulary of this rank.
 """
@@ -106,9 +106,13 @@ register_pytree_node(
 
 
 class Head:
-    """State of a model's head in addition to its weight. vocab: number of entries without padding. entry: `Entry` of a
-    sharded head. scales: True if the model changes logits after the head, so that the head cannot compute the loss.
-    way: chunk size, or None for the default of a CPU.
+    """State of a model's head in addition to its weight.
+
+    Attributes:
+        vocab: number of entries without padding.
+        entry: `Entry` of a sharded head.
+        scales: True if the model changes logits after the head, so that the head cannot compute the loss.
+        way: chunk size, or None for the default of a CPU.
     """
 
     def __init__(self, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossChunking | None):
@@ -178,9 +182,13 @@ def find_head(model: nn.Module) -> nn.Module | None:
 def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
     """Set the batch's labels on the head of `model` in the context, if `loss_fn` accepts the head's result.
 
-    model: model, with or without a head that can compute the loss. loss_fn: accepts the head's loss if its attribute
-    `takes_head_loss` is true. With the value "tokens" it receives the log-probability of each token. batch: mapping
-    with "labels", and "weights" if not all labels have weight 1. For other batches the head returns logits.
+    Otherwise the head returns logits.
+
+    Args:
+        model: model, with or without a head that can compute the loss.
+        loss_fn: accepts the head's loss if its attribute `takes_head_loss` is true. With the value "tokens" it receives
+            the log-probability of each token.
+        batch: mapping with "labels", and "weights" if not all labels have weight 1.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     takes = getattr(loss_fn, "takes_head_loss", False)

@@ -41,8 +41,9 @@ def cuts(tokens: int, pieces: int) -> list[slice]:
 def gather_multiply(
     x_BSD: Tensor, weights: Sequence[Tensor], axis: Axis, pieces: int, whole_ND: Tensor | None = None
 ) -> list[Tensor]:
-    """Return the matmul of all tokens with each weight (F, D): (B, T, F) each. whole_ND: receives all tokens, in the
-    order of `by_chunks`.
+    """Return the matmul of all tokens with each weight (F, D): (B, T, F) each.
+
+    whole_ND: receives all tokens, in the order of `by_chunks`.
     """
     batch, tokens, width = x_BSD.shape
     stretches = cuts(tokens, pieces)
@@ -88,8 +89,10 @@ def multiply_scatter(x_BTD: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) 
 def column_gradients(
     x_BSD: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], axis: Axis, *, of_x: bool, of_weights: bool
 ) -> list[Tensor]:
-    """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients. The
-    all-gather of the input overlaps with the matmul for x, the reduction of x's gradient with the weights' matmuls.
+    """Compute the gradients of `gather_multiply`: x's gradient if requested, then the weights' gradients.
+
+    The all-gather of the input overlaps with the matmul for x's gradient, and the reduction of x's gradient with the
+    weights' matmuls.
     """
     gathering = start_all_gather(x_BSD.contiguous(), axis, out=_by_ranks(x_BSD, axis)) if of_weights else None
     flat = [grad.flatten(0, -2) for grad in grads]
@@ -233,8 +236,9 @@ def without_padding(x: torch.Tensor, part: ShardPosition, dim: int = TOKENS) -> 
 
 
 def with_sequences(x: torch.Tensor, sequences: int, axis: Axis) -> torch.Tensor:
-    """Restore (B, S, D) for tokens that a model flattened to (B * S, D). Raises PlanError if the number of sequences is
-    unknown or does not fit.
+    """Restore (B, S, D) for tokens that a model flattened to (B * S, D).
+
+    Raises PlanError if the number of sequences is unknown or does not fit.
     """
     if x.dim() != 2 or not sequences or x.shape[0] % sequences:
         token_share(x.shape[-2:], axis)
@@ -248,10 +252,14 @@ def columns(
     members: list[Column],
     held: DeferredWeightGrad | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the matmul of one input with each member's weight. The input's gradient is summed over the ranks of
-    `line`. x: this rank's tokens, (B, S, D), which receives the gradient. whole: all tokens of x, or None to gather
-    them in chunks during the matmuls. held: stores deferred weight gradients. Under sequence parallelism it then also
-    keeps the gathered input.
+    """Return the matmul of one input with each member's weight.
+
+    The input's gradient is summed over the ranks of `line`.
+
+    Args:
+        x: this rank's tokens, (B, S, D), which receives the gradient.
+        whole: all tokens of x, or None to gather them in chunks during the matmuls.
+        held: stores deferred weight gradients. Under sequence parallelism it then also stores the gathered input.
     """
     weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
     biases = [one.bias for one in members]
@@ -315,7 +323,10 @@ def _input_gradient(
     weights: list[torch.Tensor],
     forms: list[Float8 | None],
 ) -> torch.Tensor:
-    """Compute this rank's summand of the gradient of all tokens. part: shape of this rank's tokens."""
+    """Compute this rank's summand of the gradient of all tokens. part: shape of this rank's tokens.
+
+    In float8, this is a collective if ranks share scales.
+    """
     shape = list(part)
     if line.cuts_tokens:
         shape[TOKENS] *= line.axis.size
@@ -337,8 +348,9 @@ def _input_gradient(
 
 
 def row_sum(product_BTD: torch.Tensor, line: SharedLayer, *, is_compiled: bool = False) -> torch.Tensor:
-    """Return the sum of `product_BTD` over the ranks of `line`, or this rank's tokens of it if tokens are sharded. The
-    sum may overwrite the input. is_compiled: True to use operations that the compiler can trace.
+    """Return the sum of `product_BTD` over the ranks of `line`, or this rank's tokens of it if tokens are sharded.
+
+    The sum may overwrite the input. is_compiled: True to use operations that the compiler can trace.
     """
     if is_compiled:
         if line.cuts_tokens:
@@ -382,8 +394,9 @@ _SCHEMAS = {
 
 
 def prepare_chunk_operators(axis: Axis) -> None:
-    """Build the operators that compiled graphs use for matmuls in chunks. Call it before compiling code that uses the
-    axis.
+    """Build the operators that compiled graphs use for matmuls in chunks.
+
+    Call it before compiling code that uses the axis.
     """
     real: dict[str, Callable[..., Any]] = {
         "gather_multiply": lambda axis, x, weights, count: gather_multiply(x, weights, axis, count),
@@ -460,8 +473,9 @@ class _ReduceHandoff:
 
 
 class _RowFactors(Function):
-    """Placeholder for the matmul in `_ChunkedRowSum`, with the matmul's backward. layer: (weight, object that stores
-    its deferred gradient, True if the weight is transposed).
+    """Placeholder for the matmul in `_ChunkedRowSum`, with the matmul's backward.
+
+    layer: (weight, object that stores its deferred gradient, True if the weight is transposed).
     """
 
     @staticmethod

@@ -21,7 +21,10 @@ def nowhere(path: str) -> bool:
 
 
 def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> dict[str, Style]:
-    """Return the style of each module that the layout names. Raises LayoutError if a module cannot have its style."""
+    """Return the style of each module that the layout names.
+
+    Raises LayoutError if a module cannot have its style, a pattern matches nothing, or nothing is sharded.
+    """
     if not any(isinstance(module, StandIn) for module in modules.values()):
         expect_used(layout, modules)
     here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # local modules
@@ -45,8 +48,9 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
 
 
 def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """Return the style of each parameter that the layout names: sharded by heads along dim 0, or partial. Raises
-    LayoutError for another style.
+    """Return the style of each parameter that the layout names: sharded by heads along dim 0, partial or replicated.
+
+    Raises LayoutError for another style.
     """
     styles = {path: style for path in layers.own_parameters(modules) if (style := layout.style(path)) is not None}
     for path, style in styles.items():
@@ -56,7 +60,7 @@ def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Styl
 
 
 def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
-    """Check that every pattern of the layout matches a module.
+    """Raise an error unless every pattern of the layout matches a module.
 
     modules: modules of the full model. A stage does not have all of them.
 
@@ -86,9 +90,7 @@ def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[
 
 
 def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int) -> list[int]:
-    """Check that tp divides every sharded dim, and return the valid values of tp. Raises PlanError with the valid
-    values if tp does not divide a dim.
-    """
+    """Return the valid values of tp, at most eight. Raises PlanError, which lists them, if tp does not divide a dim."""
     problems: list[str] = []
     counts: set[tuple[int, bool]] = set()
     for path, style in styles.items():
@@ -124,8 +126,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if the module around column-sharded layers is more than one sharded region. Each of these layers then
-    gathers its own input.
+    """Return True if the module around column-sharded layers is more than one sharded region.
+
+    Each of these layers then gathers its own input.
     """
     if parent == "":
         return True
@@ -141,6 +144,7 @@ def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, 
 
 def makes_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
     """Return True if column-sharded layers read outputs of unsharded layers in the same module, as in latent attention.
+
     Then the module's input feeds only this rank's heads, and is gathered in front of the module.
     """
     here = (path for path, style in styles.items() if style.name == "partial" and path.startswith(f"{parent}."))
@@ -162,8 +166,9 @@ def gathers_per_layer(parent: str, modules: Mapping[str, nn.Module], styles: Map
 
 
 def entry_width(path: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> int:
-    """Return the number of input features of the module around a column-sharded layer. Its input and output have equal
-    numbers of features, but the first sharded layer may read fewer.
+    """Return the number of input features of the module around a column-sharded layer.
+
+    Its input and output have equal numbers of features, but the first sharded layer may read fewer.
     """
     parent = layers.parent_of(path)
     if is_ahead(parent, modules, styles):

@@ -108,12 +108,17 @@ _ENCODER_STATES = "encoder_hidden_states"
 class TokenSharding:
     """Which modules work on this rank's tokens only.
 
-    blocks: paths, in order. modules: modules whose gradients are partial sums. runs: first and last block of each local
-    stage. with_ends: True if embedding and head are sharded too, and pipeline stages exchange sharded tokens. width:
-    number of features of the residual stream. whole: modules that mix tokens and that the layout leaves unsharded;
-    every rank gathers all tokens for them and computes all of them. reading: blocks that read an encoder's output.
-    summed: indices of other outside tensors among a block's arguments, whose gradients are sums over the ranks. full:
-    modules in the blocks that compute all tokens on every rank. pads: True to pad uneven numbers of tokens.
+    Attributes:
+        blocks: paths, in order.
+        runs: first and last block of each local stage.
+        modules: modules whose gradients are partial sums.
+        with_ends: True if embedding and head are sharded too, and pipeline stages exchange sharded tokens.
+        width: number of features of the residual stream.
+        whole: modules that mix tokens and that the layout leaves unsharded. Every rank gathers and computes all tokens.
+        reading: blocks that read an encoder's output.
+        summed: indices of other outside tensors among a block's arguments, whose gradients are sums over the ranks.
+        full: modules in the blocks that compute all tokens on every rank.
+        pads: True to pad uneven numbers of tokens.
     """
 
     blocks: tuple[str, ...]
@@ -136,8 +141,9 @@ def plan_sequence(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> TokenSharding:
-    """Choose the modules between which tokens are sharded. Raises LayoutError if the model has no blocks with sharded
-    layers.
+    """Choose the modules between which tokens are sharded.
+
+    Raises LayoutError if the model has no blocks with sharded layers, or its block lists are not supported.
 
     Args:
         styles: styles of the local modules, by path.
@@ -187,8 +193,9 @@ def plan_sequence(
 
 
 def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, Style]) -> int:
-    """Return the number of features of the residual stream, from a row-sharded layer. The first sharded layer may read
-    a narrower latent.
+    """Return the number of features of the residual stream, from a row-sharded layer if there is one.
+
+    A column-sharded layer may read a narrower latent. Raises LayoutError if blocks have no column-sharded layer.
     """
     modules = dict(model.named_modules())
     inside = [path for path in styles if any(path.startswith(f"{block}.") for block in blocks)]
@@ -239,7 +246,7 @@ def _replicated_mixers(
 
 
 def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, part: ShardPosition) -> None:
-    """Apply sequence parallelism to a model in place, by hooks.
+    """Apply sequence parallelism to a model in place, with hooks.
 
     Blocks get this rank's tokens. Inputs of column-parallel layers are all-gathered, and outputs of row-parallel layers
     reduce-scattered.
@@ -334,6 +341,7 @@ class _ShardedStates:
 
 class _GatheredMixer:
     """Hooks of a replicated module that mixes tokens. They gather all tokens before it, and keep this rank's after it.
+
     Each rank's gradients come from its own tokens, so they are summed like gradients of other modules in the block.
     """
 
@@ -365,8 +373,10 @@ class _GatheredMixer:
 
 
 class _FullRegion:
-    """Hooks of a module that every rank computes for all tokens. They gather tokens before it, and keep this rank's
-    after it. All ranks compute the same, so the module's gradients are full and not summed.
+    """Hooks of a module that every rank computes for all tokens.
+
+    They gather tokens before it, and keep this rank's after it. All ranks compute the same, so the module's gradients
+    are full and not summed.
     """
 
     def __init__(self, line: SharedLayer, part: ShardPosition, found: token_regions.FullModule):

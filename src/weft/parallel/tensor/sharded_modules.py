@@ -62,15 +62,17 @@ class ColumnAdapter(SingleProcess):
         return copy_to(x, self._axis)
 
     def low(self, h: Tensor) -> Tensor:
-        """Return h; backward sums its gradient over the ranks. The gradients of A and of the input are then full on
-        each rank.
+        """Return h; backward sums its gradient over the ranks.
+
+        The gradients of A and of the input are then full on each rank.
         """
         return copy_to(h, self._axis)
 
 
 class TokenAdapter(SingleProcess):
-    """Adapter of a column-sharded layer whose input tokens are sharded: it reads this rank's tokens. is_flat: True if
-    the layer itself gets (batch * tokens, features).
+    """Adapter of a column-sharded layer whose input tokens are sharded: it reads this rank's tokens.
+
+    is_flat: True if the layer itself gets (batch * tokens, features).
     """
 
     def __init__(self, axis: Axis, part: ShardPosition | None, *, is_flat: bool = False):
@@ -129,10 +131,14 @@ def _dropped(dropout: nn.Module, x: Tensor, part: ShardPosition | None, *, is_wh
 
 
 class Entry:
-    """Start of a sharded region, where activations are gathered. members: column-sharded layers that read them. width:
-    number of features of the activations. part: position of this rank, which is marked open here; None for a head.
-    is_compiled: True if the layers are compiled; each then runs its matmul after one collective that the compiler can
-    trace. is_ahead: True if unsharded layers run first, and the members read their outputs.
+    """Start of a sharded region, where activations are gathered.
+
+    Attributes:
+        members: column-sharded layers that read the activations.
+        width: number of features of the activations.
+        part: position of this rank, whose `is_open` is set when the region starts; None for a head.
+        is_compiled: True if the layers are compiled. Each then runs its matmul after one collective that can be traced.
+        is_ahead: True if unsharded layers run first, and the members read their outputs.
     """
 
     def __init__(
@@ -153,8 +159,9 @@ class Entry:
         self._made: dict[int, torch.Tensor] = {}
 
     def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
-        """Return all tokens of sharded activations; backward sums the gradient and shards it. is_shared: True if only
-        the members read them.
+        """Return all tokens of sharded activations; backward sums the gradient and shards it.
+
+        is_shared: True if only the members read them.
         """
         if self.line.cuts_tokens and x.dim() < 3:
             x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
@@ -230,8 +237,9 @@ class Entry:
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
     def _piecewise(self, member: nn.Module) -> torch.Tensor:
-        """Return the member's output from one chunked computation of all members. Other outputs are stored by index, so
-        that graphs of identical blocks are identical.
+        """Return the member's output from one chunked computation of all members.
+
+        Other outputs are stored by index, so that graphs of identical blocks are identical.
         """
         place, inner, outer = member._weft_place, self._inner, self._outer
         assert isinstance(place, int)
@@ -254,8 +262,9 @@ class Entry:
         return tuple(out if bias is None else out + bias for out, bias in zip(made, biases, strict=True))
 
     def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, SingleProcess]:
-        """Return the input of a layer's adapter, and the communication that the adapter needs. The input is this rank's
-        tokens if tokens are sharded.
+        """Return the input of a layer's adapter, and the communication that the adapter needs.
+
+        The input is this rank's tokens if tokens are sharded.
         """
         if not self.line.cuts_tokens and not self.is_ahead:
             return x, ColumnAdapter(self.line.axis, self.part)
@@ -285,15 +294,18 @@ class Enter:
     """Hooks of the module whose input an `Entry` gathers. They are an object because copies of a module copy its hooks.
 
     ends: True if the sharded region ends inside the module. If False, as in BERT's pooler, outputs stay sharded until a
-    later layer.
-    second: indices and names of the arguments that pass other hidden states to compute keys from (cross-attention).
+    later layer. second: indices and names of the arguments that pass other hidden states to compute keys from
+    (cross-attention).
     """
 
     def __init__(self, entry: Entry, ends: bool, second: tuple[tuple[int, str], ...] = ()):
         self._entry, self._ends, self._second = entry, ends, second
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather the hidden states among the arguments, and enter the sharded region."""
+        """Gather the hidden states among the arguments, and enter the sharded region.
+
+        Raises ModelError if no argument has the features that the sharded layers read.
+        """
         args, kwargs, has_second = self._second_entered(args, kwargs)
         values = [*args, *kwargs.values()]
         for place, value in enumerate(values):
@@ -436,7 +448,7 @@ class LocalHeads(nn.Module):
 
 
 class _LocalSizes(TorchFunctionMode):
-    """Mode that replaces the sizes of all heads by this rank's sizes, for tensors with this rank's features."""
+    """Mode that replaces the sizes of all heads with this rank's sizes, for tensors with this rank's features."""
 
     def __init__(self, module: nn.Module, written: WrittenHeads, ranks: int):
         super().__init__()

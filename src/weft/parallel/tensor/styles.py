@@ -40,7 +40,7 @@ from weft.parallel.tensor.trial_step import is_vetted
 
 
 class ParameterShards:
-    """Replaces parameters by this rank's shards. A tied parameter is sharded only once."""
+    """Replaces parameters with this rank's shards. A tied parameter is sharded only once."""
 
     def __init__(self, axis: Axis, modules: Mapping[str, nn.Module]):
         self._axis = axis
@@ -50,7 +50,10 @@ class ParameterShards:
         self._originals: list[nn.Parameter] = []  # kept alive, so that ids stay unique
 
     def replace(self, module: nn.Module, name: str, placement: Placement, dim: int) -> None:
-        """Replace a parameter, if the module has it, by this rank's shard along `dim`."""
+        """Replace a parameter, if the module has it, with this rank's shard along `dim`.
+
+        Raises LayoutError if the module computes it from other parameters.
+        """
         full = getattr(module, name, None)
         if full is None:
             return
@@ -164,8 +167,9 @@ class LayerStyle(Protocol):
     """Shards one kind of layer."""
 
     def apply(self, path: str, module: nn.Module) -> None:
-        """Shard a module. Raises LayoutError if the module cannot be sharded. Raises PlanError if the plan does not fit
-        the module.
+        """Shard a module.
+
+        Raises LayoutError if the module cannot be sharded. Raises PlanError if the plan does not fit the module.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Trial step of a small model with and without tensor parallelism, on random inputs, before training.
 
-Tracing can miss Python code that reads sizes, or a custom backward. Models of users are therefore run once if they are
+Tracing can miss Python code that reads sizes, or a custom backward. Custom models are therefore run once if they are
 small enough for a second copy.
 """
 
@@ -56,9 +56,11 @@ class TrialError(LayoutError):
 def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, example: Any, where: str) -> None:
     """Compare outputs and gradients of a copy that `cut` shards with an unsharded copy.
 
-    All ranks of the axis call it. The model is not changed.
+    All ranks of the axis call it. The model is not changed. Does nothing if the unsharded copy cannot be made or run.
+    Raises TrialError if results differ, or the sharded copy fails.
+
     cut: shards a copy and returns the placements of its parameters. example: arguments of a forward, or None to
-    generate them. Raises TrialError if results differ, or the sharded copy fails.
+    generate them.
     """
     is_invented = example is None
     try:
@@ -232,8 +234,9 @@ def _line_of_user(failure: Exception | None) -> str:
 
 
 def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None:
-    """Return a layout that leaves a module's layers unsharded, or None if no other layer is sharded. Modules whose
-    paths differ only in numbers are left unsharded too. path: path of the module, or of a layer in it.
+    """Return a layout that leaves a module's layers unsharded, or None if no other layer is sharded.
+
+    Modules whose paths differ only in numbers are left unsharded too. path: path of the module, or of a layer in it.
     """
     modules = dict(model.named_modules())
     styles = {name: style for name in modules if (style := layout.match(name)) is not None}

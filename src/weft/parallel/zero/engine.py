@@ -1,8 +1,8 @@
 """Base of the ZeRO engines: phases of a step, gradient reduction, and wrapping of optimizers.
 
 A step has one of two drivers. `TrainStep` calls the methods in the order that `weft.parallel.state.gradients`
-shows. In a user's own loop, hooks of backward and of the optimizer's step call them: they complete the gradients before
-the step, and publish the new weights to all ranks after it.
+shows. In a custom training loop, hooks of backward and of the optimizer's step call them: they complete the gradients
+before the step, and publish the new weights to all ranks after it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Phase(IntEnum):
     """Phase of a module's gradients. From ACCUMULATE on, TrainStep drives the step."""
 
     IDLE = auto()
-    #: Forward and backward in a user's own loop, which makes gradients means over the ranks.
+    #: Forward and backward in a custom training loop, in which gradients are means over the ranks.
     OWN_BACKWARD = auto()
-    #: The user's own optimizer step runs.
+    #: The optimizer steps in a custom training loop.
     OWN_UPDATE = auto()
     #: Between `begin_step` and the last microbatch, outside microbatches. A failed step stays in this phase.
     ACCUMULATE = auto()
@@ -156,7 +156,7 @@ class ZeroEngine(DataParallel, ABC):
         return self.reducer.phase.in_step
 
     def leave_step(self) -> None:
-        """End a step, in TrainStep or in a user's own loop. Gradients of an unfinished backward stay incomplete."""
+        """End a step, in TrainStep or a custom training loop. Gradients of an unfinished backward stay incomplete."""
         if self.reducer.phase is not Phase.OWN_BACKWARD:
             self.reducer.phase = Phase.IDLE
 
@@ -187,14 +187,14 @@ class ZeroEngine(DataParallel, ABC):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Set the gradients that the optimizer reads, when it steps in a user's own loop."""
+        """Set the gradients that the optimizer reads, when it steps in a custom training loop."""
 
     @abstractmethod
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     @abstractmethod
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register the hooks around the optimizer's step."""
+        """Register the hooks before and after the optimizer's step."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._joined(self._full_weights())
@@ -235,12 +235,14 @@ def watch_steps(
     before: Callable[[torch.optim.Optimizer], None] | None = None,
     after: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> None:
-    """Do the work of TrainStep in hooks around the optimizer's step, unless TrainStep drives it.
+    """Make hooks on the optimizer complete gradients before its step and publish weights after it.
 
-    clear: called in `zero_grad`, in addition to the default. before: called directly before every step of the
-    optimizer, also under TrainStep. after: called directly after every step.
+    They do so only if TrainStep does not drive the step. A step with a closure then raises ModelError.
 
-    Raises ModelError at a step with a closure.
+    Args:
+        clear: called in `zero_grad`, in addition to the default.
+        before: called directly before every step of the optimizer, also under TrainStep.
+        after: called directly after every step.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -277,8 +279,9 @@ def watch_steps(
 
 
 class _Finder:
-    """Hook that adopts an optimizer of the module's parameters at its first step, if the user did not register the
-    optimizer. Without this, the weights of the ranks would diverge silently.
+    """Hook that adopts an optimizer of the module's parameters at its first step, if the user did not register it.
+
+    Without this, the weights of the ranks would diverge silently.
     """
 
     def __init__(self, engine: Callable[[], ZeroEngine | None]):
@@ -346,8 +349,10 @@ def step_by_decision(
 ) -> None:
     """Run a step with gradients multiplied by the decision's factor, unless the device decides to skip it.
 
-    optimizer: optimizer for which `leaves_steps_out` is True. first: ids of parameters to step before the others, if
-    `steps_in_parts`; empty steps all together. between: called after the `first` parameters are stepped.
+    Args:
+        optimizer: optimizer for which `leaves_steps_out` is True.
+        first: ids of parameters to step before the others, if `steps_in_parts`; empty to step all together.
+        between: called after the `first` parameters are stepped.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

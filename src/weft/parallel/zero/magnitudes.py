@@ -25,8 +25,8 @@ from weft.parallel.state.gradients import data_parallel
 def load_base(model: nn.Module, source: StateSource) -> None:
     """Read this rank's part of a model's base weights. An adapter starts as `add_adapter` initializes it.
 
-    All ranks call it, before the first step.
-    model: result of `parallelize`, with or without an adapter. source: weights of the model without its adapter.
+    All ranks call it, before the first step. model: result of `parallelize`, with or without an adapter. source:
+    weights of the model without its adapter.
     """
     record, engine = adapted(model), data_parallel(model)
     if record is None:
@@ -43,7 +43,7 @@ def load_base(model: nn.Module, source: StateSource) -> None:
 
 
 class BaseSource:
-    """A source of base weights that also has tensors of an adapter that start from them.
+    """Source of base weights, and of the adapter tensors that are initialized from them.
 
     These are the trained rows of embeddings, and the magnitudes of experts under dora.
     """
@@ -91,10 +91,11 @@ class BaseSource:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module) -> None:
-    """Set each magnitude to the norms of its full weight's rows, so that DoRA starts as its base model. `add_adapter`
-    does this if weights exist, and `parallelize` if it creates them. Only code that fills the frozen weights of a
-    parallelized model needs to call this. All ranks call it, before the first step. It does nothing for other kinds of
-    adapter. model: result of `parallelize`. Raises ModelError for a model without an adapter.
+    """Set each magnitude to the norms of its full weight's rows, so that DoRA starts as its base model.
+
+    `add_adapter` does this if weights exist, and `parallelize` if it creates them. Only code that fills the frozen
+    weights of a parallelized model needs to call this. All ranks call it, before the first step. It does nothing for
+    other kinds of adapter. model: result of `parallelize`. Raises ModelError for a model without an adapter.
     """
     record = adapted(model)
     if record is None:

@@ -40,9 +40,11 @@ MOST_FILL_BYTES = 2**30
 class Slot:
     """Location of one parameter in its bucket.
 
-    start: index of its first element in the flat tensors. is_shared: True if several modules use the parameter.
-    grad: its view of the bucket's gradient, while that exists.
-    expected, fired: how often autograd delivers its gradient in one backward: maximum so far, and current count.
+    Attributes:
+        start: index of its first element in the flat tensors.
+        is_shared: True if several modules use the parameter.
+        grad: its view of the bucket's gradient, while that exists.
+        expected, fired: how often autograd delivers its gradient in one backward: maximum so far, and current count.
     """
 
     name: str
@@ -110,15 +112,19 @@ class Arriving(Protocol):
 class Bucket:
     """Slots that are communicated together, in `num_shards` parts of `length` elements.
 
-    weights: flat, in the compute dtype; the parameters are views of it. master: this rank's part of the unrounded
-    weights; a slice of `weights` if nothing is rounded. own: range of this rank's part in the flat tensors.
-    grads: full flat gradients in the master dtype, or None if unused. shard: this rank's part of the gradient sums.
-    loose: sums that are still in autograd's tensors and not in `shard`, in any dtype, with their slots. collected: True
-    if gradients of this step are in `grads`, not only in autograd's tensors.
-    differs: True if weight differences are communicated instead of weights, so that masters are separate tensors.
-    is_rounded: True if `weights` hold the rounded master as the optimizer left it.
-    on_host: True if the master and its gradient for the optimizer are on the host. `host` stores both.
-    over: axes over which the bucket is sharded and summed. arriving: all-gather of new weights in flight, or None.
+    Attributes:
+        own: range of this rank's part in the flat tensors.
+        weights: flat, in the compute dtype; the parameters are views of it.
+        master: this rank's part of the unrounded weights; a slice of `weights` if nothing is rounded.
+        grads: full flat gradients in the master dtype, or None if unused.
+        shard: this rank's part of the gradient sums.
+        loose: sums that are still in autograd's tensors and not in `shard`, in any dtype, with their slots.
+        collected: True if gradients of this step are in `grads`, not only in autograd's tensors.
+        differs: True if weight differences are communicated instead of weights, so that masters are separate tensors.
+        is_rounded: True if `weights` hold the rounded master as the optimizer left it.
+        on_host: True if the master and its gradient for the optimizer are on the host. `host` stores both.
+        over: axes over which the bucket is sharded and summed.
+        arriving: all-gather of new weights in flight, or None.
     """
 
     index: int
@@ -200,8 +206,9 @@ WeightOf = Callable[[Slot], torch.Tensor | None]
 
 
 def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], object]) -> None:
-    """Fill weights and masters from full, unrounded tensors, and make the parameters views of the weights. settle:
-    function that makes the flat, unrounded weights equal on all ranks, in place.
+    """Fill weights and masters from full, unrounded tensors, and make the parameters views of the weights.
+
+    settle: function that makes the flat, unrounded weights equal on all ranks, in place.
     """
     full = torch.zeros(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device)
     known = [(slot, weight) for slot in bucket.slots if (weight := source(slot)) is not None]
@@ -238,9 +245,10 @@ def lay_out(
     host: frozenset[str] = frozenset(),
     bucket_bytes: int = shares.bucket_bytes("cpu"),
 ) -> list[Bucket]:
-    """Build empty buckets in the order in which backward completes them: the last parameters first. whole: names of
-    parameters that must not cross part boundaries. host: names of parameters whose masters are on the host. Raises
-    ModelError if most of the memory would be padding with this number of ranks.
+    """Build empty buckets in the order in which backward completes them: the last parameters first.
+
+    whole: names of parameters that must not cross part boundaries. host: names of parameters whose masters are on the
+    host. Raises ModelError if most of the memory would be padding with this number of ranks.
     """
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
@@ -274,9 +282,10 @@ def lay_out(
 
 
 def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Callable[[str], str]) -> None:
-    """Sort buckets of several kinds by the order in which backward completes them. Buckets whose reduction waits for
-    other stages come last, in the order of their names, which are equal on all stages. slots: slots in the order of the
-    model. saved_name: returns a parameter's name in checkpoints.
+    """Sort buckets of several kinds by the order in which backward completes them.
+
+    Buckets whose reduction waits for other stages come last, in the order of their names, which are equal on all
+    stages. slots: slots in the order of the model. saved_name: returns a parameter's name in checkpoints.
     """
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
 
@@ -368,13 +377,14 @@ def _aligned(numel: int) -> int:
 
 # Collectives that sum a bucket's gradients one after another, and the wire format of each.
 
-#: Kinds of gradient sums of a bucket: over its shards, over its replicas, and in a user's own loop.
+#: Kinds of gradient sums of a bucket: over its shards, over its replicas, and in a custom training loop.
 _WAYS = ("shard", "replicas", "own")
 
 
 class BucketSums:
-    """Starts the gradient sums of buckets. coders: they encode gradients for communication. The `compress` format
-    applies only to the outermost data axis, which is summed last, after exact sums.
+    """Starts the gradient sums of buckets. coders: they encode gradients for communication.
+
+    The `compress` format applies only to the outermost data axis, which is summed last, after exact sums.
     """
 
     def __init__(self, coders: Coders):
@@ -416,7 +426,7 @@ class BucketSums:
         return start_all_reduce(sums, over.outer, parts=parts, wire=self._sending(bucket, "replicas"))
 
     def over_all(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
-        """Start the sum of a full bucket in a user's own loop."""
+        """Start the sum of a full bucket in a custom training loop."""
         over, coder = bucket.over, self._coder(bucket, "own")
         if over.outer.size == 1:
             return start_all_reduce(flat, over.over, wire=coder)
@@ -430,7 +440,10 @@ class BucketSums:
         return self.coders.outer(f"{bucket.slots[0].name} {way}")
 
     def _sending(self, bucket: Bucket, way: str) -> Coder:
-        """Return the coder over the outermost data axis, with the positions of matrices set."""
+        """Return the coder over the outermost data axis.
+
+        For low-rank compression, set which ranges of the bucket are matrices.
+        """
         coder = self._outer_coder(bucket, way)
         if rank := coder.wire.spec.rank:
             # By rows, because a bucket's part contains full rows of a matrix and parts of two rows, which are sent
@@ -441,8 +454,10 @@ class BucketSums:
 
 
 def matrices_in(bucket: Bucket, span: slice, rank: int) -> list[Matrix]:
-    """Return the matrices of a bucket's parameters, or of their full rows in a span, with offsets relative to its
-    start. rank: rank of the approximation; matrices for which it does not save enough are omitted.
+    """Return the matrices of a bucket's parameters in a span, with offsets relative to its start.
+
+    If a span contains only some rows of a matrix, its full rows are returned. rank: rank of the approximation; matrices
+    for which it does not save enough are omitted.
     """
     found: list[Matrix] = []
     for slot in bucket.slots:

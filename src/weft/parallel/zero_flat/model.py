@@ -35,9 +35,11 @@ _SAME_FACTOR = 1e-6
 class FlatModel(ZeroEngine):
     """The engine of zero=0, 1 and 2, alone or over replicas (HSDP), for any module.
 
-    model, mesh, placements, host, seed, filled_later: as in `build_engine`, with the same errors. each_microbatch: True
-    if stage 2 reduces after each microbatch: less memory without full gradients, more communication. bucket_bytes:
-    bytes of master weights in a bucket; None: `usual_bucket_bytes`.
+    Args:
+        model, mesh, placements, host, seed, filled_later: as in `build_engine`, with the same errors.
+        each_microbatch: True if stage 2 reduces after each microbatch: less memory without full gradients, more
+            communication.
+        bucket_bytes: bytes of master weights in a bucket, or None for `usual_bucket_bytes`.
     """
 
     reducer: Reducer
@@ -163,7 +165,6 @@ class FlatModel(ZeroEngine):
             step.adoption.optimizer.step()
 
     def finalize(self) -> None:
-        """Set the gradients that the optimizer reads, when it steps in a user's own loop."""
         self.check_parameters()
         self.own_loop.finalize()
 
@@ -185,11 +186,9 @@ class FlatModel(ZeroEngine):
         self._prefetcher.wait()
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if `adopt` was called with this optimizer."""
         return optimizer in self._optimizers.steps
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the optimizer holds trainable parameters of this module."""
         return any(id(param) in self._parameters.ids for group in optimizer.param_groups for param in group["params"])
 
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None:
@@ -281,7 +280,7 @@ class OwnLoop:
             at_end_of_backward(self._end_backward)
 
     def watch(self, adoption: SlotAdoption) -> None:
-        """Register the hooks that do TrainStep's work around the optimizer's step."""
+        """Register the hooks that do TrainStep's work before and after the optimizer's step."""
         engine = self._engine
 
         def before(optimizer: torch.optim.Optimizer) -> None:
@@ -295,7 +294,8 @@ class OwnLoop:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the full gradient's norm before.
+        """Scale `.grad` of all parameters to a norm of at most max_norm. Return the norm of the full gradient before.
+
         Collective: waits for ranks that are still in a backward.
         """
         self._wait_for_all()
@@ -332,8 +332,10 @@ class OwnLoop:
         self._touched = set()
 
     def _check_identical(self) -> None:
-        """Raise ModelError if ranks scaled a replicated gradient by different factors. Each rank compares the norm of
-        its gradients with its own norm after backward, because between ranks the order of addition differs.
+        """Raise ModelError if ranks scaled a replicated gradient by different factors.
+
+        Each rank compares the norm of its gradients with its own norm after backward, because between ranks the order
+        of addition differs.
         """
         if self._norm is None:
             return
@@ -387,9 +389,7 @@ class OwnLoop:
         return bool(found[0])
 
     def _reduce_touched(self) -> None:
-        """Average the buckets in `_touched` over the ranks. Earlier gradients are equal on all ranks, so averaging does
-        not change them.
-        """
+        """Average the buckets in `_touched` over the ranks. Gradients from earlier backwards are already equal."""
         engine = self._require_engine()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]

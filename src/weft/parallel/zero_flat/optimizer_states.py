@@ -35,9 +35,10 @@ from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
 
 
 class SlotAdoption:
-    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups. pieces: for
-    each slot, the parameter that the optimizer holds: this rank's slice, or the parameter itself if nothing is sharded
-    or rounded. Raises ModelError for a trainable parameter that the module does not have.
+    """One adopted optimizer: the slots, or parameters outside the buckets, at each position of its groups.
+
+    pieces: for each slot, the parameter that the optimizer holds: this rank's slice, or the parameter itself if nothing
+    is sharded or rounded. Raises ModelError for a trainable parameter that the module does not have.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot]):
@@ -140,7 +141,7 @@ class SlotErrorFeedback:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Load residuals that any plan saved. Return messages for users if they were redistributed."""
+        """Load residuals that any plan saved. Return a log line if they were redistributed."""
         saved = replicas_in(source)
         if not saved:
             return []
@@ -402,8 +403,9 @@ class SlotSlices:
 
 
 class Untrained:
-    """Frozen parameters and buffers: replicated on every rank, with the first rank's values. value_of: returns a
-    parameter's values, or None if each rank loads them later.
+    """Frozen parameters and buffers: replicated on every rank, with the first rank's values.
+
+    value_of: returns a parameter's values, or None if each rank loads them later.
     """
 
     def __init__(

@@ -23,9 +23,12 @@ from weft.private_torch import version_of
 
 
 class FlatParameters:
-    """Slots and buckets of a model's parameters, and its tensors outside buckets. model: model; its parameters may be
-    on the meta device. host: host memory for the plan's share of optimizer states, or None. bucket_bytes: bytes of
-    master weights in a bucket.
+    """Slots and buckets of a model's parameters, and its tensors outside buckets.
+
+    Args:
+        model: model; its parameters may be on the meta device.
+        host: host memory for the plan's share of optimizer states, or None.
+        bucket_bytes: bytes of master weights in a bucket.
     """
 
     buckets: list[Bucket]
@@ -118,8 +121,10 @@ class FlatParameters:
         yield from (self._axes.slice_of(name, tensor) for name, tensor in self.untrained.tensors())
 
     def check(self, wait: Callable[[], None]) -> None:
-        """Update the master of each parameter whose values were changed by the user. wait: waits for pending weights.
-        Raises ModelError for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
+        """Update the master of each parameter whose values were changed by the user.
+
+        wait: waits for pending weights. Raises ModelError for a parameter that was moved, frozen, unfrozen or cast
+        after `parallelize`.
         """
         for slot in self.slots:
             check_written(slot, wait)
@@ -150,9 +155,7 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
 
 
 class LoadHooks:
-    """Hooks of a module's `load_state_dict` that update masters from the unrounded tensors. The module stores the
-    hooks. In a copy of the module they do nothing.
-    """
+    """Hooks of a module's `load_state_dict` that update masters from the unrounded tensors. Copies do nothing."""
 
     def __init__(self, slots: Sequence[Slot] = (), wait: Callable[[], None] | None = None):
         self._slots, self._wait = slots, wait

@@ -25,9 +25,7 @@ from weft.private_torch import uncompiled
 
 
 class AwaitsWeights(nn.Module):
-    """Mixin that waits for the module's weights in `__call__`, and for all weights when parameters are read.
-    torch.compile does not compile `__call__`.
-    """
+    """Mixin that waits for the module's weights in `__call__`, and for all weights when parameters are read."""
 
     _weft_arrival: Arrival
 
@@ -55,8 +53,9 @@ class AwaitsWeights(nn.Module):
 
 
 class Arrival:
-    """Slots for whose weights one module waits. None: all slots for which no other module waits. Modules may outlive
-    the engine, so they do not keep it alive.
+    """The wait of one module for the weights of its slots. It has a weak reference to the engine's prefetcher.
+
+    slots: the slots, or None for all slots for which no other module waits.
     """
 
     def __init__(self, arrivals: WeightPrefetcher, slots: Sequence[Slot] | None = None):
@@ -140,6 +139,7 @@ class WeightPrefetcher:
 
     def start(self, bucket: Bucket, *, is_update: bool) -> None:
         """Start the all-gather of a bucket's masters into the weights of all ranks. Collective over its shard axis.
+
         is_update: True after an optimizer step. Buckets that support differences then send only those.
         """
         own = bucket.weights[bucket.own]

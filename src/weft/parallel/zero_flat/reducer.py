@@ -42,8 +42,12 @@ class _PendingReduction:
 
 @dataclass(slots=True)
 class _Pass:
-    """Reductions of one microbatch. launches: True if buckets are reduced while backward runs. missing: for each
-    bucket, its parameters without a gradient. next: index of the first bucket that is not reduced.
+    """Reductions of one microbatch.
+
+    Attributes:
+        launches: True if buckets are reduced while backward runs.
+        missing: for each bucket, the number of its parameters without a gradient.
+        next: index of the first bucket that is not reduced.
     """
 
     launches: bool = False
@@ -54,10 +58,14 @@ class _Pass:
 class Reducer(GradientReducer):
     """Reduces the gradients of one step, bucket by bucket.
 
-    stage: 2 frees a bucket's full gradient as soon as it is reduced. each: True to reduce after each microbatch, not
-    only after the last (stage 2). note: called with each bucket that gets a gradient outside microbatches. wire,
-    outer_wire: wire formats of gradients in general, and over the outermost data axis. `coders` store their state.
-    `holds`: True if no gradient may be communicated before the microbatch ends.
+    `coders` store the state of wire formats. `holds`: True if no gradient may be communicated before the microbatch
+    ends.
+
+    Args:
+        stage: 2 frees a bucket's full gradient as soon as it is reduced.
+        note: called with each bucket that gets a gradient outside microbatches.
+        wire, outer_wire: wire formats of gradients in general, and over the outermost data axis.
+        each: True to reduce after each microbatch, not only after the last (stage 2).
     """
 
     def __init__(
@@ -99,7 +107,6 @@ class Reducer(GradientReducer):
         return any(bucket.loose is not None for bucket in self.buckets)
 
     def begin_step(self) -> None:
-        """Clear all gradients, and wait for communication that a failed step left in flight."""
         for pending in (*(one.pending for one in self._under_way.values()), *self._replica_sums):
             pending.wait()
         self.phase = Phase.ACCUMULATE
@@ -123,7 +130,6 @@ class Reducer(GradientReducer):
             self._reduce_rest(final=False)
 
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Complete the sums of all gradients, and sum `totals`."""
         self._reduce_rest()
         for pending in self._replica_sums:
             pending.wait()
@@ -253,16 +259,17 @@ class Reducer(GradientReducer):
                 self._launch(self.buckets[self._pass.next], phase is Phase.LAST_PASS)
 
     def stays(self, bucket: Bucket, phase: Phase) -> bool:
-        """Return True if gradients of a microbatch stay in autograd's tensors until they are reduced. Stage 2 needs
-        memory for them until then in any case. At lower stages, the buffer of their sum already exists, and later
-        microbatches would allocate additional tensors.
+        """Return True if gradients of a microbatch stay in autograd's tensors until they are reduced.
+
+        Stage 2 needs memory for them until then in any case. At lower stages, the buffer of their sum already exists,
+        and later microbatches would allocate additional tensors.
         """
         if phase is Phase.INNER_PASS:
             return self._stage == 2 and bucket.num_shards > 1 and not self._each
         return phase is Phase.LAST_PASS
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
-        """Start the reduction of a bucket. final: True if no later microbatch follows."""
+        """Start the reduction of a bucket. An unsharded bucket is reduced only after the last microbatch (`final`)."""
         self._pass.next = bucket.index + 1
         if bucket.num_shards == 1:
             self._launch_all_reduce(bucket, final)
@@ -333,7 +340,7 @@ class Reducer(GradientReducer):
             self._land(index)
 
     def _sum(self, totals: torch.Tensor | None) -> None:
-        """Sum all values on which ranks must agree in one small collective: totals, late gradients, and the norm."""
+        """Sum over all ranks, in one all-reduce, the totals, number of late gradients and squared gradient norm."""
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
         self._first_late = self._late[0] if self._late else -1
         extra[0].fill_(len(self._late))  # an assignment would copy from the host and block

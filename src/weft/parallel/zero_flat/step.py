@@ -113,9 +113,13 @@ class RecordedSteps:
         self, found: Hashable, rules: Mapping[Rule, int], lanes: Callable[[], Iterable[tuple[Lane, Rule]]],
         decision: StepDecision, recorder: Recorder,
     ) -> None:  # fmt: skip
-        """Step all lanes (slices with one rule): by replay if the step was recorded, otherwise kernel by kernel, or
-        while recording. found: key of all tensors' addresses and the constant settings of the rules. rules: rules of
-        the lanes, numbered in their order.
+        """Step all lanes (slices with one rule) by replay, or kernel by kernel.
+
+        A step is launched kernel by kernel the first time, and recorded the second time, up to MOST_STEPS recordings.
+
+        Args:
+            found: key of all tensors' addresses and the constant settings of the rules.
+            rules: rules of the lanes, numbered in their order.
         """
         step = self._known.get(found) or self._once.pop(found, None)
         is_new = step is None
@@ -151,7 +155,6 @@ class _RecordedStep:
         self._factor = torch.zeros_like(decision.factor)
 
     def fill(self, rules: Iterable[Rule], decision: StepDecision) -> None:
-        """Write this step's values for the next launch or replay."""
         send_numbers([rule.dials for rule in rules], self._dials)
         self._factor.copy_(decision.factor)
 
@@ -243,9 +246,10 @@ class FlatStep:
 
     @torch.no_grad()
     def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
-        """Begin a step. Returns a function that steps the slices of one bucket; `taken` ends the step. factor: factor
-        by which gradients are multiplied when they are read. recorder: recorder for steps that the device may skip.
-        Such a step updates all buckets in this call. None disables recording.
+        """Begin a step. Return a function that steps the slices of one bucket; `taken` ends the step.
+
+        factor: factor by which gradients are multiplied when they are read. recorder: recorder for steps that the
+        device may skip, or None to disable recording. A recorded step updates all buckets in this call.
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
@@ -411,7 +415,7 @@ class FlatStep:
 
 
 def _take_over(state: dict[str, Any], key: str, view: torch.Tensor) -> None:
-    """Replace a state by a view of flat memory with the same values, or zeros if there was no state."""
+    """Replace a state with a view of flat memory with the same values, or zeros if there was no state."""
     value = state.get(key)
     if isinstance(value, torch.Tensor):
         view.copy_(value)

@@ -88,8 +88,10 @@ class UnitGather(GatherBase):
         return self._codes[key]
 
     def wait_all(self, wait: Callable[[], None]) -> None:
-        """Wait for the last all-gather, and record the compute stream's wait time in the ledger. fully_shard's wait
-        also copies out of the buffer. The copy is not counted, because the recorded wait ends with the all-gather.
+        """Wait for the last all-gather, and record the compute stream's wait time in the ledger.
+
+        fully_shard's wait also copies out of the buffer. The copy is not counted, because the recorded wait ends with
+        the all-gather.
         """
         there, self._there = self._there, None
         stream_wait = None if there is None else StreamWait.begin(there[1])
@@ -106,9 +108,10 @@ def _wire_part(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) 
 
 
 class UnitReduce(ReduceBase):
-    """Reduce-scatter of one unit's gradients. order: order of all ranks' operations on the axis. grads: dtype of all
-    input gradients, if it has fewer bits than the dtype of sums and gradients are communicated in it. None: gradients
-    are first copied into the dtype of sums.
+    """Reduce-scatter of one unit's gradients.
+
+    order: order of all ranks' operations on the axis. grads: dtype of all input gradients, if it has fewer bits than
+    the dtype of sums and gradients are communicated in it; None to copy gradients into the dtype of sums first.
     """
 
     def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
@@ -116,8 +119,9 @@ class UnitReduce(ReduceBase):
         self._has_input = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor, in turn for the gradients and for their sums. fully_shard requests both in
-        the dtype of sums, and copies gradients into the first.
+        """Return an uninitialized tensor, in turn for the gradients and for their sums.
+
+        fully_shard requests both in the dtype of sums, and copies gradients into the first.
         """
         is_input, self._has_input = not self._has_input, not self._has_input
         return torch.empty(*size, dtype=self._grads if is_input and self._grads else dtype, device=device)
@@ -148,8 +152,9 @@ class UnitReduce(ReduceBase):
 
 
 def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
-    """Return the coders of a unit's gradients, over the shard axis and over replicas. The plan's `compress` applies to
-    the outermost data axis, which is dp_replicate if it exists.
+    """Return the coders of a unit's gradients, over the shard axis and over replicas.
+
+    The plan's `compress` applies to the outermost data axis, which is dp_replicate if its size is above 1.
     """
     shard, replicas = f"unit {unit} shard", f"unit {unit} replicas"
     if plan.compress == "none":
@@ -162,9 +167,12 @@ def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
 def connect_unit(
     module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, mesh: Mesh, grads: torch.dtype | None = None
 ) -> None:
-    """Make a unit communicate through `weft.comm`. order: order of all ranks' operations on the axis. mesh: mesh of the
-    ranks; the `gather` field of its plan is the wire format of weights. grads: dtype of all gradients to reduce, if it
-    has fewer bits than the dtype of sums; else None.
+    """Make a unit communicate through `weft.comm`.
+
+    Args:
+        order: order of all ranks' operations on the axis.
+        mesh: mesh of the ranks; the `gather` field of its plan is the wire format of weights.
+        grads: dtype of all gradients to reduce, if it has fewer bits than the dtype of sums; else None.
     """
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None

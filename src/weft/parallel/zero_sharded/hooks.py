@@ -69,9 +69,7 @@ Entry = tuple[Act, int, int]
 
 
 class Order:
-    """Order of this rank's operations on units over one axis, from the end of one step to the end of the next. units:
-    names of the units, by index.
-    """
+    """Order of this rank's operations over one axis, from the end of one step to the next. units: names by index."""
 
     def __init__(self, axis: Axis, units: Sequence[str]):
         self._axis, self._units = axis, units
@@ -82,6 +80,7 @@ class Order:
 
     def check(self, act: Act, unit: int = 0, num_elements: int = 0) -> None:
         """Check the next operation against the record, or against the other ranks if it deviates from the record.
+
         Raises CommError if ranks start different operations.
         """
         if self._axis.size == 1:
@@ -175,8 +174,10 @@ class _Disagreement(CommError):
 
 
 class FirstGathers:
-    """Steps an optimizer in two parts, and overlaps the gathers of the first part with the second. modules: the units,
-    by index; the root last. order: order of all ranks' operations, which contains the first gathers of a forward.
+    """Steps an optimizer in two parts, and overlaps the gathers of the first part with the second.
+
+    modules: the units, by index; the root last. order: order of all ranks' operations, which contains the first gathers
+    of a forward.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class FirstGathers:
             self._stream = torch.cuda.Stream(priority=-1)
 
     def step(self, optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
-        """Step the optimizer, and start the first gathers of the next forward."""
+        """Step the optimizer, and start the first gathers of the next forward if `switch_on` was called."""
         self.drop()
         first: list[int] = []
         if self._stream is not None and steps_in_parts(optimizer):  # units that are gathered before any block
@@ -225,14 +226,15 @@ class FirstGathers:
                     self._early.append((module, handle))
 
 
-# Additions to fully_shard's own hooks: sums over replicas, calls of units, and the microbatches of a pipeline.
+# Additions to fully_shard's own hooks: sums over replicas, calls to units, and the microbatches of a pipeline.
 
 
 class ReplicaSum:
-    """Second stage of HSDP's reduction for one unit: sums shards of gradients over the replicas. fully_shard calls it
-    with the flat sum over the shard axis, before the sum becomes the gradients of `params` (as views, or added to
-    existing gradients). Only the last microbatch's call communicates over the replicas. wire: returns the coder for a
-    given number of elements.
+    """Second stage of HSDP's reduction for one unit: sums shards of gradients over the replicas.
+
+    fully_shard calls it with the flat sum over the shard axis, before the sum becomes the gradients of `params` (as
+    views, or added to existing gradients). Only the last microbatch's call communicates over the replicas. wire:
+    returns the coder for a given number of elements.
     """
 
     def __init__(
@@ -287,10 +289,11 @@ class ReplicaSum:
 def watch_calls(
     modules: Sequence[FSDPModule], begin_root: Callable[[nn.Module, Any], None], *, recompute: bool
 ) -> None:
-    """Count the calls of all units in a forward, and call `begin_root` before each forward of the root. A unit that is
-    called once is reduced with zeros for the parameters that this rank did not use, so ranks may use different
-    parameters. With several calls, fully_shard would reduce zeros once per call, so only existing gradients are
-    reduced. modules: the units, by index; the root last.
+    """Register hooks that count the calls to all units in a forward, and call `begin_root` before forwards of the root.
+
+    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so ranks may use
+    different parameters. With several calls, fully_shard would reduce zeros once per call, so only existing gradients
+    are reduced. modules: the units, by index; the root last.
     """
     counts: dict[int, int] = {}
     units = [module for module in modules if isinstance(module, nn.Module)]
@@ -319,8 +322,9 @@ def watch_calls(
 
 @uncompiled
 def without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return a unit's output as tensors that are not views. Registered as a forward hook before fully_shard's own. A
-    layer with a bias returns a view. An in-place operation on a view would remove the hook that gathers the unit for
+    """Return a unit's output as tensors that are not views. Register it as a forward hook before fully_shard's own.
+
+    A layer with a bias returns a view. An in-place operation on a view would remove the hook that gathers the unit for
     backward. A value without a gradient stays the same object, by which a head's loss identifies the labels.
     """
     del module, args
@@ -336,10 +340,11 @@ def _outside_of_modes(hook: Any, *args: Any) -> Any:
 
 
 class StagePasses:
-    """The microbatches of one pipeline step, whose forwards and backwards interleave. fully_shard expects complete root
-    forwards, each followed by its backward. But a stage leaves the root's forward early, and gradients accumulate
-    unreduced until the schedule ends. As in torch.distributed.pipelining, fully_shard's actions at the end of a
-    backward are called explicitly.
+    """The microbatches of one pipeline step, whose forwards and backwards interleave.
+
+    fully_shard expects complete root forwards, each followed by its backward. But a stage leaves the root's forward
+    early, and gradients accumulate unreduced until the schedule ends. As in torch.distributed.pipelining, fully_shard's
+    actions at the end of a backward are called explicitly.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]):
@@ -366,10 +371,10 @@ _Written = tuple[torch.Tensor, int, int]
 
 
 class ForwardLimits:
-    """Refuses gradients through units computed in forward, and writes to parameters in the first training forward.
+    """Raises ModelError for gradients through units computed in forward, and for writes to parameters in forward.
 
-    Under a pipeline, the forward of a stage ends with an exception of the runtime, after which torch calls no hooks.
-    Gradients in forward are then not detected.
+    Writes are checked in the first training forward of each unit. Under a pipeline, the forward of a stage ends with an
+    exception of the runtime, after which torch calls no hooks. Gradients in forward are then not detected.
 
     Until the first step, ranks also compare the ends of their forwards, because the first step tries some samples, and
     a rank that calls more units than the others would wait for them. units: the units, by name; the root last.
@@ -395,7 +400,7 @@ class ForwardLimits:
 
     def _refusing(self, name: str) -> Callable[[], None]:
         def refuse() -> None:
-            self.begin_steps()  # in a custom loop the first backward begins them
+            self.begin_steps()  # in a custom training loop the first backward begins them
             if self._is_inside and graph_task() != -1:
                 self._is_inside = False
                 raise ModelError(

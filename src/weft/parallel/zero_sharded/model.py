@@ -105,7 +105,6 @@ class FullyShardedModel(ZeroEngine):
             optimizer.step()
 
     def finalize(self) -> None:
-        """Set the gradients that the optimizer reads, when it steps in a user's own loop."""
         self.precision.refuse_error_feedback()
         self.precision.refuse_unscaled("the optimizer stepped")
         self.reducer.finish_own()
@@ -128,15 +127,13 @@ class FullyShardedModel(ZeroEngine):
         self.leave_step()
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the optimizer was adopted."""
         return optimizer in self._adoption
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the optimizer holds parameters of this module."""
         return any(self._adoption.name_of(p) is not None for group in optimizer.param_groups for p in group["params"])
 
     def _put_shards(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the optimizer's parameters by this rank's shards, or by the full parameters that it updates."""
+        """Replace the optimizer's parameters with this rank's shards, or with the full parameters that it updates."""
         self._adoption.put(optimizer)
         join_sharded(optimizer, self._adoption.full_parameters(optimizer), self.axes, self.device)
 

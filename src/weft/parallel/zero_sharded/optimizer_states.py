@@ -42,9 +42,13 @@ from weft.parallel.zero_sharded.shards import HostedShards, Shard, local_part
 
 @dataclass(slots=True)
 class OptimizerShards:
-    """Sharded parameters of one optimizer. local: names of parameters that it updates on shards. whole: names of full
-    parameters, each with the rank that updates it. mine: full parameters that this rank updates, empty between steps.
-    hosted: parameters of both kinds whose optimizer is on the host.
+    """Sharded parameters of one optimizer.
+
+    Attributes:
+        local: names of parameters that it updates on shards.
+        hosted: names of parameters of both kinds whose optimizer is on the host.
+        whole: names of parameters that it updates in full, each with the rank that updates it.
+        mine: full parameters that this rank updates, empty between steps.
     """
 
     local: list[str] = field(default_factory=list)
@@ -54,7 +58,7 @@ class OptimizerShards:
 
 
 class ShardAdoption:
-    """Replaces parameters in optimizers by shards. The optimizer may be built before or after sharding."""
+    """Replaces parameters in optimizers with shards. The optimizer may be built before or after sharding."""
 
     def __init__(
         self,
@@ -318,8 +322,9 @@ def plain_states(
 
 @dataclass(slots=True)
 class UnitWithErrorFeedback:
-    """A unit whose sums over replicas keep their rounding errors as residuals. unit: its index. shards: its trained
-    parameters, in the order of their sums. axis: the replicas.
+    """A unit whose sums over replicas store their rounding errors as residuals.
+
+    unit: its index. shards: its trained parameters, in the order of their sums. axis: the replicas.
     """
 
     unit: int
@@ -379,8 +384,9 @@ class ShardErrorFeedback:
         self.units: list[UnitWithErrorFeedback] = []
 
     def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
-        """Return a function that maps a number of elements to the coder of a unit's sums over replicas. From then on
-        the coder may keep residuals. params: parameters of fully_shard, in the order of its reduction.
+        """Return a function that maps a number of elements to the coder of a unit's sums over replicas.
+
+        From then on the coder may store residuals. params: parameters of fully_shard, in the order of its reduction.
         """
         if not coder.wire.feeds_back or axis.size == 1:
             return lambda numel: coder
@@ -399,7 +405,7 @@ class ShardErrorFeedback:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Load residuals that any plan saved. Return messages for users if they were redistributed."""
+        """Load residuals that any plan saved. Return a log line if they were redistributed."""
         saved = replicas_in(source)
         if not saved:
             return []

@@ -24,7 +24,7 @@ from weft.private_torch import foreach_mul_, graph_task
 
 
 class UnitSettings:
-    """Settings of backward, which fully_shard stores in each unit."""
+    """Settings of fully_shard's units that change between microbatches: reduction, resharding, gradient divisor."""
 
     def __init__(self, modules: Sequence[FSDPModule]):
         self._modules = modules
@@ -103,7 +103,6 @@ class ShardReducer(GradientReducer):
                 param.register_hook(functools.partial(self._average_plain, index, over))
 
     def begin_step(self) -> None:
-        """Drop all gradients, including gradients of a failed step."""
         modules = self._parameters.modules
         if self._lacks_buffers:
             for module in modules:
@@ -140,7 +139,7 @@ class ShardReducer(GradientReducer):
                 self._settings.reduce_after_backward(True)
                 self._stages.end()
         finally:
-            # Outside microbatches each backward is complete, as a user's own loop expects.
+            # Outside microbatches each backward is complete, as a custom training loop expects.
             self._set_last(True, overlaps=False)
 
     def _set_last(self, last: bool, *, overlaps: bool) -> None:
@@ -151,8 +150,9 @@ class ShardReducer(GradientReducer):
             self._parameters.hosted.is_last = overlaps
 
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Wait for all sums, and sum `totals` and the gradients of unsharded parameters. Raises CommError if some ranks
-        did not reach this call.
+        """Wait for all sums, and sum `totals` and the gradients of unsharded parameters.
+
+        Raises CommError if some ranks did not reach this call.
         """
         self._complete()
         plain, kinds = self._parameters.plain, self._parameters.kinds
@@ -163,7 +163,7 @@ class ShardReducer(GradientReducer):
         self.phase = Phase.READY
 
     def finish_own(self) -> None:
-        """Complete the mean gradients of a user's own loop, when its optimizer steps."""
+        """Complete the mean gradients of a custom training loop, when its optimizer steps."""
         self._forget_hosted()
         self._complete()
         self.phase = Phase.OWN_UPDATE
@@ -190,7 +190,6 @@ class ShardReducer(GradientReducer):
             self._parameters.hosted.forget()
 
     def norm(self) -> torch.Tensor:
-        """Return the Euclidean norm of the full gradient: 0-d float64, equal on all ranks."""
         replicas = self._axes.plain.replicate.size
         counted = ((one.grad, num // replicas) for one, num in self._parameters.counted() if one.grad is not None)
         return all_reduce(self._partial.square(counted), self._axes.replica).sqrt()
@@ -203,14 +202,14 @@ class ShardReducer(GradientReducer):
             foreach_mul_(grads, factor)
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
-        """Configure fully_shard for a forward outside train steps, in a user's own loop."""
+        """Configure fully_shard for a forward outside train steps, in a custom training loop."""
         if not self.phase.in_pass and torch.is_grad_enabled() and graph_task() == -1:
             self.phase = Phase.OWN_BACKWARD
             self._settings.reduce_after_backward(True)
             self._settings.divide_by(float(self._axes.batch.size))
 
     def _average_plain(self, index: int, over: Axis, grad: torch.Tensor) -> torch.Tensor | None:
-        """Average an unsharded gradient in a user's own loop, before autograd adds it to `.grad`."""
+        """Average an unsharded gradient in a custom training loop, before autograd adds it to `.grad`."""
         if self.phase.in_pass:
             return None
         self.orders[0].check(Act.SUM, index, grad.numel())

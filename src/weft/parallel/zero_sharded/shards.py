@@ -79,8 +79,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Plan) -> frozenset[str]:
-    """Choose the shards of which the plan puts only the optimizer on the host. on_host: names of the shards that are
-    entirely on the host; they count towards the plan's share.
+    """Choose the shards of which the plan puts only the optimizer on the host.
+
+    on_host: names of the shards that are entirely on the host; they count towards the plan's share.
     """
     there = set(on_host)
     trained = [(name, shard.local.numel()) for name, shard in shards.items() if shard.param.requires_grad]
@@ -89,8 +90,10 @@ def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Pla
 
 
 class HostedShards:
-    """Shards whose optimizer is on the host. `params`: the optimizer's parameters in host memory, by name. is_last:
-    True if new gradients are the step's final ones, because no later microbatch follows.
+    """Shards whose optimizer is on the host.
+
+    `params`: the optimizer's parameters in host memory, by name. `is_last`: True if new gradients are the step's final
+    ones, because no later microbatch follows.
     """
 
     def __init__(self, host: Host, shards: Mapping[str, Shard], names: Iterable[str]):
@@ -106,7 +109,7 @@ class HostedShards:
         self._versions = dict.fromkeys(self._parts, -1)
 
     def watch(self, names: Iterable[str]) -> None:
-        """Copy the gradients of these parameters to the host as soon as fully_shard has reduced them."""
+        """Register hooks that copy gradients of these parameters to the host once fully_shard has reduced them."""
         for name in names:
             if name in self._parts and self._parts[name].is_early:
                 # A weak reference, because torch's garbage collector cannot reach these hooks.
@@ -130,7 +133,7 @@ class HostedShards:
                 part.scale(factor)
 
     def take_full(self, name: str, mine: bool) -> nn.Parameter | None:
-        """Replace a shard by the full parameter. Return the optimizer's parameter on the rank that updates it."""
+        """Replace a shard with the full parameter. Return the optimizer's parameter if this rank updates it."""
         self._parts.pop(name).release()
         del self.params[name], self._versions[name]
         if not mine:

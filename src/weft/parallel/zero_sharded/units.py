@@ -51,10 +51,11 @@ class Unit:
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """Find the units below the root, in the model's order. Units are not nested. A module that is registered and called
-    in several modules is one unit. A module that shares a parameter with a module outside it is not a unit: a tied
-    embedding and head stay with the root, and are gathered together. A module whose weights are read outside its calls
-    is also not a unit, such as a block of which another module calls a part.
+    """Find the units below the root, in the model's order. Units are not nested.
+
+    A module that is registered and called in several modules is one unit. A module that shares a parameter with a
+    module outside it is not a unit: a tied embedding and head stay with the root, and are gathered together. A module
+    whose weights are read outside its calls is also not a unit, such as a block of which another module calls a part.
     """
     owners: dict[int, set[nn.Module]] = {}  # parents of each parameter and module, by id
     for module in model.modules():
@@ -107,8 +108,10 @@ _MIXED = (
 
 
 def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tuple[Unit, ...]:
-    """Return the units, each after the units of the experts inside it. A unit is sharded over one axis, and experts
-    over another axis than the rest. Raises ModelError if experts share a module with other parameters.
+    """Return the units, each after the units of the experts inside it.
+
+    A unit is sharded over one axis, and experts over another axis than the rest. Raises ModelError if experts share a
+    module with other parameters.
     """
     own = {id(unit.module) for unit in units}
     names = {id(module): name for name, module in model.named_modules()}
@@ -138,7 +141,7 @@ def own_params(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
 
 
 def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
-    """Return the axes of each unit. All its parameters have these axes, except for partial sums."""
+    """Return the axes of each unit's parameters, except partial sums. Raises ModelError for units of mixed kinds."""
     names = {id(param): name for name, param in units[-1].module.named_parameters()}
     found: list[Axes] = []
     for unit, rest in zip(units, own_params(units), strict=True):
@@ -157,8 +160,9 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
 def finalize(
     model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
 ) -> dict[str, torch.Tensor]:
-    """Broadcast parameters and buffers from the first rank, with trained parameters in the master's dtype. Returns the
-    buffers that checkpoints contain; training may update them.
+    """Broadcast parameters and buffers from the first rank, with trained parameters in the master's dtype.
+
+    Returns the buffers that checkpoints contain; training may update them.
     """
     for name, param in model.named_parameters():
         dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
@@ -192,8 +196,9 @@ class PartialSums:
 
     @torch.no_grad()
     def level(self, shards: Mapping[str, Shard]) -> None:
-        """Broadcast gradients of replicated parameters from the first tp rank to all, so that they are equal. The
-        rounding of a wire format depends on adjacent elements in a unit, which are different shards on each rank.
+        """Broadcast gradients of replicated parameters from the first tp rank to all, so that they are equal.
+
+        The rounding of a wire format depends on adjacent elements in a unit, which are different shards on each rank.
         """
         tp, wires = self._axes.mesh["tp"], (self.coders.wire, self.coders.outer_wire)
         if tp.size == 1 or all(wire.added_in(self._precision.master) is not None for wire in wires):
@@ -269,8 +274,10 @@ def shard_units(
     plain: set[nn.Parameter],
     materialise: Materialise,
 ) -> tuple[list[list[str]], list[str]]:
-    """Apply fully_shard to each unit over its axis, the root last. Returns the names of each unit's parameters, and the
-    names of the parameters on the host.
+    """Apply fully_shard to each unit over its axis, the root last.
+
+    Returns the names of each unit's parameters, and the names of the parameters on the host. Raises PlanError for a
+    trained parameter without elements.
     """
     meshes = {
         axis.ranks: DeviceMesh.from_group(group_of(axis), mesh.device.type, mesh_dim_names=("dp_shard",))
@@ -316,6 +323,7 @@ class ShardedParameters:
 
     `plain` holds parameters that every rank stores in full: scalars, and those in another dtype than the computation.
     `members` holds the shards of each unit.
+
     model: model; its parameters may be on the meta device. host: host memory for the plan's share of states, or None.
     """
 

@@ -264,7 +264,10 @@ class Requests:
         return self.parting is not None and self.parting.action in GOES_BACK
 
     def handle(self) -> Stop | None:
-        """Handle pending requests on all ranks. Return a reason to stop, or None."""
+        """Handle pending requests on all ranks. Return a reason to stop, or None.
+
+        Call it if a step's result has `wants_stop`. If the run accepts no requests, it always returns a reason.
+        """
         if self._pending is None:
             return Stop.of(StopReason.REQUESTED)
         engine, pending = self._loop.engine, self._pending

@@ -90,7 +90,7 @@ class Save:
         self.wait(_LAST_WAIT_ALONE_S if is_alone else _LAST_WAIT_S)
 
     def end(self) -> SaveEnd:
-        """Return the outcome of the save, or raise its error."""
+        """Return the outcome of the save. Raise its error, unless it is UnfitError or the save is an in-memory copy."""
         if self.error is not None and self.is_copy:
             return SaveEnd(self.step, note=f"step {self.step} is not copied to memory: {self.error}")
         if isinstance(self.error, UnfitError):
@@ -132,7 +132,7 @@ class Checkpointer:
         return self.save is not None and not self.save.is_over
 
     def begin(self, save: Save, *, in_background: bool) -> None:
-        """Wait for the previous save, and run this one. `finish` raises its error."""
+        """Run a save, or start it in a thread. The previous save must be finished. `finish` raises the save's error."""
         self.save = save
         if in_background:
             save.start()
@@ -153,7 +153,7 @@ class Checkpointer:
             self.save.leave(error)
 
     def find(self, root: Location, step: int | None = None) -> Found | None:
-        """Return the checkpoint of a step, or the newest valid one, with the newer ones that are damaged.
+        """Return the checkpoint of a step, or the newest valid one, with the newer ones that were skipped.
 
         All ranks call it, and each verifies its share. Returns None if nothing was saved.
 

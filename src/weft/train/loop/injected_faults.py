@@ -65,9 +65,10 @@ class Fault:
 
 
 def asked_fault(rank: int, plan: Plan) -> Fault | None:
-    """Return the fault of this rank, or None outside drills and once it has happened.
+    """Return the fault that `weft drill` injects into this rank, or None.
 
-    A corrupted loss affects whichever stage of the fault's pipeline computes it.
+    A fault that has happened is not repeated, except lose_rank. All ranks of the pipeline get nan_gradient, because any
+    of them may compute the loss.
     """
     text = env.get("WEFT_DRILL")
     if not text:
@@ -94,7 +95,7 @@ class FaultHook(Hook):
             setattr(task, "loss", self._spoiling(task.loss))  # noqa: B010
 
     def watch(self, engine: Engine) -> FaultHook:
-        """Keep a reference to the engine, once it is built."""
+        """Keep a reference to the engine, once it is built, and prepare a fault of its data loader. Return self."""
         self.engine = engine
         if self.fault.kind == "loader":
             iterate: Callable[..., Any] = engine.batches.iterate

@@ -27,13 +27,13 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Copies:
-    """The in-memory copies of one run at `root`. All ranks construct it with `open`."""
+    """In-memory copies of one run's checkpoints, under `root`. All ranks create it with `open`."""
 
     def __init__(self, root: StorePath, together: RankGroup):
         self.root, self._ranks = root, together
 
     def newest(self, saved: int | None) -> tuple[Location | None, list[str]]:
-        """Return the newest valid copy that is newer than step `saved`, or None, and lines about damaged copies.
+        """Return the newest valid copy that is newer than step `saved`, or None, and messages about damaged copies.
 
         If no such copy exists, all copies are deleted and the checkpoint on disk is used. All ranks call it.
         """
@@ -70,6 +70,7 @@ class Copies:
         Returns None and the reason if a host has no process that keeps copies when its ranks end. All ranks call it.
 
         Args:
+            home: server of copies on this host, or None.
             together: group of all ranks whose `gather` returns the result on every rank.
             every: checkpoint.peer_every, in steps.
             num_bytes: function that returns the size of a checkpoint of all ranks.

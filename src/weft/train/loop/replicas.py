@@ -62,7 +62,9 @@ class ReplicaCoordinator:
         return True
 
     def end(self, checkpoints: RunCheckpoints, trainer: Trainer, stop: Stop) -> str:
-        """Tell the other replicas that this one ends, or load their model if they have ended. Return the stop reason.
+        """End this replica: notify the others, or load their model if they have ended. Return the stop reason.
+
+        They are not notified if a stop or another action was requested, because this replica may then continue later.
 
         Args:
             checkpoints: this replica's checkpoints.

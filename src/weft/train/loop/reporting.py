@@ -31,10 +31,10 @@ _WORTH_TELLING = 0.02
 
 
 def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) -> list[str]:
-    """Return lines about the learning rate if a run resumes with a different number of steps.
+    """Return a message about the learning rate if a run resumes with a different number of steps, else [].
 
     Args:
-        before: `rate_state` of the run that saved; None if the checkpoint lacks it.
+        before: value "rate" in the state of the run that saved; None if the checkpoint lacks it.
     """
     if not before or before["steps"] == config.train.steps or step >= config.train.steps or not step:
         return []
@@ -267,7 +267,7 @@ def _go_on(command: Sequence[str]) -> str:
 
 
 def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str] = ()) -> list[str]:
-    """Return the lines for a run whose last step is done.
+    """Return a message for a run whose last step is done, with commands to train longer and to try the model.
 
     Args:
         folder: the run's folder.
@@ -290,6 +290,8 @@ class Ending:
 
     Attributes:
         reason: "finished", or why the run stopped early.
+        shown: a sample output of the model, or "".
+        times: lines of the time report.
     """
 
     progress: Progress

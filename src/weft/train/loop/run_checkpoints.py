@@ -348,7 +348,10 @@ def _name_of(root: Location, step: int) -> str:
 
 
 def _go_back(root: Location, step: int, problems: Sequence[str]) -> list[str]:
-    """Set all checkpoints after `step` aside (rename them), and return lines for the log."""
+    """Set all checkpoints after `step` aside (rename them), and return lines for the log.
+
+    Raise CheckpointError if the checkpoint of `step` has problems.
+    """
     if problems:
         others = ", ".join(str(one) for one in steps_in(root) if one != step) or "none"
         raise CheckpointError(f"resume.step={step}: {'; '.join(problems)}. Use another one: {others}.")

@@ -1,1 +1,1 @@
-"""`weft.init`: Weft in a training script of your own."""
+"""`weft.init`: Weft in a custom training script."""

@@ -23,7 +23,7 @@ _TRAINERS = {
 
 
 def refuse_other_trainers(model: nn.Module) -> None:
-    """Raise ModelError at the model's first forward if another library runs it on several ranks."""
+    """Add a hook that raises ModelError in the model's first forward if another trainer library runs it."""
     model.register_forward_pre_hook(_FirstForward(), prepend=True)
 
 

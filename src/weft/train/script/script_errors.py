@@ -17,7 +17,7 @@ _INSIDE = Path(__file__).parents[2]
 
 
 def report_user_errors() -> None:
-    """Print uncaught errors of Weft without a traceback, and exit with their exit code.
+    """Set an exception hook that prints Weft's errors without a traceback and exits with their exit code.
 
     A hook that the script or a debugger installed is kept, and so is Python's own hook under WEFT_TRACEBACK=1. Call
     this function again after the ranks have joined, because torch.distributed then wraps the current hook.

@@ -169,7 +169,10 @@ def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> d
 def export_pretrained(
     mesh: Mesh, model: nn.Module, folder: str | Path, dtype: torch.dtype | None, options: Mapping[str, Any]
 ) -> None:
-    """Write a model with its own save_pretrained, after merging an adapter. All ranks call it, and rank 0 writes."""
+    """Write a model with its own save_pretrained, after merging an adapter. All ranks call it, and rank 0 writes.
+
+    Raises ModelError if the model has no save_pretrained.
+    """
     if not callable(getattr(model, "save_pretrained", None)):
         raise ModelError(
             f"model of type {type(model).__name__}: it has no save_pretrained. "
@@ -225,7 +228,7 @@ def pretrained_from_full(
         dtype: dtype of floating tensors in the files; None to keep theirs.
 
     Raises:
-        CheckpointError: if the tensors are of another model.
+        CheckpointError: if the tensors belong to another model.
     """
     originals = originals_of(model)
     names = {name for name, one in originals.items() if one.first == name}

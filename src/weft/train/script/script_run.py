@@ -284,7 +284,7 @@ class Run(ScriptState):
         return GarbageTurns(every)
 
     def close(self) -> None:
-        """Wait for a save in the background, and leave the other ranks.
+        """Wait for a background save, then destroy the process group. All ranks must call it.
 
         Call it last, or use the run as a context manager.
 

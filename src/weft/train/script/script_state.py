@@ -85,7 +85,7 @@ class ScriptObjects:
         }
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise CheckpointError if the checkpoint is of another model, or lacks the state of an object."""
+        """Raise CheckpointError if the checkpoint belongs to another model, or lacks the state of an object."""
         _check_model(checkpoint, self.model)
         objects = {"loader": self.loader, "scheduler": self.scheduler, "ema": self.ema}
         for name in [name for name, value in objects.items() if value is not None]:
@@ -236,7 +236,7 @@ class ScriptState:
 
         Raises:
             CheckpointError: on all ranks, if it cannot be written, or if an earlier save in the background failed.
-            ModelError: if the model is of another run.
+            ModelError: if the model belongs to another run.
         """
         self.wait_saved()
         objects = ScriptObjects(_own(self.mesh, model), optimizer, loader, scheduler, ema)
@@ -273,8 +273,8 @@ class ScriptState:
             step: step of the checkpoint to load instead of the newest.
 
         Raises:
-            CheckpointError: if all are damaged, it is of another model, or it lacks the state of an argument.
-            ModelError: if the model is of another run.
+            CheckpointError: if all are damaged, it belongs to another model, or it lacks the state of an argument.
+            ModelError: if the model belongs to another run.
         """
         self.wait_saved()
         objects = ScriptObjects(_own(self.mesh, model), optimizer, loader, scheduler, ema)
@@ -318,7 +318,7 @@ class ScriptState:
             **options: options of the model's own save_pretrained.
 
         Raises:
-            ModelError: if the model has no save_pretrained, or is of another run.
+            ModelError: if the model has no save_pretrained, or belongs to another run.
         """
         export_pretrained(self.mesh, _own(self.mesh, model), folder, dtype, options)
 
@@ -331,7 +331,7 @@ class ScriptState:
             base: name or folder of the model without the adapter, for loading it.
 
         Raises:
-            ModelError: if the model has no adapter, trains other parameters too, or is of another run.
+            ModelError: if the model has no adapter, trains other parameters too, or belongs to another run.
         """
         export_adapter(self.mesh, _own(self.mesh, model), folder, base)
 
@@ -378,7 +378,7 @@ def _own(mesh: Mesh, model: nn.Module) -> nn.Module:
 
 
 def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Raise CheckpointError if the checkpoint is of another model. A pipeline stage checks only its own tensors."""
+    """Raise CheckpointError if the checkpoint belongs to another model. With an adapter, `resume` checks it instead."""
     saved = checkpoint.entries("model")
     if checkpoint.state.get("adapter") is not None or adapted(model) is not None:
         return  # loading checks adapter and base in detail

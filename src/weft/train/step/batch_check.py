@@ -40,7 +40,7 @@ _KINDS = ("hidden state", "noise", "interaction", "tensors", "attributes")
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A reason why results differ. is_located: this rank found the module, or only one rank can find the cause."""
+    """A reason why results differ. is_located: False if this rank did not find the module that causes it."""
 
     kind: str
     sentence: str

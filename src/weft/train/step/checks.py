@@ -234,7 +234,10 @@ class UpdateRatio:
         self._weights: dict[object, torch.Tensor] = {}
 
     def around(self, update: Callable[[], None]) -> Callable[[], float | None]:
-        """Call `update` and return a function that returns its ratio, or None if all weights are zero. It may wait."""
+        """Call `update`, and return a function that returns its ratio, or None if all weights are zero.
+
+        The function waits for the device if the values are not on the host yet.
+        """
         places = self._sampled_views()
         before = [_read(views) for _, views in places]
         update()

@@ -37,7 +37,7 @@ _ASKED = re.compile(r"ried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)")
 
 
 class ExplainedStep(Protocol):
-    """Interface of a training step for explanations. has_trained: True after a successful step."""
+    """What `explain` needs from a training step to explain its errors. has_trained: True after a successful step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -280,7 +280,7 @@ class RankForwards:
 
     @torch.no_grad()
     def second(self, call: Callable[[Any], Any]) -> Any:
-        """Return call(second model), for a batch that is already divided for this rank."""
+        """Return call(second model), for a batch that is already sharded for this rank."""
         assert self._second is not None
         with sequence_in_use(self._second):
             return call(self._second)

@@ -52,10 +52,10 @@ _NODE_HOOKS = {"register_prehook", "register_multi_grad_hook"}
 
 
 class BackwardCode:
-    """Records the custom functions and hooks that run in backward, as a context manager around a step.
+    """Finds the custom autograd functions and the hooks that run in backward. Run the step inside `recording()`.
 
     Attributes:
-        found: descriptions of functions and hooks, in the order of their first calls.
+        found: descriptions of the functions and hooks, in the order in which they were found.
     """
 
     def __init__(self, model: nn.Module):
@@ -121,7 +121,10 @@ class GradientProbe:
     runs_few: bool = True
 
     def run(self, small: Small, factor: float, seed: int) -> tuple[float, Tensor]:
-        """Return the loss sum and sums of gradients, divided by `factor`, from the same state. All ranks call it."""
+        """Run forward and backward with the loss multiplied by `factor`, and restore the model's state afterwards.
+
+        Return the loss sum, and the gradients as `_sums`, divided by `factor`. All ranks must call it.
+        """
         count = self.mesh.plan.microbatches_per_step
         batches = Microbatches([small.batch] * count, [small.samples.numbers] * count)
         eager = torch.compiler.set_stance("force_eager") if self.mesh.plan.compile else nullcontext()
@@ -229,7 +232,7 @@ def refuse_hooks(model: nn.Module, mesh: Mesh) -> None:
     """Raise an error for parameter hooks that the plan skips, or runs on partial gradients. All ranks must call it.
 
     Raises:
-        ModelError: with the parameter, on all pipeline stages.
+        ModelError: on all pipeline stages. The message names the parameter.
     """
     found = ""
     for name, param in model.named_parameters():

@@ -57,7 +57,8 @@ def shape_of(batch: Any) -> Hashable | None:
 class FixedBatch:
     """Static input buffers of CUDA graphs, for batches of the shapes of `like`.
 
-    `fill` copies a new batch into them. Before, it runs the checks that code which reads values on the host registered.
+    `fill` copies a new batch into them. Before that, it runs the checks that were registered by code that reads values
+    on the host.
     """
 
     def __init__(self, like: Any):
@@ -91,7 +92,11 @@ _MOST_SEEN = 64
 class MicrobatchInputs:
     """Inputs of a pass (forward and backward of a microbatch).
 
-    batch: on the device. samples: indices of its samples. key: dropout key of the step. scale: factor of the loss.
+    Attributes:
+        batch: the microbatch, on the device.
+        samples: indices of its samples.
+        key: dropout key of the step.
+        scale: factor of the loss.
     """
 
     batch: Any

@@ -29,7 +29,10 @@ from weft.train.microbatches import ForwardFn, call_model
 
 
 class Statistics(Protocol):
-    """Counts of a step that change the model without a gradient: router biases, running statistics of batch norms."""
+    """Interface of statistics of a step that update model state without a gradient: router loads, batch norm moments.
+
+    `begin` starts a step, `start` starts to sum over the ranks, and `finish` updates the model.
+    """
 
     def begin(self, scale: float | Tensor) -> None: ...
 
@@ -42,7 +45,10 @@ class Statistics(Protocol):
 class Draws:
     """Random numbers of one step.
 
-    key: dropout key. seeds: a seed per microbatch, or None. seed_with: function that seeds the generators.
+    Attributes:
+        key: dropout key.
+        seeds: a seed per microbatch, or None.
+        seed_with: function that seeds the generators.
     """
 
     key: int

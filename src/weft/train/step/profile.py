@@ -32,8 +32,9 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record this step, counted from 1. The files are written after the last recorded step,
-        and on a CPU after an error.
+        """Record this step, counted from 1, if it is one of the profiled steps.
+
+        The files are written after the last recorded step, and on a CPU after an error.
         """
         if number not in self._steps:
             yield

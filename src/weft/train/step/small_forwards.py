@@ -48,13 +48,13 @@ _REFUSALS = tuple(frequency_refusal(f"F.{function.__name__}") for function in _B
 
 @dataclass(slots=True)
 class Probed:
-    """Settings of a check.
+    """A model, and how the check of the first batch runs it on a few samples.
 
     Attributes:
         model: the model, in training mode.
         forward: forward(model, batch) -> output.
         loss_fn: (output, batch) -> (loss sum, count); None to skip the loss.
-        inside: function that returns the context for a forward of some samples.
+        inside: takes sample numbers, and returns the context manager in which the forward of these samples runs.
         limit: relative difference that counts as rounding.
         parts: number of parts into which the plan divides a batch.
         forwards: number of forwards per step on one rank.
@@ -212,8 +212,10 @@ def _run(
 ) -> Ran:
     """Run one small batch from the saved state.
 
-    still: make random functions return constants. records: record inputs and outputs of modules. advanced: keep the
-    current values of attributes.
+    Args:
+        still: make random functions return constants.
+        records: record inputs and outputs of modules.
+        advanced: keep the current values of attributes.
     """
     state.restore(attributes=not advanced)
     state.seed(seed)
@@ -235,7 +237,10 @@ def _run(
 
 
 def _record(model: nn.Module, ran: Ran) -> list[Any]:
-    """Record inputs and outputs of every module, in the order in which calls return."""
+    """Register hooks that append inputs and outputs of every module to `ran.calls`, in order of return.
+
+    Return the handles of the hooks.
+    """
 
     def hook_of(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -57,12 +57,15 @@ def worst(parts: Sequence[LossPart]) -> int:
 class RankFinding:
     """One rank's findings about the samples that it recomputed.
 
-    data, stage, place: index of the rank among ranks with different samples, in the pipeline, and within its stage.
-    order, module: index and module of the first call with a nonfinite output; -1 if all were finite.
-    got_finite: True if the input of that module was finite. input_finite: True if the batch was finite. weights,
-    gradients: parameters with nonfinite values on this rank.
-    sizes: sizes of modules' outputs, if this rank has no other samples to compare with.
-    unusual: (module, size, usual size) or None. error: why results are missing, or "".
+    Attributes:
+        data, stage, place: index of the rank among ranks with different samples, in the pipeline, and within its stage.
+        order, module: index and module of the first call with a nonfinite output; -1 and "" if all were finite.
+        got_finite: True if the input of that module was finite.
+        input_finite: True if the batch was finite.
+        weights, gradients: parameters with nonfinite values, or nonfinite gradients, on this rank.
+        sizes: sizes of modules' outputs, if this rank has no other samples to compare with.
+        unusual: (module, size, usual size) or None.
+        error: why results are missing, or "".
     """
 
     data: int
@@ -81,10 +84,15 @@ class RankFinding:
 
 @dataclass(frozen=True, slots=True)
 class TracedSamples:
-    """The samples that caused the failure. data: index of the ranks that read them.
+    """The samples that caused the failure.
 
-    losses: losses of all compared samples. numbers: indices of the samples in the global batch. all_bad: True if all
-    compared samples are equally bad.
+    Attributes:
+        data: index of the ranks that read them.
+        microbatch: index of their microbatch.
+        numbers: indices of the samples in the global batch.
+        mean: mean loss of the samples.
+        losses: losses of all compared samples.
+        all_bad: True if all compared samples are equally bad.
     """
 
     data: int

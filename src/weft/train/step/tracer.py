@@ -49,9 +49,9 @@ class ModuleCall:
 
 @dataclass
 class ModuleWatch:
-    """Records the output of every module of a model through hooks.
+    """Records the root mean square of the input and output of every module of a model, through forward hooks.
 
-    The results stay on the device until `calls` reads them.
+    The values stay on the device until `calls` reads them.
     """
 
     model: nn.Module
@@ -149,8 +149,10 @@ _MOST_SAMPLES = 16
 class TracedStep:
     """A rank's data of a step, kept until the step's loss and gradient are checked.
 
-    number: index of the step, from 1. batches: its microbatches as the task built them. losses: by microbatch index,
-    sum and count of the losses that this rank computes, on the device.
+    Attributes:
+        number: index of the step, from 1.
+        batches: its microbatches as the task built them.
+        losses: by microbatch index, sum and count of the losses that this rank computes, on the device.
     """
 
     number: int

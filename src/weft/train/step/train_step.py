@@ -104,13 +104,15 @@ class TrainStep:
     def __call__(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> StepMetrics:
         """Train on this rank's part of one global batch.
 
-        batch: tensors in a tuple, list, dict or dataclass, as a DataLoader returns them, on any device. They are moved
-        to the run's device, and split along dim 0 into the plan's number of microbatches. Or `Microbatches` from
-        `run.shard`, which are already split, and may differ in size. A microbatch without samples is not counted.
-        seeds: seeds of torch's generators, one per microbatch, for models that draw random numbers. None derives them
-        from the run's seed, the model's step count and the microbatch's first sample, and restores the generators after
-        the step.
-        dropout_key: seed of this step's dropout masks, equal on all ranks. None uses the model's step count.
+        Args:
+            batch: tensors in a tuple, list, dict or dataclass, as a DataLoader returns them, on any device. They are
+                moved to the run's device, and split along dim 0 into the plan's number of microbatches. Or
+                `Microbatches` from `run.shard`, which are already split, and may differ in size. A microbatch without
+                samples is not counted.
+            seeds: seeds of torch's generators, one per microbatch, for models that draw random numbers. None derives
+                them from the run's seed, the model's step count and the microbatch's first sample, and restores the
+                generators after the step.
+            dropout_key: seed of this step's dropout masks, equal on all ranks. None uses the model's step count.
         """
         first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
         with nullcontext() if first is None else first.watching():
@@ -252,7 +254,7 @@ class TrainStep:
         self._engine.wait_for_weights()
 
     def arrive(self) -> None:
-        """Call `wait_for_weights`, the new name of this method, and warn."""
+        """Call `wait_for_weights`, which replaces this deprecated method, and warn."""
         warnings.warn("TrainStep.arrive is now wait_for_weights. Call that.", WeftWarning, stacklevel=2)
         self.wait_for_weights()
 

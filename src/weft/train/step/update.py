@@ -63,9 +63,12 @@ class StepTotals:
 class StepMetrics:
     """Metrics of one step, equal on all ranks.
 
-    loss: mean over all tokens of the global batch, before the update. grad_norm: before clipping.
-    skipped: reason for a skipped update, or None. wants_stop: True if a rank requested a stop.
-    update_ratio: norm of the update divided by the norm of the weights, if it was measured and the step was applied.
+    Attributes:
+        loss: mean over all tokens of the global batch, before the update.
+        grad_norm: gradient norm before clipping.
+        skipped: reason for a skipped update, or None.
+        wants_stop: True if a rank requested a stop.
+        update_ratio: norm of the update divided by the norm of the weights, if it was measured and the step applied.
 
     On a GPU the first access to a number waits until the device has computed it. The previous step has finished by
     then, so a loop that shows the metrics of the previous step never waits.

@@ -105,9 +105,12 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric that evaluations compute in addition to the loss. name: its key in events.jsonl. unit: may be empty.
+    """A metric that evaluations compute in addition to the loss.
 
-    help: its meaning, which is printed below the numbers at the end of a run.
+    Attributes:
+        name: its key in events.jsonl.
+        unit: its unit, which may be empty.
+        help: its meaning, which is printed below the numbers at the end of a run.
     """
 
     name: str
@@ -303,9 +306,10 @@ class Task:
         """
 
     def before_step(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Return a global batch's microbatches, with changes, for the step or an evaluation.
+        """Return this rank's microbatches for a step or an evaluation. The default returns them unchanged.
 
-        Override it to add values that depend on the full batch or on weights that do not train.
+        Override it to add values that depend on the full batch or on frozen weights, such as the log-probabilities of a
+        reference model.
         """
         return batches
 

@@ -55,15 +55,21 @@ _FORWARD_ALONE = 1 / 3
 class CaptionTask(MixedTask):
     """Trains a small model to generate text conditioned on images, audio and text.
 
-    data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files; each has a text with any number
-    of images and audio clips, or a chat with placeholders for them. eval: records for evaluation; by default a share
-    `holdout` of `data`.
-    model: vlm-tiny (images), omni-tiny (images and audio). side, grid: side of an image in pixels and in patches.
-    augment: crop and flip images at random. colour: change brightness, contrast and saturation by up to this share.
-    rate, mels: sampling rate in Hz and number of mel bands. seconds: longer audio clips are skipped. gain, noise,
-    masks: audio augmentation, as in classify_audio. text_len: maximum tokens (bytes) of a text. dropout: dropout rate
-    in the encoders. generate: maximum tokens to generate per text in evaluations; 0 disables it. picture, audio, text:
-    names of the columns.
+    Attributes:
+        data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files; each has a text with any
+            number of images and audio clips, or a chat with placeholders for them.
+        eval: records for evaluation; by default a share `holdout` of `data`.
+        model: vlm-tiny (images), omni-tiny (images and audio).
+        side, grid: side of an image in pixels and in patches.
+        augment: crop and flip images at random.
+        colour: change brightness, contrast and saturation by up to this share.
+        rate, mels: sampling rate in Hz and number of mel bands.
+        seconds: longer audio clips are skipped.
+        gain, noise, masks: audio augmentation, as in classify_audio.
+        text_len: maximum tokens (bytes) of a text.
+        dropout: dropout rate in the encoders.
+        generate: maximum tokens to generate per text in evaluations; 0 disables it.
+        picture, audio, text: names of the columns.
     """
 
     generate: int = 32
@@ -256,9 +262,8 @@ _ALIKE = 1e-6
 class ContrastTask(MixedTask):
     """Trains two encoders that map an image or an audio clip and its text to similar vectors (CLIP).
 
-    data: records of a text and one image or audio clip each; eval, holdout, model, side, grid, augment, colour, rate,
-    mels, seconds, gain, noise, masks, text_len, dropout and column names: as in caption. temperature: divides the
-    cosines.
+    `data` has records of a text and one image or audio clip each. temperature: divides the cosines. For the other
+    options see `CaptionTask`.
     """
 
     temperature: float = 0.07

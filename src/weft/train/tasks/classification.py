@@ -34,13 +34,14 @@ NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone
 class TextClassTask(FolderTask):
     """Sequence classification, and regression with one output.
 
-    text: name of the column with the text.
-    pair: name of the column with a second text, or "".
-    label: name of the column with the label: a name or an integer, or with `regression` any number.
-    labels: comma-separated names of all classes; "" uses the classes of the model folder or of the training data.
-    regression: if True, predict numbers, with the squared error as the loss.
-    new_head: ignore the folder's head and initialize a new one.
-    pad_multiple: padded text lengths are rounded up to a multiple of this.
+    Attributes:
+        text: name of the column with the text.
+        pair: name of the column with a second text, or "".
+        label: name of the column with the label: a name or an integer, or with `regression` any number.
+        labels: comma-separated names of all classes; "" uses the classes of the model folder or of the training data.
+        regression: if True, predict numbers, with the squared error as the loss.
+        new_head: ignore the folder's head and initialize a new one.
+        pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     text: str = "text"
@@ -140,11 +141,12 @@ def _number(record: TableRecord, value: Any, column: str) -> float:
 class TokenClassTask(FolderTask):
     """Token classification: named entities, parts of speech.
 
-    words: name of the column with the words: a list of texts, or one text that is split at spaces.
-    tags: name of the column with their labels, one per word.
-    labels: comma-separated names of all classes; "" uses the classes of the model folder or of the training data.
-    new_head: ignore the folder's head and initialize a new one.
-    pad_multiple: padded text lengths are rounded up to a multiple of this.
+    Attributes:
+        words: name of the column with the words: a list of texts, or one text that is split at spaces.
+        tags: name of the column with their labels, one per word.
+        labels: comma-separated names of all classes; "" uses the classes of the model folder or of the training data.
+        new_head: ignore the folder's head and initialize a new one.
+        pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     words: str = "tokens"

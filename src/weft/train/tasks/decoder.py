@@ -317,7 +317,7 @@ class TokenData:
         """Use tokenised data, which must be trainable, and equal to the data that the folder's run began with.
 
         Raises:
-            DataError: for such data.
+            DataError: for data that cannot be trained on, or that differs from the run's data.
         """
         data = check_trainable(data, self._config.data, self._config.train.seq_len)
         if (folder.path / "data.json").exists():
@@ -354,7 +354,10 @@ class TokenData:
         )
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """Return evaluation batches, divided like training batches, so that the samples do not depend on the plan."""
+        """Return one rank's evaluation batches, which are split like training batches, or None without evaluation data.
+
+        The samples do not depend on the plan.
+        """
         from weft.data.order.loader import EvalBatches
 
         stream = self.stream("eval")

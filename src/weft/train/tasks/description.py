@@ -94,7 +94,7 @@ class Forwards(Protocol):
         ...
 
     def second(self, call: Callable[[Any], Any]) -> Any:
-        """Return call(second model) without gradients, for a batch that the step has already divided for this rank."""
+        """Return call(second model) without gradients, for a batch that is already sharded for this rank."""
         ...
 
     def total(self, values: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ T = TypeVar("T")
 
 
 class SampledTask(Protocol):
-    """Interface of a task that can be traced."""
+    """What `describe_by_samples` needs from a task to trace its model."""
 
     config: RunConfig
     sample_unit: ClassVar[str]

@@ -201,7 +201,7 @@ def base_folder(folder: RunFolder) -> Path:
 
 
 def base_name(folder: RunFolder) -> str | None:
-    """Return the base's folder, for the adapter's config file, or None for Weft's decoders."""
+    """Return the hub name or the folder of an adapter's base, for its config file, or None for Weft's decoders."""
     if not base_of(folder).is_dir():
         return None
     text = folder.config().model.path

@@ -187,7 +187,7 @@ class _Ahead(Prefetch):
 
 
 class _AtOnce:
-    """Adapter whose `batches` calls `batches_ahead`."""
+    """Loader for `Prefetch` that builds each batch with one read call: `batches` is `IndexedBatches.batches_ahead`."""
 
     def __init__(self, loader: IndexedBatches):
         self.batches = loader.batches_ahead

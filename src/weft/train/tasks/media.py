@@ -291,14 +291,17 @@ def _read(path: Path) -> dict[str, Source]:
 class ImageClassTask(MediaTask):
     """Trains a network to predict the class of an image.
 
-    data: a folder with a folder of images for each class; or records: a file, a folder or a glob of .tar shards, .jsonl
-    or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for evaluation;
-    by default a share `holdout` of the images. model: resnet18, resnet34, resnet50, vgg11, vgg16 ("vgg16_bn": with
-    batch norm), vit-tiny, vit-base. side: width and height of the resized images in pixels.
-    augment: crop and flip at random, by (seed, epoch, image). colour: change brightness, contrast and saturation by up
-    to this share. noise: standard deviation of the noise that is added to pixel values (0 to 255).
-    weights: a safetensors file with torchvision's names, or transformers' names for vit-*, to start from; a head for
-    other classes is initialized.
+    Attributes:
+        data: a folder with a folder of images for each class; or records: a file, a folder or a glob of .tar shards,
+            .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names.
+        eval: the same for evaluation; by default a share `holdout` of the images.
+        model: resnet18, resnet34, resnet50, vgg11, vgg16 ("vgg16_bn": with batch norm), vit-tiny, vit-base.
+        side: width and height of the resized images in pixels.
+        augment: crop and flip at random, by (seed, epoch, image).
+        colour: change brightness, contrast and saturation by up to this share.
+        noise: standard deviation of the noise that is added to pixel values (0 to 255).
+        weights: a safetensors file with torchvision's names, or transformers' names for vit-*, to start from; a head
+            for other classes is initialized.
     """
 
     data: str
@@ -413,13 +416,20 @@ def _head(model: nn.Module) -> str:
 class AudioClassTask(MediaTask):
     """Trains a network to predict the class of an audio clip.
 
-    data: a folder with a folder of audio clips for each class; or records: a file, a folder or a glob of .tar shards,
-    .jsonl or .parquet files, whose columns `audio` and `label` are found by the usual names. eval: the same for
-    evaluation; by default a share `holdout` of the audio clips. model: speech-tiny. rate: sampling rate in Hz that
-    audio clips are resampled to. mels: number of mel bands. seconds: maximum length of an audio clip; of a longer one,
-    training with `augment` uses a random part, and evaluation the middle. gain: maximum change of the volume in dB.
-    noise: white noise up to this fraction of a clip's level. masks: number of masked time spans, and of masked ranges
-    of bands. dropout: dropout rate. pad_multiple: the padded number of frames is rounded up to a multiple of this.
+    Attributes:
+        data: a folder with a folder of audio clips for each class; or records: a file, a folder or a glob of .tar
+            shards, .jsonl or .parquet files, whose columns `audio` and `label` are found by the usual names.
+        eval: the same for evaluation; by default a share `holdout` of the audio clips.
+        model: speech-tiny.
+        rate: sampling rate in Hz that audio clips are resampled to.
+        mels: number of mel bands.
+        seconds: maximum length of an audio clip; of a longer one, training with `augment` uses a random part, and
+            evaluation the middle.
+        gain: maximum change of the volume in dB.
+        noise: white noise up to this fraction of a clip's level.
+        masks: number of masked time spans, and of masked ranges of bands.
+        dropout: dropout rate.
+        pad_multiple: the padded number of frames is rounded up to a multiple of this.
     """
 
     data: str

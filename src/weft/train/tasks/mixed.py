@@ -361,10 +361,13 @@ class MixedLimits:
 
 @dataclass(frozen=True)
 class MixedProcessor:
-    """Processor of text with images and audio clips. look, hearing: transforms of images and audio in training.
+    """Processor of text with images and audio clips.
 
-    survey: settings for reading records. hears: True if the model has an audio input. cache: features of frozen
-    encoders, which replace the media.
+    Attributes:
+        look, hearing: transforms of images and audio in training.
+        survey: settings for reading records.
+        hears: True if the model has an audio input.
+        cache: features of frozen encoders, which replace the media.
     """
 
     look: Look

@@ -269,7 +269,7 @@ class StepValues:
 
     def __init__(self, forwards: Forwards, reference: str, global_batch: int, *, is_kto: bool):
         self.forwards, self._global_batch, self._is_kto = forwards, global_batch, is_kto
-        # Weights of the reference. None: batches have its log-probabilities, or do not need them.
+        # Weights of the reference, or None if batches have its log-probabilities or do not need them.
         weights: dict[str, Which] = {"adapter_off": "base", "frozen_copy": "second"}
         self._of: Which | None = weights.get(reference)
 

@@ -380,7 +380,7 @@ def _rows(rows: Sequence[tuple[np.ndarray, np.ndarray]], pad_id: int, longest: i
 # Log-probabilities of answers. The reference's values are computed once and stored in the run folder.
 
 _FILE = "reference.safetensors"
-#: Batches per call of a pipeline.
+#: Batches per call to a pipeline.
 _AT_ONCE = 8
 
 

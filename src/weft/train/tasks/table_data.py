@@ -78,9 +78,13 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class SplitTables:
-    """Training and evaluation rows of a run, in folders that are opened on first use. eval_folder: None for none.
+    """Training and evaluation rows of a run, in folders that are opened on first use.
 
-    found: result of the task's survey. digests: content digests of the two sets. summary: lines for users.
+    Attributes:
+        train_folder, eval_folder: the folders; `eval_folder` is None if there are no evaluation rows.
+        found: result of the task's survey.
+        digests: content digests of the two sets.
+        summary: description of both sets, for users.
     """
 
     train_folder: Path

@@ -47,9 +47,10 @@ class MaskedTask(FolderTask):
     A share of the tokens of each row is selected, by (seed, epoch, row, position). 80 % of them become the mask token,
     10 % a random token, and 10 % stay unchanged.
 
-    text: name of the column with the text.
-    share: share of selected tokens; at least one per row.
-    pad_multiple: padded row lengths are rounded up to a multiple of this.
+    Attributes:
+        text: name of the column with the text.
+        share: share of selected tokens; at least one per row.
+        pad_multiple: padded row lengths are rounded up to a multiple of this.
     """
 
     text: str = "text"
@@ -148,11 +149,12 @@ class Seq2SeqTask(FolderTask):
 
     The decoder reads the target shifted right by one, after the decoder start token of the model's config.
 
-    source: name of the column with the input text.
-    target: name of the column with the output text.
-    prefix: text that is put before every source, such as "summarize: ".
-    target_len: maximum tokens of a target; train.seq_len is for sources.
-    pad_multiple: padded lengths are rounded up to a multiple of this.
+    Attributes:
+        source: name of the column with the input text.
+        target: name of the column with the output text.
+        prefix: text that is put before every source, such as "summarize: ".
+        target_len: maximum tokens of a target; train.seq_len is for sources.
+        pad_multiple: padded lengths are rounded up to a multiple of this.
     """
 
     source: str = "source"
@@ -246,13 +248,14 @@ _NO_PP = Limit(
 class EmbedTask(FolderTask):
     """Trains an embedding model on pairs of texts that belong together.
 
-    query: name of the column with the first text.
-    positive: name of the column with the text that belongs to it.
-    negative: name of the column with a text that does not, or "".
-    pooling: pooling of token vectors: mean, cls (the first) or last.
-    normalise: if True, vectors have length 1.
-    temperature: divides the dot products of vectors.
-    pad_multiple: padded text lengths are rounded up to a multiple of this.
+    Attributes:
+        query: name of the column with the first text.
+        positive: name of the column with the text that belongs to it.
+        negative: name of the column with a text that does not, or "".
+        pooling: pooling of token vectors: mean, cls (the first) or last.
+        normalise: if True, vectors have length 1.
+        temperature: divides the dot products of vectors.
+        pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     query: str = "query"
@@ -398,12 +401,14 @@ class _Pairs(Sequence[_Pair]):
 class RewardTask(FolderTask):
     """A model that scores answers, trained on pairs of answers.
 
-    chosen: name of the column with the better answer: a text, or messages, which use the chat template.
-    rejected: name of the column with the worse one.
-    prompt: name of the column with the prompt; records may lack it if both answers contain the prompt.
-    center: weight of (r_chosen + r_rejected)^2, which keeps rewards near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
-    new_head: ignore the folder's head and initialize a new one.
-    pad_multiple: padded text lengths are rounded up to a multiple of this.
+    Attributes:
+        chosen: name of the column with the better answer: a text, or messages, which use the chat template.
+        rejected: name of the column with the worse one.
+        prompt: name of the column with the prompt; records may lack it if both answers contain the prompt.
+        center: weight of (r_chosen + r_rejected)^2, which keeps rewards near 0 (Eisenstein et al. 2023, arXiv
+            2312.09244).
+        new_head: ignore the folder's head and initialize a new one.
+        pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     chosen: str = "chosen"

@@ -45,12 +45,17 @@ _NO_SP = Limit(
 class TranscribeTask(MediaTask, ModelTask):
     """Trains a Hugging Face model that transcribes speech: it reads mel bands and generates text.
 
-    data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, whose columns `audio` and `text`
-    are found by the usual names. eval: records for evaluation; by default a share `holdout` of `data`. language:
-    language of the texts, for tokenizers that mark it, such as "en". gain: maximum change of the volume in dB. noise:
-    white noise up to this fraction of a clip's level. masks: number of masked time spans, and of masked ranges of
-    bands. target_len: maximum tokens of a text. generate: maximum tokens that evaluations generate per text to compute
-    the character error rate; 0 disables it. pad_multiple: padded text lengths are rounded up to a multiple of this.
+    Attributes:
+        data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, whose columns `audio` and
+            `text` are found by the usual names.
+        eval: records for evaluation; by default a share `holdout` of `data`.
+        language: language of the texts, for tokenizers that mark it, such as "en".
+        gain: maximum change of the volume in dB.
+        noise: white noise up to this fraction of a clip's level.
+        masks: number of masked time spans, and of masked ranges of bands.
+        target_len: maximum tokens of a text.
+        generate: maximum tokens that evaluations generate per text to compute the character error rate; 0 disables it.
+        pad_multiple: padded text lengths are rounded up to a multiple of this.
     """
 
     data: str
@@ -197,10 +202,14 @@ _FREE_OPTIONS = ("data", "eval", "holdout", "gain", "noise", "masks", "generate"
 
 @dataclass(frozen=True)
 class SpokenTexts(SoundProcessor):
-    """Audio clips with texts. columns: names of the columns in records.
+    """Audio clips with texts.
 
-    words: tokenizer of texts. most: maximum tokens of a text. multiple: padded lengths are rounded up to a multiple of
-    this. key: JSON values on which the tokens depend.
+    Attributes:
+        columns: names of the columns in records.
+        words: tokenizer of texts.
+        most: maximum tokens of a text.
+        multiple: padded lengths are rounded up to a multiple of this.
+        key: JSON values on which the tokens depend.
     """
 
     words: SpokenWords

@@ -62,7 +62,10 @@ class Taken:
             raise NotTaken(f"{str(name)[:200]}: it expands to {num_bytes} bytes, far more than the files have")
 
     def tensor(self, place: Sequence[Any], tensor: torch.Tensor) -> None:
-        """Add one full tensor. Raise NotTaken if it is far larger than the source's files."""
+        """Add one full tensor, or leave it out if it is quantized, sparse or complex128.
+
+        Raise NotTaken if it is far larger than the source's files.
+        """
         if tensor.is_quantized or tensor.layout != torch.strided or tensor.dtype == torch.complex128:
             self._left_out.append(f"{'.'.join(map(str, place))} ({tensor.dtype}, {tensor.layout})")
             return

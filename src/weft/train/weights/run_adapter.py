@@ -48,7 +48,7 @@ def with_adapter(model: Model, config: RunConfig, base: Path | None = None) -> M
 
 
 def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> dict[str, list[int]] | list[int]:
-    """Return `trainable_tokens` of `add_adapter` for the config's tokens.
+    """Return the config's trained tokens as the argument `trainable_tokens` of `add_adapter`.
 
     The added tokens are trained in the input embedding and in the output layer, unless modules_to_save trains these.
     """
@@ -113,6 +113,3 @@ def _weight(model: nn.Module, path: str) -> torch.Tensor:
     weight = model.get_submodule(path).weight
     assert isinstance(weight, Tensor)
     return weight
-
-
-# Batches of indexed samples: the order is a pure function of (seed, epoch, index).
