@@ -73,7 +73,7 @@ def opened(root: Path, family: str, rank: int) -> Any:
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
-    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6, weight_decay=0.1)
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6, weight_decay=0.0)
 
 
 def trained(plan_text: str, root: Path, cases: dict[str, int]) -> dict[str, Any]:
@@ -103,12 +103,13 @@ def reference(task: Any) -> tuple[list[tuple[float, float]], dict[str, torch.Ten
     """Compute the same with only PyTorch and transformers, one unpadded conversation at a time."""
     task.pad_multiple = 1
     model: Any = transformers.AutoModelForMultimodalLM.from_pretrained(
-        task.config.model.path, dtype=torch.float64, attn_implementation="eager"
+        task.config.model.path, dtype=torch.float64, attn_implementation="sdpa"
     )
     shapes = task.shapes()  # from_pretrained rounds buffers to float32, and lets constant tables train
     for name, buffer in shapes.named_buffers():
         if not buffer.is_meta:
-            model.get_buffer(name).copy_(buffer)
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, buffer.double() if buffer.is_floating_point() else buffer)
     for name, param in shapes.named_parameters():
         model.get_parameter(name).requires_grad_(param.requires_grad)
     optimizer, numbers, samples = optimizer_of(model), [], task.samples("train")

@@ -13,6 +13,7 @@ import pytest
 
 from tests.choice import gate_runs
 from tests.train.chat_folders import IMAGES, chats, save_folder, write_chats, write_pictures, write_sounds
+from weft.cli.app import run as weft_run
 from weft.config.run_config import RunConfig
 from weft.data.media import folder_processor
 from weft.data.media.chat_records import ChatColumns
@@ -158,6 +159,49 @@ def test_run_trains_evaluates_freezes_and_shows_samples(root: Path) -> None:
         find_task(config(root, "llava", freeze=["audio"])).shapes()
     with pytest.raises(ConfigError, match=r"an adapter freezes the model already\. Choose its layers with adapter"):
         find_task(config(root, "llava", freeze=["text"], adapter={"rank": 2})).shapes()
+
+
+def losses_of(folder: Path) -> list[float]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] == "step"]
+
+
+def test_adapter_is_exported_for_peft_and_merged(root: Path) -> None:
+    peft = pytest.importorskip("peft")
+    save_folder(root, "qwen3_vl")
+    folder = prepare_run(config(root, "qwen3_vl", adapter={"rank": 2, "targets": ["language_model.*"]}), 1)
+    assert run_rank(folder).reason == "finished"
+    assert weft_run(["export", str(folder.path), str(root / "lora")]) == 0
+    assert weft_run(["export", str(folder.path), str(root / "merged"), "--merge"]) == 0
+    kind = transformers.Qwen3VLForConditionalGeneration
+    theirs = peft.PeftModel.from_pretrained(kind.from_pretrained(root / "qwen3_vl"), root / "lora").merge_and_unload()
+    merged, base = kind.from_pretrained(root / "merged").state_dict(), kind.from_pretrained(root / "qwen3_vl")
+    for name, tensor in theirs.state_dict().items():
+        assert merged[name].equal(tensor), name
+    changed = {name for name, tensor in base.state_dict().items() if not merged[name].equal(tensor)}
+    assert changed
+    assert all("language_model" in name for name in changed)
+    assert (root / "merged" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.full
+def test_command_trains_an_adapter_on_ranks_like_one_process(root: Path) -> None:
+    save_folder(root, "qwen3_vl")
+    found = {}
+    for plan, ranks in (("dp_replicate=1", 1), ("dp_shard=2 zero=3", 2), ("tp=2", 2)):
+        words = {
+            "task": "chat", "model.path": root / "qwen3_vl", "task.options.data": root / "chats.jsonl",
+            "adapter.rank": 2, "data.cache_dir": root / "cache", "data.batching": "cost",
+            "data.workers": 1, "train.seq_len": 256,
+            "train.global_batch": 5, "train.steps": 3, "eval.every": 0, "checkpoint.every": 0, "launch.device": "cpu",
+            "launch.ranks": ranks, "run.dir": root / "cli", "run.name": plan[:4], "plan": f"{plan} precision=fp64",
+        }  # fmt: skip
+        assert weft_run(["train", *(f"{name}={value}" for name, value in words.items())]) == 0
+        found[plan] = losses_of(root / "cli" / plan[:4])
+    first = found.pop("dp_replicate=1")
+    assert len(first) == 3
+    for plan, losses in found.items():
+        assert losses == pytest.approx(first, rel=1e-9), plan
 
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
