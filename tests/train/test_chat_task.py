@@ -265,9 +265,9 @@ FOLDERS = {
         lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}"),
     "transformers cannot read its processor (": lambda folder: (folder / "preprocessor_config.json").write_text(
         '{"image_processor_type": "Lens"}'),
-    "its processor is a PixtralProcessor, and LlavaProcessor is known for llava.":
+    "its processor is a PixtralProcessor, and a llava needs a LlavaProcessor.":
         lambda folder: (folder / "processor_config.json").write_text('{"processor_class": "PixtralProcessor"}'),
-    "task=chat knows the images and audio of qwen2_vl, ":
+    "task=chat supports qwen2_vl, ":
         lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
 }  # fmt: skip
 
@@ -333,6 +333,6 @@ def test_missing_pillow_is_one_sentence(root: Path, monkeypatch: pytest.MonkeyPa
         folder_processor.FolderProcessor(root / "llava")
 
 
-def test_stand_ins_in_texts_are_refused() -> None:
+def test_placeholder_characters_in_texts_are_refused() -> None:
     with pytest.raises(UnusableSample, match=r"private use"):
         ChatColumns().parts(user("\U0010fffa"))

@@ -1,6 +1,6 @@
 """Conversations with images and audio clips: their columns, their chat template, and their tokens.
 
-A character stands for each image or audio clip in the text of a message. The chat template gets lists of parts, and the
+A character replaces each image or audio clip in the text of a message. The chat template gets lists of parts, and the
 processor's text replaces each placeholder that the template writes.
 """
 
@@ -26,7 +26,7 @@ from weft.data.media.mixed_samples import (
     UnusableSample,
     chat_of,
     content_parts,
-    given_media,
+    media_lists,
 )
 from weft.data.media.records import CHAT, MediaKind
 from weft.data.text.chat_template import ChatTemplate, RefusedConversation
@@ -36,8 +36,8 @@ from weft.data.text.tokenizer_limits import bounded
 from weft.data.text.turns import Turn, Unusable, as_json, list_of_messages, read_turns
 from weft.errors import DataError
 
-#: Characters that stand for an image and an audio clip in a message (private use), with the type of their part.
-_STAND_INS = {"\U0010fffa": "image", "\U0010fffb": "audio"}
+#: Characters that replace an image and an audio clip in a message (private use), with the type of their part.
+_PLACEHOLDERS = {"\U0010fffa": "image", "\U0010fffb": "audio"}
 _CHARACTER = {"picture": "\U0010fffa", "recording": "\U0010fffb"}
 _SPLIT = re.compile("([\U0010fffa\U0010fffb])")
 _LISTED = "{'type': '"
@@ -53,7 +53,7 @@ class ChatColumns(MixedColumns):
         Raises:
             UnusableSample: if it has no messages, or its placeholders and media do not match.
         """
-        given = given_media(record, self.picture, self.audio)
+        given = media_lists(record, self.picture, self.audio)
         messages = [dict(turn) for turn in chat_of(record, self.text)]
         media: list[SamplePart] = []
         for turn in messages:
@@ -62,7 +62,7 @@ class ChatColumns(MixedColumns):
             content = turn.get("content", value)
             if isinstance(content, str | list):
                 parts = list(content_parts(content, given))
-                if any(character in part.text for part in parts for character in _STAND_INS):
+                if any(character in part.text for part in parts for character in _PLACEHOLDERS):
                     raise UnusableSample("its text has a character of private use (U+10FFFA or U+10FFFB)")
                 media += [part for part in parts if part.what != "text"]
                 content = "".join(part.text if part.what == "text" else _CHARACTER[part.what] for part in parts)
@@ -124,7 +124,7 @@ def _listed(message: dict[str, Any], only_media: bool) -> dict[str, Any]:
     if not isinstance(content, str) or message["role"] == "tool" or (only_media and not _SPLIT.search(content)):
         return message
     pieces = [piece for piece in _SPLIT.split(content) if piece] or [""]
-    parts = [{"type": _STAND_INS[one]} if one in _STAND_INS else {"type": "text", "text": one} for one in pieces]
+    parts = [{"type": _PLACEHOLDERS[one]} if one in _PLACEHOLDERS else {"type": "text", "text": one} for one in pieces]
     return {**message, "content": parts}
 
 
@@ -154,7 +154,7 @@ class ChatSurvey:
         """The folder's chat template.
 
         Raises:
-            DataError: if there is none, or it does not write exactly one placeholder for an image or audio clip.
+            DataError: if it is missing, or does not write exactly one placeholder for an image or audio clip.
         """
         tokenizer, processor = self.processor.tokenizer, self.processor
         names = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
@@ -165,12 +165,12 @@ class ChatSurvey:
             raise DataError(f"model.path={processor.folder}: {rule}.")
         specials = [str(one) for one in tokenizer.all_special_tokens]
         found = MediaTemplate({"chat_template": str(template), **names}, specials)
-        character, mark = list(_STAND_INS)[processor.family.hears], processor.mark
+        character, mark = list(_PLACEHOLDERS)[processor.family.is_audio], processor.mark
         count = found.prompt([Turn("user", f"{character}?")]).count(mark)
         if count != 1:
             raise DataError(
                 f"model.path={processor.folder}: its chat template writes {mark} {count} times for an "
-                f"{_STAND_INS[character]}. Put the chat_template.jinja of the model into the folder."
+                f"{_PLACEHOLDERS[character]}. Put the chat_template.jinja of the model into the folder."
             )
         return found
 
@@ -178,10 +178,10 @@ class ChatSurvey:
         """Return a conversation's columns, or the reason to skip it."""
         told = json.loads(parts[-1].text)
         tools = json.dumps(told["tools"], ensure_ascii=False) if told["tools"] else ""
-        hears = self.processor.family.hears
-        if any(is_sound != hears for is_sound, _ in sizes):
-            return f"it has an {'image' if hears else 'audio clip'}, which this model does not read"
-        if hears and any(size[0] > self.processor.seconds * size[1] for _, size in sizes):
+        is_audio = self.processor.family.is_audio
+        if any(is_sound != is_audio for is_sound, _ in sizes):
+            return f"it has an {'image' if is_audio else 'audio clip'}, which this model does not read"
+        if is_audio and any(size[0] > self.processor.seconds * size[1] for _, size in sizes):
             return f"it has an audio clip longer than the {self.processor.seconds:g} s that the model reads"
         try:
             turns = read_turns(told["messages"], "role", "content")

@@ -1,4 +1,4 @@
-"""Processors of Hugging Face folders: model inputs of an image or an audio clip, and the text that stands for it."""
+"""Processors of Hugging Face folders: model inputs of an image or an audio clip, and the text that replaces it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Join = Literal["rows", "samples"]
 
 
 class Family(NamedTuple):
-    """A family of models whose processor is known.
+    """A family of models whose processor is supported.
 
     Attributes:
         processor: name of the processor's class.
         inputs: names of the inputs of an image or an audio clip, with their joins.
         types: name of the input that marks the tokens of images, or "".
-        hears: True if the model reads audio clips, False if it reads images.
+        is_audio: True if the model reads audio clips, False if it reads images.
     """
 
     processor: str
     inputs: Mapping[str, Join]
     types: str = ""
-    hears: bool = False
+    is_audio: bool = False
 
 
 _GRID: dict[str, Join] = {"pixel_values": "rows", "image_grid_thw": "rows"}
@@ -51,7 +51,7 @@ FAMILIES = {
     "gemma3": Family("Gemma3Processor", _PIXELS, "token_type_ids"),
     "idefics3": Family("Idefics3Processor", _TILES),
     "smolvlm": Family("SmolVLMProcessor", _TILES),
-    "qwen2_audio": Family("Qwen2AudioProcessor", _SOUND, hears=True),
+    "qwen2_audio": Family("Qwen2AudioProcessor", _SOUND, is_audio=True),
 }
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -86,7 +86,7 @@ class FolderProcessor:
         #: Maximum seconds of an audio clip.
         self.seconds = float(getattr(extractor, "chunk_length", None) or 30.0)
         #: Placeholder in rendered chats.
-        self.mark = str(self._processor.audio_token if self.family.hears else self._processor.image_token)
+        self.mark = str(self._processor.audio_token if self.family.is_audio else self._processor.image_token)
         self.chat_template: Any = self._processor.chat_template or self.tokenizer.chat_template
         self._blanks: dict[tuple[Any, ...], tuple[str, int]] = {}
 
@@ -96,7 +96,7 @@ class FolderProcessor:
         Raises:
             DataError: if it cannot be decoded.
         """
-        if self.family.hears:
+        if self.family.is_audio:
             return self._process(apply_transform(encoded, size, AudioTransform(self._rate, self.seconds)))
         picture = read_upright(encoded)
         scaled = self._scaled(*picture.size)
@@ -106,7 +106,7 @@ class FolderProcessor:
 
     def blank(self, size: tuple[int, ...]) -> tuple[str, int]:
         """Return the text for an image or an audio clip of some size, and the bytes of its packed inputs."""
-        if not self.family.hears:
+        if not self.family.is_audio:
             key: tuple[int, ...] = self._scaled(*size[:2])
         elif size[1] == self._rate:
             key = size[:1]
@@ -119,7 +119,7 @@ class FolderProcessor:
 
     def empty(self, size: tuple[int, ...]) -> Processed:
         """Return a black image of (width, height), or a silent audio clip of (samples,), as processed."""
-        return self._process(np.zeros(size, np.float32) if self.family.hears else pillow().new("RGB", size))
+        return self._process(np.zeros(size, np.float32) if self.family.is_audio else pillow().new("RGB", size))
 
     def _scaled(self, width: int, height: int) -> tuple[int, int]:
         if not self.max_pixels or width * height <= self.max_pixels:
@@ -128,7 +128,7 @@ class FolderProcessor:
         return max(1, round(width * scale)), max(1, round(height * scale))
 
     def _process(self, media: Any) -> Processed:
-        given = {"audio": [media], "sampling_rate": self._rate} if self.family.hears else {"images": [media]}
+        given = {"audio": [media], "sampling_rate": self._rate} if self.family.is_audio else {"images": [media]}
         try:
             made = self._processor(text=[self.mark], **given, return_tensors="np", return_text_replacement_offsets=True)
         except Exception as error:  # processors raise almost anything for images that they do not accept
@@ -146,7 +146,7 @@ def family_of(folder: Path) -> Family:
     """Return the family of a folder's model.
 
     Raises:
-        DataError: for a family whose processor is not known to be right.
+        DataError: for a family without tests of its processor.
     """
     try:
         family = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")
@@ -156,7 +156,7 @@ def family_of(folder: Path) -> Family:
         raise DataError(f"model.path={folder}: its files cannot be read ({why}). Copy the model's again.") from error
     if family not in FAMILIES:
         raise DataError(
-            f"model.path={folder}: task=chat knows the images and audio of {', '.join(FAMILIES)}, and this is a "
+            f"model.path={folder}: task=chat supports {', '.join(FAMILIES)}, and this is a "
             f"{family}. Use the folder of one of them; leave task.name out to train on texts."
         )
     if not found:
@@ -167,7 +167,7 @@ def family_of(folder: Path) -> Family:
     wanted = FAMILIES[family].processor
     if named not in (None, wanted):
         raise DataError(
-            f"model.path={folder}: its processor is a {named}, and {wanted} is known for {family}. Use its folder."
+            f"model.path={folder}: its processor is a {named}, and a {family} needs a {wanted}. Use its folder."
         )
     return FAMILIES[family]
 

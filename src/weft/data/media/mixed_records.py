@@ -304,7 +304,7 @@ Refuse = Callable[[NDArray[np.int32], Sizes], str]
 
 
 class RowSurvey(Protocol):
-    """Reads the parts of records as rows of the table. Its members are those of `MixedSurvey`."""
+    """Reads the parts of records as rows of the table, as `MixedSurvey` does."""
 
     @property
     def columns(self) -> MixedColumns: ...

@@ -70,7 +70,7 @@ class MixedColumns:
         Raises:
             UnusableSample: if it has no parts, or its markers and media do not match.
         """
-        given = given_media(record, self.picture, self.audio)
+        given = media_lists(record, self.picture, self.audio)
         chat = next((record[name] for name in _CHATS if isinstance(record.get(name), list)), None)
         found = list(_chat_parts(chat, given) if chat is not None else self._plain_parts(record, given))
         given.check_all_used()
@@ -118,7 +118,7 @@ class MediaLists:
                 raise UnusableSample(f"it has {marks} and {len(media)} {what}{'s' * (len(media) != 1)}")
 
 
-def given_media(record: Mapping[str, Any], picture: str, audio: str) -> MediaLists:
+def media_lists(record: Mapping[str, Any], picture: str, audio: str) -> MediaLists:
     """Return the lists of media of a record. picture, audio: names of their columns; "" selects the usual names."""
     pictures, sounds = _listed(record, picture, PICTURE_COLUMNS), _listed(record, audio, SOUND_COLUMNS)
     return MediaLists({"<image>": ("picture", pictures), "<audio>": ("recording", sounds)})
@@ -151,7 +151,7 @@ def _chat_parts(chat: list[Any], given: MediaLists) -> Iterator[SamplePart]:
 
 
 def chat_of(record: Mapping[str, Any], column: str = "") -> list[Mapping[str, Any]]:
-    """Return the messages of a record: those of a column, or a prompt and its answer. column: "" for the usual names.
+    """Return the messages of a record, or its prompt and answer as messages. column: "" for the usual names.
 
     Raises:
         UnusableSample: if it has no messages.

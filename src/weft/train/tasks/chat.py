@@ -91,8 +91,7 @@ class ChatTask(MediaTask, ModelTask):
         Raises:
             CheckpointError: for weights that do not fit the config, or cannot be read.
             ConfigError: for token ids outside the model's vocabulary, and for parts that the model lacks.
-            DataError: for a folder without a known processor, invalid data, and data that has changed since the run was
-                started.
+            DataError: for an unsupported processor, invalid data, and data that has changed since the run was started.
         """
         processor = self.processor.survey.processor
         self.network.check_length(self.config.train.seq_len)
@@ -221,8 +220,8 @@ class ChatProcessor:
     def collate(self, samples: list[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
         """Return padded tokens and labels, and the inputs of all images and audio clips in order.
 
-        If no sample has an image or audio clip, a blank one follows the first row's tokens. Attention does not see it,
-        and it makes every rank call the encoder in every microbatch, so that no rank waits for another.
+        If no sample has an image or audio clip, a blank one follows the first row's tokens. The attention mask
+        excludes it. With it every rank calls the encoder in every microbatch, so no rank waits for another.
         """
         task, family = self.task, self.survey.processor.family
         lengths = torch.tensor([len(one["input_ids"]) for one in samples])
@@ -253,7 +252,7 @@ class ChatProcessor:
     def _blank(self) -> dict[str, np.ndarray]:
         """A small image or a short audio clip as a sample without trained tokens."""
         processor = self.survey.processor
-        made = processor.empty(_BLANK_SOUND if processor.family.hears else _BLANK_IMAGE)
+        made = processor.empty(_BLANK_SOUND if processor.family.is_audio else _BLANK_IMAGE)
         ids = np.array(processor.tokenizer(made.text, add_special_tokens=False)["input_ids"], np.int32)
         return {"input_ids": ids, "learnt": np.zeros(len(ids), np.uint8), **made.inputs}
 
