@@ -65,7 +65,8 @@ def prepared(root: Path, cases: dict[str, int]) -> None:
 def opened(root: Path, family: str, rank: int) -> Any:
     """Return a task whose samples are read already: feature extractors compute in float32, by torch."""
     task = find_task(config(root, family, rank))
-    known = {split: [*task.samples(split)] for split in ("train", "eval")}
+    every = {split: task.samples(split) for split in ("train", "eval")}
+    known = {split: [samples[index] for index in range(len(samples))] for split, samples in every.items()}
     _ = task.processor._blank
     task.samples = known.__getitem__
     return task
@@ -140,7 +141,7 @@ def reference(task: Any) -> tuple[list[tuple[float, float]], dict[str, torch.Ten
     model.eval()
     held = task.samples("eval")
     with torch.no_grad():
-        return numbers, model.state_dict(), float(losses([held[index] for index in range(BATCH)]))
+        return numbers, model.state_dict(), float(losses(held[: len(task.media("eval"))]))
 
 
 def assert_equal(got: Any, wanted: Any, family: str) -> None:

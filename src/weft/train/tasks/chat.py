@@ -29,7 +29,7 @@ from weft.train.folder import RunFolder
 from weft.train.tasks.base import Metric, ModelTask, Report, setting_error
 from weft.train.tasks.decoder_loss import perplexity, token_cross_entropy
 from weft.train.tasks.folder_model import HeadedModel
-from weft.train.tasks.folder_task import IGNORED, called, folder_limits, padded, padded_length
+from weft.train.tasks.folder_task import IGNORED, FilledUp, called, folder_limits, padded, padded_length
 from weft.train.tasks.media import MediaTask, Progress
 
 if TYPE_CHECKING:
@@ -118,7 +118,12 @@ class ChatTask(MediaTask, ModelTask):
         return ChatProcessor(survey, self)
 
     def samples(self, split: str) -> Any:
-        return ChatAhead(self.processor.decoded(self.media(split), split), self.num_workers())
+        found = ChatAhead(self.processor.decoded(self.media(split), split), self.num_workers())
+        return found if split == "train" else FilledUp(found, self.config.train.global_batch, self.blank)
+
+    def blank(self, sample: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Return a sample without trained tokens, to fill up the last batch of an evaluation."""
+        return {**sample, "learnt": np.zeros_like(sample["learnt"])}
 
     def facts(self, world_size: int) -> Facts:
         train = self.config.train
