@@ -188,16 +188,16 @@ def test_adapter_is_exported_for_peft_and_merged(root: Path) -> None:
 def test_command_trains_an_adapter_on_ranks_like_one_process(root: Path) -> None:
     save_folder(root, "qwen3_vl")
     found = {}
-    for plan, ranks in (("dp_replicate=1", 1), ("dp_shard=2 zero=3", 2), ("tp=2", 2)):
+    for number, (plan, ranks) in enumerate((("dp_replicate=1", 1), ("dp_shard=2 zero=3", 2), ("tp=2", 2))):
         words = {
             "task": "chat", "model.path": root / "qwen3_vl", "task.options.data": root / "chats.jsonl",
             "adapter.rank": 2, "data.cache_dir": root / "cache", "data.batching": "cost",
             "data.workers": 1, "train.seq_len": 256,
-            "train.global_batch": 5, "train.steps": 3, "eval.every": 0, "checkpoint.every": 0, "launch.device": "cpu",
-            "launch.ranks": ranks, "run.dir": root / "cli", "run.name": plan[:4], "plan": f"{plan} precision=fp64",
+            "train.global_batch": 4, "train.steps": 3, "eval.every": 0, "checkpoint.every": 0,
+            "launch.device": "cpu", "launch.ranks": ranks, "run.dir": root / "cli", "run.name": f"run{number}", "plan": f"{plan} precision=fp64",
         }  # fmt: skip
         assert weft_run(["train", *(f"{name}={value}" for name, value in words.items())]) == 0
-        found[plan] = losses_of(root / "cli" / plan[:4])
+        found[plan] = losses_of(root / "cli" / f"run{number}")
     first = found.pop("dp_replicate=1")
     assert len(first) == 3
     for plan, losses in found.items():

@@ -150,7 +150,7 @@ def _chat_parts(chat: list[Any], given: MediaLists) -> Iterator[SamplePart]:
         yield SamplePart("end", is_learnt=is_learnt)
 
 
-def chat_of(record: Mapping[str, Any], column: str = "") -> list[Mapping[str, Any]]:
+def chat_of(record: Mapping[str, Any], column: str = "") -> Sequence[Mapping[str, Any]]:
     """Return the messages of a record, or its prompt and answer as messages. column: "" for the usual names.
 
     Raises:

@@ -118,7 +118,7 @@ class ChatTask(MediaTask, ModelTask):
         return ChatProcessor(survey, self)
 
     def samples(self, split: str) -> Any:
-        found = ChatAhead(self.processor.decoded(self.media(split), split), self.num_workers())
+        found: Any = ChatAhead(self.processor.decoded(self.media(split), split), self.num_workers())
         return found if split == "train" else FilledUp(found, self.config.train.global_batch, self.blank)
 
     def blank(self, sample: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
@@ -146,7 +146,7 @@ class ChatTask(MediaTask, ModelTask):
         return np.maximum(counts, np.minimum(-(-counts // multiple) * multiple, self.config.train.seq_len))
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        model = self.shapes()
+        model: Any = self.shapes()
         text = model.config.get_text_config(decoder=True)
         costs = TokenCosts.of(model.get_decoder(), text.num_hidden_layers, text.hidden_size)
         return costs.work(lengths) / costs.work(1)
