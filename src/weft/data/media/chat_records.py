@@ -103,11 +103,12 @@ class MediaTemplate(ChatTemplate):
     A template may read only the contents with media as lists: some add a system message to a text.
     """
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> Rendered:
+    def render_messages(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> Rendered:
+        """Return the text of messages, whose contents become lists of parts."""
         refused: RefusedConversation | None = None
         for only_media in (False, True):
             try:
-                found = super()._rendered([_listed(one, only_media) for one in messages], tools, prompt=prompt)
+                found = super().render_messages([_listed(one, only_media) for one in messages], tools, prompt=prompt)
             except RefusedConversation as error:
                 refused = refused or error
                 continue
@@ -245,7 +246,7 @@ class ChatItems(MixedItems):
 
     smaller = "max_pixels"
 
-    def __init__(self, records: ChatRecords, processor: FolderProcessor):  # pyright: ignore[reportMissingSuperCall]
+    def __init__(self, records: ChatRecords, processor: FolderProcessor):
         self.records, self.processor = records, processor
         self._count_items()
         #: Largest size of an item in bytes.

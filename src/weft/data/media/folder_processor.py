@@ -91,7 +91,7 @@ class FolderProcessor:
         self._blanks: dict[tuple[Any, ...], tuple[str, int]] = {}
 
     def read(self, encoded: Encoded, size: tuple[int, ...]) -> Processed:
-        """Decode and process an image or an audio clip. size: its size, from its header.
+        """Read and process an image or an audio clip. size: its size, from its header.
 
         Raises:
             DataError: if it cannot be decoded.
@@ -197,8 +197,13 @@ def _loaded(folder: str, digest: str) -> Any:
     kind: Any = getattr(transformers, name, None)
     if kind is None or not hasattr(kind, "get_text_with_replacements"):
         raise DataError(f"model.path={folder}: its {name} needs a newer transformers. Install transformers>=5.24.")
-    # Videos are not read, so the processor is built without a video processor, which the constructor would refuse.
-    own = type(name, (kind,), {"check_argument_for_proper_class": lambda self, name, argument: type(argument)})
+
+    class WithoutVideos(kind):
+        """The processor without a video processor, which its constructor would refuse."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)
+
     given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         loaders = {
@@ -209,7 +214,7 @@ def _loaded(folder: str, digest: str) -> Any:
         }
         parts = [loaders[part]() for part in kind.get_attributes()]
         fields, _ = kind.get_processor_dict(folder, local_files_only=True)
-        return own.from_args_and_dict(parts, fields)
+        return WithoutVideos.from_args_and_dict(parts, fields)
     except Exception as error:  # the exception depends on the files
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200].rstrip(".")
         if isinstance(error, ImportError):
