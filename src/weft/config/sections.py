@@ -42,10 +42,10 @@ FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "emb
 #: These tasks train the text decoder with another loss.
 TEXT_TASKS = ("prefer", "distill")
 #: These tasks train networks for images, audio and text, with new weights or from a folder.
-MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast")
+MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast", "chat")
 TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
 #: The model that each named task trains: the model of a Hugging Face "folder", or the text "decoder".
-TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
+TRAINS = {**dict.fromkeys((*FOLDER_TASKS, "chat"), "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 TaskName = Annotated[
     str,
     _text(
@@ -54,8 +54,8 @@ TaskName = Annotated[
     ),
 ]
 OptionValue = Annotated[
-    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
-    WithJsonSchema({"x-rule": "true, false, a number, a string or a list of numbers"}),
+    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)] | Annotated[tuple[str, ...], Strict(False)],
+    WithJsonSchema({"x-rule": "true, false, a number, a string, or a list of numbers or of strings"}),
 ]
 TokenList = Annotated[
     Literal["added"] | Annotated[tuple[int | str, ...], Strict(False)],

@@ -31,6 +31,7 @@ _KINDS = {
     "pictures": "weft.data.media.image_source:Pictures",
     "sounds": "weft.data.media.audio_source:Sounds",
     "mixed": "weft.data.media.mixed_items:MixedItems",
+    "chat": "weft.data.media.chat_records:ChatItems",
 }
 
 

@@ -14,7 +14,7 @@ from weft.data.media.class_folder import ClassFolder
 from weft.data.media.images import Encoded, Look, read_picture
 from weft.data.media.media_records import MediaRecords
 from weft.data.media.mixed_records import MixedRecords
-from weft.data.media.records import SAMPLE
+from weft.data.media.records import CHAT, SAMPLE
 
 
 class PictureSource(Protocol):
@@ -65,6 +65,10 @@ def parse_source(text: str) -> ClassFolder | MediaRecords:
         kind = found["columns"]["kind"] if "records" in found else ""
     except (ValueError, TypeError, KeyError):
         kind = ""
+    if kind == CHAT.one:
+        from weft.data.media.chat_records import ChatRecords  # imported here, because it loads jinja2
+
+        return ChatRecords.parse(text)
     if kind == SAMPLE.one:
         return MixedRecords.parse(text)
     return MediaRecords.parse(text) if kind else ClassFolder.parse(text)

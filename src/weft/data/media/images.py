@@ -5,6 +5,7 @@ Encoded media is a full file, a byte range of an archive, or bytes in a record.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import time
@@ -198,8 +199,10 @@ def pillow() -> Any:
     return Image
 
 
-def picture_size(source: Path | Encoded) -> tuple[int, int]:
+def picture_size(source: Path | Encoded, *, upright: bool = False) -> tuple[int, int]:
     """Return width and height from the header. A file that seems to be truncated is decoded once to check it.
+
+    upright: return the size after the rotation that the EXIF data of a photo asks for, as `read_upright` applies it.
 
     Raises:
         DataError: if the file is not an image of one of the `FORMATS`, has no pixels or too many, or is truncated.
@@ -218,7 +221,33 @@ def picture_size(source: Path | Encoded) -> tuple[int, int]:
         if end is not None and end not in tail[-_TAIL_BYTES:]:
             with _open_image(encoded.read_all(), encoded.name) as whole:
                 _decoded(whole, encoded.name, lambda: whole.load())
-        return picture.size
+        return picture.size[::-1] if upright and _turn_of(picture) in _SWAPS else picture.size
+
+
+def read_upright(source: Path | Encoded) -> Any:
+    """Return an RGB Pillow image of full size, rotated as its EXIF data asks. Transparent parts become white.
+
+    Raises:
+        DataError: if the pixels cannot be decoded.
+    """
+    image, encoded = pillow(), _encoded(source)
+    with _open_image(encoded.read_all(), encoded.name) as picture:
+        turn = _turn_of(picture)
+        found = _decoded(picture, encoded.name, lambda: _rgb(picture, image).copy())
+    return found if turn is None else found.transpose(turn)
+
+
+#: Pillow's transposition for each orientation of EXIF data, and those that swap width and height.
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+_SWAPS = (5, 4, 6, 2)
+
+
+def _turn_of(picture: Any) -> int | None:
+    """Return the transposition that the EXIF data before an image's pixels asks for, or None."""
+    exif = pillow().Exif()
+    with contextlib.suppress(Exception):  # damaged metadata, which viewers ignore too
+        exif.load(picture.info.get("exif") or b"")
+    return _TURNS.get(exif.get(0x0112))
 
 
 def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] = ()) -> NDArray[np.uint8]:

@@ -275,7 +275,9 @@ def records_table(
     return table
 
 
-def refuse_unusable(path: str, kind: MediaKind, count: int, num_bad: int, reasons: Sequence[str]) -> None:
+def refuse_unusable(
+    path: str, kind: MediaKind, count: int, num_bad: int, reasons: Sequence[str], most_bad: float = MOST_BAD
+) -> None:
     """Raise DataError for data without records, or with too many unusable records.
 
     Args:
@@ -284,15 +286,16 @@ def refuse_unusable(path: str, kind: MediaKind, count: int, num_bad: int, reason
         count: number of records.
         num_bad: number of unusable records.
         reasons: reasons for the first unusable records.
+        most_bad: maximum share of unusable records.
 
     Raises:
         DataError: for such data.
     """
     if not count:
         raise DataError(f"data={path}: its files hold no records. Give files with {kind.many} in them.")
-    if num_bad > MOST_BAD * count:
+    if num_bad > most_bad * count:
         raise DataError(
-            f"data={path}: {num_bad} of {format_count(count)} {kind.many} cannot be used, more than {MOST_BAD:.0%}. "
+            f"data={path}: {num_bad} of {format_count(count)} {kind.many} cannot be used, more than {most_bad:.0%}. "
             f"The first: {'; '.join(reasons[:3])}"
         )
 
@@ -338,6 +341,7 @@ def add_rows(
     told: Told | None,
     records: Callable[[Path], Iterable[Any]],
     row_of: RowOf,
+    most_bad: float = MOST_BAD,
 ) -> dict[str, Any]:
     """Read every record once, add a row for each usable one, and return the table's notes.
 
@@ -349,6 +353,7 @@ def add_rows(
         told: called with (bytes or files read, total).
         records: returns the records of a file. They have an `offset`, and a `path` if their media is a separate file.
         row_of: converts a record to a row.
+        most_bad: maximum share of unusable records.
 
     Raises:
         DataError: as in `refuse_unusable`.
@@ -371,7 +376,7 @@ def add_rows(
             if told is not None and not count % _TOLD_EVERY:
                 told(done + max(0, record.offset), sum(sizes))
         done += sizes[number]
-    refuse_unusable(path, kind, count, num_bad, reasons)
+    refuse_unusable(path, kind, count, num_bad, reasons, most_bad)
     return {"reasons": reasons, "num_bad": num_bad, "missing": missing}
 
 

@@ -66,10 +66,13 @@ class MixedItems:
 
     def __init__(self, records: MixedRecords, look: Look, hearing: AudioTransform, features: LogMel, seed: int):
         self.records, self.look, self.hearing, self.features, self.seed = records, look, hearing, features, seed
-        self._starts = np.concatenate(([0], np.cumsum(records.num_media())))
+        self._count_items()
         self.bands_shape = features.shape(hearing.most_samples)
         #: Largest shape of an item.
         self.shape = (max(3 * look.side**2, 4 * int(np.prod(self.bands_shape))),)
+
+    def _count_items(self) -> None:
+        self._starts = np.concatenate(([0], np.cumsum(self.records.num_media())))
         self.source = _Source(self)
 
     def __len__(self) -> int:
@@ -149,18 +152,18 @@ class MixedAhead:
     def __len__(self) -> int:
         return len(self.items.records)
 
-    def __getitem__(self, index: int) -> MixedSample:
+    def __getitem__(self, index: int) -> Any:
         return self.in_epoch(0, index)
 
-    def __iter__(self) -> Iterator[MixedSample]:
+    def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
-    def in_epoch(self, epoch: int, index: int) -> MixedSample:
+    def in_epoch(self, epoch: int, index: int) -> Any:
         """Return a sample in an epoch."""
         made = {item: self.items.medium(epoch, item) for item in self._decoded(index)}
         return self._sample(index, made)
 
-    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[MixedSample]:
+    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[Any]:
         """Return samples, and decode the media of others in the background.
 
         Args:
@@ -200,7 +203,7 @@ class MixedAhead:
     def _shards(self) -> Sequence[FeatureShards]:
         return () if self._kept is None else self._kept()
 
-    def _sample(self, index: int, made: Mapping[int, NDArray[Any]]) -> MixedSample:
+    def _sample(self, index: int, made: Mapping[int, NDArray[Any]]) -> Any:
         records, items = self.items.records, tuple(self.items.of_sample(index))
         kept = {shards.is_sound: shards for shards in self._shards()}
         sizes = records.sizes(index) if kept else [(False, ())] * len(items)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.audio import sound_size
+from weft.data.media.class_folder import MOST_BAD
 from weft.data.media.files import (
     FILE,
     LINE,
@@ -36,7 +37,7 @@ from weft.data.media.files import (
 from weft.data.media.images import Encoded, picture_size
 from weft.data.media.media_records import MediaRecords, Told, add_rows, file_state, records_table
 from weft.data.media.mixed_samples import MixedColumns, SamplePart, TextCodec, UnusableSample, sample_tokens
-from weft.data.media.records import PICTURE, SAMPLE, SOUND
+from weft.data.media.records import PICTURE, SAMPLE, SOUND, MediaKind
 from weft.data.store.row_table import RowWriter
 from weft.errors import DataError
 
@@ -233,6 +234,8 @@ _NUMBERS = 9
 class MixedRecords(MediaRecords):
     """Samples of text, images and audio in records, in the order of their files."""
 
+    kind: ClassVar[MediaKind] = SAMPLE
+
     def mixed_columns(self) -> MixedColumns:
         """Return the columns of text and media."""
         picture, _, audio = self.columns.media.partition("\n")
@@ -294,8 +297,23 @@ class MixedRecords(MediaRecords):
         return printable(name_text(row["name"]))
 
 
-#: Function from a sample's tokens and the (is audio, size) of its media to the reason to skip it, or "".
-Refuse = Callable[[NDArray[np.int32], list[tuple[bool, tuple[int, ...]]]], str]
+#: Whether each image or audio clip of a sample is audio, and its size.
+Sizes = Sequence[tuple[bool, tuple[int, ...]]]
+#: Function from a sample's tokens and its media to the reason to skip it, or "".
+Refuse = Callable[[NDArray[np.int32], Sizes], str]
+
+
+class RowSurvey(Protocol):
+    """Reads the parts of records as rows of the table, as `MixedSurvey` does."""
+
+    @property
+    def columns(self) -> MixedColumns: ...
+    @property
+    def most_bad(self) -> float: ...
+    @property
+    def upright(self) -> bool: ...
+    def digest(self) -> list[Any]: ...
+    def row(self, parts: Sequence[SamplePart], sizes: Sizes) -> dict[str, np.ndarray] | str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,15 +325,35 @@ class MixedSurvey:
         codec: codec of texts.
         refuse: returns the reason to skip a sample, or "".
         key: JSON values that determine the results of `refuse`.
+        most_bad: maximum share of records that cannot be used.
+        upright: whether images are rotated as their EXIF data asks.
     """
 
     columns: MixedColumns
     codec: TextCodec
     refuse: Refuse
     key: tuple[Any, ...] = ()
+    most_bad: float = MOST_BAD
+    upright: bool = False
+
+    def digest(self) -> list[Any]:
+        """Return the JSON values that determine the rows."""
+        return [self.codec.digest, *self.key]
+
+    def row(self, parts: Sequence[SamplePart], sizes: Sizes) -> dict[str, np.ndarray] | str:
+        """Return a sample's columns, with `tokens` and `learnt`, or the reason to skip it."""
+        made = sample_tokens(parts, self.codec)
+        return self.refuse(made.tokens, sizes) or {"tokens": made.tokens, "learnt": made.learnt}
 
 
-def find_mixed(path: str, files: Sequence[Path], survey: MixedSurvey, cache: Path, told: Told | None) -> MixedRecords:
+def find_mixed(
+    path: str,
+    files: Sequence[Path],
+    survey: RowSurvey,
+    cache: Path,
+    told: Told | None,
+    made: type[MixedRecords] = MixedRecords,
+) -> MixedRecords:
     """Find the samples of records. Unusable records are skipped.
 
     Args:
@@ -324,48 +362,46 @@ def find_mixed(path: str, files: Sequence[Path], survey: MixedSurvey, cache: Pat
         survey: columns, codec and checks.
         cache: folder that stores the table.
         told: called with (bytes read, total bytes).
+        made: class of the result.
 
     Raises:
-        DataError: if a file is damaged, or more than 1 % of the records cannot be used.
+        DataError: if a file is damaged, or too many of the records cannot be used.
     """
-    columns = survey.columns
-    asked = RecordColumns(f"{columns.picture}\n{columns.audio}", columns.text, SAMPLE, is_text=True)
-    key = ["mixed", _VERSION, [columns.text, columns.picture, columns.audio, survey.codec.digest, *survey.key]]
+    columns, kind = survey.columns, made.kind
+    asked = RecordColumns(f"{columns.picture}\n{columns.audio}", columns.text, kind, is_text=True)
+    key = ["mixed", _VERSION, [columns.text, columns.picture, columns.audio, *survey.digest()]]
 
     def write(writer: RowWriter) -> dict[str, Any]:
         row_of = partial(_row, survey)
-        return add_rows(writer, path, files, SAMPLE, told, lambda file: mixed_in(file, columns), row_of)
+        found = partial(mixed_in, columns=columns)
+        return add_rows(writer, path, files, kind, told, found, row_of, survey.most_bad)
 
-    table = records_table(cache, key, files, SAMPLE, write)
-    return MixedRecords(
+    table = records_table(cache, key, files, kind, write)
+    return made(
         path, str(table.folder), table.digest, (), (), tuple(str(file.absolute()) for file in files), asked,
         tuple(table.notes["reasons"]), _table=[table],
     )  # fmt: skip
 
 
-def _row(survey: MixedSurvey, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
+def _row(survey: RowSurvey, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
     if sample.reason:
         return None, f"{sample.name}: {sample.reason}"
     places: list[int] = []
     sizes: list[tuple[bool, tuple[int, ...]]] = []
     try:
         for one in sample.media:
-            size = (sound_size if one.is_sound else picture_size)(one.encoded)
+            size = sound_size(one.encoded) if one.is_sound else picture_size(one.encoded, upright=survey.upright)
             sizes.append((one.is_sound, size))
             places += [one.is_sound, one.kind, file, one.offset, one.length, one.number, *(*size, 0)[:3]]
     except DataError as error:
         return None, str(error)
-    made = sample_tokens(sample.parts, survey.codec)
-    if reason := survey.refuse(made.tokens, sizes):
-        return None, f"{sample.name}: {reason}"
+    made = survey.row(sample.parts, sizes)
+    if isinstance(made, str):
+        return None, f"{sample.name}: {made}"
     names = "\n".join(one.name for one in sample.media)
     return {
-        "places": np.array(places, np.int64),
-        "name": name_bytes(sample.name),
-        "names": name_bytes(names),
-        "tokens": made.tokens,
-        "learnt": made.learnt,
-    }, ""
+        "places": np.array(places, np.int64), "name": name_bytes(sample.name), "names": name_bytes(names), **made
+    }, ""  # fmt: skip
 
 
 # Features that a frozen encoder computed from images or audio clips. They are stored in safetensors shards, and read by

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from weft.data.media.records import PICTURE, SOUND
 from weft.data.text.records import is_valid_text
+from weft.data.text.turns import list_of_messages
 
 #: Columns whose name does not indicate the kind of media. They are removed from the usual media columns below.
 _VAGUE = ("file_name", "path", "bytes")
@@ -24,6 +25,8 @@ SOUND_COLUMNS = ("audios", *(name for name in SOUND.columns if name not in _VAGU
 _TEXTS = ("text", "caption", "transcription", "transcript", "sentence", "txt", "normalized_text", "answer", "label")
 _ASKED = ("prompt", "question", "instruction")
 _CHATS = ("messages", "conversations")
+#: Columns of a prompt, and of its answer, as texts or as messages.
+_PAIRS = ((*_ASKED, "query"), ("completion", "response", "output", *_TEXTS))
 _MARKS = re.compile("(<image>|<audio>)")
 _LEARNT_ROLES = ("assistant", "gpt", "model")
 #: Role names of other chat formats -> role.
@@ -67,9 +70,7 @@ class MixedColumns:
         Raises:
             UnusableSample: if it has no parts, or its markers and media do not match.
         """
-        pictures = _listed(record, self.picture, PICTURE_COLUMNS)
-        sounds = _listed(record, self.audio, SOUND_COLUMNS)
-        given = _Media({"<image>": ("picture", pictures), "<audio>": ("recording", sounds)})
+        given = media_lists(record, self.picture, self.audio)
         chat = next((record[name] for name in _CHATS if isinstance(record.get(name), list)), None)
         found = list(_chat_parts(chat, given) if chat is not None else self._plain_parts(record, given))
         given.check_all_used()
@@ -79,7 +80,7 @@ class MixedColumns:
             raise UnusableSample("it has no text that could be learnt")
         return found
 
-    def _plain_parts(self, record: Mapping[str, Any], given: _Media) -> Iterator[SamplePart]:
+    def _plain_parts(self, record: Mapping[str, Any], given: MediaLists) -> Iterator[SamplePart]:
         text = _text(record, [self.text] if self.text else _TEXTS)
         asked = _text(record, _ASKED)
         if text is None:
@@ -92,7 +93,7 @@ class MixedColumns:
         yield SamplePart("end", is_learnt=True)
 
 
-class _Media:
+class MediaLists:
     """Media of a record, which its markers take in order."""
 
     def __init__(self, lists: Mapping[str, tuple[What, list[Any]]]):
@@ -117,6 +118,12 @@ class _Media:
                 raise UnusableSample(f"it has {marks} and {len(media)} {what}{'s' * (len(media) != 1)}")
 
 
+def media_lists(record: Mapping[str, Any], picture: str, audio: str) -> MediaLists:
+    """Return the lists of media of a record. picture, audio: names of their columns; "" selects the usual names."""
+    pictures, sounds = _listed(record, picture, PICTURE_COLUMNS), _listed(record, audio, SOUND_COLUMNS)
+    return MediaLists({"<image>": ("picture", pictures), "<audio>": ("recording", sounds)})
+
+
 def _listed(record: Mapping[str, Any], asked: str, usual: Sequence[str]) -> list[Any]:
     names = [asked] if asked else usual
     found = next((record[name] for name in names if record.get(name) is not None), None)
@@ -130,7 +137,7 @@ def _text(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
     return found.strip() or None if isinstance(found, str) else None
 
 
-def _chat_parts(chat: list[Any], given: _Media) -> Iterator[SamplePart]:
+def _chat_parts(chat: list[Any], given: MediaLists) -> Iterator[SamplePart]:
     for turn in chat:
         if not isinstance(turn, Mapping):
             raise UnusableSample("a turn of its chat is not an object")
@@ -139,15 +146,45 @@ def _chat_parts(chat: list[Any], given: _Media) -> Iterator[SamplePart]:
             raise UnusableSample("a turn of its chat has no role, or no content")
         is_learnt = role in _LEARNT_ROLES
         yield SamplePart("turn", _ROLES.get(role, role))
-        if isinstance(content, str):
-            yield from _marked(content, given, is_learnt)
-        else:
-            for each in content:
-                yield from _content_part(each, given, is_learnt)
+        yield from content_parts(content, given, is_learnt=is_learnt)
         yield SamplePart("end", is_learnt=is_learnt)
 
 
-def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
+def chat_of(record: Mapping[str, Any], column: str = "") -> Sequence[Mapping[str, Any]]:
+    """Return the messages of a record, or its prompt and answer as messages. column: "" for the usual names.
+
+    Raises:
+        UnusableSample: if it has no messages.
+    """
+    names = (column,) if column else _CHATS
+    found = next((list_of_messages(record[name]) for name in names if record.get(name) is not None), None)
+    if found is None and not column:
+        asked, answer = (next((record[name] for name in names if record.get(name)), None) for names in _PAIRS)
+        more = record.get("input")
+        asked = f"{asked}\n{more}" if isinstance(asked, str) and isinstance(more, str) and more else asked
+        asked, answer = (
+            [{"role": role, "content": value}] if isinstance(value, str) else value
+            for role, value in (("user", asked or "" if answer else None), ("assistant", answer))
+        )
+        found = [*asked, *answer] if isinstance(asked, list) and isinstance(answer, list) else None
+    if not isinstance(found, list) or not all(isinstance(turn, Mapping) for turn in found) or not found:
+        raise UnusableSample(f"it has no messages in {' or '.join(names)}, and no prompt with an answer")
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and found[0].get("role", found[0].get("from")) != "system":
+        return [{"role": "system", "content": system}, *found]
+    return found
+
+
+def content_parts(content: str | list[Any], given: MediaLists, *, is_learnt: bool = False) -> Iterator[SamplePart]:
+    """Yield the parts of a message's content: a text with markers, or a list of parts."""
+    if isinstance(content, str):
+        yield from _marked(content, given, is_learnt)
+    else:
+        for each in content:
+            yield from _content_part(each, given, is_learnt)
+
+
+def _content_part(each: Any, given: MediaLists, is_learnt: bool) -> Iterator[SamplePart]:
     """Yield the parts of an element of a content list. An element without media takes the record's next media."""
     kind = each.get("type") if isinstance(each, Mapping) else None
     if kind == "text":
@@ -168,7 +205,7 @@ def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[SampleP
         yield SamplePart("picture" if marks[kind] == "<image>" else "recording", media=own)
 
 
-def _marked(text: str, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
+def _marked(text: str, given: MediaLists, is_learnt: bool) -> Iterator[SamplePart]:
     for piece in _MARKS.split(text):
         if piece in ("<image>", "<audio>"):
             yield given.at(piece)

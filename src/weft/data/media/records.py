@@ -44,8 +44,10 @@ SOUND = MediaKind(
 )  # fmt: skip
 #: Text with any number of images and audio clips.
 SAMPLE = MediaKind("sample", "samples", "text", (), ())
+#: Conversations with any number of images and audio clips.
+CHAT = MediaKind("conversation", "conversations", "text", (), ())
 #: Kinds by singular name.
-KINDS = {kind.one: kind for kind in (PICTURE, SOUND, SAMPLE)}
+KINDS = {kind.one: kind for kind in (PICTURE, SOUND, SAMPLE, CHAT)}
 
 
 def class_files(root: Path, kind: MediaKind) -> list[tuple[str, str]]:

@@ -94,7 +94,7 @@ class ChatTemplate:
             DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
-        rendered = self._rendered(messages, schemas)
+        rendered = self.render_messages(messages, schemas)
         answers = self._located(rendered.text, messages, schemas)
         if answers is None and not self._marks_answers:
             raise _unclear()
@@ -121,7 +121,7 @@ class ChatTemplate:
             RefusedConversation: if the template rejects the conversation.
             DataError: if the template cannot be compiled, or exceeds its limits of work.
         """
-        return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
+        return self.render_messages(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
 
     def split_literals(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
         """Return the text as parts (text, is literal). A literal part is content that equals a special token's text.
@@ -135,12 +135,12 @@ class ChatTemplate:
             RefusedConversation: if the template rewrites such a text, or a key of a tool call has one.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
-        text = self._rendered(messages, schemas, prompt=prompt).text
+        text = self.render_messages(messages, schemas, prompt=prompt).text
         plain = [
             replace_texts(message, self._hidden_for(turn.role)) | {"role": message["role"]}
             for message, turn in zip(messages, turns, strict=True)
         ]
-        shadow = self._rendered(plain, replace_texts(schemas, self._hidden_for("")), prompt=prompt).text
+        shadow = self.render_messages(plain, replace_texts(schemas, self._hidden_for("")), prompt=prompt).text
         pieces: list[tuple[str, bool]] = []
         at = 0
         for match in re.finditer(f"{_PLAIN}+", shadow):
@@ -169,7 +169,7 @@ class ChatTemplate:
         Raises:
             DataError: as in `render`.
         """
-        text = self._rendered([_message("user", _ASKED), _message("assistant", _SAID)], None).text
+        text = self.render_messages([_message("user", _ASKED), _message("assistant", _SAID)], None).text
         if text.count(_SAID) != 1:
             raise _unclear()
         return text.partition(_SAID)[2].strip()
@@ -205,13 +205,13 @@ class ChatTemplate:
         """True if tool-call arguments must be passed as JSON text, not as objects, for the template to render JSON."""
         asked = _message("user", _ASKED)
         try:
-            text = self._rendered([asked, _calling({"key": "value"})], None).text
+            text = self.render_messages([asked, _calling({"key": "value"})], None).text
         except DataError:
             text = "'key'"
         if "'key'" not in text:
             return False
         try:
-            return "key" in self._rendered([asked, _calling('{"key": "value"}')], None).text
+            return "key" in self.render_messages([asked, _calling('{"key": "value"}')], None).text
         except DataError:
             return False
 
@@ -220,7 +220,7 @@ class ChatTemplate:
         for others, insert in ((True, True), (False, True), (True, False), (False, False)):
             answers = MarkedAnswers(messages, others=others, insert=insert)
             try:
-                shadow = self._rendered(answers.messages, tools).text
+                shadow = self.render_messages(answers.messages, tools).text
             except RefusedConversation:
                 continue
             if answers.locate(text, shadow):
@@ -262,7 +262,7 @@ class ChatTemplate:
     def _after(self, content: str, messages: Messages, *, prompt: bool = False) -> str:
         """Render messages and return the text after `content`, or "" if the template cannot render them."""
         try:
-            found = self._rendered(self._adapted(messages), None, prompt=prompt).text.rpartition(content)
+            found = self.render_messages(self._adapted(messages), None, prompt=prompt).text.rpartition(content)
         except RefusedConversation:
             return ""
         return found[2] if found[1] else ""
@@ -313,7 +313,17 @@ class ChatTemplate:
                 "or use the model's own."
             ) from error
 
-    def _rendered(self, messages: Messages, tools: Any, *, prompt: bool = False) -> Rendered:
+    def render_messages(self, messages: Messages, tools: Any, *, prompt: bool = False) -> Rendered:
+        """Return the text of messages in the template's form.
+
+        Args:
+            messages: messages in the format of transformers.
+            tools: tools that the assistant may call, or None.
+            prompt: append the prompt for the assistant's next turn.
+
+        Raises:
+            RefusedConversation, DataError: as in `prompt`.
+        """
         sandbox = self._sandbox
         size = sum(_MESSAGE_CHARS + _size_of(message) for message in messages) + _size_of(tools)
         variables = {

@@ -21,6 +21,7 @@ _OF_BATCHES = ("data.batching", "data.microbatch_cost", "data.cache_features")
 
 #: Classes of tasks by name.
 _CLASSES = {
+    "chat": "weft.train.tasks.chat:ChatTask",
     "caption": "weft.train.tasks.captioning:CaptionTask",
     "classify_audio": "weft.train.tasks.media:AudioClassTask",
     "classify_images": "weft.train.tasks.media:ImageClassTask",

@@ -1,0 +1,294 @@
+"""Chats with images and audio clips, for pretrained vision-language and audio-language models: `task.name = "chat"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from weft.config.rules.rule import Facts
+from weft.config.traced_model import Limit
+from weft.data.media.chat_records import ChatAhead, ChatColumns, ChatItems, ChatRecords, ChatSurvey
+from weft.data.media.folder_processor import FolderProcessor
+from weft.data.media.images import Look, read_picture
+from weft.data.media.media_records import record_files
+from weft.data.media.mixed_records import find_mixed
+from weft.data.media.records import CHAT
+from weft.data.store.prepare import cache_folder
+from weft.errors import DataError
+from weft.models.inspect import hugging_face
+from weft.monitor.plots import GridSample
+from weft.train.batching_by_cost import TokenCosts
+from weft.train.folder import RunFolder
+from weft.train.tasks.base import Metric, ModelTask, Report, setting_error
+from weft.train.tasks.decoder_loss import perplexity, token_cross_entropy
+from weft.train.tasks.folder_model import HeadedModel
+from weft.train.tasks.folder_task import IGNORED, FilledUp, called, folder_limits, padded, padded_length
+from weft.train.tasks.media import MediaTask, Progress
+
+if TYPE_CHECKING:
+    from weft.planner.search.model_source import PlannedModel
+
+#: Parts of names of parameters by part of the model. All other parameters belong to the text model.
+_PARTS = {
+    "projector": ("merger", "multi_modal_projector.", ".connector."),
+    "vision": (".visual.", ".vision_tower.", ".vision_model."),
+    "audio": (".audio_tower.",),
+}
+_WHY = "images and audio enter the model in addition to tokens, and it is unknown which part of them belongs to a"
+_LIMITS = {"pp": Limit((1,), f"{_WHY} stage"), "sp": Limit((0,), f"{_WHY} part of a sequence")}
+#: Width and height of an image that a preview shows, and sizes of a blank image and a blank audio clip.
+_SHOWN, _BLANK_IMAGE, _BLANK_SOUND = 224, (32, 32), (1600,)
+
+
+@dataclass(eq=False)
+class ChatTask(MediaTask, ModelTask):
+    """Trains a vision-language or audio-language model of a Hugging Face folder on conversations.
+
+    The folder's own processor and chat template make the inputs. The assistant's turns are trained.
+
+    data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, with messages and any number of
+    images and audio clips. eval: records for evaluation; by default a share `holdout` of `data`. freeze: parts of the
+    model that do not train: vision, audio, projector, text. max_pixels: larger images are scaled down to about this
+    many pixels; 0: only as the processor does. pad_multiple: padded lengths are rounded up to a multiple of this.
+    picture, audio, text: names of the columns of images, audio clips and messages.
+    """
+
+    data: str
+    eval: str = ""
+    holdout: float = 0.1
+    freeze: Sequence[str] = ()
+    max_pixels: int = 0
+    pad_multiple: int = 8
+    picture: str = ""
+    audio: str = ""
+    text: str = ""
+
+    unit, sample_unit = "tokens", "conversations"
+    media_file = "conversations.json"
+    sections = ("model.path", "data.cache_dir", "data.workers", "data.batching", "data.microbatch_cost",
+                "data.max_bad_fraction", "train.seq_len")  # fmt: skip
+    identity = ("model", "train.seq_len")
+    metrics = (Metric("perplexity", "", "e to the mean loss over the tokens of answers"),)
+    fills_seq_len = False
+
+    def __post_init__(self) -> None:
+        self.check_ranges(max_pixels=(0, 100_000_000), pad_multiple=(1, 4096))
+        if isinstance(self.freeze, str) or not all(isinstance(part, str) for part in self.freeze):
+            raise setting_error("task.options.freeze", self.freeze, 'it is a list of parts. Use ["vision"].')
+
+    # --- the conversations ---
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Check the folder's model, processor and weights, and find the conversations.
+
+        Raises:
+            CheckpointError: for weights that do not fit the config, or cannot be read.
+            ConfigError: for token ids outside the model's vocabulary, and for parts that the model lacks.
+            DataError: for an unsupported processor, invalid data, and data that has changed since the run was started.
+        """
+        processor = self.processor.survey.processor
+        self.network.check_length(self.config.train.seq_len)
+        self.network.check_vocabulary(len(processor.tokenizer))
+        super().prepare(folder, report)
+        self.network.check_weights(folder)
+
+    def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
+        self.network.keep(folder)
+        return super().keep(folder, notes)
+
+    def open(self, folder: RunFolder) -> None:
+        self.network.open(folder)
+        super().open(folder)
+
+    @cached_property
+    def processor(self) -> ChatProcessor:
+        config = self.config
+        survey = ChatSurvey(
+            ChatColumns(self.text, self.picture, self.audio), FolderProcessor(self.network.base, self.max_pixels),
+            config.train.seq_len, config.data.max_bad_fraction,
+        )  # fmt: skip
+        _ = survey.template  # its errors come before the data's
+        return ChatProcessor(survey, self)
+
+    def samples(self, split: str) -> Any:
+        found: Any = ChatAhead(self.processor.decoded(self.media(split), split), self.num_workers())
+        return found if split == "train" else FilledUp(found, self.config.train.global_batch, self.blank)
+
+    def blank(self, sample: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Return a sample without trained tokens, to fill up the last batch of an evaluation."""
+        return {**sample, "learnt": np.zeros_like(sample["learnt"])}
+
+    def facts(self, world_size: int) -> Facts:
+        train = self.config.train
+        return Facts(
+            world_size=world_size, global_batch=train.global_batch, seq_len=train.seq_len, limits=self.limits()
+        )
+
+    def limits(self) -> dict[str, Limit]:
+        """Return limits of plan fields for this task, in addition to its model's limits."""
+        return {**folder_limits(self.config), **_LIMITS}
+
+    def nominal_count(self) -> int:
+        return max(1, self.config.train.global_batch * self.config.train.seq_len // 4)
+
+    # --- cost of samples ---
+
+    def lengths(self) -> np.ndarray:
+        """Return the padded tokens of each conversation with its images and audio clips, int64 (conversations,)."""
+        counts, multiple = self.media("train").token_counts(), self.pad_multiple
+        return np.maximum(counts, np.minimum(-(-counts // multiple) * multiple, self.config.train.seq_len))
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        model: Any = self.shapes()
+        text = model.config.get_text_config(decoder=True)
+        costs = TokenCosts.of(model.get_decoder(), text.num_hidden_layers, text.hidden_size)
+        return costs.work(lengths) / costs.work(1)
+
+    # --- the model ---
+
+    @cached_property
+    def network(self) -> HeadedModel:
+        """The folder's model."""
+        return _ChatModel(self.config, ("MultimodalLM", "vision-language or audio-language model"), self.freeze)
+
+    def describe(self) -> PlannedModel:
+        found = self.network.describe(self.config.train.seq_len, self.limits())
+        return replace(found, config=self.config, sample_unit=self.sample_unit)
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        return called(model, batch, use_cache=False).logits
+
+    def loss(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return token_cross_entropy(output, batch)
+
+    loss.takes_head_loss = True
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        return {"perplexity": perplexity(sums)}
+
+
+class _ChatModel(HeadedModel):
+    """The model of a folder with frozen parts."""
+
+    def __init__(self, config: Any, head: tuple[str, str], frozen: Sequence[str]):
+        super().__init__(config, head)
+        self._frozen = tuple(frozen)
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        if not self._frozen:
+            return model
+        if self.config.adapter.rank:
+            rule = "an adapter freezes the model already. Choose its layers with adapter.targets."
+            raise setting_error("task.options.freeze", ", ".join(self._frozen), rule)
+        owners = {name: _part_of(name) for name, _ in model.named_parameters()}
+        if odd := [part for part in self._frozen if part not in owners.values()]:
+            rule = f"the model has no such part. Use some of {', '.join(dict.fromkeys(owners.values()))}."
+            raise setting_error("task.options.freeze", odd[0], rule)
+        for name, param in model.named_parameters():
+            if owners[name] in self._frozen:
+                param.requires_grad_(False)
+        return model
+
+
+def _part_of(name: str) -> str:
+    """Return the part of the model that a parameter belongs to."""
+    return next((part for part, marks in _PARTS.items() if any(mark in name for mark in marks)), "text")
+
+
+@dataclass(frozen=True)
+class ChatProcessor:
+    """Conversations with images and audio clips. survey: reads records."""
+
+    survey: ChatSurvey
+    task: ChatTask
+
+    def find(self, option: str, path: str, progress: Progress) -> Any:
+        files = record_files(path, CHAT)
+        if not files:
+            raise DataError(
+                f"task.options.{option}={path}: there is no .tar, .jsonl or .parquet file. Give files of records, each "
+                "with messages and their images or audio clips."
+            )
+        return find_mixed(path, files, self.survey, cache_folder(self.task.config.data), progress, ChatRecords)
+
+    def decoded(self, source: ChatRecords, split: str) -> ChatItems:
+        return ChatItems(source, self.survey.processor)
+
+    def collate(self, samples: list[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
+        """Return padded tokens and labels, and the inputs of all images and audio clips in order.
+
+        If no sample has an image or audio clip, a blank one follows the first row's tokens. The attention mask
+        excludes it. With it every rank calls the encoder in every microbatch, so no rank waits for another.
+        """
+        task, family = self.task, self.survey.processor.family
+        lengths = torch.tensor([len(one["input_ids"]) for one in samples])
+        if self._has_media and not any(name in one for one in samples for name in family.inputs):
+            first = {name: np.concatenate([values, self._blank[name]]) for name, values in samples[0].items()}
+            samples = [{**self._blank, **first}, *samples[1:]]
+        longest = max(len(one["input_ids"]) for one in samples)
+        length = padded_length(longest, task.pad_multiple, task.config.train.seq_len)
+        ids = padded([one["input_ids"] for one in samples], self._pad, length)
+        learnt = padded([one["learnt"] for one in samples], 0, length)
+        labels = ids.masked_fill(learnt == 0, IGNORED).roll(-1, 1)
+        labels[:, -1] = IGNORED
+        batch = {"input_ids": ids, "attention_mask": (torch.arange(length) < lengths[:, None]).long(), "labels": labels}
+        if family.types:
+            batch[family.types] = (ids == self._image_token).long()
+        for name, join in family.inputs.items():
+            given = [one[name] for one in samples if name in one]
+            if given:
+                rows = [one.get(name, given[0][:0]) for one in samples]
+                batch[name] = torch.from_numpy(np.concatenate(given) if join == "rows" else _stacked(rows))
+        return batch
+
+    @cached_property
+    def _has_media(self) -> bool:
+        return any(self.task.media(split).num_media().any() for split in ("train", "eval"))
+
+    @cached_property
+    def _blank(self) -> dict[str, np.ndarray]:
+        """A small image or a short audio clip as a sample without trained tokens."""
+        processor = self.survey.processor
+        made = processor.empty(_BLANK_SOUND if processor.family.is_audio else _BLANK_IMAGE)
+        ids = np.array(processor.tokenizer(made.text, add_special_tokens=False)["input_ids"], np.int32)
+        return {"input_ids": ids, "learnt": np.zeros(len(ids), np.uint8), **made.inputs}
+
+    @cached_property
+    def _pad(self) -> int:
+        tokenizer = self.survey.processor.tokenizer
+        return next(one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if one is not None)
+
+    @cached_property
+    def _image_token(self) -> int:
+        token = hugging_face.image_token(self.task.network.read_config())
+        assert token is not None
+        return token
+
+    def described(self, source: ChatRecords, index: int) -> str:
+        return f"{source.file(index)}: {self.survey.processor.tokenizer.decode(source.tokens(index).tolist())!r}"
+
+    def preview(self, source: ChatRecords, split: str, epoch: int, index: int) -> GridSample:
+        tokens, learnt = source.tokens(index).tolist(), source.learnt(index).tolist()
+        cuts = [0, *(at for at in range(1, len(tokens)) if learnt[at] != learnt[at - 1]), len(tokens)]
+        decode = self.survey.processor.tokenizer.decode
+        entry = GridSample("", text=[(decode(tokens[a:b]), float(learnt[a])) for a, b in pairwise(cuts)])
+        seen = next((number for number, (is_sound, _) in enumerate(source.sizes(index)) if not is_sound), None)
+        if seen is None:
+            return entry
+        return replace(entry, picture=read_picture(source.medium(index, seen), Look(_SHOWN)))
+
+
+def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the inputs of samples as rows, padded with zeros: (samples, most, ...)."""
+    found = np.zeros((len(rows), max(map(len, rows)), *rows[0].shape[1:]), rows[0].dtype)
+    for own, one in zip(found, rows, strict=True):
+        own[: len(one)] = one
+    return found

@@ -1,0 +1,340 @@
+"""`task=chat`: batches equal those of transformers' processors; unusable folders and records get one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.choice import gate_runs
+from tests.train.chat_folders import IMAGES, chats, save_folder, write_chats, write_pictures, write_sounds
+from weft.cli.app import run as weft_run
+from weft.config.run_config import RunConfig
+from weft.data.media import folder_processor
+from weft.data.media.chat_records import ChatColumns
+from weft.data.media.mixed_samples import UnusableSample
+from weft.errors import ConfigError, DataError, MissingExtra
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.tasks.registry import find_task
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("chats")
+    write_chats(found, chats(write_pictures(found)))
+    write_chats(found, chats(write_sounds(found), "audio"), "sounds.jsonl")
+    return found
+
+
+@pytest.fixture
+def any_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolVLM's processor wants a package that only videos use."""
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+
+
+def config(root: Path, family: str, **options: Any) -> RunConfig:
+    data = root / ("sounds.jsonl" if family == "qwen2_audio" else "chats.jsonl")
+    options = {"data": str(data), "holdout": 0.3, **options}
+    settings = {name: options.pop(name) for name in ("seq_len", "adapter", "max_bad") if name in options}
+    return RunConfig.model_validate({
+        "plan": "dp_replicate=1", "task": {"name": "chat", "options": options}, "model": {"path": str(root / family)},
+        "run": {"name": family, "dir": str(root / "runs")}, "adapter": settings.get("adapter", {}),
+        "train": {"steps": 2, "global_batch": 4, "seq_len": settings.get("seq_len", 256)},
+        "data": {"cache_dir": str(root / "cache"), "workers": 0, "max_bad_fraction": settings.get("max_bad", 0.01)},
+        "eval": {"every": 0, "batches": 1}, "checkpoint": {"every": 0}, "launch": {"device": "cpu"},
+    })  # fmt: skip
+
+
+def messages_of(record: dict[str, Any], root: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a record in transformers' form, with its media in order."""
+    given = [*record.get("images", ()), *record.get("audios", ())]
+    names, messages = list(given), []
+    for turn in record.get("messages", record.get("conversations")):
+        role = {"human": "user", "gpt": "assistant"}.get(turn.get("from"), turn.get("role"))
+        content, parts = turn.get("content", turn.get("value")), []
+        pieces = re.split("(<image>|<audio>)", content) if isinstance(content, str) else content
+        for piece in pieces:
+            if isinstance(piece, dict):
+                names += [piece["path"]] if "path" in piece else []
+                parts.append({key: value for key, value in piece.items() if key != "path"})
+            elif piece in ("<image>", "<audio>"):
+                parts.append({"type": piece[1:-1]})
+            elif piece:
+                parts.append({"type": "text", "text": piece})
+        messages.append({"role": role, "content": parts})
+    return messages, [str(root / name) for name in names]
+
+
+def wanted(processor: Any, record: dict[str, Any], root: Path) -> dict[str, np.ndarray]:
+    """Return what transformers makes of a record."""
+    import soundfile
+    import soxr
+    from PIL import Image
+    from transformers.processing_utils import ProcessorMixin
+
+    def heard(name: str) -> np.ndarray:
+        wave, rate = soundfile.read(name, dtype="float32")
+        return wave if rate == 16_000 else soxr.resample(wave, rate, 16_000, quality="HQ")
+
+    messages, names = messages_of(record, root)
+    # The base class's method: SmolVLM's needs its video processor.
+    text = ProcessorMixin.apply_chat_template(processor, messages, tokenize=False)
+    given: dict[str, Any] = {}
+    if names:
+        is_sound = names[0].endswith(".wav")
+        given = {"audio": [heard(name) for name in names], "sampling_rate": 16_000} if is_sound else \
+            {"images": [[Image.open(name) for name in names]]}  # fmt: skip
+    return dict(processor(text=[text], **given, return_tensors="np"))
+
+
+@pytest.mark.parametrize("family", gate_runs(list(IMAGES), 2, 3, 5, 6, 8))
+def test_batch_equals_the_processors_output(family: str, root: Path, any_package: None) -> None:
+    save_folder(root, family, weights=False)
+    task = find_task(config(root, family))
+    own, samples = task.processor, task.samples("train")
+    records = [json.loads(line) for line in Path(task.data).read_text().splitlines()]
+    shown = [*range(len(samples))]
+    found = [samples[index] for index in shown]
+    lines = [int(samples.items.records.file(index).rpartition(" ")[2]) for index in shown]
+    assert {line % 4 for line in lines} == {0, 1, 2, 3}  # all forms of records
+    processor: Any = folder_processor._loaded(str(root / family), folder_processor.processor_digest(root / family))
+    if family in ("llava", "qwen2_audio"):  # whose processors have no part for videos
+        processor = transformers.AutoProcessor.from_pretrained(root / family)
+    for sample, line in zip(found, lines, strict=True):
+        theirs, batch = wanted(processor, records[line - 1], root), own.collate([sample])
+        length = len(sample["input_ids"])
+        assert batch["attention_mask"].tolist()[0][:length] == [1] * length
+        assert int(batch["attention_mask"].sum()) == length
+        assert sample["input_ids"].tolist() == theirs["input_ids"][0].tolist()
+        for name in set(batch) - {"input_ids", "attention_mask", "labels"}:
+            ours = batch[name].numpy()
+            if name != own.survey.processor.family.types and name not in sample:
+                continue  # a blank image, which attention does not see
+            if name == own.survey.processor.family.types:
+                kinds = theirs.get(name, np.zeros((1, length)))[0]
+                assert ours[0, :length].tolist() == kinds.tolist()
+            else:
+                np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
+        answers = [turn["content"][0]["text"] for turn in messages_of(records[line - 1], root)[0]
+                   if turn["role"] == "assistant"]  # fmt: skip
+        labels = batch["labels"][0]
+        assert own.survey.processor.tokenizer.decode(labels[labels >= 0]) == "".join(
+            f"{one}<|im_end|>" for one in answers
+        )
+        at = int((labels >= 0).nonzero()[0])
+        assert labels[at] == batch["input_ids"][0, at + 1]
+    rows = own.collate(found)
+    assert rows["input_ids"].shape == (len(found), rows["labels"].shape[1])
+    for name in set(rows) & set(found[0] | found[1] | found[2]) - {"input_ids"}:
+        parts = [one[name] for one in found if name in one]
+        assert int(rows[name].count_nonzero()) == sum(int(np.count_nonzero(one)) for one in parts), name
+
+
+def test_run_trains_evaluates_freezes_and_shows_samples(root: Path) -> None:
+    save_folder(root, "llava")
+    folder = prepare_run(config(root, "llava", freeze=["vision", "projector"], max_pixels=100), 1)
+    assert run_rank(folder).reason == "finished"
+    for name in ("preprocessor_config.json", "processor_config.json", "chat_template.jinja"):
+        assert (folder.path / "base" / name).is_file()
+    task = find_task(folder.config())
+    task.open(folder)
+    trained = {name for name, param in task.shapes().named_parameters() if param.requires_grad}
+    assert trained
+    assert all("language_model" in name or "lm_head" in name for name in trained)
+    assert any("<|im_end|>" in line for line in task.sample_lines(0))
+    entry = task.processor.preview(task.media("train"), "train", 0, 1)
+    assert entry.picture is not None
+    assert "".join(text for text, weight in entry.text if weight).endswith("<|im_end|>")
+    with pytest.raises(ConfigError, match=r"^task\.options\.freeze=audio: the model has no such part\. Use some of "):
+        find_task(config(root, "llava", freeze=["audio"])).shapes()
+    with pytest.raises(ConfigError, match=r"an adapter freezes the model already\. Choose its layers with adapter"):
+        find_task(config(root, "llava", freeze=["text"], adapter={"rank": 2})).shapes()
+
+
+def losses_of(folder: Path) -> list[float]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] == "step"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads the old name
+def test_adapter_is_exported_for_peft_and_merged(root: Path) -> None:
+    peft = pytest.importorskip("peft")
+    save_folder(root, "qwen3_vl")
+    folder = prepare_run(config(root, "qwen3_vl", adapter={"rank": 2, "targets": ["language_model.*"]}), 1)
+    assert run_rank(folder).reason == "finished"
+    assert weft_run(["export", str(folder.path), str(root / "lora")]) == 0
+    assert weft_run(["export", str(folder.path), str(root / "merged"), "--merge"]) == 0
+    kind = transformers.Qwen3VLForConditionalGeneration
+    theirs = peft.PeftModel.from_pretrained(kind.from_pretrained(root / "qwen3_vl"), root / "lora").merge_and_unload()
+    merged, base = kind.from_pretrained(root / "merged").state_dict(), kind.from_pretrained(root / "qwen3_vl")
+    for name, tensor in theirs.state_dict().items():
+        assert merged[name].equal(tensor), name
+    changed = {name for name, tensor in base.state_dict().items() if not merged[name].equal(tensor)}
+    assert changed
+    assert all("language_model" in name for name in changed)
+    assert (root / "merged" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.full
+def test_command_trains_an_adapter_on_ranks_like_one_process(root: Path) -> None:
+    save_folder(root, "qwen3_vl")
+    found = {}
+    for number, (plan, ranks) in enumerate((("dp_replicate=1", 1), ("dp_shard=2 zero=3", 2), ("tp=2", 2))):
+        words = {
+            "task": "chat", "model.path": root / "qwen3_vl", "task.options.data": root / "chats.jsonl",
+            "adapter.rank": 2, "data.cache_dir": root / "cache", "data.batching": "cost",
+            "data.workers": 1, "train.seq_len": 256,
+            "train.global_batch": 4, "train.steps": 3, "eval.every": 0, "checkpoint.every": 0,
+            "launch.device": "cpu", "launch.ranks": ranks, "run.dir": root / "cli", "run.name": f"run{number}",
+            "plan": f"{plan} precision=fp64",
+        }  # fmt: skip
+        assert weft_run(["train", *(f"{name}={value}" for name, value in words.items())]) == 0
+        found[plan] = losses_of(root / "cli" / f"run{number}")
+    first = found.pop("dp_replicate=1")
+    assert len(first) == 3
+    for plan, losses in found.items():
+        assert losses == pytest.approx(first, rel=1e-9), plan
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "ab"}], **more}
+
+
+#: Records that cannot be used, with the reason.
+UNUSABLE = {
+    "there is no file 'gone.png' beside it": user("<image>", images=["gone.png"]),
+    "it has 2 <image> marks and 1 picture": user("<image><image>", images=["0.png"]),
+    "it has 1 <image> mark and 2 pictures": user("<image>", images=["0.png", "1.png"]),
+    "it has an audio clip, which this model does not read": user("<audio>", audios=["0.wav"]),
+    "its text has the text of a special token": user("<|im_end|> <image>", images=["0.png"]),
+    "tokens, more than train.seq_len=64": user("x" * 80),
+    "its messages are unusable: unknown role": {"messages": [{"role": "robot", "content": "a"}]},
+    "it has no answer to train": {"messages": [{"role": "user", "content": "a"}]},
+    "it has no messages in messages or conversations, and no prompt with an answer": {"image": "0.png"},
+    "a turn has a weight other than 0 and 1": {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]},
+}  # fmt: skip
+#: Records in other usual forms.
+USABLE = [
+    user("Where?", images=["0.png"]),  # without a placeholder, as TRL allows
+    {"prompt": [{"role": "user", "content": "<image>?"}], "completion": [{"role": "assistant", "content": "b"}],
+     "images": ["0.png"]},
+    {"question": "<image>What?", "answer": "this", "image": "1.png"},
+    user([{"type": "image_url", "image_url": {"url": "2.png"}}, {"type": "text", "text": "What?"}], system="Short."),
+]  # fmt: skip
+
+
+def test_unusable_records_are_left_out_with_the_reason(root: Path) -> None:
+    save_folder(root, "qwen3_vl", weights=False)
+    file = write_chats(root, [*UNUSABLE.values(), *USABLE], "mixed.jsonl")
+    options = {"data": str(file), "seq_len": 64}
+    with pytest.raises(DataError, match=r"10 of 14 conversations cannot be used, more than 1%\. The first: .*line 1: "):
+        find_task(config(root, "qwen3_vl", **options)).media("train")
+    task = find_task(config(root, "qwen3_vl", max_bad=0.9, **options))
+    left_out = task.media("train").unreadable
+    assert len(left_out) == len(UNUSABLE)
+    for reason, text in zip(UNUSABLE, left_out, strict=True):
+        assert reason in text
+    kept = [task.samples(split)[index] for split in ("train", "eval") for index in range(len(task.media(split)))]
+    assert len(kept) == len(USABLE)
+    assert all("pixel_values" in one for one in kept)
+    texts = [task.processor.survey.processor.tokenizer.decode(one["input_ids"].tolist()) for one in kept]
+    assert sum(text.startswith("<|im_start|>system\nShort.<|im_end|>") for text in texts) == 1
+    assert all("<|vision_start|><|image_pad|>" in text for text in texts)
+
+
+def _without(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink()
+
+
+FOLDERS = {
+    "it has no processor. Copy the processor_config.json or preprocessor_config.json of the model into it.":
+        lambda folder: _without(folder, "processor_config.json", "preprocessor_config.json"),
+    "it has no chat template. Put the chat_template.jinja of the model into it.":
+        lambda folder: _without(folder, "chat_template.jinja"),
+    "its chat template writes <image> 0 times for an image.":
+        lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}"),
+    "transformers cannot read its processor (": lambda folder: (folder / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "Lens"}'),
+    "its processor is a PixtralProcessor, and a llava needs a LlavaProcessor.":
+        lambda folder: (folder / "processor_config.json").write_text('{"processor_class": "PixtralProcessor"}'),
+    "task=chat supports qwen2_vl, ":
+        lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FOLDERS)
+def test_unusable_folder_is_one_sentence(text: str, root: Path, tmp_path: Path) -> None:
+    save_folder(tmp_path, "llava", weights=False)
+    FOLDERS[text](tmp_path / "llava")
+    made = config(root, "llava")
+    made = made.model_copy(update={"model": made.model.model_copy(update={"path": str(tmp_path / "llava")})})
+    with pytest.raises(DataError) as caught:
+        _ = find_task(made).processor
+    assert str(caught.value).startswith(f"model.path={tmp_path / 'llava'}: {text}")
+    assert "\n" not in str(caught.value)
+
+
+def test_photos_are_turned_and_scaled_before_the_processor(root: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    from weft.data.media.images import Encoded, picture_size, read_upright
+
+    save_folder(root, "qwen3_vl", weights=False)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.linear_gradient("L").resize((40, 16)).convert("RGB").save(tmp_path / "photo.jpg", exif=exif)
+    photo = Encoded.of_file(tmp_path / "photo.jpg")
+    assert (picture_size(photo), picture_size(photo, upright=True)) == ((40, 16), (16, 40))
+    from PIL import ImageOps
+
+    turned = ImageOps.exif_transpose(Image.open(tmp_path / "photo.jpg"))
+    np.testing.assert_array_equal(np.asarray(read_upright(photo)), np.asarray(turned))
+    areas = []
+    for most in (0, 100):
+        processor = folder_processor.FolderProcessor(root / "qwen3_vl", most)
+        made = processor.read(photo, (16, 40))
+        [[_, height, width]] = made.inputs["image_grid_thw"].tolist()
+        assert height > width
+        areas.append(height * width)
+        assert processor.blank((16, 40)) == (made.text, len(folder_processor.pack(made.inputs)))
+    assert areas[0] > areas[1]
+
+
+def test_workers_make_equal_samples(root: Path) -> None:
+    save_folder(root, "llava")
+    task = find_task(config(root, "llava"))
+    plain = task.samples("train")
+    task.config = task.config.model_copy(update={"data": task.config.data.model_copy(update={"workers": 1})})
+    samples = task.samples("train")
+    try:
+        for one, other in zip(samples.many([(0, 0), (0, 1), (0, 2)]), map(plain.__getitem__, range(3)), strict=True):
+            assert one.keys() == other.keys()
+            assert all(np.array_equal(one[name], other[name]) for name in one)
+        assert len(samples.pids()) == 1
+    finally:
+        samples.close()
+
+
+def test_missing_pillow_is_one_sentence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_folder(root, "llava", weights=False)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    folder_processor._loaded.cache_clear()
+    with pytest.raises(MissingExtra, match=r"Pillow"):
+        folder_processor.FolderProcessor(root / "llava")
+
+
+def test_placeholder_characters_in_texts_are_refused() -> None:
+    with pytest.raises(UnusableSample, match=r"private use"):
+        ChatColumns().parts(user("\U0010fffa"))
