@@ -113,7 +113,10 @@ def reads_documents(model: nn.Module) -> bool:
 
 
 def attend_in_documents(model: nn.Module) -> None:
-    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place."""
+    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place.
+
+    Does nothing for other models.
+    """
     if not reads_documents(model):
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -423,7 +426,7 @@ class _Follower:
 
 
 def _document_ids(given: dict[str, Any]) -> Tensor | None:
-    """Return an ascending document id per token, int64 (B, T), or None if the call needs no separated documents.
+    """Return an ascending document id per token, int64 (B, T), or None if the call need not separate documents.
 
     Computed on the host if the host has the values of positions and mask, else on their device. A document begins if a
     position is not its predecessor plus 1. Padding forms separate documents.
