@@ -198,9 +198,9 @@ def _columns(text: str, refuse: Callable[[str], ConfigError]) -> dict[str, str]:
 
 @contextmanager
 def _one_sentence(name: HubName) -> Generator[Any]:
-    """Yield huggingface_hub, and raise its errors as ConfigError of one sentence.
+    """Yield the module huggingface_hub, and convert its errors to ConfigErrors with a short text and a remedy.
 
-    The sentence does not contain the server's text, a URL or a token.
+    The text does not contain the server's answer, a URL or a token.
     """
     hub = _module("huggingface_hub")
     errors, noun = _module("huggingface_hub.errors"), _NOUN[name.kind]

@@ -434,7 +434,7 @@ def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Join
 def _converted(
     target: str, converter: Any, names: Mapping[str, Sequence[str]], plain: Mapping[str, Joined], model: Any
 ) -> dict[str, Joined | Computed]:
-    """Return the results of one conversion, by the model's names."""
+    """Return the tensors that one transformers converter makes, by the model's names."""
     # The order of transformers' table determines the order of concatenation.
     parts = {
         pattern: [plain[name] for name in names[pattern]] for pattern in converter.source_patterns if pattern in names

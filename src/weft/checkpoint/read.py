@@ -1,12 +1,12 @@
 """Mapping between elements of a full array, flat slices in memory, and ranks. Pure arithmetic.
 
-A rank has rows of one dim of an array (all rows if the array is not sharded) and one range of these rows, flattened:
+`Part` describes the elements that a rank has: rows of one dim of the array, flattened. If two tp ranks shard an (8, 4)
+array along dim 0, the second rank has rows 4 to 8, flattened to 16 elements.
 
-    full (8, 4), sharded over two ranks of tp along dim 0   part: rows 4 to 8, flattened to 16 elements
-    these in a flat bucket, sharded over ranks              deal: the flat slice from its start, split into equal
-        lengths
+`OwnershipMap` describes which rank owns which elements of a part. The part is inside a flat buffer (a bucket), which is
+split into equal chunks for ranks.
 
-Neither description lists elements per rank, so its size does not grow with the number of ranks.
+Neither lists elements per rank, so the size does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def intersect_boxes(one: Box, other: Box) -> Box | None:
 
 
 def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split a range of a row-major array into at most 2 n - 1 boxes for n dims, as (first corner, end corner)."""
+    """Split a range of a row-major array into boxes, at most 2 n - 1 for n dims, as (first corner, end corner)."""
     if end <= start:
         return
     if not shape:

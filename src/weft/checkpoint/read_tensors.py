@@ -118,7 +118,7 @@ class _Source:
             self._fill(target[first - start : last - start], file, offset + (first - low) * self._width)
 
     def copy_view(self, target: np.ndarray, want: BoxView) -> None:
-        """Copy the elements of this slice that are in a box of the full array."""
+        """Copy the elements of this slice that are in a box of the full array, if any."""
         span = self._part.span(want.box)
         if span is None:
             return

@@ -303,7 +303,7 @@ class DigestingFile:
         self._num_bytes += len(data)
 
     def close(self) -> FileEntry:
-        """Flush the file to the disk, close it, and return its entry."""
+        """Flush the file to the disk, close it, and return its size and digest."""
         self._file.finish()
         return FileEntry(self._num_bytes, self._digest.hexdigest())
 

@@ -60,7 +60,10 @@ class LazyGroup(TyperGroup):
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
-        """Return a placeholder for the list of subcommands. `resolve_command` returns the real command."""
+        """Return a placeholder for the list of subcommands, or None if there is no such command.
+
+        `resolve_command` returns the real command.
+        """
         return TyperCommand(cmd_name, help=VERBS[cmd_name].help) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Any, list[str]]:

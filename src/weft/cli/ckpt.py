@@ -291,7 +291,7 @@ def export(
         bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
     ] = False,
 ) -> None:
-    """Write a model that transformers loads: safetensors, config, tokenizer, model card; from any plan's checkpoint."""
+    """Write a model that transformers loads: safetensors, config, tokenizer, model card. The plan may be any."""
     from weft.cli.export import expect_format, export_weights
 
     expect_format(dtype)

@@ -96,7 +96,10 @@ def gpus() -> Iterator[CheckLine]:
 
 
 def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
-    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, a line for each distinct choice."""
+    """Yield the CPU cores on which `weft train` would run the ranks of these GPUs, a line for each distinct choice.
+
+    Yields nothing on systems without CPU affinity.
+    """
     from weft.comm.gpu_settings import Topology, choose_cores
 
     if not hasattr(os, "sched_getaffinity"):
@@ -194,7 +197,7 @@ def disks() -> Iterator[CheckLine]:
 
 
 def limits() -> Iterator[CheckLine]:
-    """Yield process limits that training can exceed."""
+    """Yield a line with the process limits that training can exceed; nothing on Windows."""
     if sys.platform == "win32":
         return
     import resource

@@ -99,10 +99,10 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare runs, or a run's first start with the next command: settings, plan, data, versions, machine.
+    """Compare the settings, plan, data, versions and machine of several runs.
 
-    Runs are also compared by loss, evaluation, speed and time. Exit code 0: no setting differs; 1: some differ; 2: this
-    is not a started run.
+    Given one run, compare its first start with the next start. Several runs are also compared by loss, evaluation,
+    speed and time. Exit code 0: no setting differs; 1: some differ; 2: a folder has no started run.
     """
     others = [Path(word) for word in words or [] if "=" not in word and Path(word).is_dir()]
     if others and len(others) < len(words or []):

@@ -65,7 +65,7 @@ def list_alerts(
 @app.command("figures", hidden=True, deprecated=True)  # name before 0.1.0
 @app.command("metrics")
 def list_metrics() -> None:
-    """List the series that conditions, sinks and events support."""
+    """List all metrics with their units: the names that alert conditions can use, and that sinks and events contain."""
     from weft.config.metrics import METRICS, series
 
     for metric in METRICS.values():

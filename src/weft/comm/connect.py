@@ -155,7 +155,10 @@ def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
 
 
 def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Link) -> Link:
-    """Return a link that picks the fastest measured transport per call, or `link` if there are no measurements."""
+    """Return a link that picks the fastest measured transport per call, or `link` if there are no measurements.
+
+    In that case, the cause is appended to `link.reason`.
+    """
     usable = tuple(dict.fromkeys((link.transport, ExchangeLink.transport)))
     ways, why = measured_routes(axis, group, hosts, link.transport, usable)
     if ways is None:

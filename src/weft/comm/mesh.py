@@ -163,7 +163,7 @@ class Mesh:
         self.reader = Reader.for_rank(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """Return the axis of that name, or several joined.
+        """Return the axis of that name, or the joined axis of several names.
 
         Joining creates a process group, so all ranks of the axis must call it.
         """
@@ -259,7 +259,7 @@ class ReplicaMesh(Mesh):
         self.whole, self._replica, self.reader = whole, self, whole.reader
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """Return the axis of that name, or several joined, without other replicas."""
+        """Return the axis of that name, or the joined axis of several names, within this replica."""
         return self.whole[_in_replica(names)]
 
     def built_axes(self) -> list[Axis]:
@@ -470,7 +470,10 @@ def leave_unusable_group(device: torch.device) -> None:
 
 
 def leave_ranks() -> None:
-    """Leave the process group in order. Free model, optimizer and step first: gloo aborts on live collectives."""
+    """Wait for all ranks and destroy the process group, if there is one.
+
+    Free model, optimizer and step first: gloo aborts on live collectives.
+    """
     if not dist.is_initialized():
         return
     gc.collect()

@@ -89,7 +89,7 @@ def _who_calls(call: socket.socket, meeting: int) -> int | None:
 
 
 class SocketLink(Link):
-    """The ranks of one round, each with a connection to every other.
+    """Link between the ranks that exchange weights in one round (an outer step), with a connection per pair.
 
     timeout_s: seconds without data transfer after which an operation fails. leaves_host: returns True if bytes to the
     rank at that index leave this host.
@@ -197,7 +197,10 @@ class SocketLink(Link):
 
 
 def _move(call: socket.socket, events: int, going: memoryview, coming: memoryview) -> tuple[memoryview, memoryview]:
-    """Send and receive as much as possible without blocking. Returns the remaining views of both."""
+    """Send and receive up to 1 MiB each, as far as `events` allows it, without blocking. Return the rest of both views.
+
+    Raises ConnectionResetError if the peer has closed the connection.
+    """
     if events & selectors.EVENT_WRITE:
         going = going[call.send(going[:_AT_ONCE]) :]
     if events & selectors.EVENT_READ:
@@ -243,7 +246,7 @@ _BEAT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A rendezvous round that this replica takes part in.
+    """A round (an outer step of local SGD) that this replica takes part in.
 
     Attributes:
         members: replica indices.
@@ -265,11 +268,12 @@ class Call:
 
 
 class ReplicaGroup:
-    """Joins a replica's ranks to the ranks of other replicas. All ranks of the replica call its methods together.
+    """Connects the ranks of one replica with ranks of the other replicas, which synchronize in rounds (outer steps).
 
-    `figures` is this replica's reported status: number and token of its anchor, step, loss. `others` holds the last
-    reported step and loss of each replica. `wants_out` returns True if this replica was requested to stop, so that it
-    waits for no round; it is called on the first rank.
+    All ranks of the replica call each method together. `figures` is the status that this replica reports: number and
+    token of its anchor (the last synchronized weights), step, loss, and whether it is ready for its first step.
+    `others` holds the last reported step and loss of each replica. `wants_out` is called on the first rank. If it
+    returns True because this replica was requested to stop, the replica leaves instead of waiting for the next round.
 
     Args:
         host: the address of this machine for ranks of other replicas.
@@ -312,7 +316,8 @@ class ReplicaGroup:
     def begin(self) -> None:
         """Wait until every replica is ready for its first step or has trained before, for `timeout_s` at most.
 
-        A replica that starts a little later than the others then loads the same state as they did, and misses no round.
+        A replica that starts a little later than the others then loads the same state, and takes part in each outer
+        step.
         """
         self.figures["begins"] = True
         end = time.monotonic() + self.timeout_s
@@ -324,12 +329,16 @@ class ReplicaGroup:
         return bool(self._on_first(self._report_where))
 
     def wait_for_round(self, layout: str) -> Call | dict[str, Any]:
-        """Wait for a round, without a time limit if another replica's anchor is newer.
+        """Wait for a round (an outer step), without a time limit if another replica's anchor is newer.
 
-        If there is no round, this returns the server's answer: "alone" if the server is unreachable, "over", or "leave"
-        if this replica was requested to stop. layout: description of this replica's tensors. It must be equal on all
-        replicas. Raises CommError if another replica has a different layout. Raises ConfigError if the rendezvous
-        server has another key.
+        If there is no round, this returns the server's answer. Its "do" is "alone" if the server is unreachable, "over"
+        if a replica with a newer anchor has ended its run, or "leave" if this replica was requested to stop.
+
+        layout: description of this replica's tensors. It must be equal on all replicas.
+
+        Raises:
+            CommError: if another replica has a different layout.
+            ConfigError: if the rendezvous server has another key.
         """
         lost_at: list[float] = []
         more = {"doors": self._doors, "layout": layout}
@@ -346,7 +355,10 @@ class ReplicaGroup:
                 return told
 
     def finalize(self, call: Call, is_well: bool) -> bool:
-        """Return True if the round is committed. is_well: True if this rank completed its exchange."""
+        """Report if all ranks of this replica completed their exchange, and wait for the outcome of the round.
+
+        Return True if the round is committed. is_well: True if this rank completed its exchange.
+        """
         ok = all(one == b"1" for one in self._gather(b"1" if is_well else b"0"))
         more: dict[str, Any] = {"id": call.id, "ok": ok}
         lost_at: list[float] = []
@@ -400,7 +412,11 @@ class ReplicaGroup:
         return self.wants_out() or time.monotonic() >= end
 
     def _ask_for_a_while(self, say: str, more: dict[str, Any], lost_at: list[float]) -> dict[str, Any]:
-        """Poll on the first rank for some seconds, until there is an answer other than "wait"."""
+        """Ask the rendezvous server repeatedly for up to 2 s, until it answers other than "wait". Return its answer.
+
+        Runs on the first rank. After failures for `timeout_s`, the answer is "alone". lost_at: list that this function
+        updates to the time of the first failure since the last answer, or clears.
+        """
         end = time.monotonic() + _SLICE_S
         while True:
             if say == "arrive" and self.wants_out():

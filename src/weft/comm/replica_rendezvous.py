@@ -1,8 +1,9 @@
 """Rendezvous of local SGD replicas: a state machine that decides which replicas take part in which round.
 
-`RendezvousRounds` is changed only by the replicas' messages. It has no clock and no socket.
+A round is one outer step. `RendezvousRounds` is changed only by the replicas' messages. It has no clock and no socket.
 
-A replica's *anchor* has a number (of rounds so far) and a token that only equal anchors share. In a round
+A replica's *anchor* (the last synchronized weights) has a number (of rounds so far) and a token that only equal anchors
+share. In a round
 
     givers      have the newest anchor of all live replicas; their updates are averaged
     the others  have an older one; they contribute nothing, and copy anchor and momentum from a giver
@@ -62,7 +63,10 @@ class _Round:
 
 
 class RendezvousRounds:
-    """The rendezvous rounds of a run's replicas. timeout_s: how long replicas that have arrived wait for the others."""
+    """Decides which replicas of a run exchange weights in each round (outer step), and if the round is committed.
+
+    timeout_s: how long replicas that have arrived wait for the others.
+    """
 
     def __init__(self, replicas: int, timeout_s: float):
         self._replicas = {number: _Replica() for number in range(replicas)}
@@ -142,7 +146,7 @@ class RendezvousRounds:
         return {"do": "wait"}
 
     def _begin(self, now: float) -> None:
-        """Begin a round of the replicas that have arrived, if it is due."""
+        """Begin a round of the replicas that have arrived, if no live replica is missing or the wait has timed out."""
         here = {key: one for key, one in self._replicas.items() if one.arrived is not None and self._lives(one, now)}
         newest = max(one.anchor for one in self._replicas.values() if self._lives(one, now))
         givers = sorted(key for key, one in here.items() if one.anchor == newest)

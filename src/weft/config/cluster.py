@@ -439,7 +439,7 @@ def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
 
 
 def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Problem]) -> DeviceSpec | None:
-    """Return the device with its share of a host link that `count` devices use. Append mistakes to `problems`."""
+    """Return the device with 1 / count of its host link, which `count` devices share. Append mistakes to `problems`."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
         rule = "a whole number from 1 to 64 is needed"
         problems.append(Problem("devices_per_host_link", f"devices_per_host_link={shown(count)}: {rule}. Use e.g. 2."))

@@ -116,8 +116,8 @@ def decoder_shape(config: object) -> DecoderSpec | None:
 def resize(config: Any, **sizes: int) -> None:
     """Change sizes in a transformers config, under all names that the config uses for them.
 
-    sizes: new values by the keys of `number`, or by the config's names. Sizes that the config leaves to its model
-    (None) or derives from others are unchanged.
+    sizes: new values by the keys of `_NAMES` and `_BESIDE`, such as "hidden" or "layers". Sizes that are None in the
+    config, or that it derives from others, are unchanged.
     """
     for field, value in sizes.items():
         # Models without dense layers use the name of the feed-forward width for the width of an expert.

@@ -84,7 +84,7 @@ class Kind(ABC):
         return (PlanColumn(name, self.dtype),) if self.dtype else ()
 
     def encode(self, value: Any) -> tuple[float, ...]:
-        """Return one number for each of the columns."""
+        """Return the value as one number for each of the planner's columns."""
         return (value,) if self.dtype else ()
 
     def decode(self, *numbers: Any) -> Any:
@@ -583,7 +583,7 @@ def described(
     asks: str = "",
     probed: bool = False,
 ) -> Any:
-    """Declare a field of the plan: `tp: int = described(Integer(), 1, "...", tried=divisors)`. `PlanField` has the arguments."""
+    """Declare a field of the plan: `tp: int = described(Integer(), 1, "...")`. `PlanField` explains the arguments."""
     description = PlanField(
         name="", kind=kind, default=default, help=help, needs=needs, nearby=nearby, divides_work=divides_work,
         searched=searched if searched is None or callable(searched) else lambda _: searched, asks=asks,

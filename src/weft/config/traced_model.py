@@ -131,7 +131,7 @@ class DividedBytes:
 
         Args:
             batch, seq, t: sequences, tokens per sequence, and the divisor of sharded tensors.
-            between: divisor of activations outside sharded regions: t under sp, else 1.
+            between: divisor of activations outside tensor-parallel modules: t under sp, else 1.
         """
         return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
 

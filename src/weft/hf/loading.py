@@ -27,13 +27,15 @@ _OPTIONS = (
 class RankBatches:
     """The batches of one data rank from a batch sampler, which draws the same batches on all ranks.
 
+    Of each `num_processes` consecutive batches, the rank gets the one at its index.
+
     Args:
         batches: the batch sampler of one device.
         rank: index of the data rank.
         num_processes: number of data ranks, under the name that accelerate reads.
-        fills: give every rank the same number of batches, by repeating a batch of the last round. Otherwise some ranks
-            get one batch less.
-        drop_last: leave out the last round if a rank has no batch in it.
+        fills: give every rank the same number of batches: a rank that the last group has no batch for gets its first
+            one. Otherwise some ranks get one batch less.
+        drop_last: drop the last group if it is incomplete.
     """
 
     def __init__(self, batches: Any, rank: int, num_processes: int, *, fills: bool, drop_last: bool):
@@ -75,7 +77,11 @@ class RankBatches:
 
 
 class RankStream(IterableDataset[Any]):
-    """One data rank's samples of a stream that all ranks read: `batch_size` samples of each round."""
+    """One data rank's share of a stream that every rank reads in full.
+
+    Of each num_ranks * batch_size consecutive samples, the rank yields its batch_size. drop_last: drop an incomplete
+    group at the end.
+    """
 
     def __init__(self, stream: Iterable[Any], batch_size: int, rank: int, num_ranks: int, *, drop_last: bool):
         self._stream, self._batch_size, self._rank = stream, batch_size, rank

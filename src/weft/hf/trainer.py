@@ -169,7 +169,7 @@ class PlannedTrainer(transformers.Trainer):
         return model
 
     def _weft_parallelize(self) -> None:
-        """Apply the plan to the model, once."""
+        """Parallelize the model by the plan, unless that has been done. A user's optimizer gets the new parameters."""
         model: Any = self.model
         if is_attached(model):
             return

@@ -46,7 +46,11 @@ class Source:
     lines: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def origin(self, key: str) -> str:
-        """Return the position of a key: 'ds_config.json:12', only the file if the line is unknown, or ''."""
+        """Return the position of a key, such as 'ds_config.json:12'.
+
+        If the key's line is unknown, this is the line of the nearest table around it, or else only the file's name (''
+        for a dict).
+        """
         while key and key not in self.lines:
             key = key.rpartition(".")[0]
         return f"{self.name}:{self.lines[key]}" if key else self.name
@@ -440,7 +444,10 @@ class Reading:
         self.follows(key, f"{target} ({default_text(target)} unless you set it)")
 
     def read_int(self, key: str, low: int = 1, high: int = MOST) -> int | None:
-        """Return an integer from `low` to `high`. Like DeepSpeed, accept also 8.0, 5e8 and quoted numbers."""
+        """Return an integer from `low` to `high`, or None if it is not given or wrong (which is recorded).
+
+        Like DeepSpeed, accept also 8.0, 5e8 and quoted numbers.
+        """
         value = _number_in_quotes(self._raw_value(key))
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -451,7 +458,10 @@ class Reading:
         return None
 
     def number(self, key: str, *, above_zero: bool = False, below: float = math.inf) -> float | None:
-        """Return a number of at least 0 (or above 0) and below a limit. Quoted numbers are accepted."""
+        """Return a number of at least 0 (or above 0) and below a limit, or None as `read_int`.
+
+        Quoted numbers are accepted.
+        """
         value = _number_in_quotes(self._raw_value(key))
         if value is None or is_number(value, above_zero=above_zero, below=below):
             return None if value is None else float(cast(float, value))
@@ -461,7 +471,7 @@ class Reading:
         return None
 
     def switch(self, key: str) -> bool | None:
-        """Return a boolean. Like DeepSpeed, accept it also as text."""
+        """Return a boolean, or None as `read_int`. Like DeepSpeed, accept it also as text."""
         value = self._raw_value(key)
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
@@ -471,7 +481,7 @@ class Reading:
         return None
 
     def choice(self, key: str, known: Sequence[str]) -> str | None:
-        """Return the choice that the value equals, ignoring case."""
+        """Return the choice that the value equals, ignoring case, or None as `read_int`."""
         value = self._raw_value(key)
         if value is None:
             return None

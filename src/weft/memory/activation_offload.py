@@ -109,7 +109,7 @@ class Activations:
             one.open()
 
     def call(self, part: nn.Module) -> None:
-        """Record a call to a submodule of the current block."""
+        """Exclude parameters and buffers of a submodule that is being called from the current block's offloading."""
         if self._open and (one := self._open[-1]) is not None:
             one.keep(part)
 

@@ -49,7 +49,7 @@ def recompute_marker() -> Any:
 
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensor arguments that an operation modifies, according to its schema."""
+    """Yield the tensor arguments that an operation modifies, according to its schema; none without a schema."""
     schema: Any = getattr(op, "_schema", None)
     if not getattr(schema, "is_mutable", False):
         return

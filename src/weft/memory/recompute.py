@@ -145,9 +145,11 @@ class Recompute:
         return len(self.policies) == len(self._blocks)
 
     def prepare(self, model: nn.Module, call: Callable[[], object]) -> None:
-        """Choose policies from an example forward now, before the first step. `call` runs the model on one microbatch.
+        """Choose policies from an example forward now, before the first step, unless they are chosen.
 
         Does not change the model or the random generators. All ranks call it together.
+
+        call: runs the model on one microbatch.
         """
         if self.is_chosen:
             return

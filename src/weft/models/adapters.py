@@ -100,14 +100,14 @@ class Adapted:
         return ((path, name) for path in self.layers for name in names)
 
     def tensor_names(self) -> set[str]:
-        """Return the names of all tensors of the adapter, with trained rows and saved modules."""
+        """Return the names of all tensors of the adapter, including token rows and saved modules."""
         rows = {f"{path}.{TOKEN_ROWS}" for path in self.tokens}
         saved = {name for names in self.saved.values() for name in names.values()}
         stacks = {f"{path}{end}" for path, end in stack_names(self.experts, self.kind.kind)}
         return {f"{path}.{name}" for path, name in self.params()} | stacks | rows | saved
 
     def merge_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Add trained rows and adapters of experts to the full weights in `tensors` (by name), which it changes."""
+        """Merge token rows and adapters of experts into the full weights in `tensors` (by name), and drop their own."""
         for path, is_transposed in self.experts.items():
             own = {end: tensors.pop(f"{path}{end}") for _, end in stack_names({path: False}, self.kind.kind)}
             tensors[path] = merge_stack(self.kind.scale, tensors[path], own, is_transposed)
@@ -372,7 +372,7 @@ def train_more(
     base: str = "stored",
     packed: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Train modules and rows of a model after `adapt_layers`, and record them as in `Adapted`. Return the model."""
+    """Make modules and token rows (by module path) trainable, after `adapt_layers`, and record them as in `Adapted`."""
     for path in saved:
         model.get_submodule(path).requires_grad_(True)
     add_rows(rows)

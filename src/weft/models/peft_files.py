@@ -179,7 +179,10 @@ def _resized(model: nn.Module, tensors: Iterable[str]) -> dict[str, str]:
 
 
 def _tokens_of(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, list[int]]:
-    """Return the ids of trained tokens by module, and sort the rows of `tensors` by id, as Weft keeps them."""
+    """Return the ids of trained tokens by module, and replace rows in `tensors` by rows sorted by id.
+
+    Raises CheckpointError if the config names tokens and `tensors` has no rows.
+    """
     asked: Any = config.get("trainable_token_indices") or {}
     tokens: dict[str, list[int]] = {}
     for name in [name for name in tensors if name.endswith(_ROWS)]:
@@ -207,7 +210,11 @@ def _wanted(record: Adapted) -> dict[str, str]:
 
 
 def _stack_prefixes(stacks: Mapping[str, bool]) -> dict[str, str]:
-    """Return the start of peft's names of each stack's tensors. peft wraps a module once for each of its parameters."""
+    """Return, by stack, the prefix of its tensors' names in peft's files.
+
+    peft wraps a module once for each adapted parameter. So the names of all but the last contain `base_layer.`, once
+    per outer wrapper.
+    """
     modules: dict[str, list[str]] = {}
     for path in stacks:
         modules.setdefault(path.rpartition(".")[0], []).append(path)

@@ -26,7 +26,7 @@ TOKEN_ROWS = "token_rows"
 
 
 class TrainedRows(nn.Module):
-    """Base of the classes of modules with trained rows. Each such class also inherits from the module's own class."""
+    """Base of module classes with `token_rows`. Each such class also inherits from the module's own class."""
 
     weight: nn.Parameter
     token_rows: nn.Parameter
@@ -68,7 +68,7 @@ class TrainedRows(nn.Module):
 
 
 class RowsEmbedding(TrainedRows):
-    """Embedding with trained rows."""
+    """Embedding with a frozen weight, in which `token_rows` replaces the rows of some token ids."""
 
     #: `inspect.layers.is_linear` ignores this class when it looks up the module's own forward.
     is_adapter = True
@@ -92,7 +92,7 @@ class RowsEmbedding(TrainedRows):
 
 
 class RowsLinear(TrainedRows):
-    """Output layer with trained rows."""
+    """Output layer with a frozen weight, in which `token_rows` replaces the rows of some token ids."""
 
     is_adapter = True
 
@@ -101,11 +101,14 @@ class RowsLinear(TrainedRows):
         return self.times_weight(x, layers.bias_of(self))
 
     def times_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply by the weight with the trained rows."""
+        """Return x times the transposed `unpacked_weight()`, plus the bias."""
         return F.linear(x, self.unpacked_weight().to(x.dtype), bias)
 
     def unpacked_weight(self) -> Tensor:
-        """Return the weight with the trained rows, (V, D). The rows get its gradient."""
+        """Return the weight (V, D), in which `token_rows` replaces the frozen rows of its tokens. Differentiable.
+
+        If the module's rows are switched off, this is the frozen weight.
+        """
         if not self._weft_is_on:
             return self.weight
         places, here = (one.to(self.weight.device) for one in self._weft_local)
@@ -186,7 +189,7 @@ def add_rows(found: Mapping[str, TokenRows]) -> None:
 
 
 def remove_rows(module: nn.Module) -> None:
-    """Remove the trained rows from a module and restore its class, if no later class replacement is in front of it."""
+    """Remove `token_rows` from a module, and restore its class unless a later subclass replaced it."""
     kind = RowsEmbedding if isinstance(module, RowsEmbedding) else RowsLinear
     for name in (TOKEN_ROWS, "token_ids"):
         delattr(module, name)
@@ -243,10 +246,14 @@ def fits(path: str, pattern: str) -> bool:
 
 
 def saved_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the modules that patterns choose and those that share their weights: path -> name -> name in the model.
+    """Return the modules that patterns match, and the modules that share weights with them.
+
+    The result maps the path of each module to a dict from its state_dict names to the model's first name of the same
+    tensor.
 
     Raises:
-        ModelError: if a pattern matches no module, or one without parameters.
+        ModelError: if a pattern matches no module, or one without parameters; or if a module shares only some of its
+            parameters.
     """
     every = dict(model.named_modules())
     chosen: set[str] = set()

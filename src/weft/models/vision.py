@@ -323,15 +323,15 @@ _PATCH, _SMALL_PATCH = 16, 4
 
 
 def build_image_model(name: str, num_classes: int, side: int) -> nn.Module:
-    """Build a network with new weights from torch's generator.
+    """Build a network with random weights, drawn from torch's global generator.
 
-    Parameters have torchvision's names. Those of vision transformers have the names of transformers' files.
+    Parameters are named as in torchvision. Those of vision transformers are named as in transformers' checkpoints.
 
     Args:
         name: one of `IMAGE_MODELS`.
         num_classes: number of outputs.
-        side: pixels per side. Below 64 the stem of a ResNet keeps height and width, and the patches of a vision
-            transformer have 4 pixels per side instead of 16.
+        side: pixels per side. Below 64, the stem of a ResNet does not downsample, vision transformers use patches of
+            4 x 4 pixels instead of 16 x 16, and the linear layers of a VGG read 1 x 1 features and have a width of 512.
 
     Raises:
         ModelError: if the name is unknown or the side does not fit the network.

@@ -213,7 +213,10 @@ class TimeLedger:
             self.device_s += seconds * self._devices
 
     def _typical_step(self) -> float:
-        """Return the median work time of a step, over the last 10,000 steps."""
+        """Return the median work time of a step, over the last 10,000 steps; 0 below three steps.
+
+        It is updated after a tenth more steps.
+        """
         count = len(self._work)
         if count < 3:
             return 0.0

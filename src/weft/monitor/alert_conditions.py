@@ -63,7 +63,7 @@ class TimeWindow:
         self._new = 0
 
     def add(self, value: float, time: float) -> None:
-        """Add a reading."""
+        """Add a reading, and drop readings older than the span. In long spans, only every n-th reading counts."""
         self._number += 1
         if self._number % self._stride:
             return

@@ -102,7 +102,10 @@ class GpuSource:
         return True
 
     def _nvlink_rate(self) -> float | None:
-        """Return the NVLink bytes per second over all links, from the driver's counters of kilobytes."""
+        """Return the NVLink bytes per second since the last call, over all links and both directions.
+
+        Return None in the first call, or if the driver does not report its counters (in kilobytes).
+        """
         nvml, total = self._nvml, 0.0
         fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
         for value in nvml.nvmlDeviceGetFieldValues(self._handle, fields):

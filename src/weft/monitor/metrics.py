@@ -154,10 +154,10 @@ _MICRO = 1e6
 
 
 class PaceWriter:
-    """Selects some of the steps since the last report.
+    """Collects this rank's times of at most 8 steps for the next report.
 
-    All ranks select the same ones, even if some have done more steps. They are multiples of a power of two, so one of
-    two ranks' sets of steps is a subset of the other.
+    If there are more steps, only multiples of a power of two are kept. So if some ranks have done more steps, the steps
+    of one rank are still a subset of another's, and can be compared.
     """
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class StepMeans:
         return dict(self._last)
 
     def _gained(self) -> dict[str, float]:
-        """Return the increase of the totals per step since the last report."""
+        """Return the increase of the totals per step since the last report, or {} in the first report."""
         if self._totals is None:
             return {}
         (before_step, before), now = self._totals_before, dict(self._totals())

@@ -208,7 +208,7 @@ def check_grid(path: Path) -> None:
     """Check that a sheet can be drawn to a file.
 
     Raises:
-        DataError: for another suffix, or a missing folder.
+        DataError: if the suffix is not supported, or the folder is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(f"--sheet={path}: a sheet is drawn into {', '.join(SUFFIXES)}. Give such a file.")
@@ -220,7 +220,7 @@ def draw_grid(path: Path, entries: Sequence[GridSample]) -> None:
     """Draw samples one below the other into a file, whose suffix selects the format.
 
     Raises:
-        DataError: for another suffix, or a file that cannot be written.
+        DataError: if the suffix is not supported, the folder is missing, or the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -138,8 +138,8 @@ class StepTimes:
 class Meter:
     """Measures the times of one rank's steps.
 
-    A step lasts from `begin_step` (by default the last `end_step`) to `end_step`, so evaluation and saving before
-    `begin_step` do not count. On a GPU, times are measured on the device.
+    A step lasts from `begin_step` (or the previous `end_step`, if it was not called) to `end_step`, so evaluation and
+    saving before `begin_step` do not count. On a GPU, times are measured on the device.
 
     Args:
         device: "cpu", "cuda:0" or a torch.device.

@@ -40,7 +40,10 @@ class LossScale:
         return self.scale if self.enabled else 1.0
 
     def update(self, finite: bool) -> None:
-        """Account for one step: halve after a non-finite step, double after `growth_interval` finite ones."""
+        """Halve the scale if the step was not finite. Double it after `growth_interval` finite steps.
+
+        Does nothing if scaling is disabled.
+        """
         if not self.enabled:
             return
         if not finite:

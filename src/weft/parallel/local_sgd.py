@@ -318,7 +318,7 @@ def put_anchor(here: Sequence[FlatSlice], run: Bundle) -> None:
 
 
 def move(here: Sequence[FlatSlice], by: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Add values to flat slices. by: the values of all slices, concatenated, 1-D, in their dtype."""
+    """Add values to the memory of flat slices. by: the values of all slices, concatenated, 1-D, in their dtype."""
     for one, part in zip(here, by.split(list(sizes)), strict=True):
         one.flat.add_(part)
         one.bring_home()
@@ -356,14 +356,14 @@ class _Sent:
 class StreamedSync(RareSync):
     """Outer steps of one model's replicas, with fragments that synchronize one after another.
 
-    since: steps in the current round of H steps. engine: engine of the model, on the mesh of its replica.
+    since: steps since the last outer step, below H. engine: engine of the model, on the mesh of its replica.
     """
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
         super().__init__(model, engine, mesh)
         self.fragments = self.plan.sync_fragments
         self._places = _fragments(model, engine, mesh, self.fragments)
-        #: For each fragment, the step of a round after which its sum starts.
+        #: For each fragment, the number of steps since the last outer step after which its sum starts.
         self._leaves = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         self._sent: list[_Sent] = []
         self._is_under_way = False  # a fragment is pending, even if this rank stores none of it
@@ -440,7 +440,7 @@ class StreamedSync(RareSync):
         self._sent.append(_Sent(run, own, start_all_reduce(run.with_carried_residual(own.clone()), over, wire=coder)))
 
     def _receive(self) -> None:
-        """Apply the outer step of the pending fragment, and add this replica's changes since its start."""
+        """Apply the outer step of the pending fragment, if any, and add this replica's changes since its start."""
         if not self._is_under_way:
             return
         held = self.master_slices()

@@ -100,7 +100,10 @@ class Technique(NamedTuple):
 
 
 def _check_full_model(run: Application) -> None:
-    """Check layout and sequences on the full model, because a stage or distributed experts cannot be traced."""
+    """Check layout and sequences on the full model, because a stage or distributed experts cannot be traced.
+
+    Stores the results in `run`: `sharded_layout`, `regions` and `why_full`.
+    """
     if run.plan.graphs and run.encoders.shared:
         rule = "ranks share the work of a spread encoder, and communicate within forward"
         raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])

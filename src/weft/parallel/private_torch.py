@@ -162,7 +162,7 @@ def before_backward_of(module: FSDPModule, call: Callable[[], None]) -> None:
 
 
 def forget_forward(root: Any) -> None:
-    """Reset the root's state after a forward that was interrupted."""
+    """Reset the FSDP state of the root module after a forward that was interrupted."""
     root._training_state = TrainingState.IDLE
     root._state_ctx.iter_forward_root = None
 

@@ -103,7 +103,11 @@ class Costs:
         ]
 
     def _time(self, costs: list[float], num_ranks: int) -> float:
-        """Return the cost of a step in tokens: the most expensive microbatch of each round plus the fixed costs."""
+        """Return the cost of a step in tokens, including fixed costs.
+
+        Microbatches run in order of decreasing cost, `num_ranks` at a time, and each such group costs as much as its
+        most expensive one.
+        """
         rounds = sorted(costs, reverse=True)[::num_ranks]
         return sum(rounds) + _CALL * self.most * len(rounds)
 
@@ -211,10 +215,11 @@ class _Runs:
 
 
 def _dealt(costs: list[float], num_ranks: int) -> list[list[int]]:
-    """Assign runs to ranks in rounds of decreasing cost. The rank with the lowest sum gets the largest run of a round.
+    """Assign runs to ranks, `num_ranks` runs at a time, in order of decreasing cost.
 
-    The runs of a round have similar costs, which matters if every layer synchronizes ranks (zero=3). The sums per rank
-    are similar, which matters if ranks only synchronize once per step.
+    The rank with the lowest sum so far gets the largest of them. Runs of the same index have similar costs, which
+    matters if every layer synchronizes ranks (zero=3). The sums per rank are similar, which matters if ranks only
+    synchronize once per step.
     """
     found: list[list[int]] = [[] for _ in range(num_ranks)]
     sums = [0.0] * num_ranks
@@ -297,7 +302,7 @@ def traced_costs(traced: TracedModel | None, lengths: np.ndarray) -> np.ndarray:
 
 
 def cost_limits(config: RunConfig) -> Mapping[str, Limit]:
-    """Return the limits of plan fields under cost-based batching."""
+    """Return the limits of plan fields under cost-based batching; {} for batching=fixed."""
     if config.data.batching == "fixed":
         return {}
     return {

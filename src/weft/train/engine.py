@@ -36,8 +36,8 @@ class StepResult:
         grad_norm: gradient norm before clipping.
         skipped: reason why the weights were not updated, or None.
         update_ratio: norm of the update divided by the norm of the weights, if it was measured.
-        share: fraction of the global batch that these tokens or samples are.
-        goes_to: number of steps done from which training continues, if other replicas were at another step.
+        share: fraction of the global batch that `count` covers.
+        goes_to: number of steps done at which training continues if the other replicas were at another step, else None.
         is_over: True if the other replicas have ended.
     """
 

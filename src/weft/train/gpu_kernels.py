@@ -92,7 +92,10 @@ class GpuKernels:
             self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
 
     def choose_convolutions(self, model: nn.Module) -> None:
-        """Choose how cuDNN selects algorithms for this model's convolutions. Call it before the first step."""
+        """Choose how cuDNN selects algorithms for this model's convolutions, on a GPU. Call it before the first step.
+
+        This sets `torch.backends.cudnn.benchmark`.
+        """
         if self._device.type != "cuda":
             return
         cudnn = torch.backends.cudnn

@@ -104,10 +104,10 @@ LEFT_OUT = "left_out.json"
 
 
 def steps_left_out(folder: RunFolder) -> frozenset[int]:
-    """Return the steps that a run skips, counted from 1.
+    """Return the steps that a run skips, counted from 1: those in left_out.json, or none without this file.
 
     Raises:
-        ConfigError: if the file is damaged.
+        ConfigError: if left_out.json is damaged.
     """
     if LEFT_OUT not in folder.texts and not (folder.path / LEFT_OUT).is_file():
         return frozenset()

@@ -41,7 +41,7 @@ class GlobalBatchLoss:
     """A loss on the features of the global batch, which `TrainStep` gathers. A direct call uses its batch alone.
 
     Args:
-        compare: returns the sum of the losses of some samples, each compared with the whole batch.
+        compare: returns the sum of the losses of some samples, each compared with the whole batch, and their count.
         score: like `compare`, but returns the sums that metrics need, over the whole evaluation set; None for no
             metrics.
     """

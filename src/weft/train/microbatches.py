@@ -353,7 +353,7 @@ def samples_of(batch: Any, num_microbatches: int, data: DataRank) -> list[Sample
     Args:
         batch: the input of the step.
         num_microbatches: number of microbatches that a plain batch is split into.
-        data: this rank among those that read different samples.
+        data: position of this rank among the ranks that read different samples.
     """
     if isinstance(batch, Microbatches):
         if batch.samples is not None:

@@ -370,7 +370,7 @@ _ROUNDED = (torch.bfloat16, torch.int8, torch.uint8)
 
 
 def _match_formats(optimizer: torch.optim.Optimizer) -> None:
-    """Convert moments to the parameters' dtype for torch's AdamW and Adam, if the checkpoint has rounded moments."""
+    """Convert bf16 and quantized moments from a checkpoint to the parameters' dtype, for torch's AdamW and Adam."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return
     for param, state in optimizer.state.items():

@@ -265,6 +265,8 @@ _TOLD = "no estimate; run `weft calibrate` once (2 min)"
 def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write `measured.json`, and return a report that compares the planned with the measured step time and memory.
 
+    Without measured times, write nothing and return [].
+
     Args:
         folder: the run's folder.
         task: the run's task.

@@ -279,9 +279,10 @@ class _RankRun:
 def _parting(
     folder: RunFolder, engine: Engine, checkpoints: RunCheckpoints, request: RunRequest | None, step: int
 ) -> RunRequest | None:
-    """Return the request that the launcher must handle. All ranks call it.
+    """Return the request that the launcher must handle, or None. All ranks call it.
 
-    A request to roll back becomes a pause if there is no older checkpoint.
+    For a request to roll back, peer copies are dropped and the run is rolled back. It becomes a pause if there is no
+    older checkpoint.
     """
     if request is None or request.action == "stop":
         return None

@@ -383,7 +383,7 @@ class Verifier:
         return "the update: outputs and gradients of step 1 agree"
 
     def _causes(self, plan: Plan) -> list[str]:
-        """Return sentences about random noise, interacting samples and changing buffers, found in one process."""
+        """Return a sentence for each cause that one process finds: random noise, interacting samples, new buffers."""
         case, forwards = self.subject.build(), plan.microbatches_per_step
         limit = {"float64": 1e-9, "float32": 1e-4}.get(self.subject.settings.dtype, 5e-2)
         probed = Probed(

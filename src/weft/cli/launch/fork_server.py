@@ -203,7 +203,7 @@ class _Server:
         self._store: tuple[int, int] | None = None  # process id, and the descriptor to close to end it
 
     def serve(self) -> _Role | None:
-        """Handle the launcher's orders until it has ended."""
+        """Handle the launcher's orders until it has ended, and return None. In a forked child, return its function."""
         while True:
             read = b"\n" in self._waiting  # the next order was received with the previous one
             ready = select.select([self._line, *self._ranks], [], [], 0 if read else None)[0]

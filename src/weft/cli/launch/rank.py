@@ -200,7 +200,7 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
 
 
 def second_handle(descriptor: int) -> TextIO:
-    """Return a separate stream to a descriptor's current target."""
+    """Return a text stream on a duplicate of a file descriptor. It is unaffected if the descriptor is redirected."""
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
 
 

@@ -131,7 +131,11 @@ class Replicas:
             return bool(told.read(1))
 
     def _start(self, one: _Replica, writes: int | None = None) -> None:
-        """Start the launcher of a replica. Only the first one gets the terminal; of others, errors are printed."""
+        """Start the launcher of a replica.
+
+        The first replica writes to the terminal. The others write to launcher.log, and their stderr is printed with the
+        replica's number.
+        """
         variables = dict(self._threads)
         if self._gpus:
             own = self._gpus[one.number * self._ranks : (one.number + 1) * self._ranks]

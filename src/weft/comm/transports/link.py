@@ -199,7 +199,7 @@ class SpinBackoff:
         self._start = self._looked = time.perf_counter()
 
     def rest(self) -> float | None:
-        """Yield the core or sleep once. Returns the seconds waited so far if it is time to check the other ranks."""
+        """Yield the core or sleep once. Return the seconds waited if it is time to check the other ranks, else None."""
         now = time.perf_counter()
         waited = now - self._start
         if waited < self.YIELD_S:

@@ -61,7 +61,7 @@ class Coder:
         self._next[key] = {"residual": rest_RN.div_(self.unit)}
 
     def carried(self, key: str) -> State | None:
-        """Return the state that the last applied step stored under a key."""
+        """Return the state that the last applied step stored under a key, or None if there is no such state."""
         return self._kept.get(key)
 
     def carry(self, key: str, state: State) -> None:

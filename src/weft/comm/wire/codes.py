@@ -333,7 +333,10 @@ class Largest(Wire):
         return out_RN
 
     def _chunks(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first value, number of chunks, values per chunk, encoded values per chunk): full chunks, then rest."""
+        """Yield (index of the first value, number of chunks, values per chunk, encoded values per chunk).
+
+        Full chunks are first, then the rest.
+        """
         block, kept = self.spec.block, self.spec.kept
         whole, rest = divmod(numel, block)
         if whole:

@@ -288,7 +288,7 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield (line number from 1, byte offset, line) of the lines that are not blank. Too long lines are given as None.
+    """Yield (line number from 1, byte offset, line) of lines that are not blank. A too long line is yielded as None.
 
     Raises:
         OSError: if the file cannot be read.

@@ -119,5 +119,5 @@ class Pictures:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Pictures:
-        """Return the object for the output of `to_json`."""
+        """Inverse of `to_json`."""
         return cls(parse_source(told["source"]), Look(**told["look"]), told["seed"])

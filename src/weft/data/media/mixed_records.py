@@ -1,4 +1,4 @@
-"""Records of text, images and audio in tars, lines of JSON and parquet files, with the locations of their media."""
+"""Records of text, images and audio in tar, JSON Lines and parquet files, with the locations of their media."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Mixture:
         self._locate = lru_cache(maxsize=8)(self._block_table)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of a global sample index, and the number of samples of this source before it."""
+        """Return the index of the source that a global sample comes from, and the sample's index in that source."""
         if len(self._parts) == 1:
             return 0, index
         number, slot = divmod(index, self._block)

@@ -66,7 +66,7 @@ def _first_document(data: PreparedData) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _question(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Return the text of the last user's turn of a prompt, or "" if the template's text around it is not found."""
+    """Return the text of the last user turn of a prompt, or "" if the template's text around it is not found."""
     shown = tokenizer.decode(ids, specials=True)
     try:
         asked = tokenizer.decode(tokenizer.encode_prompt([Turn("user", _MARK)]), specials=True)

@@ -158,7 +158,10 @@ class MarkedAnswers:
         return text[done - offset :] == shadow[done:]
 
     def _nearest(self, number: int, last: int) -> tuple[int, _Marked] | None:
-        """Return the index and the message of a mark. Very long conversations use the same mark several times."""
+        """Return the index and the message of a mark, or None if no message has it.
+
+        Very long conversations use the same mark several times: prefer the first message from index `last` on.
+        """
         places = range(number, len(self._marked), _NUM_TURNS)
         place = next((one for one in places if one >= last), places[-1] if places else -1)
         return (place, self._marked[place]) if place >= 0 else None

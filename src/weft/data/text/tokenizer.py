@@ -390,7 +390,10 @@ def import_tokenizer(
 
 
 def _begin_ids(text: str, names: Mapping[str, int], settings: Mapping[str, Any], path: str, bos: Bos) -> list[int]:
-    """Return the tokens that transformers puts before a text with this tokenizer, or those that data.bos selects."""
+    """Return the ids of the tokens that precede a text: by default ("auto") those that transformers adds.
+
+    bos: False for none; True requires at least one. Raises DataError if the tokenizer then has no such token.
+    """
     from tokenizers import Tokenizer as Library
 
     if bos is False:

@@ -96,7 +96,10 @@ def _inside(sites: Sequence[Site], around: Sequence[Site]) -> bool:
 
 
 def _open_lists(model: nn.Module) -> set[nn.Module]:
-    """Return the modules whose entries are blocks: lists, and modules inside lists that are never called."""
+    """Return the containers whose children are blocks.
+
+    These are each ModuleList, each ModuleDict of repeated modules, and containers without a forward inside them.
+    """
     found: set[nn.Module] = set()
 
     def open_all(module: nn.Module) -> None:

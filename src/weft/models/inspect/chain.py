@@ -135,7 +135,10 @@ def _of_sequential(model: nn.Module) -> list[Site]:
 
 
 def _of_text(model: nn.Module, paths: set[str]) -> set[str]:
-    """Return the block lists of a multimodal model's language model. The result is empty for any other model."""
+    """Return the `paths` of block lists that are inside the model's `language_model`.
+
+    The result is empty if there are fewer than two paths, or no `language_model`.
+    """
     if len(paths) < 2:
         return set()
     towers = (getattr(part, "language_model", None) for part in (model, getattr(model, "model", None)))

@@ -222,7 +222,10 @@ def _is_slice(value: Any) -> TypeGuard[slice[Any, Any, Any]]:
 
 
 def parts_of_index(index: Any, rank: int) -> list[Any] | None:
-    """Return the elements of an index without `...`, or None if a tensor or a list is among them."""
+    """Return the elements of an index, with full slices for `...` and for missing dims.
+
+    Return None if an element is a tensor or a list. rank: number of dims of the indexed tensor.
+    """
     parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
     if any(isinstance(part, torch.Tensor | list) for part in parts):
         return None

@@ -350,7 +350,11 @@ class CallOrder:
         return module in self._first or not any(part in self._first for part in module.modules())
 
     def called(self, sites: list[Site]) -> list[Site]:
-        """Return the sites, with each module that is not called replaced by its children that are called."""
+        """Return the sites, with uncalled containers replaced by their children.
+
+        A container is replaced, recursively, if it is not called, one of its submodules is, and it has no parameters of
+        its own. Children without parameters are dropped.
+        """
         found: list[Site] = []
         for site in sites:
             inside = [

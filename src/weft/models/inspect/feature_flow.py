@@ -183,7 +183,7 @@ class FeatureFlow(TorchFunctionMode):
         return result
 
     def _note_reads(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record weights that an operation outside their layers uses, because a shard would not suffice there."""
+        """Record weights that an operation outside their layers reads, because a shard would not suffice there."""
         if name in _ASKED or name in _FRESH:
             return
         used = args[:1] if name in ("to", "type_as") else (args, kwargs)  # else only its dtype is read

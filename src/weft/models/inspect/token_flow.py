@@ -49,9 +49,10 @@ _MOST_WIDENED = 12
 
 
 def mixing(module: nn.Module) -> str:
-    """Return how a module with weights mixes tokens, by its class: "attention", "convolution", "other" or "".
+    """Return how a module with weights mixes tokens, judged by its class.
 
-    "convolution": over two dims, or with a causal kernel. "": any other module.
+    "attention". "convolution": Conv2d, or a model's own causal conv1d class. "other": nn.Conv1d with a kernel above 1,
+    recurrent layers, and classes such as SSM or mixer layers. "": does not mix tokens.
     """
     if isinstance(module, nn.Conv1d | nn.RNNBase):
         return "" if isinstance(module, nn.Conv1d) and set(module.kernel_size) == {1} else "other"

@@ -475,8 +475,7 @@ class TokenTrace:
                         )
 
     def _mark_hidden(self, output: Any, width: int | None) -> None:
-        """Record the token dim of hidden states in the output of a row-parallel layer (width=None) or another module,
-        because they are sharded over tokens again."""
+        """Mark the first float tensor of an output (with `width` features unless None) as sharded by tokens."""
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 continue
@@ -579,7 +578,7 @@ class TokenTrace:
 
 
 def hidden_index(leaves: Sequence[Any], width: int) -> int | None:
-    """Return the position of the hidden states, (batch, tokens, ..., width), among the values of a call."""
+    """Return the index of the hidden states, (batch, tokens, ..., width), among the values of a call, or None."""
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3 and leaf.shape[-1] == width:
             return place

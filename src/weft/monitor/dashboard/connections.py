@@ -36,7 +36,7 @@ def most_connections() -> int:
 
 
 class _Open:
-    """A connection. `since` is the time since which the server waits for its client, or inf while the server works."""
+    """A connection. `since`: when the server began to wait for its client, or inf while it handles a request."""
 
     __slots__ = ("call", "since")
 
@@ -218,7 +218,7 @@ class GuessLimit:
         return max(0.0, wait)
 
     def note(self, address: str, *, right: bool) -> None:
-        """Record a guess."""
+        """Record an attempt to log in from an address. A correct token (`right`) resets the address's wrong ones."""
         key, now = _network(address), self._clock()
         known = self._wrong.pop(key, None)
         if right:

@@ -115,7 +115,10 @@ class RankHeat:
         return list(self._steps), np.where(silent, 0, scaled).astype(np.uint8)
 
     def slowest(self) -> tuple[int, float] | None:
-        """Return the rank with the largest median ratio over the newest columns, and that ratio."""
+        """Return the rank with the largest median ratio over the newest columns, and that ratio.
+
+        Return None for less than two ranks, or if there are no columns.
+        """
         _, picture = self.picture()
         if picture.shape[0] < 2 or not picture.shape[1]:
             return None

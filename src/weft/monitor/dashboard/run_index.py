@@ -81,7 +81,7 @@ class RunState:
         return self.steps.values(_PHASE + name)
 
     def step_s(self) -> float | None:
-        """Return the median time (s) of the last steps."""
+        """Return the median time (s) of the last 200 steps, or None if no time is recorded."""
         total = self.phase("total")[-200:]
         finite = total[np.isfinite(total)]
         return float(np.median(finite)) if len(finite) else None

@@ -156,7 +156,10 @@ class Context:
 def context_attention(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Call `attend_sharded`, as a function that torch function modes such as recompute=attention can intercept."""
+    """Return attention over the full sequence for this rank's queries, (B, H, T, C), from `attend_sharded`.
+
+    Torch function modes such as recompute=attention can intercept this function.
+    """
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
         return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)

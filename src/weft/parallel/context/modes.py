@@ -132,7 +132,10 @@ def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> 
 
 
 def remember_full(part: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Store the full sequences' values, on the host (B, S), with a rank's shard of them. Does nothing for None."""
+    """Attach the full sequences' values, (B, S) on the host, to this rank's shard of them.
+
+    Does nothing if `values` is None, or if `part` is an inference tensor, which has no version counter.
+    """
     if values is not None and not part.is_inference():
         setattr(part, _WHOLE, (values, version_of(part)))
 

@@ -200,7 +200,10 @@ def _never_draws(module: nn.Module) -> bool:
 
 
 def _has_known_hooks(module: nn.Module) -> bool:
-    """Return True if all forward hooks of a module belong to Weft, except NEFTune's, or to torch's fully_shard."""
+    """Return True if all forward hooks of a module come from Weft or from torch's fully_shard.
+
+    Weft's NEFTune hook does not count as one of them.
+    """
     own = vars(module)
     hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]

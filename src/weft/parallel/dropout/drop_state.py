@@ -209,7 +209,7 @@ class Drops:
             )
 
     def restart(self) -> None:
-        """Begin a forward: reset call counts, and mark that no sharded region is open."""
+        """Begin a forward: reset call counts, and mark that no tensor-parallel module is running."""
         self.part.is_open = False
         for site in self.sites:
             site.calls = 0
@@ -247,7 +247,7 @@ class Drops:
         return key_of(key, type(model).__qualname__, first, self._cp.rank) % 2**63
 
     def _pass_to_compiled(self) -> None:
-        """Pass keys and samples to compiled blocks as tensors, because ints would become constants of their graphs."""
+        """Store keys and samples as tensors for compiled blocks, because ints would be constants of their graphs."""
         if not self._plan.compile or self._fixed is not None or not self.sites:
             return
         samples = self._forward.samples

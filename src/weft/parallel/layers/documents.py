@@ -114,8 +114,9 @@ def reads_documents(model: nn.Module) -> bool:
 
 
 def attend_in_documents(model: nn.Module) -> None:
-    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place. Layers
-    that carry a state separate documents without an argument.
+    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place.
+
+    Layers that carry a state separate documents without an argument. Does nothing for other models.
     """
     separate_states(model)
     if not reads_documents(model):
@@ -451,7 +452,7 @@ class DocumentTracker:
 
 
 def _document_ids(given: dict[str, Any]) -> Tensor | None:
-    """Return an ascending document id per token, int64 (B, T), or None if the call needs no separated documents.
+    """Return an ascending document id per token, int64 (B, T), or None if the call need not separate documents.
 
     Computed on the host if the host has the values of positions and mask, else on their device. A document begins if a
     position is not its predecessor plus 1. Padding forms separate documents.

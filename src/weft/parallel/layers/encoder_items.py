@@ -1,7 +1,7 @@
-"""Encoder attention over all images of a batch in one call, and the items of an encoder call.
+"""Encoder attention over all images of a batch in one call, and the items (images) of an encoder call.
 
-transformers models with such an encoder (Qwen2-VL and related models) call torch's fused attention once per image and
-layer, and copy the image boundaries from the device each time. transformers passes the boundaries to a single call only
+Some encoders in transformers (Qwen2-VL and related models) call torch's fused attention once per image and layer, and
+copy the image boundaries from the device each time. transformers passes the boundaries to a single call only
 if the attention function's name contains "flash". So the encoder's modules get a copy of the config with such a name.
 """
 
@@ -33,7 +33,10 @@ _BORDERS = "cu_seqlens"
 
 
 def attend_by_borders(model: nn.Module) -> None:
-    """Make the encoders of a transformers model attend to all images in one call."""
+    """Make the encoders of a transformers model attend to all images in one call. Replaces their configs by copies.
+
+    Does nothing for models without such encoders.
+    """
     if not hugging_face.is_hugging_face(model):
         return
     attending = [module for module in model.modules() if _calls_by_picture(module)]

@@ -42,7 +42,8 @@ def choose_float8(
 ) -> None:
     """Choose the layers that will multiply in float8. Call it on the full model, before any technique shards it.
 
-    Raises ModelError if no layer fits, if `keep` excludes all layers or matches none, or for another recipe.
+    Raises ModelError if no layer fits, if an entry of `keep` matches no fitting layer, if `keep` excludes all of them,
+    or if the recipe is unknown.
 
     Args:
         keep: layers that stay in bf16: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks.
@@ -81,7 +82,11 @@ def choose_float8(
 
 
 def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
-    """Return the linear layers in blocks that can multiply in float8, by path. Other layers are added to `left`."""
+    """Return the linear layers in blocks that can multiply in float8, by path.
+
+    Path and shape of layers whose dims are not multiples of 16 are appended to `left`. Routers and quantized layers are
+    skipped.
+    """
     found: dict[str, nn.Module] = {}
     for path, block in repeated_blocks(model).items():
         routers = _routers(block)

@@ -21,7 +21,10 @@ from weft.models.inspect import hugging_face
 
 
 def track_row_lengths(model: nn.Module, cp: int) -> None:
-    """Make a transformers model choose its RoPE table for each document. cp: ranks that share a sequence."""
+    """Make a transformers model choose its RoPE table for each document, with hooks. cp: ranks that share a sequence.
+
+    Does nothing for models whose RoPE is neither longrope nor dynamic.
+    """
     if not hugging_face.is_hugging_face(model):
         return
     rotaries = [module for module in model.modules() if _kind(module) in ("longrope", "dynamic")]

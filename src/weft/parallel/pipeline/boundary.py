@@ -305,7 +305,10 @@ class RemoteModule(StandIn):
 
 
 class Relay(StandIn):
-    """Placeholder for a module of the model's chain of modules while a stage runs."""
+    """Placeholder for a module of the model's chain of modules. It runs a module of this rank's stage itself.
+
+    Outputs and attributes of modules on other stages are placeholders too.
+    """
 
     def __init__(self, module: nn.Module, path: str, number: int, flow: Flow):
         super().__init__(module, path)

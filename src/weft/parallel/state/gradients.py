@@ -88,12 +88,15 @@ class DataParallel(Protocol):
     def norm(self) -> torch.Tensor:
         """Return the Euclidean norm of the full gradient after `finish`: 0-d, equal on all ranks.
 
-        NaN if ranks disagreed and the sums are wrong. `check` then raises an error with the cause.
+        NaN if sums are wrong because a gradient arrived after its reduction had started. `check` then raises an error.
         """
         ...
 
     def check(self) -> None:
-        """Raise CommError on all ranks if ranks disagreed. All ranks call it if `norm` was not finite."""
+        """Raise CommError on all ranks if a gradient arrived after its reduction had started, so that sums are wrong.
+
+        All ranks call it if `norm` was not finite.
+        """
         ...
 
     def scale(self, factor: float) -> None:
@@ -191,7 +194,10 @@ class DataParallel(Protocol):
         ...
 
     def load_weights(self, source: StateSource) -> None:
-        """Load weights, buffers and masters that any plan saved. Each rank reads its slices. All ranks call it."""
+        """Load weights, buffers and master weights from a checkpoint of any plan. All ranks call it.
+
+        Each rank reads its slices.
+        """
         ...
 
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:

@@ -70,7 +70,7 @@ class Placement:
         return tuple(shape)
 
     def num_equal(self, local: Sequence[int], size: int) -> int:
-        """Return how many ranks of the sharding axis hold the same rows."""
+        """Return how many ranks of the sharding axis hold the same rows; 1 unless only `partial` axes shard it."""
         if self.index is None or not set(self.cut) <= set(self.partial):
             return 1
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)

@@ -269,7 +269,10 @@ def _references(
 
 
 def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
-    """Yield the contents of an object, each with its expression in Python."""
+    """Yield (description, object) for each object that `value` references: items, attributes, variables and so on.
+
+    A description is a Python expression such as `model.layers[0]`, or text such as 'variable x of f'.
+    """
     if isinstance(value, Mapping):
         yield from ((f"{what}[{key!r}]", part) for key, part in list(value.items()))
     elif isinstance(value, list | tuple | set | frozenset):

@@ -165,7 +165,10 @@ def check_full_model(
 
 
 def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
-    """Return `regions`. Warn if tokens are gathered after each block, or if ranks compute modules for all tokens."""
+    """Warn, on rank 0, if tokens are gathered after each block or if ranks compute modules for all tokens.
+
+    Return `regions` unchanged.
+    """
     if regions is not None and mesh.rank == 0:
         if regions.why_apart:
             said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
@@ -256,7 +259,7 @@ def find_token_regions(
 def _check_covered(
     modules: Mapping[str, nn.Module], styles: Mapping[str, Style], own: Mapping[str, Style], parents: Iterable[str]
 ) -> None:
-    """Raise LayoutError if modules inside a sharded region have parameters that no pattern covers."""
+    """Raise LayoutError if a module that gathers its input contains parameters that no pattern of the layout covers."""
     missing: list[str] = []
     for parent in parents:
         if is_wide(parent, modules, styles):

@@ -168,7 +168,7 @@ def make_head(
 
 
 def fuse_head(module: nn.Module, scales: bool, way: LossChunking | None = None) -> None:
-    """Run `make_head` for a model with an unsharded vocabulary."""
+    """Make an output layer with an unsharded vocabulary compute the loss if it has labels."""
     uncut = SharedLayer(Axis("tp", 1, 0, (0,)))
     make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)
 

@@ -389,7 +389,7 @@ class _RowSum(Function):
 
 
 def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Run `all_reduce` on a new tensor that needs no gradient."""
+    """Return the sum of a tensor over the ranks of an axis, without autograd. A contiguous tensor is overwritten."""
     return all_reduce(x.contiguous(), axis)
 
 
@@ -425,19 +425,22 @@ def prepare_chunk_operators(axis: Axis) -> None:
 
 
 def compiled_columns(x_BSD: Tensor, line: SharedLayer, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    """Run `gather_multiply` in a compiled graph."""
+    """Gather the tokens and multiply them by each weight in chunks, as `gather_multiply`, inside a compiled graph."""
     return _CompiledColumns.apply(x_BSD, line, *weights)
 
 
 def compiled_row(x_BTD: Tensor, line: SharedLayer, weight_FD: Tensor) -> Tensor:
-    """Run `multiply_scatter` in a compiled graph."""
+    """Multiply and reduce-scatter in chunks, as `multiply_scatter`, inside a compiled graph."""
     return _CompiledRow.apply(x_BTD, line, weight_FD)
 
 
 def row(
     x_BTD: Tensor, weight: Tensor, line: SharedLayer, held: DeferredWeightGrad | None, *, transposed: bool
 ) -> Tensor:
-    """Run `multiply_scatter` for a weight (F, D), or (D, F) if transposed. held: stores its deferred gradient."""
+    """Return this rank's tokens of the sum over ranks of x W^T, as `multiply_scatter`, with autograd.
+
+    weight: (F, D), or (D, F) if `transposed`. held: stores its deferred gradient.
+    """
     travel, weight_FD = _ReduceHandoff(), weight.t() if transposed else weight
     there = _RowFactors.apply(x_BTD, weight_FD, (weight, held, transposed), line, travel)
     return _ChunkedRowSum.apply(there, x_BTD.detach(), weight_FD.detach(), line, travel)

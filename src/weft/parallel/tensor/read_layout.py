@@ -54,7 +54,7 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
 def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
     """Return the style of each parameter that the layout names: sharded by heads along dim 0, partial or replicated.
 
-    Raises LayoutError for another style.
+    Raises LayoutError if a parameter has a style that parameters do not support.
     """
     styles = {path: style for path in layers.own_parameters(modules) if (style := layout.style(path)) is not None}
     for path, style in styles.items():
@@ -136,9 +136,10 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if the module around column-sharded layers is more than one sharded region.
+    """Return True if each column-sharded layer of the module `parent` gathers its own input.
 
-    Each of these layers then gathers its own input.
+    This is so for the root, for modules with nested sharded layers, and for modules with norms that the layout does not
+    name, unless `makes_ahead` is True.
     """
     if parent == "":
         return True
@@ -162,7 +163,7 @@ def makes_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[s
 
 
 def is_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if the input of a sharded region is gathered in front of unsharded layers."""
+    """Return True if a module gathers its input in front of unsharded layers, and has a row-parallel layer."""
     return bool(_rows(parent, styles)) and makes_ahead(parent, modules, styles)
 
 

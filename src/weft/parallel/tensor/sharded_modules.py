@@ -79,7 +79,7 @@ class TokenAdapter(SingleProcess):
         self._axis, self._part, self._is_flat = axis, part, is_flat
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """Apply dropout with the positions of tensors before the sharded region."""
+        """Apply dropout with the positions of tensors whose tokens are sharded."""
         if self._is_flat:
             return _dropped(dropout, x.flatten(0, 1), self._part, is_whole=False).view_as(x)
         return _dropped(dropout, x, self._part, is_whole=False)
@@ -131,12 +131,12 @@ def _dropped(dropout: nn.Module, x: Tensor, part: ShardPosition | None, *, is_wh
 
 
 class Entry:
-    """Start of a sharded region, where activations are gathered.
+    """Gathers the activations that column-sharded layers read.
 
     Attributes:
         members: column-sharded layers that read the activations.
         width: number of features of the activations.
-        part: position of this rank, whose `is_open` is set when the region starts; None for a head.
+        part: position of this rank, whose `is_open` is set from here to the row-parallel layer; None for a head.
         is_compiled: True if the layers are compiled. Each then runs its matmul after one collective that can be traced.
         is_ahead: True if unsharded layers run first, and the members read their outputs.
     """
@@ -293,16 +293,16 @@ def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
 class Enter:
     """Hooks of the module whose input an `Entry` gathers. They are an object because copies of a module copy its hooks.
 
-    ends: True if the sharded region ends inside the module. If False, as in BERT's pooler, outputs stay sharded until a
-    later layer. second: indices and names of the arguments that pass other hidden states to compute keys from
-    (cross-attention).
+    ends: True if a row-parallel layer inside the module reduces its output. If False, as in BERT's pooler, outputs stay
+    sharded until a later layer. second: indices and names of the arguments that pass other hidden states to compute
+    keys from (cross-attention).
     """
 
     def __init__(self, entry: Entry, ends: bool, second: tuple[tuple[int, str], ...] = ()):
         self._entry, self._ends, self._second = entry, ends, second
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather the hidden states among the arguments, and enter the sharded region.
+        """Gather the hidden states among the arguments.
 
         Raises ModelError if no argument has the features that the sharded layers read.
         """
@@ -335,7 +335,7 @@ class Enter:
         return args, kwargs, False
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Drop the stored input, and mark the end of the sharded region."""
+        """Drop the stored input, and reset the position's `is_open` unless the outputs are still sharded."""
         del module, args, output
         self._entry.close()
         if self._ends and self._entry.part is not None:

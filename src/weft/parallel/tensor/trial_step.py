@@ -46,7 +46,7 @@ def is_vetted(model: nn.Module) -> bool:
 
 
 class TrialError(LayoutError):
-    """Error if a sharded copy fails or gives other results. path: path of the module that failed, or ""."""
+    """A sharded copy fails, or its results differ from the unsharded copy's. path: the module that failed, or ""."""
 
     def __init__(self, message: str, path: str = ""):
         super().__init__(message)

@@ -168,7 +168,7 @@ class Bucket:
         return found if any(slot.numel for slot in self.slots) else None
 
     def parts(self) -> Parts | None:
-        """Return the gradients of `found` as parts of a flat tensor."""
+        """Return the gradients of `found` as parts of a flat tensor, or None if `found` returns None."""
         if (found := self.found()) is None:
             return None
         lines = [(slot.start, grad.as_strided((slot.numel,), (1,))) for slot, grad in found]
@@ -282,7 +282,7 @@ def lay_out(
 
 
 def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Callable[[str], str]) -> None:
-    """Sort buckets of several kinds by the order in which backward completes them.
+    """Sort the list of buckets of several kinds by the order in which backward completes them, and renumber them.
 
     Buckets whose reduction waits for other stages come last, in the order of their names, which are equal on all
     stages. slots: slots in the order of the model. saved_name: returns a parameter's name in checkpoints.

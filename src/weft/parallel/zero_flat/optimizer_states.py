@@ -106,7 +106,10 @@ class SlotAdoption:
 
 
 def _slice_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
-    """Return this rank's slice of a parameter's state. Adagrad creates states in its constructor."""
+    """Return this rank's slice of a parameter's state, such as Adagrad's, which exists before the first step.
+
+    Return {} if the parameter has a new layout.
+    """
     if held is not slot.param:
         return {}  # new layout: `load_states` restores full states
     return {

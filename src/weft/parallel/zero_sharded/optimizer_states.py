@@ -77,7 +77,7 @@ class ShardAdoption:
         return optimizer in self._held
 
     def name_of(self, param: torch.Tensor) -> str | None:
-        """Return the name of a model parameter, given its original or its sharded form."""
+        """Return the name of a model parameter, given its original or its sharded form; None for any other tensor."""
         reference, name = self._originals.get(id(param), (lambda: None, None))
         return name if reference() is param else self._names.get(id(param))
 

@@ -209,7 +209,10 @@ class ShardReducer(GradientReducer):
             self._settings.divide_by(float(self._axes.batch.size))
 
     def _average_plain(self, index: int, over: Axis, grad: torch.Tensor) -> torch.Tensor | None:
-        """Average an unsharded gradient in a custom training loop, before autograd adds it to `.grad`."""
+        """Return the average of an unsharded gradient over ranks, before autograd adds it to `.grad`.
+
+        Only in a custom training loop; None in a pass of `TrainStep`, which leaves it unchanged.
+        """
         if self.phase.in_pass:
             return None
         self.orders[0].check(Act.SUM, index, grad.numel())

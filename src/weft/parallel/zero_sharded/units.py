@@ -199,6 +199,7 @@ class PartialSums:
         """Broadcast gradients of replicated parameters from the first tp rank to all, so that they are equal.
 
         The rounding of a wire format depends on adjacent elements in a unit, which are different shards on each rank.
+        Does nothing with tp=1, or if all wires send unrounded values.
         """
         tp, wires = self._axes.mesh["tp"], (self.coders.wire, self.coders.outer_wire)
         if tp.size == 1 or all(wire.added_in(self._precision.master) is not None for wire in wires):

@@ -124,7 +124,7 @@ def newest_of_others(folder: RunFolder, own: int | None) -> str | None:
 
 
 def _checkpoints_of(folder: RunFolder, token: int) -> str | None:
-    """Return the checkpoints folder of an ended replica if `token` identifies its newest checkpoint."""
+    """Return the checkpoints folder of an ended replica if `token` identifies its newest checkpoint, else None."""
     if not (folder.path / "config.toml").is_file() or not (saved := list_checkpoints(folder.checkpoints)):
         return None
     of_replica = load_checkpoint(saved[-1], lazily=True).state.get("replica") or {}

@@ -70,7 +70,10 @@ def stretched(config: RunConfig, old: float, new: float) -> str:
 
 
 class RunLogger:
-    """Prints this rank's waits for users, above the progress display if there is one, and writes them to the log."""
+    """Prints messages about this rank waiting for others, and writes events to the log.
+
+    Messages are printed above the progress display if there is one.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = LastingStream(stream)

@@ -79,10 +79,13 @@ class Trainer:
         return self._requests.parting
 
     def fit(self) -> Stop:
-        """Train until the last step or a reason to stop, save, and return the reason.
+        """Train until the last step or an earlier reason to stop, and return the reason.
+
+        The last step is saved, unless the next start resumes from an older checkpoint.
 
         Raises:
-            TrainingHalted: after too many bad steps, or if the last save failed and the run must be saved.
+            TrainingHalted: after too many bad steps, or if the last step could not be saved. A paused run may end with
+                an older checkpoint.
         """
         self.book.start()
         self._loop.hooks.on_start(self.progress.step)

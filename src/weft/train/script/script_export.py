@@ -155,7 +155,10 @@ def moving_average(plan: Plan, model: nn.Module, decay: float) -> Ema:
 
 
 def full_tensors(mesh: Mesh, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
-    """Return the full tensors on rank 0, or on all ranks, with the names of the plain model. All ranks call it."""
+    """Return the full tensors by names of the plain model: on rank 0, or `everywhere`. Other ranks get {}.
+
+    All ranks call it.
+    """
     keeps = everywhere or mesh.rank == 0
     with anchored(model):
         found = capture_model(model, keep=keeps)

@@ -132,7 +132,9 @@ def _check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh)
 
 
 def causes_of(probed: Probed, batch: Any) -> list[str]:
-    """Return sentences about results that depend on how a batch is divided. Runs in one process.
+    """Return a sentence for each reason why results depend on how the batch is divided. Runs in one process.
+
+    Returns [] if there is no such reason, or if the check cannot run.
 
     Args:
         probed: the model and its loss.
@@ -150,7 +152,10 @@ def causes_of(probed: Probed, batch: Any) -> list[str]:
 
 
 def _first_runs(probed: Probed, small: list[Small], state: ForwardState) -> list[Ran] | None:
-    """Run the samples together and in halves, with gradients if the model needs them. All ranks must call it."""
+    """Run the samples together and in halves. If that fails, set `probed.has_gradients` and run them with gradients.
+
+    Returns None if that fails too. All ranks must call it.
+    """
     runs = run_each(probed, small, state, (1, 2, 3))
     if runs is None:
         probed.has_gradients = True

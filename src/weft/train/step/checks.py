@@ -171,7 +171,10 @@ class FirstStep:
         check_gradients(probe, self._code, microbatches[0], samples[0])
 
     def value(self, batch: Any) -> torch.Tensor | None:
-        """Return the fingerprint of a plain batch, which the user may have forgotten to shard."""
+        """Return the fingerprint of a plain batch, which the user may have forgotten to shard, else None.
+
+        With one data rank it is None, too.
+        """
         if self._mesh.data.size == 1 or isinstance(batch, Microbatches):
             return None
         return fingerprint(batch).to(self._mesh.device)
@@ -291,7 +294,10 @@ def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _stride(num_elements: int, most: int) -> int:
-    """Return the stride between sampled runs: an odd prime, so that every column of a matrix is sampled."""
+    """Return the stride between sampled runs: 1 to read all, else the smallest odd prime >= num_elements / most.
+
+    A stride that divides the row length of a matrix would sample the same columns in every row.
+    """
     stride = -(-num_elements // most)
     while stride > 1 and any(stride % divisor == 0 for divisor in (2, *range(3, math.isqrt(stride) + 1))):
         stride += 1

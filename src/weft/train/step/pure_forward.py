@@ -62,7 +62,7 @@ class ForwardState:
             one.manual_seed(seed) if isinstance(one, torch.Generator) else one.seed(seed)
 
     def before_write(self, tensor: Any) -> None:
-        """Copy the parameters that share memory with a tensor, before a function writes to the tensor."""
+        """Copy the parameters that overlap a tensor in memory, before a function writes to the tensor."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             return
         first, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()

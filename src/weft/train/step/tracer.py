@@ -162,7 +162,7 @@ class TracedStep:
 
 @dataclass
 class _Round:
-    """Results of one round of forwards on parts of a microbatch.
+    """Results of one forward on each part of a microbatch.
 
     joined: for each data rank, the combined results of its ranks by part. runs: rows of each part on this rank.
     """
@@ -297,7 +297,10 @@ class StepTracer:
     def _narrow(
         self, given: Sequence[Any], numbers: Sequence[SampleNumbers], index: int
     ) -> tuple[list[float], _Round, bool]:
-        """Return mean losses of the first round, the last round, and True if it compares parts of one microbatch."""
+        """Run ever smaller parts of a microbatch. Return the first forwards' mean losses, the last results, and True.
+
+        If a rank cannot split it, run it next to other microbatches instead, and return False as the third value.
+        """
         batch, own = given[index], numbers[index]
         rows = range(max(1, len(own.numbers)))
         said = self._share([_can_split(batch, own), len(rows)])

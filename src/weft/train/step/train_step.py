@@ -159,10 +159,10 @@ class TrainStep:
         self, batch: Any, seeds: Sequence[int] | None, dropout_key: int | None, *, checks: Sequence[StepCheck] = (),
         first: FirstStep | None = None, is_again: bool = False, factor: float = 1.0, backward_seed: int | None = None,
     ) -> StepTotals:  # fmt: skip
-        """Compute the gradients of a batch, and return the totals for the step's decision.
+        """Compute the gradients of a batch. Return the sums from which the update decides whether the step is applied.
 
-        is_again: True if the gradients are not used for training; no graph is launched then. For other arguments, see
-        `__call__` and `compute_again`.
+        is_again: True if the gradients are not used for training. No CUDA graph is replayed then. For other arguments,
+        see `__call__` and `compute_again`.
         """
         with self._state.preserving(seeds):
             with self._meter.phase("data"):
@@ -245,7 +245,7 @@ class TrainStep:
         read.
 
         Raises:
-            CommError: if the gradient was not finite because ranks disagreed.
+            CommError: if the gradient was not finite because a part of it arrived after its reduction had started.
         """
         self._update.finalize(metrics)
 
@@ -254,7 +254,7 @@ class TrainStep:
         self._engine.wait_for_weights()
 
     def arrive(self) -> None:
-        """Call `wait_for_weights`, which replaces this deprecated method, and warn."""
+        """Deprecated: use `wait_for_weights`."""
         warnings.warn("TrainStep.arrive is now wait_for_weights. Call that.", WeftWarning, stacklevel=2)
         self.wait_for_weights()
 

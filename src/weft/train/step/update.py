@@ -52,7 +52,7 @@ class StepTotals:
         self.numbers = torch.cat([self.vector, norm.to(self.vector).reshape(1)])
 
     def read(self) -> list[float]:
-        """Return the numbers on the host, after the checks of the values. All ranks call it."""
+        """Copy the numbers to the host, run all checks on them, and return them. All ranks call it."""
         numbers: list[float] = self.numbers.tolist()
         for check, part in self._checks:
             check.check(numbers[part])
@@ -120,7 +120,7 @@ def to_mean(nominal: float, num_tokens: float, scale: LossScale) -> float:
 
 
 class LateMetrics(StepMetrics):
-    """Metrics whose numbers stay on the device until one is read. read: function that waits for them."""
+    """Metrics whose numbers stay on the device until one is accessed. read: function that waits for them."""
 
     __slots__ = ("_read",)
 
@@ -245,7 +245,7 @@ class WeightUpdate:
         return self._unread is not None
 
     def finalize(self, metrics: StepMetrics | None = None) -> None:
-        """Read the device's decision about the last step, as `TrainStep.finalize`."""
+        """Read the device's decision about the last step. All ranks call it. See `TrainStep.finalize`."""
         if metrics is None or metrics is self._unread:
             self._read()
         if self._unchecked:

@@ -270,7 +270,7 @@ class Task:
             return self.build()
 
     def initial_weights(self, model: nn.Module) -> StateSource | None:
-        """Return the source of a new run's weights, or None if `initial_model` already has them.
+        """Return an object from which a new run's weights are read, or None if `initial_model` already has them.
 
         If there is a source, each rank reads its slices from it, and `initial_model` returns parameters on the meta
         device.
@@ -296,7 +296,7 @@ class Task:
         return None
 
     def second_weights(self, model: nn.Module) -> StateSource | None:
-        """Return the source of the second model's weights, as `initial_weights` does for the first model."""
+        """Return an object from which the second model's weights are read, or None. See `initial_weights`."""
         return None
 
     def begin(self, forwards: Forwards) -> None:
@@ -393,12 +393,11 @@ class Task:
     leaves: ClassVar[tuple[str, ...]] = ()
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show a training sample as the model receives it.
+        """Return lines that show a training sample as the model receives it. Called after `open`.
 
-        The default returns its position in `samples("train")` and its contents. Called after `open`. torch need not be
-        installed.
+        The default shows the sample's position in `samples("train")` and its contents.
 
-        place: position in training order, from 0 and over all epochs. Step s begins at (s - 1) * global_batch.
+        place: index in training order, from 0 and across epochs. Step s begins at (s - 1) * global_batch.
         """
         from weft.train.tasks import indexed
 

@@ -111,7 +111,10 @@ class CaptionTask(MixedTask):
     def _laid(
         self, sample: MixedSample, rows: Sequence[int], first: list[int], media: Mapping[str, Tensor]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Return ids, media row indices and labels of a sample. first: row of the next image and audio clip."""
+        """Return the ids, media row indices (-1 for text) and labels of a sample.
+
+        first: rows of the next image and of the next audio clip. They are advanced in place.
+        """
         ids: list[int] = []
         index: list[int] = []
         own: list[int] = []
@@ -336,7 +339,7 @@ class ContrastTask(MixedTask):
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Return the minimum number of letters to change, add or remove to turn one text into the other."""
+    """Return the minimum number of characters to change, add or remove to turn one text into the other."""
     target = np.frombuffer(other.encode("utf-32-le"), np.uint32)
     places = np.arange(len(target) + 1)
     row = places

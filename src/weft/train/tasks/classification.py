@@ -260,7 +260,10 @@ def accuracy(sums: Mapping[str, float], num_classes: int) -> float | None:
 
 
 def macro_f1(sums: Mapping[str, float], num_classes: int) -> float | None:
-    """Return the mean F1 of the classes that occur or are predicted, like scikit-learn's macro average."""
+    """Return the mean F1 of the classes that occur or are predicted, like scikit-learn's macro average.
+
+    Return None without such classes.
+    """
     each = [tuple(sums[f"{kind}_{index}"] for kind in _KINDS) for index in range(num_classes)]
     scores = [2 * hit / (said + true) for hit, said, true in each if said + true]
     return sum(scores) / len(scores) if scores else None

@@ -40,7 +40,10 @@ Which = Literal["model", "base", "second"]
 
 
 class Forwards(Protocol):
-    """The model on all its ranks, for a task. All ranks call the same methods in the same order."""
+    """A task's access to its sharded model: forwards in evaluation mode, and sums over ranks.
+
+    All ranks call the same methods in the same order.
+    """
 
     @property
     def plan(self) -> Plan:

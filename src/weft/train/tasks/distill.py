@@ -68,7 +68,7 @@ def distilled_losses(
 
 
 def _log_rest(log_p_NK: Tensor) -> Tensor:
-    """Return log(1 - sum of probabilities). A sum of 1 is reduced by one rounding step."""
+    """Return log(1 - sum of probabilities over K), (N,). The log of the sum is clamped to -eps, so it is finite."""
     log_sum = log_p_NK.logsumexp(1).clamp(max=-torch.finfo(log_p_NK.dtype).eps)
     return torch.log(-torch.expm1(log_sum))
 
@@ -92,7 +92,7 @@ class Teacher:
             return hugging_face.causal_model(hugging_face.load_model_config(self.folder))
 
     def source(self, model: nn.Module) -> StateSource:
-        """Return the source of its weights."""
+        """Return a source from which `model` can load the teacher's weights."""
         return pretrained_source(model, self.folder)[0]
 
     def check(self, seq_len: int) -> None:

@@ -140,12 +140,12 @@ class FolderModel:
         return self.shapes()
 
     def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
-        """Return the source of a model's tensors, and notes on tensors that only the files or only the model has."""
+        """Return an object that reads a model's tensors, and notes on tensors that only the files or the model have."""
         found, unexpected = pretrained_source(model, self.path, added=self.added_rows)
         return found, format_unexpected_keys(unexpected)
 
     def weights(self, model: nn.Module) -> StateSource | None:
-        """Return the source of a new run's weights, or None if a resumed run does not read the folder."""
+        """Return an object that reads a new run's weights, or None if a resumed run does not read the folder."""
         return self.source(model)[0] if self.needs_weights or self.path.is_dir() else None
 
     def check_weights(self, folder: RunFolder) -> None:
@@ -340,7 +340,7 @@ class HeadedModel(FolderModel):
         return found
 
     def labels(self) -> Mapping[Any, str] | None:
-        """Return the class names in the folder's config."""
+        """Return the class names in the folder's config, or None if it has no `id2label`."""
         return getattr(self.read_config(), "id2label", None)
 
     def tokenizer_digest(self) -> str:
@@ -414,7 +414,7 @@ _USUAL_STD = 0.02
 def source_with_head(
     model: Any, folder: Path, seed: int, *, new_head: bool = False, added: Path | None = None
 ) -> tuple[WeightsWithHead, list[str]]:
-    """Return the source of a model's tensors, and the stored names that the model lacks.
+    """Return an object that reads a model's tensors, and the stored names that the model lacks.
 
     Tensors of the head and the pooler may be missing from the files, or have another shape there.
 

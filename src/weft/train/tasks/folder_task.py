@@ -52,12 +52,12 @@ def padded(rows: Sequence[np.ndarray], value: int, length: int) -> torch.Tensor:
 
 
 class FilledUp(Sequence[Any]):
-    """Samples, padded with uncounted samples to full batches.
+    """Samples, padded to full batches with samples that count in no loss or metric.
 
     Args:
         samples: at least one.
         multiple: the number of samples is rounded up to a multiple of this.
-        blank: function that turns a sample into an uncounted one.
+        blank: function that turns a sample into one that does not count.
     """
 
     def __init__(self, samples: Sequence[Any], multiple: int, blank: Callable[[Any], Any]):

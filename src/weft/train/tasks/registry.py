@@ -94,7 +94,7 @@ def classified(config: RunConfig) -> str:
 
 
 def _check_batching(task: Task, config: RunConfig) -> None:
-    """Raise ConfigError for batching by cost that the task or another setting does not support."""
+    """Raise ConfigError if the task or another setting does not support batching by cost, or if only costs are set."""
     cost, asked = config.data.microbatch_cost, config.data.batching == "cost"
     key, rule = "batching=cost", ""
     if asked and type(task).lengths is Task.lengths:

@@ -62,7 +62,10 @@ def sorted_names(places: Iterable[Place], model_key: str | None = None) -> Sorte
 
 
 def _state_at(place: Place) -> int | None:
-    """Return the index of the path element that begins optimizer states: "state", or "state.name..." if joined."""
+    """Return the index of the path element that begins optimizer states: "state", or "state.name..." if joined.
+
+    Return None if there is no such element.
+    """
     for number, part in enumerate(place):
         if (part == "state" and len(place) - number == 3) or (isinstance(part, str) and part.startswith("state.")):
             return number

@@ -31,7 +31,7 @@ def pretrained_source(
     may_lack: Callable[[str], bool] = lambda name: False,
     added: Path | None = None,
 ) -> tuple[JoinedTensors, list[str]]:
-    """Return the source of a model's tensors, and the stored names that the model does not use.
+    """Return an object that reads a model's tensors, and the stored names that the model does not use.
 
     Args:
         model: unsharded, on any device. For tied tensors, the result uses the first name.
@@ -116,7 +116,8 @@ def _refuse_unequal(
 def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str, int] | None:
     """Return a stored tensor of a block beyond the model's last block, the path of the block list, and its length.
 
-    Blocks that transformers ignores on purpose, such as multi-token prediction blocks, are allowed.
+    Return None if there is no such tensor. Blocks that transformers ignores on purpose, such as multi-token prediction
+    blocks, are allowed.
     """
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     config = getattr(model, "config", None)
