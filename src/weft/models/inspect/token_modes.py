@@ -85,7 +85,7 @@ class TokenOperations(TorchFunctionMode):
     def _trace_backward(
         self, call: Any, given: list[torch.Tensor], shape: torch.Size, mark: TokenDim, what: str
     ) -> None:
-        """Run a backward on tensors. They have tokens where a tensor of `shape` has them at `mark`."""
+        """Run a backward on tensors. Those with the first dims of `shape` get its mark."""
         self.flow.note(given)
         for one in given:
             if self.flow.marks.of(one) is None and one.shape[: mark.dim + 1] == shape[: mark.dim + 1]:

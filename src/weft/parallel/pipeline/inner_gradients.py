@@ -34,8 +34,8 @@ def partial_gradients_refused(
 ) -> Generator[None]:
     """Refuse gradients in the context by arguments on which received tensors depend. Raises PartialGradient.
 
-    Without gradients outside of the module, it is not known whether a result depends on received tensors. Such a
-    module fails with another ModelError, so that the check of the first batch repeats it with gradients.
+    In a forward without gradients, the graph does not show whether a result depends on received tensors. Then the
+    module raises another ModelError, and the check of the first batch repeats it with gradients.
 
     Args:
         path: the module that runs, in training mode.
@@ -78,7 +78,7 @@ class _InnerGradients(TorchFunctionMode):
 
 
 def _edges(tensors: Iterable[Tensor], *, deep: bool = True) -> set[tuple[Any, int]]:
-    """Return the edges of the autograd graph at these tensors, and if deep those of all tensors that they depend on."""
+    """Return the edges of the autograd graph at these tensors, and if deep all edges in front of these."""
     found: set[tuple[Any, int]] = set()
     waiting: list[tuple[Any, int]] = [(each.grad_fn or each, each.output_nr) for each in tensors if each.requires_grad]
     while waiting:
