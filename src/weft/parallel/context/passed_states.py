@@ -24,8 +24,12 @@ from weft.private_torch import Function
 
 
 def passes_state(module: nn.Module) -> bool:
-    """Return True if a module can continue from the state of the previous rank."""
-    return MIXERS.get(mixer_name(module)) is not None
+    """Return True if a module continues from the state of the previous rank: short convolutions.
+
+    Recurrent states are not passed. A rank waits for the next rank's gradient in the middle of backward, and with some
+    bucket sizes the next rank then waits for this rank's part of a gradient reduction.
+    """
+    return MIXERS.get(mixer_name(module)) == ()
 
 
 class PassedStates:
