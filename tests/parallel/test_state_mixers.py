@@ -231,7 +231,7 @@ def test_states_under_combined_plans_match_one_process(ranks4, plan):
 
 
 def shared_sizes() -> tuple[dict[str, int], list[int]]:
-    """Return the rows of a Gated DeltaNet's weights under tp=2, and the tokens that a short convolution gets under cp=2."""
+    """Return the rows of a Gated DeltaNet's weights under tp=2, and the tokens of a short convolution under cp=2."""
     model = parallelize(built("qwen3_5"), build_mesh(Plan.parse("tp=2 precision=fp64")))
     mixer = next(iter(state_mixers(model).values()))
     rows = {name: weight.shape[0] for name, weight in mixer.named_parameters()}
