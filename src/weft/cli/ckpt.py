@@ -50,7 +50,7 @@ def root_of(word: str | Location) -> Location:
 def one_of(word: str) -> Location:
     """Return the folder of the checkpoint that an argument names; for a run, of its newest one.
 
-    Raise ConfigError if there is none, and CheckpointError if the named folder is incomplete.
+    Raise ConfigError if no checkpoint exists, and CheckpointError if the named folder is incomplete.
     """
     path = located(word)
     if (path / "COMMIT").exists() or (path / "manifest.json").exists():

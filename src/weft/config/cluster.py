@@ -31,12 +31,10 @@ class DeviceSpec:
     """Specification of one device. None: unknown. Every rate is for one device and one direction.
 
     Attributes:
-        peaks: dense peak FLOP/s by precision.
-        measured_flops: FLOP/s of the fastest measured bf16 matmul.
+        peaks, measured_flops: dense peak FLOP/s by precision, and those of the fastest measured bf16 matmul.
         scale_up_bytes_per_s: rate of the fast links (such as NVLink) within a domain of `scale_up_domain` devices.
         nic_bytes_per_s: the device's share of the network between nodes.
-        host_bytes_per_s: rate of the link to host memory.
-        host_memory_bytes: the device's share of host memory.
+        host_bytes_per_s, host_memory_bytes: rate of the link to host memory, and the device's share of this memory.
         sources: origin of each number: D data sheet, S published measurements, W press and web (uncertain).
     """
 
@@ -349,9 +347,7 @@ def _described(text: str) -> DeviceSpec:
 
 
 def described_clusters(description: str, clusters: str | None) -> str:
-    """Return a list of clusters in which the name of a described device is replaced by its description.
-
-    If `clusters` is None, the result is the description alone, a cluster of one device.
+    """Return clusters with the name of a described device replaced by its description; for None, one such device.
 
     Raises:
         ConfigError: if the description cannot be read, or no cluster uses it.
@@ -417,10 +413,7 @@ def linked(spec: DeviceSpec, count: int) -> DeviceSpec:
 
 
 def _known_device(name: str) -> DeviceSpec | None:
-    """Return the device with this name or alias, or None.
-
-    A memory size after the name ("h100-80gb") must match the device.
-    """
+    """Return the device with this name or alias, or None. A memory size in the name ("h100-80gb") must match it."""
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
     sized = _MEMORY_SUFFIX.fullmatch(wanted)
     for candidate in [wanted, *([f"{sized[1]}-{sized[2]}", sized[1]] if sized else [])]:
@@ -434,10 +427,7 @@ def _known_device(name: str) -> DeviceSpec | None:
 
 
 def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
-    """Return (nodes, devices per node) for a cluster that is given as a single count.
-
-    Raise ConfigError if more than one node is needed and the count is not a multiple of the largest node's size.
-    """
+    """Return (nodes, devices per node) for a count. Raise ConfigError if full nodes do not have that many devices."""
     most = spec.scale_up_domain
     if most <= 1 or count <= most:
         return 1, count
@@ -482,7 +472,7 @@ def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int
 
 
 def _expect_order(text: str) -> None:
-    """Raise ConfigError if a known device and its counts are in the wrong order, such as "h100x8" or "8h100"."""
+    """Raise ConfigError if a supported device and its counts are in the wrong order, such as "h100x8" or "8h100"."""
     low = text.strip().lower()
     names = [each for one in devices().values() for each in (one.name, *one.aliases)]
     for name in sorted(names, key=len, reverse=True):

@@ -43,7 +43,7 @@ class LoadedConfig:
     origins: Mapping[str, str]
 
     def check(self, *, world_size: int | None = None, device: DeviceSpec | None = None) -> None:
-        """Check all rules again, with the number of ranks and the device, if known.
+        """Check all rules again, with the number of ranks and the device, if given.
 
         Raise ConfigError with every problem and its origin.
         """
@@ -262,7 +262,7 @@ def _expand_short_forms(tables: dict[str, object]) -> None:
 
 
 def _as_integers(node: object, path: KeyPath = ()) -> object:
-    """Return the tables with floats such as 1e3 converted, in place, to integers for integer settings."""
+    """Return the tables with floats such as 1e3 converted to integers, in the same tables, for integer settings."""
     if isinstance(node, float):
         types = types_of(node_at(path)) if node.is_integer() else []
         return int(node) if "integer" in types and "number" not in types else node

@@ -379,7 +379,7 @@ def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
-    """Return the actions (F and B) whose outputs this action reads; see `makes`."""
+    """Return the actions (F and B) whose outputs this action reads."""
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []

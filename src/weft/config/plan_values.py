@@ -127,7 +127,7 @@ class Integer(Kind):
 class PassCount(Integer):
     """Number of microbatches of a step.
 
-    The field has no planner column of its own: the planner stores `microbatches` (pp > 1) or `accumulation` as
+    The planner has no column for this field. It stores `microbatches` (pp > 1) or `accumulation` as
     `num_micro`.
     """
 
@@ -583,7 +583,7 @@ def described(
     asks: str = "",
     probed: bool = False,
 ) -> Any:
-    """Declare a field of the plan: `tp: int = described(Integer(), 1, "...", tried=divisors)`; see `PlanField`."""
+    """Declare a field of the plan: `tp: int = described(Integer(), 1, "...", tried=divisors)`. `PlanField` has the arguments."""
     description = PlanField(
         name="", kind=kind, default=default, help=help, needs=needs, nearby=nearby, divides_work=divides_work,
         searched=searched if searched is None or callable(searched) else lambda _: searched, asks=asks,

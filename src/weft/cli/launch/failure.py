@@ -90,7 +90,7 @@ class Failure:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code for an exception: that of a WeftError or SystemExit, 130 for Ctrl-C, else 1."""
+    """Return the exit code for an exception: the code of a WeftError or SystemExit, 130 for Ctrl-C, else 1."""
     if isinstance(error, WeftError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):

@@ -64,9 +64,7 @@ class Mark:
     """Mark of a tensor with features of some layers.
 
     Attributes:
-        sources: paths of the layers.
-        dim: the dim of the features.
-        count: number of heads or features in that dim.
+        dim, count: the dim of the features, and the number of heads or features in it.
         segment: first feature and number of features, for a part of a fused layer's output.
     """
 
@@ -84,8 +82,7 @@ class FeatureFlow(TorchFunctionMode):
         weights: ids of parameters that a layer may shard.
         read: ids of parameters that are used outside their layer, and the operation.
         lookup: id of the weight of the embedding that is running.
-        broken: reasons why layers cannot be sharded, by path.
-        alone: layers of `broken` whose features mixed only with each other.
+        broken, alone: reasons why layers cannot be sharded, and those whose features mixed only with each other.
     """
 
     def __init__(self, is_trusted: bool = False) -> None:
@@ -118,10 +115,7 @@ class FeatureFlow(TorchFunctionMode):
                 self.segments.setdefault(source, set()).add(mark.segment)
 
     def of(self, value: Any) -> Mark | None:
-        """Return the mark of a value, or None if it is unmarked or its layers are not sharded.
-
-        Also traces the value's backward, once, if it is from a custom autograd function.
-        """
+        """Return the mark of a value, or None if it is unmarked or unsharded. Trace a custom backward, once."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
         if found and not self.inside and id(value) not in self._traced:
             self.inside = True

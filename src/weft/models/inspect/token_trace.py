@@ -68,10 +68,7 @@ class TensorMarks:
         return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
 
     def accepts(self, target: torch.Tensor, tokens: TokenDim, is_uniform: bool) -> bool:
-        """Return True if tokens may be written into a tensor. If so, mark the tensor that it is a view of.
-
-        is_uniform: True if the target was constant before the write.
-        """
+        """Return True if tokens may be written into a tensor, and then mark the tensor that it is a view of."""
         before, base = self.of(target), self._bases.get(id(target))
         if before is not None:
             return before == tokens
@@ -475,10 +472,8 @@ class TokenTrace:
                         )
 
     def _mark_hidden(self, output: Any, width: int | None) -> None:
-        """Record the token dim of the hidden states in a module's output, because they are sharded over tokens again.
-
-        width: features of the hidden states; None for the output of a row-parallel layer.
-        """
+        """Record the token dim of hidden states in the output of a row-parallel layer (width=None) or another module,
+        because they are sharded over tokens again."""
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 continue
