@@ -301,8 +301,9 @@ class _Mixer(_Hooks):
 
 
 class _StateMixer(_Mixer):
-    """Hooks of a module that continues from the state of the previous rank. It gets all tokens if rows contain several
-    documents.
+    """Hooks of a module that continues from the state of the previous rank.
+
+    It gets all tokens if rows contain several documents.
     """
 
     _states: PassedStates | None = None

@@ -1,8 +1,8 @@
 """Short convolutions over sequences that context parallelism shards: a rank starts from the previous rank's last tokens.
 
 transformers' layers continue from a cache in generation. Here the cache is an object that receives the convolution's
-inputs of the previous rank, and backward sends their gradient back. If a rank has fewer tokens than the kernel, it waits
-for the rank before it. The object also passes recurrent states, which `passes_state` does not enable.
+inputs of the previous rank, and backward sends their gradient back. If a rank has fewer tokens than the kernel, it
+waits for the rank before it. The object also passes recurrent states, which `passes_state` does not enable.
 
 B sequences, T tokens of this rank, C channels and W previous tokens that a convolution reads.
 """
@@ -96,8 +96,9 @@ class PassedStates:
 
 
 class _Receive(Function):
-    """Receive the previous rank's message; backward sends its gradient. The anchor requires a gradient if the sender
-    waits for one.
+    """Receive the previous rank's message; backward sends its gradient.
+
+    The anchor requires a gradient if the sender waits for one.
     """
 
     @staticmethod

@@ -114,8 +114,9 @@ def reads_documents(model: nn.Module) -> bool:
 
 
 def attend_in_documents(model: nn.Module) -> None:
-    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place. Layers
-    that carry a state separate documents without an argument.
+    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place.
+
+    Layers that carry a state separate documents without an argument.
     """
     separate_states(model)
     if not reads_documents(model):
