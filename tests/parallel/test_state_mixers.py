@@ -231,13 +231,13 @@ def test_states_under_combined_plans_match_one_process(ranks4, plan):
 
 
 def shared_sizes() -> tuple[dict[str, int], list[int]]:
-    """Return the rows of a Gated DeltaNet's weights under tp=2, and the tokens that it gets under cp=2."""
+    """Return the rows of a Gated DeltaNet's weights under tp=2, and the tokens of a short convolution under cp=2."""
     model = parallelize(built("qwen3_5"), build_mesh(Plan.parse("tp=2 precision=fp64")))
     mixer = next(iter(state_mixers(model).values()))
     rows = {name: weight.shape[0] for name, weight in mixer.named_parameters()}
-    case, tokens = StateCase(LLAMA, num_steps=1, global_batch=2), []
-    model = parallelize(built("qwen3_5"), build_mesh(Plan.parse("cp=2 precision=fp64")))
-    projection = next(iter(state_mixers(model).values())).in_proj_z
+    case, tokens = StateCase(LLAMA, num_steps=1, global_batch=2, family="lfm2"), []
+    model = parallelize(built("lfm2"), build_mesh(Plan.parse("cp=2 precision=fp64")))
+    projection = next(iter(state_mixers(model).values())).in_proj
     projection.register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[1]))
     with torch.no_grad(), sequence_in_use(model):
         case.forward(model, shard_sequence(model, case.batch(0)))

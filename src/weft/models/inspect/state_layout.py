@@ -69,8 +69,9 @@ _KINDS: dict[str, tuple[Callable[[Any], dict[str, str]], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class StateHeads(Heads):
-    """Heads of a layer that carries a state. count: number of units that ranks share. sizes: its attributes that are
-    proportional to it.
+    """Heads of a layer that carries a state.
+
+    count: number of units that ranks share. sizes: its attributes that are proportional to it.
     """
 
     sizes: tuple[tuple[str, int], ...] = ()
@@ -97,8 +98,9 @@ def state_heads(module: nn.Module) -> StateHeads | None:
 
 
 def with_states(layout: Layout, model: nn.Module, tp: int) -> Layout:
-    """Return the layout with the layers that carry a state shared by tp ranks, if tp divides their heads. Other such
-    layers stay replicated.
+    """Return the layout in which tp ranks share the layers that carry a state.
+
+    A layer stays replicated if tp does not divide its heads.
     """
     styles: dict[str, str] = {}
     paths: list[str] = []

@@ -4,8 +4,8 @@ Outside its blocks the model works on full sequences, so its own code computes m
 first block to the last, each rank holds a contiguous range of tokens: the memory of norms, dropout, feed-forward layers
 and the residual stream shrinks with cp. Before a module that mixes tokens, ranks all-gather the tokens. Each rank
 computes this module for all tokens and keeps only the output for its tokens, so attention costs each rank as much as
-in one process. Layers that carry a state keep this rank's tokens, and the state passes from rank to rank; they get all
-tokens only if rows contain several documents. The head gets only this rank's tokens.
+in one process. Short convolutions keep this rank's tokens and get the last inputs of the previous rank, unless rows
+contain several documents. The head gets only this rank's tokens.
 
 Every collective has its transpose in backward, and each rank's loss covers its own tokens. Gradients are therefore
 partial sums over cp, as with sharded attention.
@@ -301,8 +301,9 @@ class _Mixer(_Hooks):
 
 
 class _StateMixer(_Mixer):
-    """Hooks of a module that continues from the state of the previous rank. It gets all tokens if rows contain several
-    documents.
+    """Hooks of a module that continues from the state of the previous rank.
+
+    It gets all tokens if rows contain several documents.
     """
 
     _states: PassedStates | None = None

@@ -1,9 +1,8 @@
-"""Layers that carry a state along the row, over sequences that context parallelism shards: a rank starts from the state
-with which the rank before it ends.
+"""Short convolutions over sequences that context parallelism shards: a rank starts from the previous rank's last tokens.
 
-transformers' layers continue from a cache in generation. Here the cache is an object that receives the previous rank's
-state, and backward sends the gradient of that state back. A rank waits in such a layer for the ranks before it, so the
-layer's time does not shrink with cp; its memory does. While a rank waits, earlier ranks continue with later layers.
+transformers' layers continue from a cache in generation. Here the cache is an object that receives the convolution's
+inputs of the previous rank, and backward sends their gradient back. If a rank has fewer tokens than the kernel, it
+waits for the rank before it. The object also passes recurrent states, which `passes_state` does not enable.
 
 B sequences, T tokens of this rank, C channels and W previous tokens that a convolution reads.
 """
@@ -24,8 +23,12 @@ from weft.private_torch import Function
 
 
 def passes_state(module: nn.Module) -> bool:
-    """Return True if a module can continue from the state of the previous rank."""
-    return MIXERS.get(mixer_name(module)) is not None
+    """Return True if a module continues from the state of the previous rank: short convolutions.
+
+    Recurrent states are not passed. A rank waits for the next rank's gradient in the middle of backward, and with some
+    bucket sizes the next rank then waits for this rank's part of a gradient reduction.
+    """
+    return MIXERS.get(mixer_name(module)) == ()
 
 
 class PassedStates:
@@ -93,8 +96,9 @@ class PassedStates:
 
 
 class _Receive(Function):
-    """Receive the previous rank's message; backward sends its gradient. The anchor requires a gradient if the sender
-    waits for one.
+    """Receive the previous rank's message; backward sends its gradient.
+
+    The anchor requires a gradient if the sender waits for one.
     """
 
     @staticmethod

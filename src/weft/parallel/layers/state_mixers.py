@@ -71,8 +71,9 @@ class Documents:
         self._indices: dict[torch.device, tuple[list[Tensor], Tensor]] = {}
 
     def indices(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """Return the tokens of each group of documents, (G, L) indices into (B * T), and the index of each of the
-        B * T tokens in the joined groups. A group's longest document has less than twice the tokens of its shortest.
+        """Return (G, L) indices into (B * T) for each group of documents, and each token's index in the joined groups.
+
+        A group's longest document has less than twice the tokens of its shortest.
         """
         if device not in self._indices:
             groups: list[Tensor] = []
@@ -90,8 +91,9 @@ class Documents:
 
 
 def documents_of(ids_BT: Tensor) -> Documents | None:
-    """Return the documents of rows from an id per token, or None if each row is one document. Raises ModelError if a
-    document continues after another one.
+    """Return the documents of rows from an id per token, or None if each row is one document.
+
+    Raises ModelError if a document continues after another one.
     """
     known = host_values(ids_BT)
     ids_BT = ids_BT.detach().cpu() if known is None else known
