@@ -161,8 +161,8 @@ def check(plan: str, root: Path, ranks: Any, cases: dict[str, int]) -> None:
         wanted = {family: reference(task) for family, task in tasks.items()}
     if adapted := {family: rank for family, rank in cases.items() if rank}:
         wanted |= trained("dp_replicate=1", root, adapted)
-    for found in ranks.run(trained, plan, root, cases):
-        for family in cases:
+    for family, rank in cases.items():
+        for found in ranks.run(trained, plan, root, {family: rank}):
             assert_equal(found[family], wanted[family], family)
 
 
