@@ -169,7 +169,10 @@ class SocketLink(Link):
         self._swap(operation, [own] * size, parts)
 
     def _swap(self, operation: Operation, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Send to each rank and receive from it, all in parallel. This rank's part is copied locally."""
+        """Send to each rank and receive from it, all in parallel. This rank's part is copied locally.
+
+        Raises TimeoutError if no data moves for `timeout_s`.
+        """
         mine, own = receives[self._place], sends[self._place]
         if mine.numel() and mine.data_ptr() != own.data_ptr():
             mine.copy_(own)

@@ -115,7 +115,7 @@ class StepDecision:
 
     @property
     def was_taken(self) -> bool:
-        """Value of `is_taken` on the host. Waits like `numbers`."""
+        """True if the step was applied: `is_taken` on the host. Waits like `numbers`."""
         return self._copy.values[-1] != 0
 
     def next_scale(self, scale: LossScale) -> torch.Tensor:
