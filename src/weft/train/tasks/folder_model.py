@@ -215,7 +215,10 @@ class CausalModel(FolderModel):
         return model
 
     def _balance_rate(self) -> float:
-        """Return the weight of the auxiliary loss for expert load balancing, or 0."""
+        """Return the weight of the auxiliary loss for expert load balancing, or 0 without it.
+
+        Raises ConfigError if model.balance is "bias", or "aux_loss" and no weight is set.
+        """
         section, own = self.config.model, self.read_config().get_text_config(decoder=True)
         if section.balance == "bias":
             raise setting_error(
