@@ -49,7 +49,10 @@ def named_object(source: str) -> Any:
 
 
 def _module_in(file: Path) -> ModuleType:
-    """Load the module of a file, only once, and return it. Its folder is added to the import path, as for a script."""
+    """Load the module of a file, only once, and return it. Its folder is added to the import path, as for a script.
+
+    Raises FileNotFoundError if there is no such file.
+    """
     import hashlib
     import importlib.util
 

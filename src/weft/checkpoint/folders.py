@@ -157,7 +157,10 @@ def lock_for_reading(path: Path) -> int | None:
 
 
 def is_being_read(path: Path) -> bool:
-    """Return True if a process is reading a checkpoint, on any machine that shares the file system's locks."""
+    """Return True if a process is reading a checkpoint, on any machine that shares the file system's locks.
+
+    Return False if the file system cannot lock files, so that this is unknown.
+    """
     try:
         handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -493,7 +493,10 @@ def _named(target: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _computed(
     target: str, converter: Any, names: Mapping[str, Sequence[str]], plain: Mapping[str, Joined], model: Any
 ) -> dict[str, Joined | Computed]:
-    """Describe a conversion that transformers runs on full tensors. The shapes are computed on the meta device."""
+    """Describe a conversion that transformers runs on full tensors. The shapes are computed on the meta device.
+
+    Raises CheckpointError if it fails there.
+    """
     formats = torch_formats()
 
     def carry_out(tensor_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -93,7 +93,7 @@ def set_aside(root: Location, chosen: Callable[[StepFolder], bool]) -> list[Loca
 
 
 def set_unfinished_aside(root: Location) -> list[Location]:
-    """Rename folders without COMMIT so that Weft ignores them, and delete leftovers of killed writers.
+    """Rename folders without COMMIT so that Weft ignores them, and return them. Delete leftovers of killed writers.
 
     A folder without COMMIT is from a killed writer or an incomplete copy. A second save of a step is not renamed. In an
     object store such folders stay, and the next pruning deletes them. Raises CheckpointError if another process is

@@ -86,7 +86,10 @@ class SliceReader:
         _Source(self, "", name, entry, whole_line).copy_view(target, want)
 
     def file(self, name: str) -> RangedTensors:
-        """Return an open file. The most recently used files stay open."""
+        """Return an open file. The most recently used files stay open.
+
+        Raises CheckpointError if the file is missing or cannot be read.
+        """
         if name not in self._open:
             if name not in self._files:
                 raise CheckpointError(f"{name} is missing in the manifest")

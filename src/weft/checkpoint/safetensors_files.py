@@ -388,7 +388,10 @@ def open_tensors(path: Location, framework: str = "pt") -> Any:
 
 
 def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[str]:
-    """Return the differences between a file's header and the manifest: names, dtypes, shapes."""
+    """Return the differences between a file's header and the manifest: names, else dtypes and shapes.
+
+    If the header cannot be read, return the reason.
+    """
     try:
         handle = open_tensors(path, "numpy")  # only for names and shapes
     except CheckpointError as error:

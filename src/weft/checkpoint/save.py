@@ -119,7 +119,10 @@ def prepare(root: Location, held: contextlib.ExitStack) -> None:
 
 
 def _assign_files(group: str, members: Mapping[str, Tensor | RawArray], max_file_bytes: int) -> dict[str, TensorEntry]:
-    """Choose a file for each tensor of a group, and find the names that share one tensor."""
+    """Choose a file for each tensor of a group, and find the names that share one tensor.
+
+    Raises CheckpointError if the group or a tensor has an unsupported name.
+    """
     if not GROUP_NAME.fullmatch(group):
         raise CheckpointError(f"tensors: {group!r} cannot name a group. Use lower-case letters, digits and '_'.")
     first_names: dict[tuple[object, ...], str] = {}

@@ -291,7 +291,7 @@ def export(
         bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
     ] = False,
 ) -> None:
-    """Write a model that transformers loads: safetensors, config, tokenizer, model card. The plan may be any."""
+    """Write a model that transformers loads: safetensors, config, tokenizer, model card. Any plan may have saved it."""
     from weft.cli.export import expect_format, export_weights
 
     expect_format(dtype)

@@ -134,7 +134,10 @@ def verify(arguments: Arguments = None) -> None:
 
 
 def _load(arguments: list[str] | None) -> RunConfig:
-    """Load the config. The first argument is its file unless it is a setting."""
+    """Load the config, and download the hub files that it names except weights.
+
+    The first argument is the config's file unless it is a setting.
+    """
     from weft.config.files import load_config
     from weft.train.folder import run_folder
     from weft.train.hub_names import download_all, resolved_config

@@ -439,7 +439,7 @@ class TwoRanks:
         yield CheckLine("network", "two ranks", text)
 
     def close(self) -> None:
-        """Kill the processes that are still running."""
+        """Kill the processes that are still running, and close all pipes."""
         for process in self._ranks:
             if process.poll() is None:
                 process.kill()

@@ -259,7 +259,10 @@ class _FailureSummary:
 
 
 def state_of(folder: RunFolder, sound: RunFolder, kind: str) -> str:
-    """Compare the last checkpoint with the undisturbed run's, by digests, or by loss if the plan differs."""
+    """Compare the last checkpoint with the undisturbed run's by digests, and return the result as text.
+
+    If they differ, the text compares the last losses.
+    """
     try:
         ours, theirs = ((_newest(one) / "manifest.json").read_text() for one in (folder, sound))
     except (OSError, IndexError):

@@ -257,7 +257,9 @@ def _merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, An
 
 
 def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: float) -> tuple[list[Path], list[str]]:
-    """Write a new folder, which is renamed to `out` when complete. Return its files and the skipped names.
+    """Write pickled weights as safetensors into a new folder. Return its files and the skipped names.
+
+    The folder is renamed to `out` when complete.
 
     Args:
         source: folder of a Hugging Face model.

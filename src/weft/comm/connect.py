@@ -174,7 +174,10 @@ def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Li
 
 
 def _link_by_position(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device: str, transport: str | None) -> Link:
-    """Return the link that the hosts of the ranks allow, or the requested one."""
+    """Return the link that the hosts of the ranks allow, or the requested one.
+
+    Raises CommError if they do not allow the requested one.
+    """
     asked = f"{transport} was requested" if transport else ""
     limit_s = timeout_s(backend_of(group, torch.device(device)))
     why = hosts.why or f"its ranks are on {len(set(hosts.memories))} hosts, namespaces or users that share no memory"

@@ -430,7 +430,7 @@ class Watch(threading.Thread):
         return report(waiter, ask, of, now=time.time(), rest=rest, zero=self._zero)
 
     def _report_lost_store(self, error: Exception) -> None:
-        """Close the store, which does not answer. Report once from local information if this rank waits for others."""
+        """Drop the store, which does not answer. Report once from local information if this rank waits for others."""
         self._store = None
         if (
             self._still.said is None

@@ -31,7 +31,7 @@ from weft.errors import CommError, ConfigError
 
 #: An all_reduce of at most this size, or between two ranks, sends the full tensor to every rank.
 _LITTLE_BYTES = 1 << 16
-_HEAD = struct.Struct("!QQ")  # index of the round, index of the calling member
+_HEAD = struct.Struct("!QQ")  # id of the round, index of the calling member
 _AT_ONCE = 1 << 20
 _FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 #: Time (s) within which a caller must identify itself.
@@ -52,8 +52,8 @@ class PeerListener:
     def join(self, meeting: int, place: int, doors: Sequence[str], timeout_s: float) -> dict[int, socket.socket]:
         """Return a connection to each other member, by its index.
 
-        meeting: index of the round. place: this member's index. doors: addresses of all members, by index. Raises
-        OSError if a member does not connect in time.
+        meeting: id of the round. place: this member's index. doors: addresses of all members, by index. Raises OSError
+        if a member does not connect in time.
         """
         end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
         try:
@@ -169,7 +169,10 @@ class SocketLink(Link):
         self._swap(operation, [own] * size, parts)
 
     def _swap(self, operation: Operation, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Send to each rank and receive from it, all in parallel. This rank's part is copied locally."""
+        """Send to each rank and receive from it, all in parallel. This rank's part is copied locally.
+
+        Raises TimeoutError if no data moves for `timeout_s`.
+        """
         mine, own = receives[self._place], sends[self._place]
         if mine.numel() and mine.data_ptr() != own.data_ptr():
             mine.copy_(own)
@@ -355,7 +358,7 @@ class ReplicaGroup:
                 return told
 
     def finalize(self, call: Call, is_well: bool) -> bool:
-        """Report if all ranks of this replica completed their exchange, and wait for the outcome of the round.
+        """Send whether all ranks of this replica completed their exchange, and wait for the outcome of the round.
 
         Return True if the round is committed. is_well: True if this rank completed its exchange.
         """

@@ -517,7 +517,7 @@ def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
 
 
 def _changed(base: DeviceSpec, table: Mapping[str, object], described: Mapping[str, str] | None = None) -> DeviceSpec:
-    """Return `base` with the numbers of a device table. `described` are the fields of a description."""
+    """Return `base` with the values of a device table, or raise ConfigError. described: fields of a description."""
     problems = _unknown_keys(table, (*_DEVICE_KEYS, "like", "name"), "device")
     values: dict[str, object] = {}
     for key, value in table.items():

@@ -172,7 +172,10 @@ class TrainerStep:
 
     @torch.no_grad()
     def _find_scale(self, inputs: Any) -> bool:
-        """Return True if twice as many items halve the loss. All ranks call it."""
+        """Return True if twice as many items halve the loss, or False if they leave it unchanged. All ranks call it.
+
+        Raises ModelError for any other change.
+        """
         trainer, model, pipeline = self._trainer, self._trainer.model, pipeline_of(self._trainer.model)
         losses = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
 

@@ -109,7 +109,7 @@ def _parsed(text: str, name: str) -> Source:
 
 
 def _as_json(text: str) -> str:
-    """Replace comments and trailing commas, which DeepSpeed accepts, by spaces, so that line numbers do not change."""
+    """Return the text without comments and trailing commas, which DeepSpeed accepts. Line numbers do not change."""
     kept: list[str] = []
     for match in _LEXEME.finditer(text):
         lexeme = match[0]

@@ -109,7 +109,7 @@ class Activations:
             one.open()
 
     def call(self, part: nn.Module) -> None:
-        """Exclude parameters and buffers of a submodule that is being called from the current block's offloading."""
+        """Keep parameters and buffers on the device, for a submodule of the current block that is being called."""
         if self._open and (one := self._open[-1]) is not None:
             one.keep(part)
 

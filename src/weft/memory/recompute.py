@@ -280,7 +280,7 @@ class Recompute:
                 block._weft_policy = policy
 
     def _agree(self, fixed_bytes: int, menus: list[list[PolicyCost]]) -> tuple[int, list[list[tuple[int, float]]]]:
-        """Combine (bytes, seconds) of all options over the axis: maximum of bytes, sum of seconds."""
+        """Return the fixed bytes and each option's (bytes, seconds) over the axis: maximum bytes, sum of seconds."""
         flat_bytes = [float(fixed_bytes), *(float(option.num_bytes) for menu in menus for option in menu)]
         flat_s = [0.0, *(option.seconds for menu in menus for option in menu)]
         if self._axis is not None and self._axis.size > 1:

@@ -97,7 +97,10 @@ class AdaptedExperts(nn.Module):
 
     @torch.no_grad()
     def fill_adapter(self, parameter: Tensor, name: str, full_name: str, seed: int) -> bool:
-        """Fill one of the adapter's full parameters with its initial values, as `AdaptedLinear.fill_adapter` does."""
+        """Fill one of the adapter's full parameters with its initial values. Return False for any other parameter.
+
+        The values are as in `AdaptedLinear.fill_adapter`.
+        """
         end = next((one for one in EXPERT_PARAMS if name.endswith(one)), None)
         if end is None or (own := name.removesuffix(end)) not in self._weft_stacks:
             return False

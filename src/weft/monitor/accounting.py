@@ -86,7 +86,7 @@ class TimeLedger:
     _typical: tuple[int, float] = (0, 0.0)
 
     def feed(self, event: Mapping[str, Any]) -> None:
-        """Add one event."""
+        """Add one event. Events without a finite time, and "resume", are ignored."""
         kind, when = event.get("event"), number(event.get("time"))
         if not math.isfinite(when) or kind == "resume":
             return

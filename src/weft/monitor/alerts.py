@@ -309,7 +309,7 @@ class AlertDesk:
         self._evaluated: float | None = None
 
     def see(self, event: Mapping[str, Any]) -> list[Notice]:
-        """Process one event, and return the alerts that fire or end by its time. Events without a time are ignored."""
+        """Take one event, and return the alerts that fire or end by its time. Events without a time are ignored."""
         time = number(event.get("time"))
         if not math.isfinite(time):
             return []

@@ -160,7 +160,7 @@ class NotificationSender(threading.Thread):
         self._num_dropped = 0
 
     def put(self, message: AlertMessage) -> None:
-        """Add a message to the queue without waiting."""
+        """Add a message to the queue without waiting. If the queue is full, its oldest message is dropped."""
         self._waiting.append((time.monotonic(), message))
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popleft()

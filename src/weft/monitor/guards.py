@@ -43,7 +43,8 @@ class NonFiniteGuard:
                 scaler causes them to find the scale.
 
         Raises:
-            TrainingHalted: beyond the limit. The caller adds the step from which the run resumes to its message.
+            TrainingHalted: if more than `limit` steps in a row are bad. The caller adds the step from which the run
+                resumes to its message.
         """
         if not math.isfinite(loss):
             reason = f"the loss is {loss}"

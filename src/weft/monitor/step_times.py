@@ -250,7 +250,7 @@ class TimeBook:
         self._steps: deque[dict[str, float]] = deque(maxlen=_TYPICAL)
 
     def start(self) -> None:
-        """Begin the run's time now."""
+        """Begin the run's time now, and reset all sums."""
         self._seconds, self.num_steps, self._total = {}, 0, None
         self._steps.clear()
         self._began = time.perf_counter()

@@ -177,7 +177,10 @@ def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _by_shape(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Split each group in two: matrices, which need full parameters, and all other parameters."""
+    """Split each parameter group in two: matrices, whose update needs full parameters, and all others.
+
+    A group with matrices=False is not split. Empty groups are left out.
+    """
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]

@@ -40,7 +40,7 @@ class LossScale:
         return self.scale if self.enabled else 1.0
 
     def update(self, finite: bool) -> None:
-        """Halve the scale if the step was not finite. Double it after `growth_interval` finite steps.
+        """Update the scale: half after a step that was not finite, double after `growth_interval` finite steps.
 
         Does nothing if scaling is disabled.
         """
@@ -115,7 +115,7 @@ class StepDecision:
 
     @property
     def was_taken(self) -> bool:
-        """Value of `is_taken` on the host. Waits like `numbers`."""
+        """True if the step was applied: `is_taken` on the host. Waits like `numbers`."""
         return self._copy.values[-1] != 0
 
     def next_scale(self, scale: LossScale) -> torch.Tensor:

@@ -43,7 +43,10 @@ class StepInputs:
         self._part = (mesh["cp"].rank,) if mesh.plan.cp > 1 else ()
 
     def make(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
-        """Return the microbatches of a step, their seeds, and the step's seed."""
+        """Return the microbatches of a step, their seeds, and the step's seed.
+
+        Raises ModelError if batching by cost needs their sample indices and `before_step` has dropped them.
+        """
         by_cost = self._config.data.batching == "cost"
         microbatches = Microbatches(self._task.before_step(batches), any_number=by_cost)
         seed, size, axis = self._config.seed, self._config.train.global_batch, self._mesh.reader

@@ -371,7 +371,7 @@ class BuiltCase(SampleCase):
         return self._forward(model, batch) if self._forward else call_model(model, batch)
 
     def example(self, model: nn.Module) -> Any:
-        """Return example arguments of forward, or None if it takes both positional and keyword arguments."""
+        """Return example arguments of forward: a tuple or a dict, or None if the call uses both or neither."""
 
         def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
             raise _Called(args, kwargs)
@@ -454,7 +454,10 @@ def _refuse_reduction(maker: str, settings: Settings) -> None:
 
 
 def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
-    """Return the shape with the requested depth, width and vocabulary. The number of heads is kept if possible."""
+    """Return the shape with the requested depth, width and vocabulary. The number of heads is kept if possible.
+
+    Raises ConfigError if the shape is invalid.
+    """
     changes: dict[str, int] = {"max_seq_len": max(shape.max_seq_len, settings.seq_len)}
     if settings.num_layers:
         changes["num_layers"] = settings.num_layers

@@ -288,7 +288,10 @@ class _Server:
         os._exit(0)  # finalizing torch would double the time of this process, and the launcher waits for it
 
     def _open_store(self) -> int:
-        """Start a process that hosts the rendezvous store of the next ranks, and return the store's port."""
+        """Start a process that hosts the rendezvous store of the next ranks, and return the store's port.
+
+        Raises OSError if the process gets no port.
+        """
         reads, told = os.pipe()
         held, holds = os.pipe()
         parent = os.getpid()

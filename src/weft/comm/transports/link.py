@@ -411,7 +411,7 @@ class StagedLink(Link):
         self._inner.look(staged.on_host if staged is not None else operation, waited_s)
 
     def _bring_back(self) -> bool:
-        """Copy finished results to the device, in the order in which the operations were started."""
+        """Copy finished results to the device, in the order of the operations. Return True if there were any."""
         moved = False
         while self._under_way and self._under_way[0].on_host.finished:
             staged = self._under_way.popleft()

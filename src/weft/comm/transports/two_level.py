@@ -191,7 +191,10 @@ class TwoLevelLink(Link):
             return self._pass_on() or moved
 
     def _pass_on(self) -> bool:
-        """Begin the next level of each operation, if all earlier operations have begun or passed that level."""
+        """Begin the next level of each operation, if all earlier operations have begun or passed that level.
+
+        Also finish operations without further levels. Return True if there was progress.
+        """
         moved, reached = False, DONE
         for one in self._queue:
             while all(part.finished for part in one.under_way):

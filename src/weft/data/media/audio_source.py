@@ -76,6 +76,6 @@ class Sounds:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Sounds:
-        """Return the object for the output of `to_json`."""
+        """Return the object that `to_json` described."""
         source, features = MediaRecords.parse(told["source"]), parse_features(told["features"])
         return cls(source, AudioTransform(**told["hearing"]), features, told["seed"])

@@ -273,7 +273,10 @@ class _Worker:
 
 
 def _shared_memory(size: int, workers: int, smaller: str) -> int:
-    """Return the descriptor of an anonymous file in memory, which is freed when the last process closes it."""
+    """Return the descriptor of an anonymous file in memory, which is freed when the last process closes it.
+
+    Raises DataError if there is not enough memory.
+    """
     fd = -1
     try:
         if hasattr(os, "memfd_create"):

@@ -377,7 +377,7 @@ def inside(root: Path, path: str) -> Path:
 
 
 def embedded_bytes(value: Any) -> bytes | None:
-    """Return the media bytes that a record contains, or None if it contains no media."""
+    """Return the media bytes that a record contains, None if it contains no media, or b"" for invalid base64."""
     if isinstance(value, Mapping):
         value = value.get("bytes")
         if isinstance(value, str):

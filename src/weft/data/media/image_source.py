@@ -119,5 +119,5 @@ class Pictures:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Pictures:
-        """Inverse of `to_json`."""
+        """Return the object that `to_json` described."""
         return cls(parse_source(told["source"]), Look(**told["look"]), told["seed"])

@@ -128,7 +128,7 @@ class MixedItems:
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> MixedItems:
-        """Return the object for the output of `to_json`."""
+        """Return the object that `to_json` described."""
         features = parse_features(told["features"])
         assert isinstance(features, LogMel)
         source, look, hearing = MixedRecords.parse(told["source"]), Look(**told["look"]), told["hearing"]

@@ -96,7 +96,7 @@ class SeededSamples(Dataset[Any]):
 
 
 def collate_seeded(collate: Callable[[Any], Any], samples: Any, seed: int) -> Any:
-    """Call a collate function with the global generators seeded.
+    """Call a collate function, with the global generators seeded unless it is torch's default_collate.
 
     Args:
         collate: the user's function.

@@ -194,7 +194,10 @@ class _Parts(IterableDataset[Any]):
         return source
 
     def _samples(self, part: int) -> Iterator[Any]:
-        """Yield the samples of a part from its position on."""
+        """Yield the samples of a part from its position on: without an end if `repeat` is True.
+
+        Raises DataError if such a part has no sample.
+        """
         left = self.start * self.size
         for epoch in itertools.count(self.epoch):
             source = self._set_epoch(self.source, epoch)

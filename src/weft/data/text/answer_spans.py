@@ -281,9 +281,9 @@ def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
 
 
 def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True) -> str:
-    """Replace the first and the last letter outside tags by a mark.
+    """Return the text with the first and the last letter outside tags replaced by a mark, and count it in `marked`.
 
-    In a text without letters, another character is replaced.
+    In a text without letters, another character is replaced; in one without characters, nothing.
     """
     first, last = _free_letters(text, _LETTER, ends=ends, tags=kind != CALL)
     if first < 0 and kind != CALL:

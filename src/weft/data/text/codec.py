@@ -164,7 +164,10 @@ class JsonCodec:
         return bool(np.isin(ids, self._control_ids).any())
 
     def _encode_split(self, text: str) -> Tokens:
-        """Encode a text with each control token's name split in two, so that the tokenizer does not match it."""
+        """Encode a text with each control token's name split in two, so that the tokenizer does not match it.
+
+        Raises DataError if the result contains control tokens.
+        """
         names = filter(None, self._control.values())
         pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names)
         ids, offsets, position = [], [], 0

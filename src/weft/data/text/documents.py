@@ -73,7 +73,7 @@ class Document:
 
 
 def tools_of(record: Record, schema: Schema) -> str:
-    """Return the tools that the assistant may call as a JSON list, or "" for no tools."""
+    """Return the tools that the assistant may call as a JSON list, or "" for no tools. Raises Unusable if malformed."""
     found = record.value.get(schema.tools) if schema.tools else None
     if isinstance(found, list) and (record.filled or schema_filled_by_table(found)):
         found = without_nulls(found)
@@ -250,7 +250,10 @@ def _plain_turns(turns: tuple[Turn, ...]) -> list[tuple[str, str, str]]:
 
 
 def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
-    """Split two answers after their common prefix, which is the prompt if the data has no prompt column."""
+    """Split two answers after their common prefix, which is the prompt if the data has no prompt column.
+
+    Raises Unusable if one of them is then empty, or if one is a text and the other a chat.
+    """
     if isinstance(chosen, _Plain) and isinstance(rejected, _Plain):
         cut = _shared_prefix(chosen.text, rejected.text)
         found = [_Plain(one.text[:cut], one.text[cut:]) for one in (chosen, rejected)]

@@ -105,7 +105,7 @@ def _group_path(site: Site, paths: list[str]) -> str:
 
 
 def _runs(names: list[str]) -> Iterator[str]:
-    """Shorten consecutive numbers: 0 1 2 5 becomes 0-2 5. Other names stay."""
+    """Yield the names, with consecutive numbers as ranges: 0-2 5 for 0 1 2 5. Other names are unchanged."""
     if not all(name.isdigit() for name in names):
         yield from names
         return

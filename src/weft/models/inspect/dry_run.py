@@ -448,7 +448,7 @@ class _Watch(TorchFunctionMode):
         self._owners: dict[int, list[nn.Module]] = {}
 
     def hooks(self) -> list[Any]:
-        """Register the hooks that record calls."""
+        """Register the hooks that record calls, and return their handles."""
         modules = [module for module in self._model.modules() if not is_never_called(module)]
         before = [module.register_forward_pre_hook(self._enter) for module in modules]
         return before + [module.register_forward_hook(self._leave, always_call=True) for module in modules]

@@ -178,7 +178,10 @@ def _same_kind(model: nn.Module, path: str) -> set[str]:
 
 
 def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> TokenTrace:
-    """Follow the tokens in evaluation mode, and also in training mode if the user's model trains."""
+    """Return a trace of the tokens in evaluation mode, and also in training mode if the user's model trains.
+
+    If tracing fails, its `problem` is the reason.
+    """
     flow = TokenTrace(model, regions, division)
     try:
         flow.trace(example, training=False)

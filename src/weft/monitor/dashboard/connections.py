@@ -113,7 +113,7 @@ class CountedListener(socket.socket):
         return found
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Call `socket.accept` and count the connection."""
+        """Return the next connection, as `socket.accept` does, and count it."""
         call, address = super().accept()
         self.connections.add(call)
         return call, address

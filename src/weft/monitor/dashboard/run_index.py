@@ -224,7 +224,9 @@ class RunIndex(RunState):
         return found is not None and self.take(found)
 
     def fetch(self) -> _Fetched | None:
-        """Read and return the next chunk without changing the state, or None if nothing is new. Called from one thread.
+        """Read and return the next chunk, or None if nothing is new. Called from one thread.
+
+        It changes the position in the log and nothing else.
 
         All file system access is in this method, so that the lock is not held during a call that hangs.
         """

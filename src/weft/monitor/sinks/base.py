@@ -34,7 +34,7 @@ def secret_of(reference: str | None, key: str) -> str | None:
     """Return the secret of env:NAME or file:PATH, or None for None.
 
     Raises:
-        ConfigError: if there is no secret.
+        ConfigError: if the secret is missing, empty or more than one line.
     """
     if reference is None:
         return None
@@ -60,7 +60,7 @@ def address_of(reference: str, key: str) -> str:
     """Return the URL in the config, or the one that env:NAME or file:PATH refers to.
 
     Raises:
-        ConfigError: if it does not exist.
+        ConfigError: if the variable or file has no URL, or cannot be read.
     """
     if not reference.startswith(("env:", "file:")):
         return reference

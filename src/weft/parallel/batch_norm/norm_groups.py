@@ -325,7 +325,10 @@ def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) ->
 
 
 def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
-    """Return the number of local rows of each group, out of `count` rows."""
+    """Return the number of local rows of each group, out of `count` rows.
+
+    Without samples (a placeholder), all rows belong to the first group. Raises ModelError if rows per sample differ.
+    """
     numbers = cut.samples.numbers
     if not numbers:
         return (count,) + (0,) * (cut.num_groups - 1)  # a placeholder: normalized with some group, not counted

@@ -241,7 +241,10 @@ def attend_by_name(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with the interface of transformers: (B, H, T, C) in, (B, T, H, C) out."""
+    """Return (attention, None), as transformers' attention functions: (B, H, T, C) in, (B, T, H, C) out.
+
+    If no context is in use, call the model's own function. Raises ModelError for a mask that is made by the model.
+    """
     context: Context | None = getattr(module, _ATTRIBUTE, None)
     if context is None or not context.in_use:
         own = hugging_face.attention_function(module, getattr(module, _OWN, "sdpa"))
@@ -313,7 +316,10 @@ def _unknown(asked: dict[str, Any]) -> list[str]:
 
 
 def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Forward pre-hook: pass positions in the full sequence, and pass document ids as the attention mask."""
+    """Forward pre-hook: pass positions in the full sequence, and pass document ids as the attention mask.
+
+    Raises ModelError if the model takes no tokens or positions, or other inputs along the sequence.
+    """
     context: Context | None = getattr(model, _ATTRIBUTE, None)
     if context is None or not context.in_use:
         return None
@@ -357,6 +363,7 @@ def _document_ids(
     """Return a document id per token, (B, T), by the rules of transformers, or None without mask and positions.
 
     A mask marks padding. Without a mask and a cache (`use_cache=False`), a document begins where positions restart.
+    Raises ModelError if the mask or the positions have an unsupported shape.
     """
     if mask is not None:
         if mask.shape != (batch, places_T.shape[0]):

@@ -132,7 +132,7 @@ def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> 
 
 
 def remember_full(part: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Attach the full sequences' values, (B, S) on the host, to this rank's shard of them.
+    """Add the full sequences' values, (B, S) on the host, as an attribute of this rank's shard of them.
 
     Does nothing if `values` is None, or if `part` is an inference tensor, which has no version counter.
     """

@@ -286,7 +286,10 @@ class Encoders:
     def prepare_text(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call the encoders that the model skipped, and connect all encoder outputs to the autograd graph."""
+        """Call the encoders that the model skipped, and connect all encoder outputs to the autograd graph.
+
+        Return the changed arguments, or None if there are no outputs, or no gradients are recorded.
+        """
         for encoder in self._encoders:
             self._stand_by(encoder)
         made = [tensor for encoder in self._encoders for tensor in encoder.made]

@@ -70,7 +70,7 @@ def _attend(
     scaling: float | None = None, dropout: float = 0.0, cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention with the interface of transformers: (1, H, P, C) in, (1, P, H, C) out.
+    """Return (attention, None), as transformers' attention functions: (1, H, P, C) in, (1, P, H, C) out.
 
     Calls torch's fused attention as before if the call has no boundaries.
     """

@@ -425,7 +425,7 @@ class Boundary:
         self._arriving[transfer.content, transfer.stage, transfer.microbatch] = form, message
 
     def take(self, content: str, stage: int, microbatch: int) -> Carried:
-        """Wait for a started receive and return its tensors."""
+        """Wait for a started receive and return its tensors. Also wait for the sends that it proves complete."""
         form, message = self._arriving.pop((content, stage, microbatch))
         tensor = message.wait()
         for key in self._arrived_by.get((content, stage, microbatch), ()):

@@ -114,7 +114,10 @@ class Probe:
         return copy.deepcopy(self.module, memo), device
 
     def _attempt(self, module: nn.Module, given: Any, *, on_meta: bool) -> Returned | None:
-        """Call a module and detect its side effects. Returns None if the call fails."""
+        """Call a module and return its outputs and attribute changes. Return None if the call fails.
+
+        Raises ModelError if it writes to an argument, or stores a tensor outside itself.
+        """
         before, sizes = _attributes(module), _sizes(given)
         versions = [(each, version_of(each)) for each in tensors_in(given)]
         objects = [(each, dict(vars(each))) for each in _objects(given)]

@@ -240,7 +240,10 @@ class _Walk:
                 self.need([each for leaf, each in enumerate(call.tensors) if leaf not in entering], number)
 
     def need(self, tensors: Iterable[torch.Tensor], reader: int | None = None) -> None:
-        """Add the outputs of earlier stages on which these tensors depend."""
+        """Add the outputs of earlier stages on which these tensors depend.
+
+        Raises ModelError if they depend on a weight of another stage.
+        """
         waiting = [(each, True) for each in tensors if is_remote(each)]
         seen: set[tuple[int, bool]] = set()
         while waiting:
@@ -462,7 +465,10 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _make_local(model: nn.Module, inside: set[nn.Module]) -> list[RemoteTensor]:
-    """Replace weights that every stage holds, and buffers on the meta device, with remote tensors without a source."""
+    """Replace weights and meta-device buffers of modules that are not in `inside` by remote tensors without a source.
+
+    Every stage has these weights. Return the remote tensors.
+    """
     found: list[RemoteTensor] = []
     for module in model.modules():
         if module in inside:

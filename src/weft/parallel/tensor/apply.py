@@ -279,7 +279,7 @@ def _check_covered(
 
 
 def _finalize(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
-    """Broadcast the first rank's weights, since initial values may differ, except the parameters in `taken`."""
+    """Broadcast the first rank's parameters and buffers, except those in `taken`, because initial values may differ."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or name in taken:
             continue

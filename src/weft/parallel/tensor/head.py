@@ -338,7 +338,8 @@ class TokenChunks:
     ) -> None:
         """Accumulate the weight's, bias's and hidden states' gradients from the logits' gradient.
 
-        Tokens without a label are masked here, because it is cheaper to mask rows of hidden states than rows of logits.
+        `grad_CV` may be overwritten. Tokens without a label are masked here, because it is cheaper to mask rows of
+        hidden states than rows of logits.
         """
         trained_C1 = trained_C[:, None]
         if weights_C is not None:

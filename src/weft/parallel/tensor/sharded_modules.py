@@ -389,7 +389,7 @@ class RowLinear(HoldingLayer):
         return out if self.bias is None else out + self.bias
 
     def _piecewise(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the sum in chunks of tokens. The reduction of each chunk overlaps with the next matmul."""
+        """Multiply and reduce-scatter in chunks of tokens. The reduction of a chunk overlaps with the next matmul."""
         line, is_flat = self._weft_line, x.dim() == 2
         if is_flat:
             x = with_sequences(x, self._weft_part.sequences, line.axis)

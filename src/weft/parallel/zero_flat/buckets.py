@@ -300,7 +300,10 @@ def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Calla
 
 
 def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """Lay out slots one after another. limits: maximum number of elements of the first and of other buckets."""
+    """Lay out slots one after another, and set `slot.start`. Return (slots, elements per shard, False) of each bucket.
+
+    limits: maximum number of elements of the first and of other buckets.
+    """
     groups: list[list[Slot]] = []
     end = 0
     for slot in slots:
@@ -315,7 +318,10 @@ def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> 
 
 
 def _undivided(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """Lay out each parameter within one part. A bucket is as small as the padding limit allows."""
+    """Lay out each parameter within one shard. Return (slots, elements per shard, True) of each bucket.
+
+    A bucket is as small as the padding limit allows.
+    """
     groups: list[list[Slot]] = [[]]
     for slot in slots:
         if _fits(groups[-1], limit, num_shards):

@@ -389,7 +389,10 @@ class OwnLoop:
         return bool(found[0])
 
     def _reduce_touched(self) -> None:
-        """Average the buckets in `_touched` over the ranks. Gradients from earlier backwards are already equal."""
+        """Average the buckets in `_touched` over the ranks, and update the norm if tensors are sharded.
+
+        Gradients from earlier backwards are already equal.
+        """
         engine = self._require_engine()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]

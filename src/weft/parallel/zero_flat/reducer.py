@@ -340,7 +340,10 @@ class Reducer(GradientReducer):
             self._land(index)
 
     def _sum(self, totals: torch.Tensor | None) -> None:
-        """Sum over all ranks, in one all-reduce, the totals, number of late gradients and squared gradient norm."""
+        """Sum over all ranks, in one all-reduce, the totals, number of late gradients and squared gradient norm.
+
+        `totals` is overwritten with its sum.
+        """
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
         self._first_late = self._late[0] if self._late else -1
         extra[0].fill_(len(self._late))  # an assignment would copy from the host and block

@@ -143,7 +143,7 @@ class HostedShards:
         return nn.Parameter(part.master.view(shard.param.shape))
 
     def send_full(self, name: str, param: nn.Parameter, weight: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Copy a full weight and its gradient to the host."""
+        """Copy a full weight and its gradient to the host. `param.grad` becomes the copied gradient, or None."""
         part = self._parts[name]
         part.wait()
         part.master.copy_(weight.reshape(-1))

@@ -413,7 +413,10 @@ def _chosen(
     device: str,
     place: env.RankEnv | None,
 ) -> Plan:
-    """Return the planner's plan for these ranks, and print it on rank 0."""
+    """Return the planner's plan for these ranks, and print it on rank 0.
+
+    Raises PlanError without `model`, `seq_len` or `global_batch`.
+    """
     from weft.config.parsing import MODEL_CODE
     from weft.planner.search.model_source import read_model
     from weft.train.planned import choose_plan, chosen_line, this_cluster

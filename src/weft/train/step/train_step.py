@@ -254,7 +254,7 @@ class TrainStep:
         self._engine.wait_for_weights()
 
     def arrive(self) -> None:
-        """Deprecated: use `wait_for_weights`."""
+        """Warn that this method is deprecated, and call `wait_for_weights`."""
         warnings.warn("TrainStep.arrive is now wait_for_weights. Call that.", WeftWarning, stacklevel=2)
         self.wait_for_weights()
 

@@ -96,11 +96,11 @@ class Teacher:
         return pretrained_source(model, self.folder)[0]
 
     def check(self, seq_len: int) -> None:
-        """Check its files. seq_len: tokens per sequence.
+        """Check the teacher's files. seq_len: tokens per sequence.
 
         Raises:
-            CheckpointError, ModelError: for a model that cannot be read.
-            ConfigError: if its maximum length is shorter than `seq_len`.
+            CheckpointError, ModelError: if the teacher cannot be read.
+            ConfigError: if it has no config.json, or its maximum length is below `seq_len`.
         """
         if not (self.folder / "config.json").is_file():
             raise _wrong_option(

@@ -215,7 +215,10 @@ class CausalModel(FolderModel):
         return model
 
     def _balance_rate(self) -> float:
-        """Return the weight of the auxiliary loss for expert load balancing, or 0."""
+        """Return the weight of the auxiliary loss for expert load balancing, or 0 without it.
+
+        Raises ConfigError if model.balance is "bias", or "aux_loss" and no weight is set.
+        """
         section, own = self.config.model, self.read_config().get_text_config(decoder=True)
         if section.balance == "bias":
             raise setting_error(
@@ -326,7 +329,10 @@ class HeadedModel(FolderModel):
         return found, [*format_unexpected_keys(unexpected), *format_new_keys(found.new_names, self.config.seed)]
 
     def tokenizer(self, **options: Any) -> Any:
-        """Return the folder's transformers tokenizer, with added tokens. options: arguments of from_pretrained."""
+        """Return the folder's transformers tokenizer, with added tokens. options: arguments of from_pretrained.
+
+        Raises DataError if transformers gives the added tokens different ids.
+        """
         found = hugging_face.load_tokenizer(self.base, **options)
         if self.new_tokens:
             from tokenizers import AddedToken
@@ -496,7 +502,7 @@ class WeightsWithHead:
         copy_part(self._compute_full(name), part, start, out)
 
     def _compute_full(self, name: str) -> np.ndarray:
-        """Compute a new tensor in full. Heads are small, so it is computed again for each slice that is read."""
+        """Return the full values of a new tensor. Heads are small, so they are computed for each slice that is read."""
         made = self._made[name]
         if made.value is not None:
             return made.value

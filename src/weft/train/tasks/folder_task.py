@@ -191,7 +191,10 @@ class FolderTask(ModelTask):
         self.finalize(tables.found)
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        """Copy the folder's files except weights, with the task's fields in config.json."""
+        """Copy the folder's files except weights, with the task's fields in config.json.
+
+        Return the table of rows as the text of a file, by the file's name.
+        """
         self.network.keep(folder)
         tables = self.tables
         return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self.network.notes)).to_json()}

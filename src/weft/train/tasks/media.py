@@ -383,7 +383,10 @@ class PictureProcessor:
 
 
 def _load(model: nn.Module, path: Path) -> None:
-    """Load published weights into a model. A head with a different number of classes keeps its initial values."""
+    """Load published weights into a model. A head with a different number of classes keeps its initial values.
+
+    Raises ModelError if the file cannot be read, or is of another network.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

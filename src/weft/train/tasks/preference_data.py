@@ -276,7 +276,7 @@ class VerdictSamples:
         return {"rows": rows[:1], "mixed": rows[1:], "wanted": wanted, **_known(self.reference, index)}
 
     def _other(self, index: int, ids: np.ndarray, weights: np.ndarray) -> int:
-        """Return the index of the next answer or pair with a different prompt, or else the next index."""
+        """Return the index of one of the next two answers or pairs: with a different prompt, or else the next index."""
         begins = int(np.argmax(weights != 0))
         for step in (1, 2):
             found = (index + step) % len(self)

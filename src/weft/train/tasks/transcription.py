@@ -218,7 +218,7 @@ class SpokenTexts(SoundProcessor):
     key: tuple[Any, ...]
 
     def find(self, option: str, path: str, progress: Progress) -> MediaRecords:
-        """Find the audio clips at a path, and tokenize their texts."""
+        """Find the audio clips at a path, and tokenize their texts. Raises DataError if there is no file of records."""
         files = record_files(path, SOUND)
         if not files:
             raise DataError(

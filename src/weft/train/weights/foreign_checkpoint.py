@@ -93,7 +93,7 @@ def _tables(weights_at: Mapping[Place, list[Place]]) -> str:
 
 
 def _unwrapped(weights: dict[str, Place]) -> dict[str, Place]:
-    """Remove the prefix that wrappers add to all names."""
+    """Return the weights without the prefixes that wrappers add to all names."""
     for wrapper in _WRAPPERS:
         if weights and all(name.startswith(wrapper) for name in weights):
             return _unwrapped({name.removeprefix(wrapper): place for name, place in weights.items()})
@@ -121,7 +121,10 @@ def _states(places: list[Place], weights: Mapping[str, Place]) -> Iterable[tuple
 
 
 def _split(joined: str, name: str) -> tuple[str, str] | None:
-    """Split a joined name into weight and state: "module.b.w.exp_avg" becomes ("b.w", "exp_avg")."""
+    """Split a joined name into weight and state: "module.b.w.exp_avg" becomes ("b.w", "exp_avg").
+
+    Return None if the weight is not `name`, apart from prefixes of wrappers.
+    """
     start, found, state = joined.rpartition(f"{name}.")
     while start and (wrapper := next((one for one in _WRAPPERS if start.endswith(one)), None)):
         start = start.removesuffix(wrapper)
@@ -317,7 +320,7 @@ def _second_names(
 
 
 def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
-    """Return the optimizer steps done, from the source or from the optimizer's counter."""
+    """Return the optimizer steps done, from the source or from the optimizer's counter, or raise CheckpointError."""
     for place in (("global_steps",), ("step",), ("global_step",)):
         value = found.values.get(place)
         if type(value) is int and value >= 0:

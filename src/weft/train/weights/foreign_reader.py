@@ -33,7 +33,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def main() -> int:
-    """Read the source, write the output files and print a summary."""
+    """Read the source, write the output files and print a summary. Return the exit code.
+
+    First give up rights, and limit memory and the files that can be written.
+    """
     kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     _give_up_rights()
     # Import torch before confinement begins, because that maps libraries.

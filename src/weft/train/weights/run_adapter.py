@@ -51,6 +51,7 @@ def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> d
     """Return the config's trained tokens as the argument `trainable_tokens` of `add_adapter`.
 
     The added tokens are trained in the input embedding and in the output layer, unless modules_to_save trains these.
+    Raises ModelError if a token is unknown, or if the model is not from model.path.
     """
     from weft.hub import local_folder
     from weft.models.inspect import layers
