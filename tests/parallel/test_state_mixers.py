@@ -62,7 +62,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OlmoHybridConfig", DELTA),
     "lara_mini": ("LaraMiniConfig", {**DELTA, **EXPERTS}),
     "bailing_hybrid": ("BailingHybridConfig", LATENT),
-    "bamba": ("BambaConfig", {**STATES, "attn_layer_indices": [1]}),
     "falcon_h1": ("FalconH1Config", {**STATES, "mamba_d_ssm": 32}),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
@@ -72,12 +71,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8,
          "n_groups": 2, "chunk_size": 4, **EXPERTS},
-    ),
-    "zamba2": (
-        "Zamba2Config",
-        {"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1,
-         "layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 32, "attention_head_dim": 8,
-         "num_key_value_heads": 4, "chunk_size": 4},
     ),
     "lfm2_moe": ("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **EXPERTS}),
     "lfm3": ("Lfm3Config", {"layer_types": ["conv", "full_attention"]}),

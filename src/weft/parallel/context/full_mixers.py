@@ -29,7 +29,7 @@ from weft.models.inspect import hugging_face, layers, token_flow
 from weft.models.inspect.blocks import repeated_blocks
 from weft.parallel.context.apply import Context
 from weft.parallel.context.modes import SequenceOrder, full_sequence, shard_tensor
-from weft.parallel.context.passed_states import PassedStates, passes_state
+from weft.parallel.context.short_convolutions import PreviousTokens, num_previous_tokens
 from weft.parallel.layers.documents import DocumentTracker
 from weft.parallel.layers.state_mixers import documents_in, state_mixers
 from weft.private_torch import tree_flatten, tree_unflatten
@@ -174,7 +174,7 @@ def gather_mixers(
     """
     modules = dict(model.named_modules())
     for path in whole:
-        kind = _StateMixer if passes_state(modules[path]) else _Mixer
+        kind = _Convolution if num_previous_tokens(modules[path]) else _Mixer
         mixer = kind(context, _names(modules[path]))
         modules[path].register_forward_pre_hook(mixer.before, with_kwargs=True)
         modules[path].register_forward_hook(mixer.after)
@@ -300,29 +300,25 @@ class _Mixer(_Hooks):
         return tree_unflatten(leaves, tree)
 
 
-class _StateMixer(_Mixer):
-    """Hooks of a module that continues from the state of the previous rank.
+class _Convolution(_Mixer):
+    """Hooks of a short convolution. It gets all tokens if rows contain several documents, or a rank has few tokens."""
 
-    It gets all tokens if rows contain several documents.
-    """
-
-    _states: PassedStates | None = None
+    _is_local = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass the previous rank's state as the cache, and this rank's part of a mask."""
-        self._states = None
-        if self._is_idle or documents_in(module):
-            return super().before(module, args, kwargs)
+        """Pass the previous rank's last tokens as the cache, and this rank's part of a mask."""
         given, rebuilt = self._split(args, kwargs)
         hidden_states, mask = given["hidden_states"], given.get("attention_mask")
-        self._states = PassedStates(self._context.axis, module, hidden_states)
+        is_long = hidden_states.shape[1] >= num_previous_tokens(module)
+        self._is_local = is_long and not self._is_idle and not documents_in(module)
+        if not self._is_local:
+            return super().before(module, args, kwargs)
         if mask is not None and mask.shape[1] != hidden_states.shape[1]:
             given["attention_mask"] = self._own(mask)
-        return rebuilt(given | {"cache": self._states})
+        return rebuilt(given | {"cache": PreviousTokens(self._context.axis)})
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        states, self._states = self._states, None
-        return super().after(module, args, output) if states is None else states.send(output)
+        return None if self._is_local else super().after(module, args, output)
 
 
 class _Outer(_Hooks):

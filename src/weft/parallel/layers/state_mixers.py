@@ -21,28 +21,14 @@ from weft.errors import ModelError
 from weft.models.inspect import hugging_face
 from weft.models.inspect.blocks import class_before, repeated_blocks, replace_class
 
-_DELTA, _SCAN = ("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "head_dim", "ssm_state_size")
-#: Classes whose output depends only on the hidden states of the same and earlier tokens of the row. The values are the
-#: attributes with the sizes of a row's final state, if the class can start from a given state. (): only a convolution.
-#: None: it starts from zero only.
-MIXERS: dict[str, tuple[str, ...] | None] = {
-    **dict.fromkeys(
-        (
-            "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
-            "LaraMiniGatedDeltaNet",
-        ),
-        _DELTA,
-    ),
-    **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), ("num_heads", "head_dim", "head_dim")),
-    **dict.fromkeys(
-        (
-            "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer",
-            "Zamba2MambaMixer",
-        ),
-        _SCAN,
-    ),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), ()),
-    **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"), None),
+#: Short convolutions: their output depends only on the hidden states of the last few tokens.
+CONVOLUTIONS = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
+#: Classes whose output depends only on the hidden states of the same and earlier tokens of the row.
+MIXERS = CONVOLUTIONS | {
+    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
+    "LaraMiniGatedDeltaNet", "KimiLinearDeltaAttention", "BailingHybridDeltaAttention",
+    "Mamba2Mixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer",
+    "MambaMixer", "FalconMambaMixer", "JambaMambaMixer",
 }  # fmt: skip
 #: Arguments by which transformers' kernels separate documents. The fallbacks without kernels refuse them.
 _OF_KERNELS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
