@@ -433,6 +433,7 @@ class DocumentTracker:
         return args, kwargs | {"attention_mask": borders}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the call, also after an exception."""
         if self._open:
             self._open.pop().close()
 
