@@ -170,7 +170,7 @@ class _DocumentMixer(nn.Module):
 
 
 def _block_members(kind: type) -> dict[str, Any]:
-    plain: Callable[..., Any] = kind.forward  # pyright: ignore[reportAttributeAccessIssue]
+    plain: Callable[..., Any] = kind.forward  # pyright: ignore[reportAttributeAccessIssue] - a module class
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ def _block_members(kind: type) -> dict[str, Any]:
 
 
 def _mixer_members(kind: type) -> dict[str, Any]:
-    plain: Callable[..., Tensor] = kind.forward  # pyright: ignore[reportAttributeAccessIssue]
+    plain: Callable[..., Tensor] = kind.forward  # pyright: ignore[reportAttributeAccessIssue] - a module class
 
     @functools.wraps(plain)
     def forward(
