@@ -129,7 +129,7 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
         # With gradients, because forward may compute some. Hooks around the block do not get this run's saved tensors.
         with (
             spare_attributes(block), spare_buffers(block, buffers), state_of(block), torch.enable_grad(),
-            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+            saved_tensors_hooks(without_graph, lambda tensor: tensor),
         ):  # fmt: skip
             forward(block, *args, **kwargs)  # warm-up: kernel selection and page faults
         with (
