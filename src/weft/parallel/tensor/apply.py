@@ -79,7 +79,7 @@ def shard_tensors(
         is_whole: returns True for the path of a module that another technique keeps replicated.
         regions: regions in which sp shards tokens, from `check_full_model`, or None to derive them.
     """
-    layout = with_states(find_layout(model), model, mesh.plan.tp) if layout is None else layout
+    layout = _found_layout(model, mesh) if layout is None else layout
     if mesh.plan.sp and regions is None and runs is None:
         regions = _token_regions(model, layout, is_whole, mesh.plan)
     plan, axis = mesh.plan, mesh["tp"]
@@ -143,7 +143,7 @@ def check_full_model(
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     if layout is not None:
         return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
-    layout = with_states(find_layout(model, example), model, mesh.plan.tp)
+    layout = _found_layout(model, mesh, example)
     layout = layout.fitted((*modules, *layers.own_parameters(modules)))
     try:
         return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
@@ -162,6 +162,15 @@ def check_full_model(
             warnings.warn(f"{path} stays undivided on every rank of tp, since {said}.", WeftWarning, stacklevel=3)
         return less, _warned(found, mesh)
     raise first
+
+
+def _found_layout(model: nn.Module, mesh: Mesh, example: Any = None) -> Layout:
+    """Find the layout. Layers that carry a state are sharded by heads, but not under sp.
+
+    They run documents as rows of their own, whose lengths sp cannot shard.
+    """
+    found = find_layout(model, example)
+    return found if mesh.plan.sp else with_states(found, model, mesh.plan.tp)
 
 
 def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
