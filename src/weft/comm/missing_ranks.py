@@ -55,8 +55,11 @@ def wait_for_host(place: env.RankEnv, limit_s: float) -> None:
 def noticed(place: env.RankEnv, store: Store | None, tell: Callable[[str], None] | None) -> Generator[None]:
     """Within the block, print once which ranks are missing, if it takes more than a few seconds.
 
-    Does nothing under `weft train`. store: the rendezvous store, or None while this rank tries to reach it. tell:
-    called with the line; None to write it to stderr.
+    Does nothing under `weft train`.
+
+    Args:
+        store: the rendezvous store, or None until this rank is connected to it.
+        tell: called with the line, or None to write it to stderr.
     """
     if place.starter == "weft":  # its launcher watches the processes of all ranks
         yield

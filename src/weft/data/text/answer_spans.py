@@ -186,7 +186,7 @@ class MarkedAnswers:
             done = high
 
     def left_out(self) -> tuple[list[int], set[int]]:
-        """Return what the template does not render.
+        """Return the parts of assistant messages that are missing from the rendered text.
 
         Returns:
             the indices of assistant messages that are missing, and the kinds of content, such as tool calls, that are

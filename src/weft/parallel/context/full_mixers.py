@@ -307,12 +307,14 @@ class _Convolution(_Mixer):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass the previous rank's last tokens as the cache, and this rank's part of a mask."""
+        self._is_local = False
+        if self._is_idle or documents_in(module):
+            return super().before(module, args, kwargs)
         given, rebuilt = self._split(args, kwargs)
         hidden_states, mask = given["hidden_states"], given.get("attention_mask")
-        is_long = hidden_states.shape[1] >= num_previous_tokens(module)
-        self._is_local = is_long and not self._is_idle and not documents_in(module)
-        if not self._is_local:
+        if hidden_states.shape[1] < num_previous_tokens(module):
             return super().before(module, args, kwargs)
+        self._is_local = True
         if mask is not None and mask.shape[1] != hidden_states.shape[1]:
             given["attention_mask"] = self._own(mask)
         return rebuilt(given | {"cache": PreviousTokens(self._context.axis)})

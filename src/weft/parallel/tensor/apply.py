@@ -167,7 +167,7 @@ def check_full_model(
 def _found_layout(model: nn.Module, mesh: Mesh, example: Any = None) -> Layout:
     """Find the layout. Layers that carry a state are sharded by heads, but not under sp.
 
-    They run documents as rows of their own, whose lengths sp cannot shard.
+    They run packed documents as separate rows, whose lengths sp cannot shard.
     """
     found = find_layout(model, example)
     return found if mesh.plan.sp else with_states(found, model, mesh.plan.tp)
@@ -185,7 +185,7 @@ def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.T
         if regions.why_none:
             said = (
                 "sp=on: every rank has all tokens, and only the inputs that sharded layers save for backward are "
-                f"divided, which saves less memory: {regions.why_none}"
+                f"sharded, which saves less memory: {regions.why_none}"
             )
             warnings.warn(said, WeftWarning, stacklevel=3)
         if regions.full:
@@ -231,8 +231,10 @@ def _token_regions(
 def _without_regions(
     error: LayoutError | PlanError, model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], plan: Plan
 ) -> token_flow.TokenRegions:
-    """Return the division for a user's model whose tokens cannot be divided: its sharded layers divide only the inputs
-    that they save for backward. Raises `error` for other models, and for chunks of tokens.
+    """Return empty regions for a custom model whose tokens cannot be sharded. Raises `error` for other models.
+
+    Only the inputs that its column-sharded layers save for backward are then sharded. Experts and chunks of tokens do
+    not support this.
     """
     has_experts = next(layers.find_experts(model, layout), None) is not None
     if is_vetted(model) or is_whole is not nowhere or has_experts or plan.tp_chunks > 1:

@@ -162,7 +162,7 @@ def pareto(found: Answer[Candidate]) -> Drawing:
             Text(_LEFT - 8, y + 4, format_count(most_y * part / 4), 11, "end"),
         )
     drawing.add(
-        Text(_LEFT + _WIDTH / 2, bottom + 42, "memory on the fullest rank, up to what the device has", 12, "middle"),
+        Text(_LEFT + _WIDTH / 2, bottom + 42, "memory of the fullest rank, of the device's memory", 12, "middle"),
         Text(_LEFT - 8, _TOP - 10, f"{question.unit}/s", 12, "end"),
     )
 
