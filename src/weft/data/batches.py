@@ -102,10 +102,12 @@ def check_batch(holder: Tensor, given: Tensor) -> None:
 
 def parts_of(batch: Any) -> list[Any] | None:
     """Return the items of a container in order, or None if `batch` is not a container."""
-    if isinstance(batch, Mapping):
-        return list(batch.values())
     if isinstance(batch, tuple | list):
         return list(batch)
+    if batch is None or isinstance(batch, torch.Tensor):
+        return None  # the checks below cost more
+    if isinstance(batch, Mapping):
+        return list(batch.values())
     if is_dataclass(batch) and not isinstance(batch, type):
         return [getattr(batch, field.name) for field in fields(batch)]
     return None
@@ -134,6 +136,7 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a batch, in order."""
     if isinstance(batch, torch.Tensor):
         yield batch
+        return
     for part in parts_of(batch) or ():
         yield from tensors_in(part)
 

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from weft.comm.autograd import max_over
 from weft.comm.mesh import Axis
 from weft.comm.wire.codes import power_scale
-from weft.parallel.private_torch import multiplies_float8, own_view, scaled_product
+from weft.parallel.private_torch import base_of_its_own, multiplies_float8, own_view, scaled_product
 
 #: Scale recipes.
 RECIPES = ("rowwise", "tensorwise")
@@ -103,8 +103,8 @@ def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: Float8 | 
         form: float8 multiplication; None for the operands' dtype.
     """
     if form is None:
-        made = F.linear(x, weight_OI, bias_O)
-        return own_view(made, made.shape)  # autograd refuses writes to a view from a custom function
+        # autograd refuses writes to a view from a custom function
+        return base_of_its_own(F.linear(x, weight_OI, bias_O))
     out = form.product(x, weight_OI)
     return out if bias_O is None else out + bias_O
 
