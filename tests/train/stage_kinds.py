@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 import weft
@@ -363,6 +364,36 @@ class Energy(nn.Module):
         return h
 
 
+class Tied(nn.Module):
+    """Map tokens to logits with tied weights, and add the gradient by the tied weight or by the head's scale."""
+
+    def __init__(self, *, by_own: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, D)
+        self.blocks = nn.ModuleList([nn.Linear(D, D) for _ in range(4)])
+        self.head = ScaledHead(self.embed.weight, by_own)
+
+    def forward(self, x):
+        h = self.embed((x.abs() * 5).long() % 16)
+        for block in self.blocks:
+            h = h + block(h).tanh()
+        return self.head(h)
+
+
+class ScaledHead(nn.Module):
+    def __init__(self, weight: nn.Parameter, by_own: bool):
+        super().__init__()
+        self.weight, self.scale, self.by_own = weight, nn.Parameter(torch.ones(())), by_own
+
+    def forward(self, h):
+        with torch.enable_grad():
+            logits = self.scale * F.linear(h, self.weight)
+            by = self.scale if self.by_own else self.weight
+            [grad] = torch.autograd.grad(logits.square().sum((1, 2)).sum(), [by], create_graph=True)
+        return logits[..., 0] + (0 if self.by_own else 1) * grad.sum() / len(h)
+
+
 def _by_input(energy, h, x):
     return torch.autograd.grad(energy(h, x), x, create_graph=True)[0]
 
@@ -375,6 +406,15 @@ def _by_unused(energy, h, x):
 def _backward(energy, h, x):
     energy(h, x).backward(inputs=[x], create_graph=True)
     return x.grad
+
+
+def _backward_of_all(energy, h, x):
+    torch.autograd.backward([energy(h, x)], inputs=[x], create_graph=True)
+    return x.grad
+
+
+def _by_edge(energy, h, x):
+    return torch.autograd.grad(energy(h, x), [get_gradient_edge(x)], create_graph=True)[0]
 
 
 def _by_own_copy(energy, h, x):
@@ -429,6 +469,7 @@ LEGAL: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "gradient by an own copy": (lambda: Energy(_by_own_copy), squares),
     "gradient by a later tensor": (lambda: Energy(_by_next), squares),
     "gradient of the input alone": (lambda: Energy(_of_input), squares),
+    "gradient beside a tied weight": (lambda: Tied(by_own=True), squares),
     "aux loss": (AuxLoss, of_logits),
     "frozen teacher": (chain(Taught), squares),
     "ragged counts": (chain(nn.GELU), by_tokens),
@@ -448,6 +489,9 @@ INTERACTING: dict[str, Kind] = {
     "gradient by the input": Kind(lambda: Energy(_by_input), BY_INPUT, "blocks.3"),
     "gradient by an unused input": Kind(lambda: Energy(_by_unused), BY_INPUT, "blocks.3"),
     "backward to the input": Kind(lambda: Energy(_backward), BY_INPUT, "blocks.3"),
+    "backward function to the input": Kind(lambda: Energy(_backward_of_all), BY_INPUT, "blocks.3"),
+    "gradient by an edge": Kind(lambda: Energy(_by_edge), BY_INPUT, "blocks.3"),
+    "gradient by a tied weight": Kind(Tied, BY_INPUT, "head"),
     "input that begins to need a gradient": Kind(lambda: Energy(_with_begin, begins=False), BY_INPUT, "blocks.3"),
     "gradient by a scale between blocks": Kind(lambda: Energy(_by_input, scales=True), BY_INPUT, "blocks.3"),
     "its buffer": Kind(chain(HandNorm, last=True), MOVES, "blocks.3.mean"),

@@ -86,6 +86,7 @@ SOME = [
     *("gelu", "dropout", "remembering", "weft noise", "tied attention", "inner gradient as it trains", "force"),
     *("gated by a gradient", "gradient by an own copy", "gradient of the input alone", "gradient by the input"),
     *("gradient by an unused input", "input that begins to need a gradient", "gradient by a scale between blocks"),
+    *("gradient by a tied weight", "gradient beside a tied weight", "gradient by an edge"),
     *("centred at the end", "inner gradient of all samples", "its buffer", "counter in an attribute", "teacher"),
     *("replaced running norm", "random mask at the end", "contrastive", "frequencies of a function"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -113,10 +114,16 @@ class Left(BaseException):
 
 
 class Flow:
-    """State of one forward of a stage: its module calls, and the tensors that enter and leave."""
+    """State of one forward of a stage: its module calls, and the tensors that enter and leave.
 
-    def __init__(self, stage: int, survey: ValueSurvey):
-        self.stage, self.survey = stage, survey
+    Args:
+        stage: index of the stage.
+        survey: survey of the full model.
+        tied: by path of a module, the names of its parameters that modules of earlier stages also have.
+    """
+
+    def __init__(self, stage: int, survey: ValueSurvey, tied: Mapping[str, Sequence[str]]):
+        self.stage, self.survey, self._tied = stage, survey, tied
         self.route: StageRoute | None = None
         self._calls = 0
         self._incoming: dict[Value, torch.Tensor] = {}
@@ -190,8 +197,10 @@ class Flow:
             if is_remote(tensor):
                 raise _refused(tensor, f"{relay.path!r} is called with a value")
         inputs, received = list(tensors_in((args, kwargs))), [*self._entering, *self._incoming.values()]
-        is_training = torch.is_grad_enabled() or relay.stands_for.training
-        with partial_gradients_refused(relay.path, inputs, self._given if is_training else (), received):
+        given, tied = self._given, [attrgetter(name)(relay.stands_for) for name in self._tied.get(relay.path, ())]
+        if not (torch.is_grad_enabled() or relay.stands_for.training):
+            given, tied = [], []
+        with partial_gradients_refused(relay.path, inputs, given, received, tied):
             made = relay.stands_for(*args, **kwargs)
         for tensor in tensors_in(made):
             if is_remote(tensor):

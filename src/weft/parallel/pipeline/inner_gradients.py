@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from weft.errors import ModelError
@@ -30,9 +31,11 @@ class PartialGradient(ModelError):
 
 @contextmanager
 def partial_gradients_refused(
-    path: str, args: Sequence[Tensor], given: Sequence[Tensor], received: Sequence[Tensor]
+    path: str, args: Sequence[Tensor], given: Sequence[Tensor], received: Sequence[Tensor], tied: Sequence[Tensor] = ()
 ) -> Generator[None]:
-    """Refuse gradients in the context by arguments on which received tensors depend. Raises PartialGradient.
+    """Refuse gradients in the context by arguments and weights on which received tensors depend.
+
+    Raises PartialGradient.
 
     In a forward without gradients, the graph does not show whether a result depends on received tensors. Then the
     module raises another ModelError, and the check of the first batch repeats it with gradients.
@@ -42,10 +45,11 @@ def partial_gradients_refused(
         args: its tensor arguments.
         given: tensors of this stage with which earlier stages computed.
         received: tensors that earlier stages computed.
+        tied: the module's parameters that modules of earlier stages also have.
     """
     fixed = [each for each in args if not each.requires_grad and any(each is one for one in given)]
-    used = _edges(given)
-    is_read = not used.isdisjoint(_edges(args, deep=False))
+    used = _edges([*given, *tied])
+    is_read = bool(tied) or not used.isdisjoint(_edges(args, deep=False))
     with _InnerGradients(path, used, received) if is_read else nullcontext():
         yield
     if any(each.requires_grad for each in fixed):
@@ -61,12 +65,12 @@ class _InnerGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
-            self._check(args[0], _edges((each for each in args[1] if isinstance(each, Tensor)), deep=False))
-        elif func is Tensor.backward:
-            self._check(args[:1], self._used)
+            self._check(args[0], _edges(args[1], deep=False))
+        elif func in (Tensor.backward, torch.autograd.backward):
+            self._check([args[0]] if isinstance(args[0], Tensor) else args[0], self._used)
         return func(*args, **kwargs)
 
-    def _check(self, outputs: Sequence[Tensor], inputs: set[Any]) -> None:
+    def _check(self, outputs: Sequence[Tensor | GradientEdge], inputs: set[Any]) -> None:
         if self._used.isdisjoint(inputs):
             return
         if not self._is_known:
@@ -77,10 +81,15 @@ class _InnerGradients(TorchFunctionMode):
             raise PartialGradient(self._path)
 
 
-def _edges(tensors: Iterable[Tensor], *, deep: bool = True) -> set[tuple[Any, int]]:
+def _edges(tensors: Iterable[Tensor | GradientEdge], *, deep: bool = True) -> set[tuple[Any, int]]:
     """Return the edges of the autograd graph at these tensors, and if deep all edges in front of these."""
     found: set[tuple[Any, int]] = set()
-    waiting: list[tuple[Any, int]] = [(each.grad_fn or each, each.output_nr) for each in tensors if each.requires_grad]
+    waiting: list[tuple[Any, int]] = []
+    for each in tensors:
+        if isinstance(each, GradientEdge):
+            waiting.append((each.node, each.output_nr))
+        elif each.requires_grad:
+            waiting.append((each.grad_fn or each, each.output_nr))
     while waiting:
         node, number = waiting.pop()
         if type(node).__name__ == "AccumulateGrad":

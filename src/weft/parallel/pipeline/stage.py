@@ -43,7 +43,7 @@ class Stage:
         self.index = index
         self.takes_gradient, self.trains = takes_gradient, trains
         self._model, self._chain, self._survey = model, chain, survey
-        self._flow = Flow(index, survey)
+        self._flow = Flow(index, survey, _tied_to_earlier(chain, survey, index))
         self._relays: list[tuple[blocks.Site, Relay]] = []
 
     @property
@@ -228,6 +228,18 @@ def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dic
         axis = (ENDS,) if set(owners) == {0, plan.pp - 1} else ("pp",)
         found[axis] |= dict.fromkeys(names[key], names[key][0])
     return found
+
+
+def _tied_to_earlier(chain: Chain, survey: ValueSurvey, index: int) -> dict[str, list[str]]:
+    """Return the parameters of a stage's modules that modules of earlier stages also have: {path: names}."""
+    pairs = list(zip(chain.sites, survey.stages, strict=True))
+    earlier = {param for site, stage in pairs if stage < index for param in site.module.parameters()}
+    found = {
+        site.path: [name for name, param in site.module.named_parameters() if param in earlier]
+        for site, stage in pairs
+        if stage == index
+    }
+    return {path: names for path, names in found.items() if names}
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
