@@ -47,14 +47,20 @@ def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
 
 
 def quantized_slices(engine: DataParallel) -> Iterator[FlatSlice]:
-    """Yield this rank's slices of the weights used in forward under gather=diff4, else nothing. Local."""
+    """Yield this rank's slices of the quantized weights that forward uses under gather=diff4. No collective.
+
+    Yields nothing for other plans.
+    """
     if isinstance(engine, FlatModel):
         engine.wait_for_weights()
         yield from QuantizedWeights(engine.reducer.buckets, engine.axes).flat_slices()
 
 
 def load_quantized_weights(engine: DataParallel, source: StateSource) -> None:
-    """Load the weights used in forward from a checkpoint of any plan, after the master weights. All ranks call it."""
+    """Load the quantized weights that forward uses under gather=diff4, after the master weights. All ranks call it.
+
+    The checkpoint may be from any plan. Does nothing if this plan or the checkpoint has no quantized weights.
+    """
     if isinstance(engine, FlatModel):
         engine.wait_for_weights()
         QuantizedWeights(engine.reducer.buckets, engine.axes).take(source)

@@ -29,7 +29,7 @@ from weft.private_torch import without_modes
 class OpaqueModule(nn.Module):
     """A module that a compiled graph calls as one operator, because its forward reads values on the host.
 
-    Its output has the shape of its first argument, and its other arguments are tensors too.
+    Its output has the shape and dtype of its first argument. All of its arguments are tensors.
     """
 
     _weft_handle: Handle
@@ -48,9 +48,9 @@ class OpaqueModule(nn.Module):
 
 
 def register_operators(model: nn.Module, plan: Plan) -> None:
-    """Register attention over cp, attention with dropout, and experts as operators of compiled blocks.
+    """Make attention over cp, attention with dropout, and experts custom operators. Modifies the model.
 
-    Call it before compiling them. Experts under zero=3 with ep > 1 are not registered.
+    Call it before the blocks are compiled. Experts under zero=3 with ep > 1 are not registered.
     """
     recomputes = plan.recompute_policy != "none"
     register_context_operators(model, recomputes)
@@ -65,7 +65,10 @@ def register_operators(model: nn.Module, plan: Plan) -> None:
 
 
 def _gathers_experts(plan: Plan) -> bool:
-    """Return True if experts are gathered separately, and so cannot be an operator, which needs gathered parameters."""
+    """Return True if experts are FSDP units inside their block.
+
+    Then they cannot be an operator, because its arguments must be gathered parameters.
+    """
     return plan.zero == 3 and plan.ep > 1
 
 
@@ -164,7 +167,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None:
-    """Warn on rank 0 if blocks cannot be compiled: torch.compile cannot compile only a part of a recomputed block."""
+    """Warn on rank 0 if recomputed blocks contain code that cannot be compiled, and so run uncompiled as a whole."""
     plan = mesh.plan
     if plan.recompute_policy not in ("full", "selective") or mesh.rank:
         return

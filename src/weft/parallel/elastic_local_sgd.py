@@ -1,12 +1,13 @@
 """Local SGD over replicas that are separate jobs: an outer step includes the available replicas, or fails for all.
 
-A replica contacts the coordinator (`weft.comm`), exchanges with the members into separate buffers, and applies the
-result only when the coordinator confirms the outer step. Cases:
+A replica asks the coordinator (`weft.comm.replica_rendezvous`) which replicas take part in an outer step, exchanges
+weights with them into separate buffers, and applies the result only when the coordinator confirms the outer step.
+Cases of a replica:
 
     away            the others continue without it. Its anchor is then outdated: in the next outer step it contributes
                     nothing, and receives anchor, momentum and step from a replica with the newest anchor
     disconnected    it continues to train, and synchronizes when it reaches the others again
-    failed          nothing has changed; the replicas that return try again
+    failed          if the exchange fails on any replica, no weights change, and the available replicas try again
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class ElasticDiLoCo(RareSync):
     """Outer steps of one replica with others that are separate jobs.
 
     Attributes:
-        step: number of steps done; callers that skip steps set it before each.
-        goes_to: step to continue from, if others were ahead in an outer step.
-        over: information on the other replicas, if they ended without this one.
-        owes_meeting: True if the last step lacks its outer step, because this replica was asked to stop.
+        step: number of steps done. A caller that skips steps sets it before each step.
+        goes_to: number of steps done at which training continues if the other replicas were at another step, else None.
+        over: the coordinator's answer if a replica with a newer anchor has ended its run, else None.
+        owes_meeting: True if an outer step was left out, because this replica was requested to stop.
+        token: identifies the anchor; replicas have equal tokens only if their anchors are equal.
         terms: further settings that must be equal on all replicas, as text.
     """
 
@@ -71,27 +73,31 @@ class ElasticDiLoCo(RareSync):
         return self.meets_now or (self.since + 1) % self.every == 0
 
     def begin(self) -> None:
-        """Start from the current weights: all replicas initialize them from one seed, or load them from one folder."""
+        """Set the anchor to the current weights, at step 0. Does nothing if the anchor is already set.
+
+        The weights are not exchanged, so all replicas must have the same: from one seed, or loaded from one folder.
+        """
         if not self._runs:
             self.take_anchor()
             self.began_with(0, self.token_of_anchor())
 
     def token_of_anchor(self) -> int:
-        """Return a checksum of the anchor. All ranks call it. Replicas with another checksum load newer weights."""
+        """Return a checksum of the anchor, for use as `token` at the start. All ranks call it."""
         own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
         whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
         return int(whole) & _MASK
 
     def began_with(self, step: int, token: int) -> None:
-        """Set the step and anchor to start from. token: identifies the anchor; equal only for equal anchors."""
+        """Set the number of steps done and the anchor's token at the start, and report them to the coordinator."""
         self.step, self.token = step, token
         self._log()
 
     @torch.no_grad()
     def rejoin(self) -> None:
-        """Run an outer step before the first step if one was missed or others have a newer anchor. All ranks call it.
+        """Wait for the other replicas to begin, then run an outer step if one is missing. All ranks call it.
 
-        Training from an outdated anchor would be discarded, so the replica waits for an outer step instead.
+        One is missing if `owes_meeting`, or if another replica has a newer anchor: the results of training from an
+        outdated anchor would be discarded. Call it before the first step. Raises the errors of `after_step`.
         """
         self._is_first, self.goes_to = False, None
         with self.mesh.pulse.doing("waits for the other replicas to begin"):
@@ -103,7 +109,10 @@ class ElasticDiLoCo(RareSync):
     def after_step(self) -> None:
         """Count a step, and run the outer step if it is due. All ranks of the replica call it after publishing weights.
 
-        Raises CommError if this replica's weights are not finite, or another one trains a different model.
+        If `rejoin` was not called before, it is also due in the first step if another replica has a newer anchor.
+
+        In a due outer step, raises CommError if this replica's weights are not finite, or another replica has a
+        different model, plan or outer optimizer, and ConfigError if the coordinator has another key.
         """
         is_due, self.meets_now, self.goes_to = self.is_due, False, None
         self.since, self.differs = self.since + 1, True
@@ -148,7 +157,7 @@ class ElasticDiLoCo(RareSync):
             )
 
     def _exchange(self, call: Call) -> list[_Found] | None:
-        """Exchange with the members in separate buffers. Returns the result, or None if the exchange failed."""
+        """Exchange weights with the members of a round. Return the results, or None if the exchange failed."""
         try:
             with self.party.axis(call) as axis:
                 return self._receive(call, axis)
@@ -192,7 +201,7 @@ class ElasticDiLoCo(RareSync):
         self._log()
 
     def _log_members(self, call: Call) -> None:
-        """Log a message if the contributing replicas changed since the previous outer step."""
+        """Print a message if the contributing replicas changed since the previous outer step."""
         away = sorted({*range(self.replicas)} - {*call.givers})
         if self.party.replica in away:
             self.party.says(f"step {self.step}: joined the others again at step {call.step}, with their weights")
@@ -207,7 +216,7 @@ class ElasticDiLoCo(RareSync):
 def attach_elastic_diloco(
     model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: ReplicaGroup
 ) -> ElasticDiLoCo:
-    """Give a model outer steps with separate replicas. Return the object that runs them."""
+    """Give a model an `ElasticDiLoCo`, for replicas that are separate jobs, and return it."""
     sync = ElasticDiLoCo(model, engine, mesh, plan, party)
     keep_sync(model, sync)
     return sync

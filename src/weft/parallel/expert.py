@@ -1,7 +1,7 @@
 """Expert parallelism, balancing of experts over ranks, and an auxiliary loss for Hugging Face routers.
 
 Transformers adds its loss (`output_router_logits`) to the model's own loss, computed over one rank's microbatch and
-over all layers at once. Here the loss is computed per sequence, as in Weft's own models, so it does not depend on the
+over all layers together. Here the loss is computed per sequence, as in Weft's own models, so it does not depend on the
 plan. Its gradient is added in backward at each router's weights (docs/adr/0010), with every loss function. For one
 layer and one sequence the two losses are equal.
 
@@ -62,7 +62,11 @@ class ForeignRouter(nn.Module):
     _weft_rate: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward. In backward, the weights add the gradient of the balance loss."""
+        """Run the original forward.
+
+        In training, this also counts the tokens per expert, and the backward of the weights adds the gradient of the
+        balance loss.
+        """
         logits_ME, weights_MK, ids_MK = super().forward(*args, **kwargs)
         if not self.training or not torch.is_grad_enabled():
             return logits_ME, weights_MK, ids_MK
@@ -86,7 +90,7 @@ class _Rows:
 
 
 def balance_routers(model: nn.Module, rate: float) -> int:
-    """Add the auxiliary loss to the routers of a Hugging Face model, in place and before `parallelize`.
+    """Add the auxiliary loss to the routers of a Hugging Face model, before `parallelize`. Modifies the model.
 
     The loss is the mean over layers of K times the sequence-wise loss. rate: the value of router_aux_loss_coef in the
     model's config. Returns the number of routers. Raises ModelError for a model without such routers.
@@ -116,7 +120,7 @@ def balance_routers(model: nn.Module, rate: float) -> int:
 
 
 class TokenOrder(Protocol):
-    """Which tokens of full sequences this rank holds."""
+    """Assignment of the tokens of full sequences to ranks."""
 
     def shard(self, x: Tensor) -> Tensor:
         """Return this rank's tokens, (B, S, ...), of full sequences (B, T, ...)."""
@@ -137,7 +141,7 @@ class ShardedSequences(Protocol):
 
 
 class DividedSpan(Span):
-    """Span of sequences that are sharded over cp, and with sequence parallelism also over tp."""
+    """`Span` for sequences that are sharded over cp or, with sequence parallelism, over tp, or over both."""
 
     def __init__(self, context: ShardedSequences | None, tp: Axis):
         self._context, self._tp = context, tp
@@ -172,7 +176,10 @@ class DividedSpan(Span):
 
 
 def divide_sequences(model: nn.Module, mesh: Mesh, context: ShardedSequences | None) -> None:
-    """Set in the model's routers how cp or sp shards sequences. Call it after both. context: None without cp."""
+    """Set in the model's routers how cp or sp shards sequences. Call it after both were applied.
+
+    context: None without cp.
+    """
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     if context is not None or tp.size > 1:
         for router in balanced_routers(model):
@@ -204,7 +211,7 @@ class ExpertBalance:
         return bool(self._routers)
 
     def begin(self, scale: float | Tensor) -> None:
-        """Begin a step. scale: gradient of the balance loss, summed over tokens."""
+        """Begin a step, and reset the token counts. scale: gradient of the balance loss, which is a sum over tokens."""
         self._pending = None
         for router in self._routers:
             router.aux_scale = scale
@@ -223,14 +230,17 @@ class ExpertBalance:
                 router.aux_scale, router.load = scale, load
 
     def start(self) -> None:
-        """Start the all_reduce of token counts, after the last backward. All ranks call it."""
+        """Start the all_reduce of the token counts of routers with a selection bias, after the last backward.
+
+        All ranks call it.
+        """
         if self._axis is not None:
             self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
 
     def finish(self, *, moved: bool | Tensor) -> None:
-        """Update the biases at the end of a step, unless the step was skipped.
+        """Update the selection biases at the end of a step, unless the step was skipped.
 
-        moved: True if the weights changed; a 0-d bool on the device if the host does not have the decision yet.
+        moved: True if the weights changed. It is a 0-d bool tensor if only the device has the value.
         """
         if self._pending is None:
             return
@@ -258,10 +268,15 @@ _COUNT = "num_experts"  # attribute of expert modules
 
 
 def distribute_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
-    """Distribute experts over ep, in place. Returns the placements of the experts' parameters.
+    """Distribute the model's experts over ep. Returns the placements of the experts' parameters.
 
-    layout: its modules with style `expert` are distributed in addition to detected experts. Raises ModelError if the
-    plan uses ep and the model has no experts, or if they do not divide evenly or are already distributed.
+    Modifies the model. Does nothing if ep and tp are 1. Without sp, the tp ranks have the same tokens, and each
+    computes a part of them.
+
+    layout: its modules with style `expert` are distributed in addition to detected experts.
+
+    Raises ModelError if the plan uses ep and the model has no experts, or if they do not divide evenly or are already
+    distributed.
     """
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(layers.find_experts(model, layout))
@@ -328,7 +343,10 @@ class Traffic(NamedTuple):
 
 
 def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
-    """Exchange the number of rows between all ranks of ep. ends_E: end of each expert in this rank's sorted rows."""
+    """Gather the numbers of rows that the ranks of ep send to each other. Waits for the device.
+
+    ends_E: end of each expert in this rank's sorted rows.
+    """
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
     # Gathers the counts for all ranks, not only for this one: a few kilobytes save a collective for the maximum.
     table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # source rank, target rank, local expert
@@ -345,8 +363,8 @@ class TokenDispatch:
     Attributes:
         tp: ranks with the same tokens, or an axis of size 1.
         hides: True if selective recompute must ignore the module's operations, and so recompute all of them. Under
-            zero=3, experts are separate units in their block, and their gathers differ between forward and
-            recomputation, an error in torch.
+            zero=3, experts are FSDP units inside their block, and their all-gathers differ between forward and
+            recomputation, for which torch raises an error.
     """
 
     ep: Axis
@@ -358,7 +376,10 @@ class TokenDispatch:
         return self  # a copy of the module runs on the same ranks
 
     def __call__(self, run: Run, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor, drops: bool) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts, (M, D)."""
+        """Return the weighted sum of the outputs of each token's experts, (M, D). Collective over ep and tp.
+
+        run: computes this rank's experts. drops: True if some ids may be `num_experts`; these pairs are dropped.
+        """
         if self.tp.size == 1:
             return self._dispatch(run, x_MD, ids_MK, weights_MK, drops)
         num_tokens = x_MD.shape[0]
@@ -400,7 +421,7 @@ def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor
 
 
 class DistributedExperts(nn.Module):
-    """Base of the classes of distributed experts, in addition to the original class of the experts."""
+    """Base class of distributed experts. Their class also derives from the experts' original class."""
 
     _weft_spread: TokenDispatch
 

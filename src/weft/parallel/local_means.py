@@ -25,9 +25,13 @@ _OWN_LOSS = "_weft_own_loss"
 
 
 def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
-    """Warn of batch norm immediately, and of a mean loss when a custom training loop runs backward through it.
+    """Warn of means over a part of the global batch: of batch norm now, and of a Hugging Face model's loss later.
 
-    groups_norms: True if batch norms use statistics of sample groups, so that they are equal under every plan.
+    The second warning comes in the first backward of a custom training loop through the loss that the model computed,
+    if there are several data ranks. Only rank 0 warns.
+
+    groups_norms: True if batch norms use statistics of sample groups, which are equal under every plan, so that the
+    first warning is left out.
     """
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
@@ -48,7 +52,7 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
     """Return the mean over all ranks' tokens from each rank's sum and count. 0-d, equal on all ranks.
 
     Its gradient is scaled so that the mean over ranks, which becomes `.grad`, is the gradient of the global mean.
-    Collective of two numbers, which does not wait for the device.
+    Collective of two numbers, which does not wait for the device. If no rank has tokens, the sum is divided by 1.
 
     loss_sum: sum over this rank's tokens, 0-d. num_tokens: number of this rank's tokens; 0-d if it is a tensor.
     """
@@ -63,7 +67,8 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 def train_mode(model: nn.Module) -> Callable[[], object]:
     """Return a function like `model.train` that keeps batch norms in eval mode if the user froze them.
 
-    A batch norm counts as frozen if it is in eval mode while the model trains. `model.eval()` freezes none.
+    A batch norm counts as frozen if it is in eval mode while the model is in training mode. `model.eval()` freezes
+    none.
     """
     norms, frozen = list(_batch_norms(model).values()), list[nn.Module]()
     if not norms:
@@ -88,7 +93,7 @@ def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def frequency_refusal(what: str) -> str:
-    """Write the reason why gradients scaled by frequency are unsupported. what: the module with such gradients."""
+    """Return the error text for scale_grad_by_freq=True. what: path of the module, or name of the function."""
     return (
         f"scale_grad_by_freq=True: {what} divides gradients by how often an index is in one microbatch on one rank, "
         "which depends on the plan. Use scale_grad_by_freq=False, or one rank with accumulation=1."
@@ -140,7 +145,7 @@ def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
 
 
 class _OwnLoss:
-    """Forward hook that warns if a custom training loop runs backward through the loss that the model computes."""
+    """Forward hook that warns once if a custom training loop runs backward through the loss that the model computes."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
@@ -178,7 +183,7 @@ def is_hugging_face_output(output: Any) -> bool:
 
 
 def sum_of_hugging_face(output: Any) -> str:
-    """Write the body of a loss function for a Hugging Face output, for users to copy: loss sum and token count."""
+    """Return source code for users to copy: the body of a function that returns loss sum and token count."""
     logits = output.get("logits")
     if logits is not None and logits.ndim < 3:
         return '    return F.cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])'

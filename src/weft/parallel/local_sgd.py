@@ -41,15 +41,15 @@ _ATTRIBUTE = "_weft_rare_sync"
 
 @dataclass(slots=True)
 class Bundle:
-    """Tensors that replicas synchronize in one call.
+    """Tensors that replicas synchronize in one collective.
 
     Attributes:
-        anchor: flat copy of the weights after the last outer step.
-        momentum: momentum of the outer optimizer, or None.
-        places: index of each tensor among all stored tensors.
-        sizes: number of elements of each tensor.
-        name: name that is equal on all ranks that store the same tensors.
-        fragment: index of the model's fragment, if fragments synchronize in turn.
+        anchor: copy of the weights after the last outer step, 1-D: all tensors, concatenated.
+        momentum: momentum of the outer optimizer, in the shape of `anchor`, or None.
+        places: index of each tensor in the list of `RareSync.master_slices`.
+        sizes: number of each tensor's elements on this rank.
+        name: name of the first tensor.
+        fragment: index of the tensors' fragment in `StreamedSync`, else 0.
         owed: residual from a checkpoint, which is added to the next outer step, or None.
     """
 
@@ -62,7 +62,7 @@ class Bundle:
     owed: torch.Tensor | None = None
 
     def with_carried_residual(self, delta: torch.Tensor) -> torch.Tensor:
-        """Return a change of the weights plus the residual from a checkpoint. Overwrites `delta`."""
+        """Add the residual from a checkpoint, if any, to `delta` in place. Return `delta`."""
         return delta if self.owed is None else delta.add_(self.owed)
 
     def own_tensors(self, held: Sequence[FlatSlice]) -> list[FlatSlice]:
@@ -74,7 +74,7 @@ class RareSync:
 
     Attributes:
         since: steps since the last outer step.
-        meetings: number of outer steps.
+        meetings: number of outer steps so far.
         replicas: number of replicas.
         place: index of this rank's replica.
         outer_lr, outer_momentum: hyperparameters of `diloco`.
@@ -113,9 +113,10 @@ class RareSync:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy the first replica's weights to all replicas. All ranks call it, after the optimizer is wrapped.
+        """Copy the first replica's weights to all replicas, and set the anchor to them. All ranks call it.
 
-        Raises CommError if replicas built different models.
+        Call it after the engine's `adopt`. It does nothing if the anchor is already set. Raises CommError if replicas
+        have models with different numbers of tensors or elements.
         """
         if self._runs:
             return
@@ -129,7 +130,7 @@ class RareSync:
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Set the anchor to the current weights, and the outer momentum to zero."""
+        """Set the anchor to the current weights, the outer momentum to zero, and drop residuals from a checkpoint."""
         held = self.master_slices()
         self._runs, self.differs = [], False
         for places in self._sync_groups(held):
@@ -145,7 +146,7 @@ class RareSync:
     def after_step(self) -> None:
         """Count a step, and run the outer step if it is due. All ranks call it after the weights are published.
 
-        Raises CommError if weights are not finite. Nothing was exchanged then.
+        Raises CommError if the outer step is due and weights of any rank are not finite. No weights are exchanged then.
         """
         is_due, self.meets_now = self.is_due, False
         self.since, self.differs = self.since + 1, True
@@ -181,21 +182,21 @@ class RareSync:
         run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
 
     def master_slices(self) -> list[FlatSlice]:
-        """Return this rank's master weights, and buffers that training updates, as views. Local; no communication."""
+        """Return this rank's flat slices of master weights and floating-point buffers. Local; no communication."""
         engine = self._engine
         names = frozenset(map(engine.axes.saved_name, engine.local_weights())) | self._buffers
         return [one for one in engine.model_slices() if one.name in names and one.flat.is_floating_point()]
 
     def anchors(self) -> list[FlatSlice]:
-        """Return the anchors of the tensors in `master_slices`."""
+        """Return the anchor as flat slices, one for each tensor in `master_slices`."""
         return self._placed((run, run.anchor) for run in self._runs)
 
     def momenta(self) -> list[FlatSlice]:
-        """Return the momenta of the outer optimizer."""
+        """Return the momenta of the outer optimizer as flat slices. Buffers have no momentum."""
         return self._placed((run, run.momentum) for run in self._runs if run.momentum is not None)
 
     def residual_slices(self) -> list[FlatSlice]:
-        """Return this replica's residuals, which it adds to the next outer step."""
+        """Return the residuals that this replica adds to the next outer step, as flat slices."""
         found: list[tuple[Bundle, torch.Tensor]] = []
         for run in self._runs:
             debt = run.owed
@@ -208,10 +209,11 @@ class RareSync:
 
     @torch.no_grad()
     def load_residual(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
-        """Add the residuals of a checkpoint's replicas to the next outer step. All ranks call it.
+        """Load residuals from a checkpoint for the next outer step. All ranks call it.
 
-        whose: prefixes of those replicas' residuals in `source`. replicas: divisor of the residuals, because outer
-        steps compute means.
+        whose: name prefixes in `source` of the residuals to sum, one prefix for each replica of the checkpoint.
+        replicas: divisor of the sum: 1 if this replica loads only its own residuals, or the number of replicas in the
+        checkpoint if each replica loads all of them, because outer steps compute means.
         """
         held = self.master_slices()
         for run in self._runs:
@@ -227,7 +229,10 @@ class RareSync:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Set the model to the anchor inside the context, for evaluation and export. All ranks call it."""
+        """Set the model to the anchor in the context, for evaluation and export, and restore its weights at the end.
+
+        All ranks enter it. It does nothing if the weights equal the anchor, or inside another such context.
+        """
         if not self.differs or self._is_away:
             yield
             return
@@ -258,7 +263,7 @@ class RareSync:
         return found
 
     def _fragment_of(self, name: str) -> int:
-        """Return the index of a tensor's fragment, by its name in checkpoints. Equal on all ranks with the tensor."""
+        """Return the fragment of a tensor, by the tensor's name in checkpoints. Equal on all ranks that store it."""
         del name
         return 0
 
@@ -266,10 +271,14 @@ class RareSync:
         return run[0].name in self._buffers
 
     def _sync_groups(self, held: Sequence[FlatSlice]) -> Iterator[list[int]]:
-        """Yield the indices of tensors that are synchronized together: of one dtype, and stored by the same ranks.
+        """Yield lists of indices in `held`: the tensors that one collective synchronizes.
+
+        They have the same fragment, dtype, device and ranks, and are either all buffers or all weights. A list with
+        several tensors has at most 2^24 elements.
 
         Tensors that several ranks of a replica store must be encoded identically on all of them, or their copies would
-        diverge. A scale covers adjacent elements, and tp ranks have different shards next to replicated tensors.
+        diverge. A quantization scale covers adjacent elements, and on tp ranks different shards would be adjacent to
+        the same replicated tensor. So lists do not mix tensors that are stored by different ranks.
         """
         kinds: dict[tuple[object, ...], list[int]] = {}
         for place, one in enumerate(held):
@@ -287,7 +296,7 @@ class RareSync:
             yield run
 
     def _refuse_unfit(self, held: Sequence[FlatSlice]) -> None:
-        """Raise CommError on all ranks, before communication, if some weights are not finite."""
+        """Raise CommError on all ranks if weights of any rank are not finite, before weights are exchanged."""
         bad = sum(not bool(one.flat.isfinite().all()) for one in held)
         total = all_reduce(torch.tensor([float(bad)], dtype=torch.float64, device=self.mesh.device), self.mesh.world)
         if float(total):
@@ -318,7 +327,7 @@ def put_anchor(here: Sequence[FlatSlice], run: Bundle) -> None:
 
 
 def move(here: Sequence[FlatSlice], by: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Add values to the memory of flat slices. by: the values of all slices, concatenated, 1-D, in their dtype."""
+    """Add values to flat slices in place. by: the values of all slices, concatenated, 1-D, in the slices' dtype."""
     for one, part in zip(here, by.split(list(sizes)), strict=True):
         one.flat.add_(part)
         one.bring_home()
@@ -346,7 +355,7 @@ def anchored(model: nn.Module) -> AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class _Sent:
-    """A bundle whose sum is in flight. own: (anchor - weights) of this replica when the sum started."""
+    """A bundle whose all_reduce is pending. own: (anchor - weights) of this replica when it started."""
 
     run: Bundle
     own: torch.Tensor
@@ -356,26 +365,28 @@ class _Sent:
 class StreamedSync(RareSync):
     """Outer steps of one model's replicas, with fragments that synchronize one after another.
 
-    since: steps since the last outer step, below H. engine: engine of the model, on the mesh of its replica.
+    In every H steps, each fragment synchronizes once. Its all_reduce overlaps with the next step, after which the
+    result is applied. `since` is the number of steps in the current H steps, and `meetings` counts each fragment's
+    outer step. engine: engine of the model, on the mesh of its replica.
     """
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
         super().__init__(model, engine, mesh)
         self.fragments = self.plan.sync_fragments
         self._places = _fragments(model, engine, mesh, self.fragments)
-        #: For each fragment, the number of steps since the last outer step after which its sum starts.
+        #: For each fragment, the value of `since` after which its all_reduce starts.
         self._leaves = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         self._sent: list[_Sent] = []
         self._is_under_way = False  # a fragment is pending, even if this rank stores none of it
 
     @property
     def is_due(self) -> bool:
-        """True if a fragment's sum starts after the current step."""
+        """True if a fragment's all_reduce starts after the current step, or with `meets_now` that of all fragments."""
         return self.meets_now or self.since + 1 in self._leaves
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Set the anchor to the current weights, and drop pending fragments."""
+        """Set the anchor to the current weights as in `RareSync`, after dropping the results of pending fragments."""
         for one in self._sent:
             one.pending.wait()
         if self._coders is not None:
@@ -386,10 +397,10 @@ class StreamedSync(RareSync):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Count a step, apply the pending fragment, and start one that is due.
+        """Count a step, apply the pending fragment's outer step, and start the all_reduce of a fragment that is due.
 
-        All ranks call it after the weights are published. Raises CommError if weights are not finite. Nothing was
-        exchanged then.
+        With `meets_now`, all fragments are synchronized at once instead, without overlap. All ranks call it after the
+        weights are published. Raises CommError if weights to send are not finite on any rank. They are not sent then.
         """
         meets_now, self.meets_now = self.meets_now, False
         self.since, self.differs = self.since + 1, True
@@ -402,14 +413,15 @@ class StreamedSync(RareSync):
         self.since %= self.every
 
     def sent(self) -> list[FlatSlice]:
-        """Return this replica's weights of the pending fragment, as they were when its sum started."""
+        """Return this replica's weights of the pending fragment, as they were when its all_reduce started."""
         return self._placed((one.run, one.run.anchor - one.own) for one in self._sent)
 
     @torch.no_grad()
     def send_again(self, source: StateSource, start: str) -> None:
-        """Start the sum again of the fragment that was pending when a checkpoint was saved. All ranks call it.
+        """Start again the all_reduce that was pending when a checkpoint was saved. All ranks call it.
 
-        start: prefix of the fragment's weights in `source`.
+        Does nothing if none was pending. A bundle is left out if some of its tensors are not in `source`. start: prefix
+        of the fragment's weights in `source`.
         """
         held = self.master_slices()
         self._is_under_way = any(name.startswith(start) for name in source.entries)
@@ -463,9 +475,9 @@ class StreamedSync(RareSync):
 def _fragments(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: int) -> dict[str, int]:
     """Return the fragment of each tensor, by its name in checkpoints.
 
-    Fragments contain adjacent tensors, with similar numbers of elements. Each pipeline stage is split into all
-    fragments, so that its ranks send equal amounts each time. A tensor in two stages belongs to the fragment of the
-    first.
+    Fragments contain adjacent tensors, and have similar numbers of elements. The tensors of each pipeline stage are
+    split into all fragments, so that its ranks send about equal amounts each time. A tensor in two stages has the
+    fragment of the first stage.
     """
     axes, own = engine.axes, dict[str, int]()
     for name, one in (*model.named_parameters(), *model.named_buffers()):
@@ -481,7 +493,7 @@ def _fragments(model: nn.Module, engine: DataParallel, mesh: Mesh, fragments: in
 
 
 def attach_local_sgd(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
-    """Attach a `RareSync` to the model if the plan uses local SGD."""
+    """Attach a `RareSync`, or a `StreamedSync` for fragments, to the model if the plan uses local SGD."""
     if mesh.plan.sync != "step":
         kind = StreamedSync if mesh.plan.sync_fragments else RareSync
         keep_sync(model, kind(model, engine, mesh))

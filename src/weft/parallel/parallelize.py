@@ -56,6 +56,7 @@ class Application:
         regions: regions in which sp shards tokens, or None.
         why_full: reason why attention needs all tokens under cp, or "".
         placements: placements of changed parameters by name.
+        host: pinned host memory for offloading, or None.
     """
 
     model: nn.Module
@@ -102,7 +103,8 @@ class Technique(NamedTuple):
 def _check_full_model(run: Application) -> None:
     """Check layout and sequences on the full model, because a stage or distributed experts cannot be traced.
 
-    Stores the results in `run`: `sharded_layout`, `regions` and `why_full`.
+    Stores the results in `run`: `sharded_layout`, `regions` and `why_full`. Removes distributed encoders from
+    `run.layout`.
     """
     if run.plan.graphs and run.encoders.shared:
         rule = "ranks share the work of a spread encoder, and communicate within forward"
@@ -254,17 +256,22 @@ def parallelize(
         model: any nn.Module; its parameters may be on the meta device.
         mesh: mesh of the plan.
         layout: styles of modules for tensor parallelism, and modules with experts; None to derive it from the model.
-        placements: placements of a module that the caller sharded manually, by parameter name. Nothing else is sharded.
+        placements: placements of a module that the caller sharded manually, by parameter name. Then pp, ep, tp and cp
+            are not applied, only the rest of the plan.
         seed: seed of parameters on the meta device, filled as in `weft.models.initialize`, and of dropout.
         filled_later: True if `data_parallel(model).load_weights` will fill parameters on the meta device.
         pinned_limit: host memory that all ranks of one machine may pin for offloading: a size or a share.
         norm_group: samples per group of batch norm statistics, over any ranks; 0 for each rank's microbatch.
-        bf16_layers, fp8_recipe: for precision=fp8: layers that stay in bf16 (paths, `first:N`), and sharing of scales.
-        example: arguments of a forward with which tp and sp trace the model, or None to generate them.
+        bf16_layers: with precision=fp8, layers that stay in bf16: patterns of paths, `first:N` or `last:N` blocks.
+        fp8_recipe: with precision=fp8, "rowwise" or "tensorwise" scales.
+        example: arguments of a forward with which tp, sp and cp trace the model, or None to generate them.
         noise: path of the input embedding and largest noise on its output in training, or None.
 
     Raises:
-        ModelError: if the model was already parallelized. Errors of each technique are raised here too.
+        ModelError: if the model was already parallelized, or the plan does not support it.
+        LayoutError: if the layout does not fit the model, or none can be derived.
+        PlanError: if the plan does not fit the model.
+        CommError: if ranks built different models.
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")

@@ -37,6 +37,8 @@ _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 def leave_side_effects_to_forward(module: nn.Module) -> None:
     """Skip the side effects of a compiled module's recomputed forward when backward runs it again.
 
+    Does nothing if the module is not compiled, or if this torch has no flag for it.
+
     torch reads the flag whenever it traces, at the first call and at later calls with other inputs. The flag is on only
     during the module's calls, so that code outside Weft is traced with its own setting.
     """
@@ -237,7 +239,7 @@ def _groups(module: FSDPModule) -> Sequence[Any]:
 
 
 def multiplies_float8(x: torch.Tensor) -> bool:
-    """Return True if the tensor's device has float8 matmuls with a scale per row: Ada, Hopper and newer."""
+    """Return True if float8 matmuls with a scale per row can compute x: bf16 on Ada, Hopper or newer GPUs."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
@@ -252,8 +254,8 @@ def scaled_product(
     Args:
         a_RK: left matrix; K is a multiple of 16.
         b_CK: right matrix; C is a multiple of 16.
-        back_a: scale of each row of `a_RK`.
-        back_b: scale of each row of `b_CK`.
+        back_a: scale of each row of `a_RK`, (R, 1), or of all rows, (1, 1).
+        back_b: scale of each row of `b_CK`, (C, 1), or of all rows, (1, 1).
         dtype: dtype of the result. Row scales support only bf16.
     """
     product = torch.ops.aten._scaled_mm

@@ -178,7 +178,10 @@ class NormGroups:
     # --- running statistics ---
 
     def see(self, norm: nn.Module, mean_GC: Tensor, var_GC: Tensor) -> None:
-        """Store the statistics of a norm's groups in this microbatch. Recomputation stores the same values again."""
+        """Store a norm's statistics in this microbatch: sums over the groups whose first sample is on this rank.
+
+        Recomputation stores the same values again. mean_GC, var_GC: mean and unbiased variance of each group.
+        """
         cut = self.split
         found = torch.cat([mean_GC, var_GC, mean_GC.new_ones(len(mean_GC), 1)], 1).double()
         # A group counts on the rank that has its first sample.
@@ -190,7 +193,7 @@ class NormGroups:
         self._seen.setdefault(id(norm), {})[cut.index] = found.sum(0)
 
     def begin(self, scale: float | Tensor = 1.0) -> None:
-        """Begin a step. `scale` is ignored: statistics do not depend on the scale of the loss."""
+        """Begin a step: drop the statistics of an earlier one. `scale` is ignored."""
         del scale
         self._seen.clear()
         self._pending = None
@@ -225,7 +228,10 @@ class NormGroups:
 
 
 def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
-    """Update running statistics as torch does: by `momentum`, or to the mean over all steps if it is None."""
+    """Update running statistics by `momentum`, or to the mean over all steps if it is None, and count the step.
+
+    found: the sums of `NormGroups.see` over all ranks. moved: if it is False, or there was no group, nothing changes.
+    """
     num = found[-1]
     is_moved = (num > 0) & moved  # a norm without any group is unchanged
     norm.num_batches_tracked += is_moved & getattr(norm, "_weft_counts", True)  # some subclasses do not count
@@ -318,7 +324,7 @@ def _normalise(
 
 
 def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalize one group on this rank with torch's kernel. Return its mean and variance too."""
+    """Normalize one group on this rank with torch's kernel. Return the result, its mean and its unbiased variance."""
     own = {"dtype": torch.float64 if x.dtype is torch.float64 else torch.float32, "device": x.device}
     mean, var = torch.zeros(x.shape[1], **own), torch.ones(x.shape[1], **own)
     return F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps), mean, var
@@ -327,7 +333,8 @@ def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) ->
 def _rows_of_groups(cut: GroupSplit, size: int, count: int) -> tuple[int, ...]:
     """Return the number of local rows of each group, out of `count` rows.
 
-    Without samples (a placeholder), all rows belong to the first group. Raises ModelError if rows per sample differ.
+    Without samples (a placeholder), all rows belong to the first group. Raises ModelError if the number of rows of each
+    sample is unknown.
     """
     numbers = cut.samples.numbers
     if not numbers:
@@ -424,7 +431,10 @@ def _sums(grad: Tensor, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, is_counted: bool) -> Tensor:
-    """Return number of values, mean and sum of squared deviations of each channel of x (N, C, ...), (1 + 2C,)."""
+    """Return number of values, means and sums of squared deviations of the channels of x (N, C, ...): (1 + 2C,).
+
+    Returns zeros if x is empty or `is_counted` is False.
+    """
     num = x.numel() // x.shape[1] if is_counted else 0
     if not num:
         return x.new_zeros(1 + 2 * x.shape[1])

@@ -80,7 +80,8 @@ class Context:
     def shard(self, batch: Any) -> Any:
         """Return this rank's shard of a batch of full sequences. See `shard_batch`.
 
-        Raises ModelError if no tensor of the batch is (batch, sequence), or the sequence does not divide evenly.
+        Raises ModelError if no tensor of the batch is (batch, sequence), if the sequence does not divide evenly, or if
+        labels are not shifted.
         """
         seq_len = sequence_length(batch)
         if seq_len is None:
@@ -122,7 +123,9 @@ class Context:
     def divide(self, seq_len: int, ids_BT: Tensor | None) -> View:
         """Return the View of this rank's tokens, with the keys that they attend to. `ids_BT`: document ids, or None.
 
-        The View is cached by tensor, so the layers reuse it. seq_len: tokens of the full sequence.
+        The View is cached by tensor, so the layers reuse it. A new one for document ids is a collective over the axis,
+        unless the host knows the ids. seq_len: tokens of the full sequence. Raises ModelError if documents are not
+        contiguous.
         """
         if ids_BT is None:
             if seq_len not in self._views:
@@ -134,12 +137,15 @@ class Context:
         return self._divided[ids_BT]
 
     def sees_full_sequence(self, path: str) -> bool:
-        """Return True if the module at `path` receives all tokens although the sequence is sharded."""
+        """Return True if the module at `path` gets all tokens of a sharded sequence. Here always False."""
         del path
         return False
 
     def check_labels(self, batch: Any) -> None:
-        """Raise ModelError if the first labels equal the inputs: the loss cannot shift labels across ranks."""
+        """Raise ModelError if the first batch's labels equal its input_ids: the loss cannot shift labels across ranks.
+
+        Later batches are not checked.
+        """
         if self._labels_checked:
             return
         self._labels_checked = True
@@ -158,7 +164,7 @@ def context_attention(
 ) -> Tensor:
     """Return attention over the full sequence for this rank's queries, (B, H, T, C), from `attend_sharded`.
 
-    Torch function modes such as recompute=attention can intercept this function.
+    A TorchFunctionMode, such as that of recompute=attention, can intercept this function.
     """
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):

@@ -318,7 +318,7 @@ def _unknown(asked: dict[str, Any]) -> list[str]:
 def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Forward pre-hook: pass positions in the full sequence, and pass document ids as the attention mask.
 
-    Raises ModelError if the model takes no tokens or positions, or other inputs along the sequence.
+    Raises ModelError if the model takes no tokens or no positions, or gets images or audio in addition to tokens.
     """
     context: Context | None = getattr(model, _ATTRIBUTE, None)
     if context is None or not context.in_use:
@@ -403,7 +403,10 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
 
 
 def _check_blocks(model: nn.Module, context: Context) -> None:
-    """Raise ModelError if a layer did not call attention in the first forward: other code may mix its tokens."""
+    """Raise ModelError if a block did not call attention in the first forward: other code may mix its tokens.
+
+    Blocks without submodules are not checked.
+    """
     callers, context.callers, context.has_looked = context.callers, set(), True
     for path, block in repeated_blocks(model).items():
         is_layer = next(block.children(), None) is not None
@@ -415,7 +418,7 @@ def _check_blocks(model: nn.Module, context: Context) -> None:
 
 
 def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
-    """Raise ModelError for chunked attention (Llama 4), which is possible only with a mask."""
+    """Raise ModelError for chunked attention (Llama 4), which needs a mask, if the sequence is longer than a chunk."""
     if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:
         raise ModelError(
             f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a "

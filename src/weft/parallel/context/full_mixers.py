@@ -61,7 +61,10 @@ class FullSequenceMixers(Context):
         self.length = 0  #: length of the full sequences whose tokens the loss counts, in this forward
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Return which tokens of a sequence this rank holds. Raises ModelError if `seq_len` does not divide evenly."""
+        """Return which tokens of a sequence this rank holds.
+
+        Raises ModelError if `seq_len` is not a multiple of cp, or below 2 * cp.
+        """
         cp = self.axis.size
         if seq_len % cp or seq_len < 2 * cp:
             raise ModelError(
@@ -73,7 +76,7 @@ class FullSequenceMixers(Context):
     def shard(self, batch: Any) -> Any:
         """Return this rank's shard of a batch. Tokens of an encoder and a decoder are sharded separately.
 
-        Raises ModelError if the batch has no tokens, or they do not divide evenly.
+        Raises ModelError if the batch has no tokens, if they do not divide evenly, or if labels are not shifted.
         """
         if self.is_own or not isinstance(batch, Mapping):
             return super().shard(batch)
@@ -126,7 +129,9 @@ def mixers_of(model: nn.Module) -> list[str]:
 
 
 def check_mixers(model: nn.Module, axis: Axis) -> None:
-    """Raise ModelError if a block list has no attention, or LayoutError if other code of blocks mixes tokens.
+    """Raise ModelError without blocks or for a block list without modules that mix tokens.
+
+    Raise LayoutError if blocks also mix tokens in code outside these modules.
 
     Call it with the full model: a pipeline stage cannot be traced.
     """
@@ -301,7 +306,10 @@ class _Mixer(_Hooks):
 
 
 class _Convolution(_Mixer):
-    """Hooks of a short convolution. It gets all tokens if rows contain several documents, or a rank has few tokens."""
+    """Hooks of a short convolution. It normally gets this rank's tokens and the previous rank's last tokens.
+
+    It gets all tokens if rows contain several documents, or if it reads more previous tokens than a rank has.
+    """
 
     _is_local = False
 
@@ -324,7 +332,10 @@ class _Convolution(_Mixer):
 
 
 class _Outer(_Hooks):
-    """Hooks of the full model and its head. They also separate the documents of full rows."""
+    """Hooks of the full model and of its head: inputs get all tokens, outputs only this rank's.
+
+    They also begin and end the `DocumentTracker`'s calls, which separate the documents of packed rows.
+    """
 
     def __init__(self, context: FullSequenceMixers, names: tuple[str, ...], tracker: DocumentTracker | None):
         super().__init__(context, names)
@@ -372,7 +383,7 @@ class _Outer(_Hooks):
         return (self._own(args[0]), *args[1:])
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Reduce outputs of shape (batch, tokens, features) to this rank's tokens.
+        """Return the output, with only this rank's tokens in tensors of shape (batch, tokens, features).
 
         Raises ModelError if a custom model returns another tensor that requires a gradient.
         """

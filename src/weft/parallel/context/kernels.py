@@ -151,7 +151,7 @@ def _band(q0: int, q1: int, k0: int, k1: int, sight: AttentionWindow) -> Iterato
 
 
 def _window(start: int, end: int, before: int, after: int) -> Iterator[AttentionBlock]:
-    """Yield blocks for queries whose full window is in the sequence: tiles as long as it, and a shorter rest."""
+    """Yield blocks for queries whose full window is in the sequence: tiles of the window's length, and the rest."""
     length = max(1, before + after)
     whole = (end - start) // length
     for q0, q1, tiles in ((start, start + whole * length, whole), (start + whole * length, end, 1)):
@@ -375,7 +375,7 @@ class PartialAttention:
         self._lse = q_BHTC.new_full((batch, heads, num), -torch.inf, dtype=dtype)
 
     def add(self, kv: KeysValues, pieces: Sequence[AttentionBlock], places_S: Tensor) -> None:
-        """Add the attention to keys and values in `pieces`. places_S: the keys' positions in the sequence."""
+        """Add the attention to keys and values in the blocks `pieces`. places_S: positions of the keys."""
         noise = _noise(self._lines, self._scoring, places_S)
         for piece in pieces:
             q = _taken(self._q, piece, piece.q0, piece.q1)

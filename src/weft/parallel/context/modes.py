@@ -92,7 +92,7 @@ def sequence_length(batch: Any) -> int | None:
 
 
 def shard_batch(batch: Any, order: SequenceOrder) -> Any:
-    """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens.
+    """Return the batch with only this rank's tokens in every tensor whose dim 1 is the sequence.
 
     Raises ModelError if a tensor may be a mask over pairs of tokens, which has the sequence in two dims.
     """
@@ -107,7 +107,8 @@ def shard_batch(batch: Any, order: SequenceOrder) -> Any:
 def shard_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
     """Return this rank's tokens if dim 1 is the sequence, else the tensor.
 
-    Raises ModelError if the last two dims are both the sequence. name: the tensor's name in the batch, for this error.
+    If the host knows the tensor's integers, `full_values` returns them for the result. Raises ModelError if a tensor
+    with at least 3 dims has the sequence in the last two. name: the tensor's name in the batch, for this error.
     """
     if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
         shape = tuple(tensor.shape)

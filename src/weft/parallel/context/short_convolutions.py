@@ -36,13 +36,16 @@ class PreviousTokens:
         """Return None: the previous tokens come from `update_conv_state`."""
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
-        """Return the inputs of the convolution, from the previous W tokens on, (B, C, W + T)."""
+        """Return the inputs of the convolution after the previous rank's last W tokens, (B, C, W + T).
+
+        On the first rank, zeros precede them. conv_states: inputs on this rank, (B, C, T).
+        """
         tail_BCW = _Shift.apply(conv_states[..., 1 - kwargs["conv_kernel_size"] :], self._axis)
         return torch.cat([tail_BCW, conv_states], -1)
 
 
 class _Shift(Function):
-    """Return the previous rank's tensor, and zeros on the first rank."""
+    """Autograd function that returns the previous rank's tensor, and zeros on the first rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:

@@ -1,7 +1,8 @@
 """Modules whose dropout is a function of positions. They replace the dropout modules of a model.
 
 nn.Dropout modules get a subclass. In modules that call dropout functions (F.dropout, F.scaled_dot_product_attention), a
-mode replaces the calls. Attention with dropout then runs unfused: no fused kernel accepts a given dropout mask.
+TorchFunctionMode replaces the calls. Attention with dropout then runs unfused: no fused kernel accepts a given dropout
+mask.
 """
 
 from __future__ import annotations
@@ -136,10 +137,13 @@ def register_dropped_attention(model: nn.Module, recomputes: bool) -> None:
 
 
 def drop_by_position(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
-    """Make dropout and weft.randn_like depend on positions in training.
+    """Make dropout, weft.randn_like, and noise from torch functions such as torch.randn_like depend on positions.
 
-    Call it after the model was sharded, before recompute. Other random numbers of a forward come from torch's
-    generators, which are seeded for each microbatch. seed: seed of steps without an index, and of forwards outside
+    This applies to training. Noise from torch functions depends on positions only if its rows are samples, and not
+    under cp, compile or graphs. Other random numbers of a forward come from torch's generators, which are seeded for
+    each microbatch.
+
+    Call it after the model was sharded, before recompute. seed: seed of steps without an index, and of forwards outside
     train steps.
     """
     drops = Drops(mesh, seed, shard_position_of(model), context_of(model))
@@ -202,7 +206,7 @@ def _never_draws(module: nn.Module) -> bool:
 def _has_known_hooks(module: nn.Module) -> bool:
     """Return True if all forward hooks of a module come from Weft or from torch's fully_shard.
 
-    Weft's NEFTune hook does not count as one of them.
+    Weft's NEFTune hook does not count as known, because it draws noise.
     """
     own = vars(module)
     hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]

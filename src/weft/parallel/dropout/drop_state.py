@@ -48,9 +48,10 @@ class _Forward:
 
     Attributes:
         is_driven: True if a train step chose key and samples.
+        key: key of the step's random numbers.
         samples: samples of the microbatch, or None if a rank's samples follow the previous rank's.
-        draws: number of random tensors that each module has drawn.
-        is_replay: True if backward recomputes a forward.
+        draws: number of random tensors that each module has drawn, by path.
+        is_replay: True in a recomputation by backward.
     """
 
     is_driven: bool = False
@@ -70,8 +71,8 @@ class Drops:
     def __init__(self, mesh: Mesh, seed: int, part: ShardPosition | None, context: Context | None):
         self.part = part or ShardPosition(mesh["tp"])
         self.sites: list[DropSite] = []
-        #: Sample indices as a tensor that compiled blocks read. None if they follow from the rank, or if rows are not
-        #: samples; dropout then runs outside compiled blocks.
+        #: Sample indices as a tensor that compiled blocks read. None if they follow from the rank, or if `is_told` is
+        #: False: rows are not samples, or there are no samples. Dropout then runs outside compiled blocks.
         self.told_samples: Tensor | None = None
         self.is_told = True
         self._data = mesh.data
@@ -111,10 +112,11 @@ class Drops:
     def microbatch(
         self, key: int, samples: SampleNumbers | None, replayed: Mapping[str, int] | None = None
     ) -> Iterator[None]:
-        """Set, within the context, which samples of the global batch the model processes.
+        """Set the key and the samples of a forward, or of its recomputation, within the context.
 
-        samples: samples of the microbatch, or None if a rank's samples follow those on the rank before. replayed:
-        number of random tensors that each module had drawn when the recomputed forward began, or None for a forward.
+        samples: samples of the microbatch, or None if a rank's samples follow those on the rank before. replayed: for a
+        recomputation, the number of random tensors that each module had drawn when forward came to the recomputed part.
+        None for a forward.
         """
         before = self._forward
         self._forward = _Forward(True, key, samples, dict(replayed or {}), replayed is not None)
@@ -160,7 +162,8 @@ class Drops:
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
         """Return the key of the next random tensor in forward, and the positions of its elements along each dim.
 
-        Raises ModelError if the shape does not determine positions, or if random tensors cannot be counted.
+        Raises ModelError if the shape does not determine positions, under graphs=on, or in a recomputation by
+        torch.utils.checkpoint.
         """
         if self._plan.graphs:
             raise ModelError("graphs=on: the model draws with weft.randn_like or a similar function. Use graphs=off.")
@@ -189,7 +192,10 @@ class Drops:
         return ""
 
     def draw_rows(self, count: int, device: torch.device) -> Tensor:
-        """Return each row's sample index in the global batch, int64. Raises ModelError if rows are not samples."""
+        """Return an index for each row, by its sample in the global batch, int64.
+
+        Raises ModelError if it is unknown how many rows each sample has.
+        """
         samples = self._forward.samples
         if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
             raise ModelError(
@@ -209,15 +215,15 @@ class Drops:
             )
 
     def restart(self) -> None:
-        """Begin a forward: reset call counts, and mark that no tensor-parallel module is running."""
+        """Begin a forward: reset call counts, and set that the current tensor is not between sharded layers."""
         self.part.is_open = False
         for site in self.sites:
             site.calls = 0
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Set a new key for a training forward of the full model outside train steps.
+        """Set a new key, and the samples of `inputs`, for a training forward of the full model outside train steps.
 
-        torch's generators are seeded with it, until `after_forward` restores them.
+        Unless the forward is compiled, torch's generators are seeded from both, until `after_forward` restores them.
         """
         if self._forward.is_driven or not model.training:
             return
@@ -237,10 +243,10 @@ class Drops:
             self._kept = None
 
     def seed_at(self, key: int, samples: SampleNumbers | None, model: nn.Module) -> int:
-        """Return the seed of torch's generators for a microbatch, derived from its step's key and its first sample.
+        """Return the seed of torch's generators for a microbatch, derived from its step's key and lowest sample index.
 
         Ranks of tp get the same seed. Ranks of cp have other tokens of the same samples and get different seeds.
-        samples: samples of the microbatch, or None if unknown.
+        samples: samples of the microbatch, or None if unknown: the data rank then replaces the sample index.
         """
         numbers = (self._data.rank,) if samples is None else samples.numbers
         first = min(numbers, default=-1 - self._data.rank)
@@ -263,12 +269,12 @@ class Drops:
             self._compiled_key = self._forward.key
 
     def keys_of(self, key: int, calls: int) -> list[list[int]]:
-        """Return the keys of the first calls of each site, derived from the step's key."""
+        """Return, for each of `sites`, the keys of its first calls, derived from the step's key."""
         return [[site.key(key, call) for call in range(1, calls + 1)] for site in self.sites]
 
     @property
     def num_calls(self) -> int:
-        """Maximum number of calls to a site in one forward so far, or the fixed limit under compile=on."""
+        """Maximum number of calls to one of `sites` in a forward so far, or the fixed limit under compile=on."""
         return _CALLS if self._plan.compile else max((site.most_calls for site in self.sites), default=0)
 
     def samples(self, count: int, device: torch.device) -> Tensor:
@@ -288,7 +294,10 @@ class Drops:
         return known and self.places_noise and self.may_place_noise
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """Return an index for each row. Rows are samples, or the tokens of all sequences, which may be sharded."""
+        """Return an index for each of a tensor's rows: samples, or the tokens of all sequences. int64, (count,).
+
+        is_cut, is_whole: as in `tokens`.
+        """
         context = self._context
         in_context = context is not None and context.in_use and not is_whole
         sequences = 0  # unknown, or not needed
@@ -326,7 +335,7 @@ class Drops:
 
 
 class _Replay:
-    """Context of a recomputed forward, which can be entered again. draws: `_Forward.draws` when forward began."""
+    """Context of a recomputation, which can be entered again. draws: `_Forward.draws` before the recomputed part."""
 
     def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
         self._drops, self._state = drops, (key, samples, draws)
@@ -342,7 +351,7 @@ class _Replay:
 
 
 class DropSite:
-    """Dropout of one module. path: the module's path in the model."""
+    """Random numbers of one module, for dropout or noise. path: the module's path in the model."""
 
     def __init__(self, drops: Drops, path: str):
         self.calls = self.most_calls = 0
@@ -378,7 +387,7 @@ class DropSite:
         return self.key(self._drops.key, self.calls)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
-        """Set elements of x to zero with probability `rate`, and scale up the others. Return the same shape.
+        """Return x with elements set to zero with probability `rate`, and the others divided by 1 - rate.
 
         x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), each possibly sharded,
         or 1-D.
@@ -392,7 +401,7 @@ class DropSite:
         return self._drop_in_order(x, rate)
 
     def keep(self, shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
-        """Return a bool mask of the elements to keep, in the shape of x in `drop`. Not for compiled code."""
+        """Return a bool mask of the elements to keep. Not for compiled code. shape: shape of an x as in `drop`."""
         if rate >= 1:
             return torch.zeros(shape, dtype=torch.bool, device=device)
         if len(shape) == 1:
@@ -454,7 +463,7 @@ class DropSite:
         return keep_mask_at(key, places, rate)
 
     def key_of_noise(self, shape: Sequence[int]) -> int | None:
-        """Return the key of the next call that draws noise, or None if its rows are not samples of full tensors."""
+        """Count a call that draws noise, and return its key. Return None if rows are not samples, or are sharded."""
         if not shape or not self._drops.has_samples(shape[0]) or self._cuts_tokens or self._drops.part.is_open:
             return None
         return self._next_key()
@@ -479,7 +488,7 @@ class DropSite:
         return places
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
-        """Return the dropout of one attention call. num_heads: heads on this rank."""
+        """Count an attention call, and return its dropout. num_heads: heads on this rank."""
         part = self._drops.part
         first_head = part.axis.rank * num_heads if part.is_open else 0
         is_told = self.has_stored_key if self._drops.is_fixed else torch.compiler.is_compiling()
@@ -488,7 +497,7 @@ class DropSite:
 
 
 class FixedDraws:
-    """Memory from which a recorded forward reads its dropout state: keys of the sites' calls, and sample indices.
+    """Memory from which a CUDA graph of a forward reads its dropout state: keys of dropout calls, and sample indices.
 
     samples: samples of a microbatch. All replayed microbatches have the same number of samples.
     """
@@ -501,7 +510,7 @@ class FixedDraws:
         self._sent: int | None = None  # the key in memory
 
     def fill(self, key: int, samples: SampleNumbers) -> None:
-        """Write the keys and samples of a microbatch for the next replay of the recording."""
+        """Write the keys and samples of a microbatch for the next replay of the CUDA graph."""
         if key != self._sent:
             send_numbers(self._drops.keys_of(key, self._calls), self.keys)
             self._sent = key

@@ -1,4 +1,4 @@
-"""Detection of modules whose code calls torch's dropout functions, whatever the name of their rate."""
+"""Detection of modules whose code calls torch's dropout or noise functions, and replacement of these calls."""
 
 from __future__ import annotations
 
@@ -81,9 +81,10 @@ def _is_unread(module: str | None) -> bool:
 
 
 def recomputes_itself(module: nn.Module) -> bool:
-    """Return True if a module's code calls torch.utils.checkpoint, which runs parts of its forward again in backward.
+    """Return True if a module's code uses a function named `checkpoint`, as of torch.utils.checkpoint.
 
-    Modes are inactive in that run, and torch's generators restart from their earlier state.
+    It runs parts of forward again in backward. A TorchFunctionMode is inactive in that run, and torch's generators
+    restart from their earlier state.
     """
     return any("checkpoint" in method.__code__.co_names for method in _methods(type(module)))
 
@@ -102,14 +103,17 @@ def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool
 
 
 class _Reader:
-    """Reads the bytecode of a function and of the functions that it calls by name."""
+    """Searches the bytecode of a function, and of functions that it calls by name, for calls to `wanted`."""
 
     def __init__(self, has_rate: bool, wanted: frozenset[str] = _DROPS):
         self._has_rate, self._is_expected = has_rate, wanted
         self._seen: set[types.CodeType] = set()
 
     def calls(self, function: types.FunctionType) -> bool:
-        """Return True if the function drops values, or calls a function that does."""
+        """Return True if the function, or one that it calls, calls a wanted torch function.
+
+        A call that drops only with a rate, such as attention, counts if the code contains a rate.
+        """
         names = dict(function.__globals__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not assigned yet
@@ -152,8 +156,8 @@ class _Reader:
 def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the random noise for a call to a torch function, or None to call the function itself.
 
-    None is returned if the function draws no noise, gets a generator or `out`, or its rows are not samples. func:
-    function of torch, or method of Tensor.
+    An in-place function such as normal_ fills and returns its tensor. None is returned if the function draws no noise,
+    gets a generator or `out`, or its rows are not samples. func: function of torch, or method of Tensor.
     """
     draw = _NOISE.get(func)
     if draw is None or kwargs.get("generator") is not None or kwargs.get("out") is not None:
@@ -283,7 +287,10 @@ class ByPosition(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_callers(self) -> bool:
-        """Return True if the site's own module makes the call. An inner module may be recomputed without the mode."""
+        """Return True if the innermost module on the call stack is the site's, if there is none, or in compiled code.
+
+        Calls of inner modules do not count, because they may be recomputed without the mode.
+        """
         if torch.compiler.is_compiling():
             return True
         frame: FrameType | None = inspect.currentframe()
@@ -364,7 +371,7 @@ def _channel_mask(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
 def _drop_alpha(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Run `F.alpha_dropout` or `F.feature_alpha_dropout`: dropped values become SELU's limit, moments are preserved."""
+    """Apply F.alpha_dropout or F.feature_alpha_dropout. Dropped values become SELU's limit at minus infinity."""
     if not training or p == 0:
         return input
     by_channel = func is F.feature_alpha_dropout
@@ -410,7 +417,11 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
 
 
 def attend_dropping(site: DropSite, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    """Compute the attention of `ByPosition._attend` from the flattened arguments of a custom operator."""
+    """Compute the attention of `ByPosition._attend` from the flattened arguments of a custom operator.
+
+    inputs: query, key, value, dropout key, sample indices, and optionally the mask. numbers: is_causal, scale, dropout
+    rate, first head.
+    """
     del site
     query, key, value, drop_key, samples = inputs[:5]
     is_causal, scale, rate, first_head = numbers

@@ -30,7 +30,9 @@ def embedding_noise(model: nn.Module, alpha: float, seq_len: int) -> tuple[str, 
 
 
 def add_embedding_noise(model: nn.Module, noise: tuple[str, float] | None) -> None:
-    """Add the noise of `embedding_noise` in training, if this rank has the embedding.
+    """Add noise to the output of the input embedding in training, by a hook, if this rank has the embedding.
+
+    noise: result of `embedding_noise`; None does nothing.
 
     Call it before `drop_by_position`. The noise depends on seed, step and position, not on the plan.
     """

@@ -1,1 +1,1 @@
-"""Layers that techniques put into models."""
+"""Layers and hooks that parallelism techniques add to models."""

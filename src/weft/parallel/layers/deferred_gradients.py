@@ -140,7 +140,8 @@ def linear(
         x: (..., I).
         weight: (O, I).
         bias: (O,) or None.
-        held: stores the factors of the weight gradient while it is open; None to defer nothing.
+        held: stores the factors of the weight gradient while it is open, unless the weight has hooks; None to defer
+            nothing.
         transposed: True if the weight is (I, O).
         form: float8 multiplication; None for the operands' dtype.
     """

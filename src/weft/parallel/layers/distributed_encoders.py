@@ -1,4 +1,7 @@
-"""Distribution of encoder items over ranks by cost. Every rank computes the same assignment without communication."""
+"""Distribution of an encoder's items (images or clips) over ranks by cost.
+
+Every rank computes the same assignment from the sizes of the items.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class ItemCost:
 
     @classmethod
     def of(cls, module: nn.Module) -> ItemCost:
-        """Return the cost of an encoder's items, from its weights and the width and number of its blocks."""
+        """Return the cost function of an encoder's items, from its weights and the width and number of its blocks."""
         weights = sum(param.numel() for param in module.parameters() if param.dim() > 1)
         blocks = list(repeated_blocks(module).values())
         first = next((part for block in blocks for part in block.modules() if layers.is_linear(part)), None)
@@ -122,10 +125,12 @@ class Encoder:
     def before(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Outer | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the arguments of a call with this rank's items. Returns None if the call is unchanged.
+        """Return a call's arguments with the items that this rank computes, or None to leave the call unchanged.
 
-        outer: call to the model's method that calls the encoder, or None. Raises LayoutError if data ranks share items
-        and the model calls the encoder twice in a forward.
+        outer: call to the model's method that calls the encoder, or None.
+
+        Raises LayoutError if the items cannot be determined, or if data ranks share items and the model calls the
+        encoder twice in a forward.
         """
         self.calls += 1
         self._call = None
@@ -149,9 +154,11 @@ class Encoder:
         return self._divided(items, known) if max(counts) > 0 else None
 
     def _divided(self, home: Items, known: Items) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with this rank's items. `home` holds the items of this rank's batch.
+        """Return the arguments with the items that this rank computes.
 
-        A rank that gets no item computes the cheapest item of `known` instead.
+        A rank to which no item is assigned computes the cheapest item of `known` instead.
+
+        home: items of this rank's batch. known: the same or, if there are no items, items of another rank.
         """
         home = home if len(home) else known.without_any
         division = self._divide(home)
@@ -186,9 +193,10 @@ class Encoder:
         return Division(self._ranks, rows, homes, dealt)
 
     def _ask(self, items: Items | None, outer: Outer | None = None) -> ReplicatedCalls | None:
-        """Gather the number of items of each data rank. All ranks must call it.
+        """Gather the number of items of each data rank into `_item_counts`. All ranks must call it.
 
-        If some ranks do not call the module, this returns a call of another rank that they can repeat, else None.
+        If only some ranks have items, return a call that the other ranks can repeat, else None.
+
         items: this rank's items, or None if it does not call the module.
         """
         said = b""
@@ -205,7 +213,10 @@ class Encoder:
         return parse_calls(text, self._device)
 
     def after(self, output: Any) -> Any:
-        """Gather the features of all items of the batch. Features of single layers are gathered when they are read."""
+        """Return the module's output with the features of all items of this rank's batch, gathered from other ranks.
+
+        Unless data ranks share items, tuples of one tensor per layer are gathered only when they are read.
+        """
         call, self._call = self._call, None
         if self.alike.size > 1:
             self.keep(output)
@@ -288,7 +299,8 @@ class Encoders:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Call the encoders that the model skipped, and connect all encoder outputs to the autograd graph.
 
-        Return the changed arguments, or None if there are no outputs, or no gradients are recorded.
+        Return the changed arguments. Return None if there are no encoder outputs, if no argument is a floating-point
+        tensor, or if gradients are disabled.
         """
         for encoder in self._encoders:
             self._stand_by(encoder)
@@ -324,8 +336,6 @@ class FeatureCalls(nn.Module):
 
 
 class _Hooks:
-    """Hooks of one encoder. They are an object because copies of a module copy its hooks."""
-
     def __init__(self, encoders: Encoders, encoder: Encoder):
         self._encoders, self._encoder = encoders, encoder
 
@@ -344,7 +354,7 @@ class _Hooks:
 
 
 class _Text:
-    """Hooks of the model, and of its first text block."""
+    """Hooks of the model, and of the first block that reads encoder outputs."""
 
     def __init__(self, encoders: Encoders):
         self._encoders = encoders
@@ -360,7 +370,9 @@ class _Text:
 
 
 def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
-    """Register hooks that run before existing ones, so that other techniques' collectives run later.
+    """Add hooks that distribute the items of encoders, and wrap the model's methods that call encoders.
+
+    The pre-hooks run before existing ones, so that collectives of other techniques run later.
 
     text: first block that reads encoder outputs, or None if it is not on this rank or does not exist. encoders:
     encoders by module, in call order.
@@ -390,7 +402,7 @@ _RATES = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout", 
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """Which modules of a full model are encoders with distributed items.
+    """Encoders of a full model whose items are distributed, or that all data ranks must call.
 
     `shared` maps the paths of encoders whose items are distributed to True if data ranks share them too. `watched`
     holds the paths of encoders that all data ranks must call and whose items stay on their rank. `text` is the first
@@ -406,12 +418,19 @@ class EncoderChoice:
         return any(path == one or path.startswith(f"{one}.") for one in self.shared)
 
     def parameters(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names of encoder parameters on this rank. Each rank's gradients cover only its own items."""
+        """Return the names of this rank's parameters of encoders whose items are distributed.
+
+        Each rank's gradients of them come only from the items that it computes.
+        """
         return tuple(name for name, _ in model.named_parameters() if self.holds(name.rpartition(".")[0]))
 
 
 def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> EncoderChoice:
-    """Return the encoders of an unsharded model. Raises LayoutError if a module's items cannot be distributed."""
+    """Return the encoders of an unsharded model.
+
+    Raises LayoutError if the items of a module that the layout names cannot be distributed, or if a `spread` pattern
+    matches no module.
+    """
     modules = dict(model.named_modules())
     named = layout.divided_modules(modules) if layout is not None else {}
     if layout is not None and (unused := Layout(tuple(p for p in layout.pairs if p[1].startswith("spread")))).pairs:
@@ -433,7 +452,7 @@ def choose_encoders(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Enco
 
 
 def distribute_encoders(model: nn.Module, mesh: Mesh, choice: EncoderChoice) -> None:
-    """Make ranks share the items of this rank's encoders. Call it after all other hooks are registered."""
+    """Distribute the items of the encoders on this rank, with hooks. Call it after all other hooks are registered."""
     here = {path: module for path, module in model.named_modules() if not isinstance(module, StandIn)}
     found = {
         here[path]: Encoder(
@@ -490,7 +509,10 @@ def _rate(module: nn.Module) -> float:
 
 
 def _towers(model: nn.Module) -> tuple[str, ...]:
-    """Return the encoders of a model that replaces placeholder tokens with image features. Text batches skip them."""
+    """Return the encoders of a model that replaces placeholder tokens with image features.
+
+    A batch without images does not call them. Return () for other models.
+    """
     if not hugging_face.is_hugging_face(model) or not hugging_face.reads_images_as_tokens(model):
         return ()
     lists = dict.fromkeys(layers.parent_of(path) for path in repeated_blocks(model))

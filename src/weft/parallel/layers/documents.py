@@ -34,10 +34,10 @@ _MOST_KINDS = 4
 
 
 def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.Module:
-    """Build a small transformers model of the same class and config, with random weights in fp32.
+    """Build a small transformers model of the same class, with a smaller config and random weights in fp32.
 
-    It contains one layer of each kind. Propagates the errors of transformers if the sizes do not fit. window: length in
-    tokens of its attention windows and chunks, if it has any.
+    It contains at least one layer of each kind. Propagates the errors of transformers if the sizes do not fit. window:
+    length in tokens of its attention windows and chunks, if it has any.
     """
     config = copy.deepcopy(config)
     for part in _parts(config):
@@ -114,9 +114,10 @@ def reads_documents(model: nn.Module) -> bool:
 
 
 def attend_in_documents(model: nn.Module) -> None:
-    """Make the layers of a causal transformers model use the boundaries that `borders_of` returns, in place.
+    """Make attention layers of a causal transformers model use the boundaries that `borders_of` returns.
 
-    Layers that carry a state separate documents without an argument. Does nothing for other models.
+    Modifies the model. Its layers with a recurrent state are also changed to separate documents. Does nothing for other
+    models.
     """
     separate_states(model)
     if not reads_documents(model):
@@ -141,8 +142,9 @@ def attend_in_documents(model: nn.Module) -> None:
 def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the forward arguments that pass the document boundaries of a loader's batch.
 
-    Empty if the model's layers do not use boundaries, or `find_starts` cannot compute them; then positions show them.
-    For a batch of one document per row the mask is empty, so that transformers does not search for boundaries.
+    Empty if the model's layers do not use boundaries, or if the batch has only document ids and `find_starts` cannot
+    compute the boundaries. For a batch without document ids and starts, the result is a mask without elements, so that
+    transformers does not search for boundaries.
     """
     if not reads_borders(model):
         return {}
@@ -176,7 +178,7 @@ def reads_borders(model: nn.Module) -> bool:
 def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Call a causal transformers model on a packed batch. Tokens attend only within their document.
 
-    If the model's layers do not use document boundaries, block-diagonal masks are passed.
+    If `borders_of` returns no boundaries, the call runs inside `in_documents`.
     """
     if not hasattr(model, _FIRST):
         setattr(model, _FIRST, hugging_face.first_position(model))
@@ -197,7 +199,10 @@ def has_documents(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def in_documents(model: nn.Module, ids_BT: Tensor) -> Generator[None]:
-    """Separate documents within the context, in the masks and the states of a model that does not use boundaries."""
+    """Within the context, separate documents in the masks and recurrent states of a transformers model.
+
+    Raises ModelError if the recurrent states cannot be separated.
+    """
     rows = packed_rows(model)
     if rows is not None:
         rows.begin(model, ids_BT)
@@ -211,7 +216,7 @@ def in_documents(model: nn.Module, ids_BT: Tensor) -> Generator[None]:
 
 @contextlib.contextmanager
 def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
-    """Within the context, restrict every mask that transformers builds to documents.
+    """Within the context, restrict every mask that transformers builds for rows of this length to documents.
 
     Some models (OPT, gpt-oss) have positions but do not pass them when they build a mask. Others (BioGPT) pass a mask
     of ones, and then transformers ignores positions.
@@ -287,7 +292,7 @@ def _attend(
 
 
 def _mask(starts_BM: Tensor | None, ids_BT: Tensor | None, num_tokens: int, window: int | None) -> Tensor:
-    """Return the attention mask of documents and window, bool (B, 1, T, T). True: attend."""
+    """Return the causal attention mask of documents and window, bool (B, 1, T, T). True: attend."""
     if ids_BT is None:
         assert starts_BM is not None
         ids_BT = ids_of(starts_BM, num_tokens)
@@ -309,7 +314,8 @@ _LIMIT = 1e-3
 def why_documents_mix(model: Any) -> str:
     """Return the reason why packed documents affect each other in this transformers model, or "" if they do not.
 
-    `model` may be on any device and must be unmodified. The model and the RNG state are not changed.
+    Returns "" for models of other libraries. `model` may be on any device and must be unmodified. The model and the RNG
+    state are not changed.
     """
     if not hugging_face.is_hugging_face(model) or reads_documents(model):
         return ""
@@ -337,7 +343,10 @@ def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
 
 
 def _difference(model: Any) -> float:
-    """Return the largest difference, in standard deviations, between a document's logits in a packed row and alone."""
+    """Return the largest difference between a document's logits in a packed row and alone, inf if there are NaNs.
+
+    The unit is the standard deviation of the logits.
+    """
     attend_in_documents(model)
     tokens = torch.randint(5, 50, (_TWICE + _BETWEEN,), generator=torch.Generator().manual_seed(1))
     twice, between = tokens[:_TWICE], tokens[_TWICE:]
@@ -372,7 +381,7 @@ _CACHES = ("past_key_values", "cache", "cache_params", "state")
 
 
 def separate_by_position_ids(model: nn.Module) -> None:
-    """Make a transformers model separate packed documents if `position_ids` restart within a row, in place.
+    """Add hooks to a transformers model that separate packed documents if `position_ids` restart within a row.
 
     Call it before any other change to the model. Models of other libraries are not changed.
     """
@@ -384,9 +393,9 @@ def separate_by_position_ids(model: nn.Module) -> None:
 
 
 class DocumentTracker:
-    """Hooks of a model that handle restarting positions.
+    """Hooks of a model that separate documents where `position_ids` restart within a row.
 
-    The model is tested only when it first gets such positions, since most scripts pass none.
+    A model is tested for documents that affect each other when it first gets restarting positions.
     """
 
     def __init__(self, model: Any):
@@ -409,9 +418,9 @@ class DocumentTracker:
         return self.begin(module, args, kwargs)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call to the model, and separate the documents that its positions show.
+        """Begin a call to the model, and separate documents where `position_ids` restart.
 
-        Returns new arguments if they change.
+        Returns new arguments, or None if they do not change. Raises ModelError if documents would affect each other.
         """
         stack = contextlib.ExitStack()
         self._open.append(stack)
@@ -440,8 +449,7 @@ class DocumentTracker:
     def _expect_separate(self, positions_BT: Tensor, ids_BT: Tensor) -> None:
         """Raise ModelError for restarting positions if documents of a row affect each other in this model.
 
-        If positions are only on the device, this waits for the device in each call to such a model, and only to such a
-        model.
+        In a model in which they do, each call waits for the device if `position_ids` have no copy on the host.
         """
         if self._why is None:
             self._why = why_kind_mixes(self._kind, self._config)

@@ -33,9 +33,10 @@ _BORDERS = "cu_seqlens"
 
 
 def attend_by_borders(model: nn.Module) -> None:
-    """Make the encoders of a transformers model attend to all images in one call. Replaces their configs by copies.
+    """Make encoders of a transformers model compute the attention of all images in one call.
 
-    Does nothing for models without such encoders.
+    Replaces their configs by copies. Does nothing if no encoder calls attention once per image, or if a text module
+    shares the config.
     """
     if not hugging_face.is_hugging_face(model):
         return
@@ -72,7 +73,8 @@ def _attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return (attention, None), as transformers' attention functions: (1, H, P, C) in, (1, P, H, C) out.
 
-    Calls torch's fused attention as before if the call has no boundaries.
+    Tokens attend within their image. This calls torch's fused attention if there are no boundaries, if query and key
+    have different numbers of heads, or if attention is causal or has dropout.
     """
     usual = query.shape[-1] ** -0.5
     if cu_seq_lens_q is None or query.shape[1] != key.shape[1] or is_causal or dropout:
@@ -241,7 +243,7 @@ class Division:
 
     @cached_property
     def _sent(self) -> list[list[int]]:
-        """This data rank's items that each data rank computes, on the rank with this one's tp index."""
+        """Items of this data rank that ranks with this rank's tp index compute, listed by data rank."""
         data, place = self.ranks.data, self.ranks.batch_index
         return [self._at(rank, place, data.rank) for rank in range(data.size)]
 
@@ -252,7 +254,10 @@ class Division:
         return [self._at(data.rank, place, home) for home in range(data.size)]
 
     def bring(self, items: Items, place: int) -> Tensor:
-        """Return the rows of this rank's items in the leaf with index `place`. Collective over `data`."""
+        """Return the rows of the leaf with index `place` for the items that this rank computes. Collective over `data`.
+
+        items: items of this rank's batch.
+        """
         leaf, sizes = items.leaves[place], items.sizes(place)
         if self.ranks.data.size == 1:
             return take(leaf, sizes, self.own)
@@ -275,7 +280,7 @@ class Division:
 
         Collective over `data`, then over tp. outputs: each (rows, ...). The number of rows equals the number of input
         rows, or a multiple or fraction of it. given: number of input rows, of this rank's items or of the placeholder
-        item.
+        item. Raises LayoutError if the number of output rows per item is not an integer.
         """
         scaled = [self._rows_of(output.shape[0], given) for output in outputs]
         if not self.own:
@@ -345,7 +350,7 @@ _MOST_NUMBERS = 1024
 
 @dataclass(frozen=True)
 class ReplicatedCalls:
-    """Another rank's call to an encoder, with one item of zeros.
+    """Another rank's call to an encoder, with a single item. Floating-point tensors contain zeros.
 
     Attributes:
         method: the model's method that calls the encoder, or "".
@@ -449,8 +454,8 @@ class ZeroGradDependency(Function):
 class ItemCall:
     """State of one call between its pre-hook and its hook.
 
-    `given` is the number of rows that the module got. `expected` is the number of rows in a placeholder call's input
-    and output; 0 for an ordinary call.
+    `given` is the number of input rows that the module got. `expected` is the number of input rows that the caller
+    passed, if it passed a placeholder item because this rank's model did not call the module; else 0.
     """
 
     division: Division
@@ -458,7 +463,10 @@ class ItemCall:
     expected: int
 
     def home(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the rows of this data rank's items in the module's outputs. A placeholder call gets zeros."""
+        """Return the rows of this data rank's items in the module's outputs. Collective.
+
+        For a placeholder item, the rows are zeros whose backward runs the module's backward.
+        """
         found = self.division.home(outputs, self.given)
         if not self.expected:
             return found

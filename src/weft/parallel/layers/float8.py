@@ -120,7 +120,7 @@ def _bf16_paths(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Seque
 
 
 def use_float8(model: nn.Module) -> None:
-    """Make the selected layers that no technique has sharded multiply in float8."""
+    """Make the selected layers that no technique has sharded multiply in float8. Sharded ones already do."""
     for module in model.modules():
         if getattr(module, "_weft_float8", None) is not None and not isinstance(module, HoldingLayer):
             replace_class(module, Float8Linear)
@@ -140,7 +140,7 @@ def refuse_partial(path: str, module: nn.Module) -> None:
 
 
 def _routers(block: nn.Module) -> set[int]:
-    """Return the ids of linear layers next to stacked experts that choose among the experts."""
+    """Return `id()` of the routers: linear layers next to stacked experts that have one output per expert."""
     modules, found = dict(block.named_modules()), set[int]()
     for path, experts in layers.find_experts(block):
         count, around = layers.num_experts(path, experts), modules[layers.parent_of(path)]

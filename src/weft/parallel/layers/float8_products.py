@@ -48,7 +48,7 @@ class Float8:
     """Float8 multiplication of one layer.
 
     `inner` is the axis that shards the input features, and `outer` the axis that shards the output features; None if
-    they are not sharded. `recipe` is one of RECIPES.
+    they are not sharded. Ranks of these axes call each method together. `recipe` is one of RECIPES.
     """
 
     inner: Axis | None = None
@@ -110,7 +110,7 @@ def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: Float8 | 
 
 
 def round_to(x: Tensor, scale: Tensor, form: torch.dtype = FORMAT) -> Tensor:
-    """Return x times scale, in the format. `scale` is float32 and holds powers of two."""
+    """Return x times scale in the float8 dtype `form`. `scale` is float32 and holds powers of two."""
     return (x * scale.to(x.dtype)).to(form)
 
 
@@ -136,12 +136,12 @@ def _max_magnitude(x: Tensor) -> Tensor:
 
 
 def _agreed(axis: Axis | None, *largest: Tensor) -> list[Tensor]:
-    """Return the maxima over all ranks of an axis, with a single small collective."""
+    """Return the elementwise maximum of each tensor over the ranks of an axis, with one collective for all tensors."""
     if axis is None or axis.size == 1:
         return list(largest)
     return list(max_over(torch.cat(largest), axis).split([len(one) for one in largest]))
 
 
 def _scale(largest: Tensor, form: torch.dtype = FORMAT) -> Tensor:
-    """Return the scale for values of this magnitude: a power of two in float32."""
+    """Return the scale for values whose largest magnitude is `largest`: a power of two in float32."""
     return power_scale(largest, LARGEST[form])

@@ -29,7 +29,11 @@ def watch_indices(model: nn.Module) -> None:
 
 
 def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
-    """Raise ModelError for a label outside the head's range, if the host has the labels' values."""
+    """Raise ModelError for a label outside the head's range, if the host has the labels' values.
+
+    If `labels` is a buffer that is reused for several batches, the check instead runs at each copy into it. Does
+    nothing in a compiled graph.
+    """
     if torch.compiler.is_compiling() or leave_check(labels, lambda values: check_labels(values, num_classes, ignored)):
         return
     wrong = _first_outside(labels, num_classes, ignored)
@@ -76,7 +80,10 @@ def _remedy(wrong: int) -> str:
 
 
 def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | None:
-    """Return the first index that is negative or at least `size`, or None. Only values on the host are checked."""
+    """Return the first index that is negative or at least `size` and is not `ignored`, or None.
+
+    Only values on the host are checked.
+    """
     values = host_values(indices)
     if values is None or values.numel() == 0 or values.is_floating_point():
         return None

@@ -1,4 +1,4 @@
-"""RoPE tables that follow the length of each row, for transformers models that choose one by the longest position.
+"""Choice of RoPE tables by document length, for transformers models that choose one table per batch.
 
 With `rope_type=longrope` (Phi-3, Phi-4) transformers uses the long table for all rows of a batch if one row is longer
 than `original_max_position_embeddings`. So a short row's output would depend on whether its batch contains a long row.
@@ -55,7 +55,11 @@ class _RowTables:
         self._is_long_BT: Tensor | None = None  # None: the same table for all tokens
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find tokens of documents longer than the limit. Raises ModelError if one table cannot serve all tokens."""
+        """Find the tokens of documents that are longer than the limit, the length of the original table.
+
+        If a row is longer, this raises ModelError for dynamic RoPE and for cp > 1. It also raises ModelError for short
+        and long documents in a batch if each kind of layer has its own table.
+        """
         given = dict(zip(self._names, args, strict=False)) | kwargs
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         self._is_long_BT = None
@@ -80,7 +84,7 @@ class _RowTables:
         self._is_long_BT = is_long_BT
 
     def after(self, rotary: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Replace the values for tokens of short documents with values of the short table."""
+        """Replace a rotary embedding's output for tokens of short documents with values of the short table."""
         if self._is_long_BT is None:
             return None
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Layers of transformers that carry a state along the row: state spaces, linear attention and short convolutions.
+"""Layers of transformers with a recurrent state: state spaces, linear attention and short convolutions (mixers).
 
 They separate packed documents by running each document as a separate row. Documents of similar lengths form a batch,
 in which rows are padded at the end. The state of a row depends only on its earlier tokens, so padding changes nothing.
@@ -36,7 +36,7 @@ _ATTRIBUTE, _ARGUMENT = "_weft_rows", "_weft_documents"
 
 
 def state_mixers(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of `MIXERS` inside a module, by path."""
+    """Return the modules inside a module whose classes are in `MIXERS`, by path."""
     return {path: one for path, one in module.named_modules() if mixer_name(one) in MIXERS}
 
 
@@ -107,7 +107,11 @@ class PackedRows:
         self._is_compiled = is_compiled
 
     def begin(self, model: Any, ids_BT: Tensor) -> None:
-        """Set the documents of a call of the model. Raises ModelError if it could not separate them."""
+        """Set the documents of a call of the model.
+
+        Raises ModelError if a document continues after another one, or if rows have several documents and the model is
+        compiled or uses gradient checkpointing of transformers.
+        """
         documents = documents_of(ids_BT)
         if documents is not None and self._is_compiled:
             raise ModelError(
@@ -124,7 +128,10 @@ class PackedRows:
 
 
 def separate_states(model: nn.Module, *, is_compiled: bool = False) -> None:
-    """Make the mixers of a transformers model separate the documents of `packed_rows(model)`. Modifies the model."""
+    """Make the mixers of a transformers model separate the documents of `packed_rows(model)`. Modifies the model.
+
+    Does nothing if the model has no mixers, if some are outside repeated blocks, or if it was called before.
+    """
     mixers = state_mixers(model) if hugging_face.is_hugging_face(model) else {}
     blocks = [block for block in repeated_blocks(model).values() if state_mixers(block)]
     inside = {mixer for block in blocks for mixer in state_mixers(block).values()}

@@ -41,19 +41,22 @@ _ALIGNED = 16
 
 
 def slot_of(place: int, *, is_value: bool = False) -> int:
-    """Return the slot of the argument of the first call with index `place`, or of the value with this index."""
+    """Return the slot of a tensor: the number that identifies it at a stage boundary.
+
+    place: index among the received arguments of the stage's first call or, if `is_value`, among the other tensors.
+    """
     return _VALUES - place if is_value else place
 
 
 class Carried(NamedTuple):
-    """Tensors that cross a boundary, by slot (see `slot_of`)."""
+    """Tensors that cross a boundary, by slot. `slot_of` returns the slot of a tensor."""
 
     slots: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
 
     @classmethod
     def one(cls, tensor: torch.Tensor) -> Carried:
-        """Return a boundary with the hidden states only."""
+        """Return a `Carried` with the hidden states only."""
         return cls((STREAM,), (tensor,))
 
     def detach(self) -> Carried:
@@ -156,9 +159,10 @@ class Flow:
         self._entering, self._leaving, self._versions, self._given = [], [], [], []
 
     def called(self, relay: Relay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module if it is in this stage, else return placeholders. Ends forward after the stage's last call.
+        """Run a module if it is in this stage, else return remote tensors.
 
-        Raises ModelError if the order of calls changed, or if a module gets or returns a value of another stage.
+        Raises `Left` if the stage needs no later call. Raises ModelError if the order of calls changed, or if a module
+        gets or returns a value of another stage that was not received.
         """
         route, stages = self.route, self.survey.stages
         assert route is not None
@@ -218,7 +222,10 @@ class Flow:
     def _enter(
         self, relay: Relay, leaves: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Replace arguments with the received tensors, and map received values to their placeholders for later uses."""
+        """Return the arguments with received tensors instead of remote ones.
+
+        A replaced remote tensor gets the received values, for later uses of it.
+        """
         received = dict(zip(leaves, self._entering, strict=True))
         count = len(list(tensors_in((args, kwargs))))
         if any(leaf >= count for leaf in leaves):
@@ -264,7 +271,11 @@ class Flow:
         return remote_outputs(probe, args, kwargs, number, device, self._incoming)
 
     def outgoing(self) -> Carried:
-        """Return the tensors for the next stage. Raises ModelError if forward ended too early or modified one."""
+        """Return the tensors for the next stage.
+
+        Raises ModelError if forward ended before the next stage's first call, or if it modified a tensor that another
+        stage receives.
+        """
         assert self.route is not None
         following = self.route.entry.get(self.stage + 1)
         if following is not None and len(self._leaving) != len(following.leaves):
@@ -314,9 +325,9 @@ class RemoteModule(StandIn):
 
 
 class Relay(StandIn):
-    """Placeholder for a module of the model's chain of modules. It runs a module of this rank's stage itself.
+    """Placeholder for a module of the model, while one stage runs. It calls the module if the module is in this stage.
 
-    Outputs and attributes of modules on other stages are placeholders too.
+    For modules of other stages, it returns remote tensors as outputs, and remote tensors or placeholders as attributes.
     """
 
     def __init__(self, module: nn.Module, path: str, number: int, flow: Flow):
@@ -345,7 +356,7 @@ class Relay(StandIn):
         return self.flow.survey.stages[self.number] == self.flow.stage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module if it is in this stage, else return placeholders for its outputs."""
+        """Run the module if it is in this stage, else return remote tensors for its outputs."""
         if not self.flow.is_active:  # torch's checkpoint runs a part of forward again
             return self.stands_for(*map_tensors(local, args), **map_tensors(local, kwargs))
         return self.flow.called(self, args, kwargs)
@@ -375,7 +386,7 @@ class Relay(StandIn):
 
 
 def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.Module:
-    """Give a module new parameters and buffers on the meta device, except for submodules in `kept`."""
+    """Replace a module's parameters and buffers by new ones on the meta device, except in submodules in `kept`."""
     for part in module.modules():
         if part in kept:
             continue
@@ -387,7 +398,7 @@ def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.M
 
 
 def put(site: blocks.Site, module: nn.Module) -> None:
-    """Set the module at a site of its model."""
+    """Replace the module at a position in its model."""
     blocks.children(site.parent)[site.key] = module
 
 
@@ -415,17 +426,26 @@ class Boundary:
         self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
     def kind_of(self, batch: Any) -> int:
-        """Return an index of a microbatch's shapes, dtypes, names and full masks, which set the boundary shapes."""
+        """Return an index that is equal for microbatches with the same shapes at stage boundaries.
+
+        These are microbatches with equal structure, shapes and dtypes, in which the same masks mask nothing.
+        """
         return self._kinds.setdefault((_described(batch), full_masks(batch)), len(self._kinds))
 
     def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
-        """Begin a step, and drop the state of a failed step. arrived_by: as in `weft.config.schedule`."""
+        """Begin a step, and drop the state of a failed step.
+
+        arrived_by: result of `weft.config.pipeline_schedule.arrived_by`, or None to wait for sends only in `end`.
+        """
         self._arrived_by = arrived_by or {}
         self._arriving.clear()
         self._sent.clear()
 
     def receive(self, transfer: Transfer, kind: int) -> None:
-        """Start the receive whose result `take` will return."""
+        """Start the receive whose result `take` will return.
+
+        If the shapes are not recorded yet, this first waits until the sender has sent them.
+        """
         entered = _entered(transfer)
         form = self._forms.get((entered, kind))
         if form is None:
@@ -434,7 +454,10 @@ class Boundary:
         self._arriving[transfer.content, transfer.stage, transfer.microbatch] = form, message
 
     def take(self, content: str, stage: int, microbatch: int) -> Carried:
-        """Wait for a started receive and return its tensors. Also wait for the sends that it proves complete."""
+        """Wait for a started receive and return its tensors.
+
+        Also wait for the sends that must have arrived before this message was sent, so that their buffers are freed.
+        """
         form, message = self._arriving.pop((content, stage, microbatch))
         tensor = message.wait()
         for key in self._arrived_by.get((content, stage, microbatch), ()):
@@ -444,7 +467,7 @@ class Boundary:
         return form.unpack(tensor)
 
     def send(self, transfer: Transfer, carried: Carried, kind: int) -> None:
-        """Start a send. The tensors must not change before the step ends.
+        """Start a send. The tensors must not change before the step ends. May wait for earlier sends.
 
         Raises ModelError if their shapes or dtypes differ from an earlier microbatch of the same kind.
         """
@@ -463,7 +486,10 @@ class Boundary:
         self._post(transfer, form.pack(carried))
 
     def end(self, kinds: Iterable[int] = ()) -> None:
-        """Wait until all sends are complete. kinds: microbatches whose shapes are now recorded at all boundaries."""
+        """Wait until all sends are complete.
+
+        kinds: results of `kind_of` for microbatches whose shapes are now recorded at all boundaries.
+        """
         for message in self._sent.values():
             message.wait()
         self._sent.clear()
@@ -499,7 +525,10 @@ class Boundary:
 
     @staticmethod
     def check(stage: int, carried: Carried) -> SentForm:
-        """Return the form of a stage's inputs. Raises ModelError if one message cannot carry them."""
+        """Return slots, shapes and dtypes of a stage's inputs.
+
+        Raises ModelError if there are too many tensors, or one has too many dims or an unsupported dtype.
+        """
         form = SentForm.of(carried)
         is_standard = all(len(shape) <= _MAX_DIMS for shape in form.shapes) and set(form.dtypes) <= set(_DTYPES)
         if not is_standard or len(form.slots) > _MAX_PARTS:

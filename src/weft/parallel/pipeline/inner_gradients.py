@@ -1,7 +1,7 @@
-"""Gradients that a module of a later stage takes in its forward (forces, inner updates).
+"""Check of gradients that a module of a later pipeline stage computes in its forward (forces, inner updates).
 
-Received tensors have no history, so a gradient by a tensor on which they depend would lack the part that passes through
-earlier stages. Such a gradient is refused.
+Received tensors have no autograd history. So a gradient with respect to a tensor on which they depend would lack the
+part that passes through earlier stages. These gradients are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.errors import ModelError
 
 
 class PartialGradient(ModelError):
-    """Raised if a module takes a gradient of which other stages have a part."""
+    """Raised if a module computes a gradient in its forward, and a part of it is on other stages."""
 
     def __init__(self, path: str):
         super().__init__(
@@ -33,17 +33,15 @@ class PartialGradient(ModelError):
 def partial_gradients_refused(
     path: str, args: Sequence[Tensor], given: Sequence[Tensor], received: Sequence[Tensor], tied: Sequence[Tensor] = ()
 ) -> Generator[None]:
-    """Refuse gradients in the context by arguments and weights on which received tensors depend.
+    """Within the context, refuse gradients with respect to tensors on which received tensors depend.
 
-    Raises PartialGradient.
-
-    In a forward without gradients, the graph does not show whether a result depends on received tensors. Then the
-    module raises another ModelError, and the check of the first batch repeats it with gradients.
+    Raises PartialGradient. With gradients disabled, the graph does not show whether a result depends on received
+    tensors, so a plain ModelError is raised, and the check of the first batch repeats the forward with gradients.
 
     Args:
-        path: the module that runs, in training mode.
+        path: path of the module that runs.
         args: its tensor arguments.
-        given: tensors of this stage with which earlier stages computed.
+        given: tensors of this stage that modules of earlier stages also read; empty to refuse nothing.
         received: tensors that earlier stages computed.
         tied: the module's parameters that modules of earlier stages also have.
     """
@@ -82,7 +80,7 @@ class _InnerGradients(TorchFunctionMode):
 
 
 def _edges(tensors: Iterable[Tensor | GradientEdge], *, deep: bool = True) -> set[tuple[Any, int]]:
-    """Return the edges of the autograd graph at these tensors, and if deep all edges in front of these."""
+    """Return the edges of the autograd graph at these tensors, and if deep also all edges that they depend on."""
     found: set[tuple[Any, int]] = set()
     waiting: list[tuple[Any, int]] = []
     for each in tensors:

@@ -59,7 +59,10 @@ class Probe:
         self._known: dict[Any, Returned] = {}
 
     def returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        """Return the outputs for arguments of this form. Raises ModelError for side effects that would be lost."""
+        """Return the outputs for arguments of this structure, shapes and dtypes.
+
+        Raises ModelError for side effects that would be lost on other stages, or if the outputs are unknown.
+        """
         form = self.module.training, _form((args, kwargs))
         if form in self._known:
             return self._known[form]
@@ -210,7 +213,7 @@ def _objects(value: Any) -> Iterator[Any]:
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the attributes of a module and its submodules that are neither parameters nor modules, lists as copies."""
+    """Return the attributes of a module and its submodules that are no parameters, buffers or modules. Copies lists."""
     found: dict[tuple[str, str], Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():

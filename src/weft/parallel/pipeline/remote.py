@@ -42,15 +42,15 @@ _MOVES = frozenset({_T.to, _T.cpu, _T.cuda})
 
 
 class RemoteTensor(torch.Tensor):
-    """A tensor that another stage computes, on the meta device. See the module.
+    """A tensor that another stage computes, on the meta device. See the docstring of this file.
 
     Attributes:
         source: path of the module that computes it, or "" for a weight that every stage has.
-        value: (index of the call, index among the call's outputs), or None for a tensor computed from such outputs.
+        value: (index of the call, index among the call's outputs) for an output of a module, else None.
         real_device: the device that it reports.
-        received: the tensor's values, once the stage has received them.
+        received: the tensor's values, once the stage has received them, else None.
         parents: the remote tensors that it depends on.
-        used: tensors of this stage with a gradient that it depends on.
+        used: tensors of this stage that require a gradient and on which it depends.
         created: its creation order.
     """
 
@@ -80,7 +80,7 @@ class RemoteTensor(torch.Tensor):
         return made
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Set the received values, with which operations then compute."""
+        """Set the received values. Later operations use them."""
         self.received = tensor
 
     @classmethod
@@ -116,7 +116,7 @@ def to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse(remote: RemoteTensor, use: str) -> ModelError:
-    """Return the error for an operation that needs values which this stage does not have."""
+    """Return the error for an operation that needs the values of `remote`. use: the operation, for the message."""
     if not remote.source:
         return ModelError(
             f"pp: {use}, which follows from a weight outside the blocks. Move this into a block, or use pp=1."
@@ -128,7 +128,10 @@ def refuse(remote: RemoteTensor, use: str) -> ModelError:
 
 
 def _without_numbers(func: Any, args: Any, kwargs: Any, remote: list[RemoteTensor]) -> Any:
-    """Run a torch function with remote arguments on the meta device. Returns remote tensors."""
+    """Return the result of a torch function with remote arguments, computed on the meta device.
+
+    Returned tensors are remote, except if the function needs only shape, dtype or device of its remote arguments.
+    """
     device = remote[0].real_device
     name = getattr(func, "__name__", str(func))
     if func == _T.device.__get__:  # pyright: ignore[reportAttributeAccessIssue] - a descriptor
@@ -203,7 +206,10 @@ def _device_flags(func: Any, device: torch.device) -> bool | None:
 
 
 def _moved(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any, torch.device]:
-    """Return the arguments of a device move without the target device: remote tensors have no values to move."""
+    """Return the arguments of `to`, `cpu` or `cuda` without the target device, and the target device.
+
+    Remote tensors have no values to move.
+    """
 
     def is_device(value: Any) -> bool:
         return isinstance(value, torch.device) or (isinstance(value, str) and not isinstance(value, torch.dtype))

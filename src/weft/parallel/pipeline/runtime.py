@@ -42,7 +42,7 @@ from weft.parallel.state.placement import Placement
 
 @torch.no_grad()
 def deliver(held: list[DeferredProduct]) -> None:
-    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now.
+    """Compute deferred weight gradients and pass them to autograd, as if their backward ran now. Empties `held`.
 
     Weights are processed one after another, and the factors of each are freed, so that a stage never holds all new
     gradients in addition to the accumulated ones. All gradients of one weight are passed in one call, because its
@@ -59,9 +59,10 @@ def deliver(held: list[DeferredProduct]) -> None:
 
 
 def defer_weight_gradients(model: nn.Module, held: DeferredWeightGrad) -> int:
-    """Make the linear layers of a model defer weight gradients to `held`, in place. Returns the number of layers.
+    """Make the linear layers of a model defer weight gradients to `held`. Returns the number of these layers.
 
-    Layers with a replaced forward, and subclasses that override forward, are not changed.
+    Except for `HoldingLayer`s, layers with an adapter or a replaced forward, and subclasses that override forward, are
+    not changed.
     """
     count = 0
     for module in model.modules():
@@ -141,6 +142,7 @@ class StepWork:
         forward_to_loss: replaces `forward` on the last stage.
         scale: factor of the loss before backward.
         totals: (sum of losses, number of tokens), to which the last stage adds.
+        seeds: seed of torch's generator for each microbatch, or None to set none.
         inside: returns the context of a microbatch's forward, for dropout.
     """
 
@@ -185,9 +187,11 @@ class Pipeline:
         return [stage.blocks for stage in self.stages.values()]
 
     def defer_weight_gradients(self, model: nn.Module) -> None:
-        """Make this rank's linear layers defer the weight gradients that the schedule computes later, in place.
+        """Make this rank's linear layers defer the weight gradients that the schedule computes later.
 
-        A compiled block computes all gradients in backward, so its action for weight gradients (W) does nothing.
+        Modifies the model. A compiled block computes all gradients in backward, so its action for weight gradients (W)
+        does nothing.
+
         Raises ModelError if the plan recomputes or compiles blocks and the model has no blocks.
         """
         plan = self._plan
@@ -202,7 +206,10 @@ class Pipeline:
             defer_weight_gradients(model, self._held)
 
     def step(self, work: StepWork, phases: Phases) -> None:
-        """Run forward and backward of all microbatches. Collective over the pp axis."""
+        """Run forward and backward of all microbatches. Collective over the pp axis.
+
+        Gradients are accumulated, and the last stage adds to `work.totals`.
+        """
         self._begin(work.microbatches, self._arrived_by)
         self._survey(work.forward, work.microbatches)
         began = self._computed = time.perf_counter()
@@ -253,9 +260,10 @@ class Pipeline:
 
     @contextlib.contextmanager
     def probing(self, batch: Any, forward: ForwardFn) -> Iterator[None]:
-        """Restore the recorded shapes at stage boundaries after the context. In it, `run_in_turn` may run other sizes.
+        """Restore the recorded shapes of module outputs after the context.
 
-        forward: forward(model, batch) -> output. Raises ModelError if no stage can compute the model's forward.
+        Within it, `run_in_turn` may run batches of other sizes. forward: forward(model, batch) -> output. Raises
+        ModelError if the pipeline does not support the model's forward.
         """
         self._survey(forward, [batch])
         survey = next(iter(self.stages.values())).known_shapes

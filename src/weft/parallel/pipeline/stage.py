@@ -48,7 +48,7 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """True if the stage reads the microbatch itself."""
+        """True if no stage precedes this one."""
         return self.index == 0
 
     @property
@@ -57,7 +57,7 @@ class Stage:
 
     @property
     def known_shapes(self) -> ValueSurvey:
-        """The survey of the full model, which all stages of a rank share."""
+        """`ValueSurvey` of the full model, which all stages of a rank share."""
         return self._survey
 
     @property
@@ -71,7 +71,10 @@ class Stage:
         return tuple(site for site, stage in pairs if stage == self.index)
 
     def survey(self, forward: ForwardFn, batch: Any) -> StageRoute:
-        """Return the tensors that cross stages for such a batch. Raises ModelError if a value cannot be received."""
+        """Return the tensors that cross stages for a batch of this structure.
+
+        Raises ModelError if the pipeline does not support the model's forward.
+        """
         return self._survey.route(forward, batch, training=self._model.training)
 
     def forward(self, forward: ForwardFn, batch: Any, incoming: Carried | None) -> Any:
@@ -132,11 +135,12 @@ class Split:
 
 
 def split_model(model: nn.Module, mesh: Mesh) -> Split:
-    """Keep only this rank's stages of a model, in place. The model may be on the meta device.
+    """Remove all but this rank's stages from a model. The model may be on the meta device.
 
     Modules of other stages are replaced by placeholders without parameters, so that names equal the full model's.
-    Raises ModelError if the model is not a chain of blocks, or if some ranks share a weight and they are neither the
-    first and the last nor all. Raises PlanError if the plan's split does not fit.
+    Raises ModelError if the model is not a chain of blocks or cannot be copied, or if some ranks share a weight and
+    they are neither the first and the last nor all. Raises PlanError if the plan's split or the number of stages does
+    not fit.
     """
     plan, rank = mesh.plan, mesh["pp"].rank
     chain = find_chain(model)
@@ -183,7 +187,10 @@ def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
 
 
 def _cost(sites: Sequence[blocks.Site]) -> float:
-    """Return the number of elements of matrices: forward takes two FLOPs per element and token."""
+    """Return the number of elements of weight matrices, without embedding tables; at least 1e-9.
+
+    The forward needs two FLOPs per element and token.
+    """
     tables = {param for site in sites for param in layers.table_params(site.module)}
     params = {param for site in sites for param in site.module.parameters()}
     return float(sum(param.numel() for param in params - tables if param.ndim >= 2)) or 1e-9
@@ -204,7 +211,7 @@ def _is_trained(sites: Sequence[blocks.Site]) -> bool:
 
 
 def _shared(names: dict[int, list[str]], stages: list[Stage], plan: Plan) -> dict[tuple[str, ...], dict[str, str]]:
-    """Return the weights that several ranks share, by the axis that joins the ranks: {local name: name in checkpoints}.
+    """Return, for each axis over which ranks share weights, a dict of the weights' names to their names in checkpoints.
 
     Raises ModelError unless the ranks that share a weight are the first and the last, or all.
     """

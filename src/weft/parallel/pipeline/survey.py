@@ -7,8 +7,8 @@ between remote tensors:
 - the arguments of its first call that depend on earlier stages (`StageRoute.entry`): usually only the hidden states;
 - other outputs of earlier stages' modules that it reads (`StageRoute.values`), such as a skip connection.
 
-All ranks compute the same result, so nothing is communicated. If a stage needs the value of another remote tensor, that
-raises an error.
+All ranks compute the same result, so nothing is communicated. If a stage needs the values of any other remote tensor,
+an error is raised.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class StageRoute:
 
     Attributes:
         calls: module index of each call.
-        entry, values: by receiving stage, its first call with received arguments, and other values that it receives.
+        entry: for each stage, its first call with received arguments.
+        values: for each stage, the other outputs of earlier stages that it receives, for itself or for later stages.
         last: last call of each stage.
     """
 
@@ -74,7 +75,7 @@ class StageRoute:
 
 
 class _AnyPositions:
-    """Dummy positions for `weft.randn_like` and similar functions, whose values are not used."""
+    """Dummy positions for `weft.randn_like` and similar functions. The numbers that they draw are not used."""
 
     def next_draw(self, like: torch.Tensor, modules: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         del modules
@@ -83,10 +84,11 @@ class _AnyPositions:
 
 
 class ValueSurvey:
-    """The `StageRoute` of a model for each form of batch.
+    """Finds and stores the `StageRoute` of a model for each structure of batches.
 
     Args:
         model: the model before it is split. It is not modified.
+        chain: modules of the model, in the order of their calls.
         stops: for each stage, the index of the block after its last one.
         precision: dtypes in which the stages will run, or None if they keep the model's.
     """
@@ -104,7 +106,11 @@ class ValueSurvey:
         self._routes: dict[Any, StageRoute] = {}
 
     def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> StageRoute:
-        """Return the tensors that cross stages for such a batch. Raises ModelError if a value cannot be received."""
+        """Return the tensors that cross stages for a batch of this structure.
+
+        Raises ModelError if a stage needs a value that cannot be received, if forward draws random numbers outside
+        blocks, or if it never calls a block.
+        """
         key = _structure(batch), full_masks(batch), training
         if key not in self._routes:
             self._routes[key] = self._survey(forward, batch, training)
@@ -212,7 +218,7 @@ class _Walk:
         self.found: set[Value] = set()
 
     def entry(self, stage: int) -> EntryCall | None:
-        """Return the first call of a stage that depends on earlier stages, or None."""
+        """Return the first call of a stage whose arguments depend on earlier stages, or None."""
         for number, call in enumerate(self._calls):
             if self._of_call[number] != stage:
                 continue
@@ -242,7 +248,7 @@ class _Walk:
     def need(self, tensors: Iterable[torch.Tensor], reader: int | None = None) -> None:
         """Add the outputs of earlier stages on which these tensors depend.
 
-        Raises ModelError if they depend on a weight of another stage.
+        Raises ModelError if they depend on a weight of another stage, or on an output of a later stage.
         """
         waiting = [(each, True) for each in tensors if is_remote(each)]
         seen: set[tuple[int, bool]] = set()
@@ -373,7 +379,10 @@ def remote_outputs(
 def without_towers(
     model: nn.Module, towers: Sequence[str], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the forward arguments without images and audio, whose features are already part of the hidden states."""
+    """Return the forward arguments with None for those in `towers`, such as images.
+
+    These are read only before the first block, and their features are already part of the hidden states.
+    """
     names = inspect.signature(model.forward).parameters
     placed = [None if name in towers else each for name, each in zip(names, args, strict=False)]
     return (*placed, *args[len(placed) :]), {name: None if name in towers else each for name, each in kwargs.items()}

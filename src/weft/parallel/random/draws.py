@@ -27,7 +27,10 @@ class Positions(Protocol):
     """Gives random tensors their key and the positions of their elements in the global batch."""
 
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
-        """Return the key of the next random tensor, and positions along each dim."""
+        """Return the key of the next random tensor, and the positions of its elements along each dim.
+
+        like: tensor of the shape to draw. modules: modules on the call stack, the innermost first.
+        """
         ...
 
 

@@ -18,12 +18,13 @@ _PART = "_weft_cut_part"
 
 
 class ShardPosition:
-    """Position of this rank in the sharded layers of one model, for modules that draw random numbers there.
+    """Which part of the current tensor this rank has in a model's sharded layers, for random numbers by position.
 
     `is_open` is True between a column-sharded layer and the following row-sharded one: the rank then has only its heads
-    or features. `is_whole` is True if the current tensor is not sharded, even in such a region. `sequences` is the
-    number of sequences in the microbatch if tokens are sharded; a tensor flattened to (batch * tokens, features) does
-    not show it. `padding` is the number of tokens added to each sequence so that it divides evenly.
+    or features. `is_whole` is True if the current tensor has all tokens, although the module's tokens are sharded.
+    `sequences` is the number of sequences in the microbatch if tokens are sharded, else 0: a tensor that is flattened
+    to (batch * tokens, features) does not show it. `padding` is the number of tokens added to each sequence so that it
+    divides evenly.
     """
 
     def __init__(self, axis: Axis):
@@ -42,7 +43,7 @@ class ShardPosition:
 
     @contextmanager
     def at(self, *, is_open: bool, is_whole: bool = False) -> Iterator[None]:
-        """Set another position within the context, such as the one before a layer."""
+        """Set `is_open` and `is_whole` within the context, and restore them at its end."""
         before = self.is_open, self.is_whole
         self.is_open, self.is_whole = is_open, is_whole
         try:
@@ -83,7 +84,11 @@ _RATES = (
 
 
 def drops_itself(module: nn.Module) -> bool:
-    """Return True if a module is nn.Dropout, has a dropout rate attribute, or is attention that contains dropout."""
+    """Return True if a module drops values with a rate above 0, by its class or by attributes with common names.
+
+    It is an nn.Dropout, has a positive rate as an attribute such as `attention_dropout`, or is an attention class with
+    an nn.Dropout in such an attribute.
+    """
     if type(module).forward is nn.Dropout.forward:
         rate: Any = module.p
         return rate > 0
@@ -106,7 +111,7 @@ _FIRST_32, _SECOND_32 = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def key_of(*parts: int | str) -> int:
-    """Return a key that is a hash of numbers and names, identical on every machine."""
+    """Return a 64-bit hash of numbers and names as a key for random numbers, identical on every machine."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -133,7 +138,10 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
-    """Draw an integer below 2^bits for each combination of positions, int64. places: int64 positions along each dim."""
+    """Draw an integer from 0 to 2^bits - 1 for each combination of positions, int64.
+
+    key: 0-d int64. places: int64 positions along each dim. bits: 62 at most.
+    """
     high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
     return ((high << 30) ^ (low >> 2)) >> (62 - bits)
 
@@ -147,7 +155,7 @@ def _words(key: Tensor, places: Sequence[Tensor]) -> Tensor:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Apply two rounds of multiply and shift to `x` (int32), and return it."""
+    """Mix the bits of each number in `x` (int32) in place, and return `x`."""
     x.mul_(_FIRST_32)
     x.bitwise_xor_((x >> 15).bitwise_and_((1 << 17) - 1))
     x.mul_(_SECOND_32)
@@ -155,7 +163,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def keep_mask_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
-    """Draw the mask of `keeps` for all combinations of positions: lines from the key, columns from its complement.
+    """Draw a bool mask with an element for each combination of positions: False with probability `rate`, to drop it.
 
     In compiled code this is one operator. Code that inductor generates would treat positions as index arithmetic, which
     does not use 64 bits, and would compute other numbers. key: int64, 0-d. places: positions along each dim, int64,
@@ -197,9 +205,9 @@ _ROW = 2**32
 class SampleNumbers:
     """Which samples of the global batch are in a microbatch.
 
-    `numbers` are the samples' indices in the global batch, in their order. It is empty if the microbatch is a
-    placeholder on a rank without samples. `rows` holds one tuple per tensor whose rows are not samples, with the number
-    of rows of each sample. `total` is the number of samples in the global batch, or None if unset.
+    `numbers` are the samples' indices in the global batch, in the order of the microbatch. It is empty if the
+    microbatch is a placeholder on a rank without samples. `rows` holds one tuple per tensor whose rows are not samples,
+    with the number of rows of each sample. `total` is the number of samples in the global batch, or None if unset.
     """
 
     numbers: Sequence[int]

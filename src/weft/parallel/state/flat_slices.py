@@ -63,7 +63,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
 
 
 def refuse_float64(model: nn.Module, plan: Plan) -> None:
-    """Raise ModelError for a float64 model under a precision that keeps weights in float32."""
+    """Raise ModelError for a model with float64 parameters under a precision that keeps weights in float32."""
     if Precision.of(plan).master == torch.float64:
         return
     wide = [name for name, one in model.named_parameters() if one.dtype == torch.float64]
@@ -128,7 +128,7 @@ class StateSource(Protocol):
         ...
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with consecutive elements of a part in flat order, in the saved dtype."""
+        """Fill `out` with consecutive elements of a flattened part from index `start` on, in the saved dtype."""
         ...
 
 
@@ -255,7 +255,10 @@ def read_full(source: StateSource, name: str) -> torch.Tensor:
 
 
 def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or by `stride`."""
+    """Return a dense tensor's elements as shape (numel,) of its dtype, in its memory order or that of `stride`.
+
+    It is a view, or a copy if `stride` differs from the tensor's.
+    """
     if stride is not None and stride != tensor.stride() and tensor.numel():
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
@@ -265,8 +268,8 @@ def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torc
 def filled(full_name: str, like: FlatSlice, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
     """Return a state of a local parameter from a checkpoint, in the saved dtype.
 
-    full_name: name of the state in the checkpoint, `parameter/key`. piece: this rank's part of the parameter. The state
-    has its shape.
+    full_name: name of the state in the checkpoint, `parameter/key`. like: flat slice of the parameter. piece: this
+    rank's part of the parameter; the state has its shape and device.
     """
     target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
     FlatSlice(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)

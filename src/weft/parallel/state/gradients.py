@@ -44,7 +44,7 @@ class ErrorFeedback(Protocol):
         ...
 
     def take(self, source: StateSource) -> list[str]:
-        """Load the residuals that any plan saved. Returns log lines."""
+        """Load residuals from a checkpoint of any plan. Return log lines about changed residuals."""
         ...
 
 
@@ -71,11 +71,11 @@ class DataParallel(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Set gradients to zero. The previous step may be incomplete."""
+        """Drop all gradients. The previous step may be incomplete."""
         ...
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Run forward and backward of one microbatch in this context. In the last one, collectives may start."""
+        """Return the context for forward and backward of a microbatch. last: True for the last one of a step."""
         ...
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
@@ -106,8 +106,8 @@ class DataParallel(Protocol):
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if `update` accepts a decision on the device for this optimizer, so that the host need not wait.
 
-        Call it after `finish`. False if the optimizer cannot skip a step or runs on the host, and in the step in which
-        a wire format begins to carry state.
+        Call it after `finish`. False if the optimizer cannot skip a step or runs on the host, if gradients use error
+        feedback, and in the step in which a wire format begins to carry state.
         """
         ...
 
@@ -147,8 +147,9 @@ class DataParallel(Protocol):
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
 
-        Does nothing if the optimizer was adopted before. Raises ModelError if it has states, or contains a parameter of
-        another module.
+        Existing optimizer states are replaced by this rank's part. Does nothing if the optimizer was adopted before.
+        All ranks call it. Raises ModelError if the optimizer has a trainable parameter of another module, is an LBFGS,
+        or needs full matrices that it cannot gather.
         """
         ...
 
@@ -160,7 +161,10 @@ class DataParallel(Protocol):
         ...
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield frozen tensors that are sharded, by name and in full, under the rules of `weights`."""
+        """Yield frozen parameters and buffers of which a rank may have only a part, or none, by name and in full.
+
+        The rules of `weights` apply.
+        """
         ...
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,7 +190,7 @@ class DataParallel(Protocol):
         ...
 
     def model_slices(self) -> Iterator[FlatSlice]:
-        """Yield this rank's flat slices of the model for checkpoints, without copies. Local; no communication."""
+        """Yield this rank's flat slices of the model for checkpoints, as views if possible. No communication."""
         ...
 
     def state_slices(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatSlice]:
@@ -216,17 +220,20 @@ class NotCopied:
 
 
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
-    """Set the engine and the plain module's tensors as an attribute, for `data_parallel` and `originals`."""
+    """Set the engine and the entries of the plain module's state_dict as an attribute of the module.
+
+    `data_parallel` and `originals` read them.
+    """
     setattr(model, _ATTRIBUTE, NotCopied((engine, originals or {})))
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Return True if `parallelize` was called on this module."""
+    """Return True if `parallelize` was called on this module, False for a copy of it."""
     return getattr(model, _ATTRIBUTE, None) is not None
 
 
 def originals(model: nn.Module) -> Mapping[str, Original]:
-    """Return shape, dtype and first name of each state_dict entry before the model was parallelized, by name."""
+    """Return an `Original` for each state_dict entry of the model before it was parallelized, by name."""
     return getattr(model, _ATTRIBUTE).value[1]
 
 
@@ -267,10 +274,11 @@ class ShardedJoin:
 def join_sharded(
     optimizer: torch.optim.Optimizer, params: Iterable[tuple[str, nn.Parameter]], axes: AxisMap, device: torch.device
 ) -> None:
-    """Give a `ShardedJoin` for each sharded parameter to an optimizer that needs full matrices.
+    """Give a `ShardedJoin` for each sharded parameter in `params` to an optimizer that needs full matrices.
 
-    optimizer: its attribute `joins`, if any, receives them. Raises ModelError if the optimizer does not support sharded
-    parameters.
+    optimizer: its dict `joins`, if it has one, is replaced by {parameter: `ShardedJoin`}. params: parameters that it
+    updates in full. Raises ModelError if one is sharded and the optimizer has no `joins`, or one is sharded over
+    other axes than tp.
     """
     cut = {name: param for name, param in params if axes.is_divided(name)}
     joins = getattr(optimizer, "joins", None)

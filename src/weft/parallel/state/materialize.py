@@ -142,7 +142,10 @@ _ATTRIBUTE = "_weft_pieces"
 
 
 def guard_model(model: nn.Module, axes: AxisMap) -> None:
-    """Make state_dict and load_state_dict of a sharded model raise, and under zero=3 also copy.deepcopy."""
+    """Make state_dict and load_state_dict of a sharded model raise ModelError, and under zero=3 also copy.deepcopy.
+
+    Applies to each submodule with parameters too. Does nothing if this rank has the full model.
+    """
     words = _divided_model(axes)
     if not words:
         return
@@ -174,7 +177,7 @@ def guard_model(model: nn.Module, axes: AxisMap) -> None:
 
 @contextlib.contextmanager
 def allow_sharded_state(model: nn.Module) -> Iterator[None]:
-    """Let the model's state_dict return this rank's shards in this context, for code that handles shards."""
+    """Let state_dict and load_state_dict of the model handle this rank's shards in this context, without an error."""
     guard = getattr(model, _ATTRIBUTE, None)
     if guard is None:
         yield
@@ -187,7 +190,7 @@ def allow_sharded_state(model: nn.Module) -> Iterator[None]:
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer, axes: AxisMap) -> None:
-    """Make state_dict and load_state_dict of an adopted optimizer raise if it works on shards."""
+    """Make state_dict and load_state_dict of an adopted optimizer raise ModelError if it works on shards."""
     plan = axes.mesh.plan
     words = [_divided_model(axes)] if plan.zero in (0, 3) else [f"zero={plan.zero}", _divided_model(axes)]
     if plan.zero in (1, 2) and plan.dp_shard * plan.cp == 1:

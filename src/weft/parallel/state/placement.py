@@ -37,6 +37,8 @@ class Placement:
         partial: mesh axes, other than the data axes, over which the gradient is a partial sum.
         pad: rows of padding at the end of `dim` for equal parts. Not in checkpoints, and zero after loading.
         name: name in checkpoints if it differs from the name on this rank, for a weight that two stages share.
+
+    Raises ModelError for `index` without `whole_shape`, or `parts` together with `pad` or `index`.
     """
 
     cut: tuple[str, ...] = ()
@@ -70,13 +72,19 @@ class Placement:
         return tuple(shape)
 
     def num_equal(self, local: Sequence[int], size: int) -> int:
-        """Return how many ranks of the sharding axis hold the same rows; 1 unless only `partial` axes shard it."""
+        """Return how many ranks of the sharding axis hold the same rows.
+
+        It is 1 without `index`, or if an axis of `cut` is not in `partial`. local, size: as in `full_shape`.
+        """
         if self.index is None or not set(self.cut) <= set(self.partial):
             return 1
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
 
     def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are after the full size."""
+        """Return the rows of `dim` that a rank holds, as ranges. Padding rows are after the full size.
+
+        If `index` is set, these are the rows in it, for any `rank`.
+        """
         if self.index is not None:
             return tuple(_ranges(self.index))
         if not self.parts:
@@ -88,9 +96,10 @@ class Placement:
         return tuple(found)
 
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Return a rank's part of the full tensor: a view if the rows are contiguous and not padded.
+        """Return a rank's part of the full tensor: a copy if `index`, `pad` or several `parts` are set, else a view.
 
-        Raises ModelError if the number of rows is not a multiple of the number of ranks.
+        If `index` is set, the part has the rows in it, for any `rank`. Otherwise, raises ModelError if the number of
+        rows is not a multiple of the number of ranks.
         """
         if not self.cut:
             return whole
@@ -181,12 +190,12 @@ class Axes:
     """Axes of the parameters with one kind of placement.
 
     Attributes:
-        shard: ranks over which a bucket is sharded.
-        replicate: ranks with equal shards, over which the sums of gradients are added.
+        shard: ranks over which ZeRO shards the parameters; one rank under zero=0.
+        replicate: ranks with equal shards, over which gradient sums of the shards are added.
         over: `shard` and `replicate` joined.
         same: all ranks that hold the same part of the parameter.
-        cut: ranks that hold its other parts.
-        extra: axes of `replicate` without dp_replicate.
+        cut: ranks over which tp or ep shards the parameter.
+        extra: ranks outside the data axes and cp over which the gradient is a partial sum.
         share: (index of this rank among the ranks with equal gradient sums, number of these ranks).
         waits: True if its reductions must start only after all stages have finished their microbatches.
         holders: ranks that hold the same parts of tensors sharded over `shard`, including this rank, in order.
@@ -195,7 +204,7 @@ class Axes:
         inner: within `over`, the other ranks.
         beside: within `replicate`, the ranks that are not on `outer`.
 
-    Without `compress`, `outer`, `inner` and `beside` are empty.
+    Without `compress`, `outer`, `inner` and `beside` have one rank.
     """
 
     shard: Axis
@@ -219,6 +228,7 @@ class AxisMap:
     Attributes:
         batch: the default axis for gradient sums.
         stage: joins all ranks with the same modules.
+        stages: the pp axis.
         world: joins all ranks.
 
     Args:
@@ -238,7 +248,7 @@ class AxisMap:
 
     @property
     def plain(self) -> Axes:
-        """Axes of parameters that are not sharded."""
+        """Axes of parameters without a placement."""
         return self.of("", ())
 
     def is_expert(self, name: str) -> bool:
@@ -257,7 +267,11 @@ class AxisMap:
         return self.placements.get(name, WHOLE)
 
     def of(self, name: str, shape: Sequence[int]) -> Axes:
-        """Return the axes of a parameter. shape: shape of its part on this rank."""
+        """Return the axes of a parameter. shape: shape of its part on this rank.
+
+        Raises ModelError for experts that are sharded over a second axis, or whose gradient is a partial sum over cp or
+        tp. Also raises it if several axes shard a parameter of which several ranks hold the same rows.
+        """
         placement = self.placement(name)
         times = placement.num_equal(shape, self._size(placement.cut))
         key = (placement.cut, tuple(sorted(placement.partial)), times)
@@ -315,7 +329,7 @@ class AxisMap:
 
     @staticmethod
     def turn(name: str) -> int:
-        """Return a number that rotates a tensor's holders: equal on all ranks, and different for each tensor."""
+        """Return a hash of the name, which decides with which rank the division of writes among ranks begins."""
         return zlib.crc32(name.encode())
 
     def agreed_fields(self, name: str) -> tuple[object, ...]:
@@ -333,7 +347,7 @@ class AxisMap:
         return self._size(self.placement(name).cut) > 1
 
     def refuse_sharded(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError, with the first of `names`, for an optimizer that needs these sharded parameters in full."""
+        """Raise ModelError if there are `names`: sharded parameters that an optimizer needs in full."""
         for name in sorted(names):
             cut = self.placement(name).cut
             raise ModelError(

@@ -138,10 +138,13 @@ def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.
 
 
 def cast_inputs(model: nn.Module, precision: Precision) -> None:
-    """Make modules accept floating-point inputs of any dtype and return the compute dtype.
+    """Make modules cast their floating-point inputs to the dtype of their weights.
 
-    The model and each module that owns parameters cast their inputs to the dtype of their weights. If precision is not
-    mixed, buffers are cast to the master dtype.
+    If precision is mixed, or the model has bf16 or fp16 parameters, this applies to the model and to each module that
+    owns floating-point parameters, except embeddings. Batch norms also cast their output to the compute dtype.
+
+    If precision is not mixed, floating-point buffers are cast to the master dtype here. Under fp64, the model casts its
+    inputs in any case.
     """
     if not precision.is_mixed:
         for module in model.modules():

@@ -58,7 +58,7 @@ class OriginalParameters:
         ]
 
     def watch(self, model: nn.Module, compiles: bool) -> None:
-        """Make the first forward raise an error if it uses old values, if references to them exist.
+        """Make the first forward raise ModelError if it uses old values. Does nothing if no references to them exist.
 
         model: the model after parallelize. compiles: True if blocks are compiled; the watched forward then runs
         uncompiled. Raises ModelError for a hook of a parameter that was replaced.
@@ -87,13 +87,13 @@ class OriginalParameters:
 
     @staticmethod
     def refusing_old(model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context for a train step's first microbatches, in which the loss is watched too."""
+        """Return a context that watches forward and loss of a train step's microbatch, if the model is watched."""
         stale = watched_references(model)
         return nullcontext() if stale is None else stale.watching()
 
 
 def hook_refusal(name: str) -> str:
-    """Return the error for a parameter hook that would not run."""
+    """Return the error text for a parameter hook that would not run."""
     return (
         f"parameter {name}: it has a hook, and zero=3 and tp replace parameters, so the hook does not run. Use zero=2 "
         "and tp=1, or change the gradient in forward, as a parametrization or a custom autograd function does."
@@ -103,7 +103,8 @@ def hook_refusal(name: str) -> str:
 class StaleReferences:
     """Watches one model's first training forward and first evaluation for uses of old parameters.
 
-    model: the model after parallelize. storages: old memory -> (name of the parameter to which it belonged, address).
+    model: the model after parallelize. objects: replaced parameters, by name. storages: for each old memory, (name of
+    the parameter to which it belonged, address).
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class StaleReferences:
 
     @uncompiled
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        """Watch a forward outside train steps."""
+        """Begin to watch a forward outside train steps, the first in training mode and the first in eval mode."""
         del args
         if not self._depth and model.training not in self._watched and (self._objects or self._storages):
             self._own_pass = ExitStack()
@@ -206,7 +207,7 @@ class _Watch(TorchFunctionMode):
 
 
 def watched_references(model: nn.Module) -> StaleReferences | None:
-    """Return the object that watches the model for old parameters, or None if no old references are left."""
+    """Return the object that watches the model for old parameters, or None if `parallelize` found no references."""
     return getattr(model, _ATTRIBUTE, None)
 
 
@@ -235,7 +236,7 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 
 
 def _holders(model: nn.Module, stale: StaleReferences, name: str | None) -> Iterator[str]:
-    """Yield Python expressions by which the model's modules reach old values of a parameter."""
+    """Yield descriptions, as in `_parts`, of where the model's modules refer to old values of a parameter."""
     done: set[int] = {id(stale)}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -269,7 +270,9 @@ def _references(
 
 
 def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
-    """Yield (description, object) for each object that `value` references: items, attributes, variables and so on.
+    """Yield (description, object) for each object that `value` references.
+
+    These are items, attributes, arguments of a partial, and a function's closure variables, defaults and globals.
 
     A description is a Python expression such as `model.layers[0]`, or text such as 'variable x of f'.
     """
@@ -300,7 +303,7 @@ def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(nodes: list[Any], most: float = math.inf) -> Iterator[Tensor]:
-    """Yield the leaf tensors of an autograd graph. most: maximum number of nodes to visit."""
+    """Yield the leaf tensors of an autograd graph. nodes: where to begin; emptied. most: maximum number of nodes."""
     known = set(nodes)
     while nodes and len(known) < most:
         node = nodes.pop()

@@ -1,4 +1,4 @@
-"""Tensor parallelism: sharding of large weights in place, as the layout specifies.
+"""Tensor parallelism: sharding of a model's large weights, as the layout specifies.
 
 A column-sharded layer computes part of its output features. A row-sharded layer reads part of its input features, and
 its output is summed over the ranks. Modules between such a pair work on their own heads or features and need no
@@ -67,10 +67,11 @@ def shard_tensors(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> dict[str, Placement]:
-    """Apply the layout: shard the model's parameters in place, and under sp the tokens between sharded layers.
+    """Apply the layout to the model: shard its parameters, and under sp the tokens between sharded layers.
 
-    Returns the placements of the changed parameters. Raises LayoutError if the layout does not fit the model. Raises
-    PlanError if the plan's tp does not fit the model.
+    All tp ranks call it together. All parameters and buffers, except those in `taken`, first get the values of the
+    first tp rank. Returns the placements of sharded parameters, and of replicated ones whose gradients are partial
+    sums. Raises LayoutError if the layout does not fit the model. Raises PlanError if the plan's tp does not fit it.
 
     Args:
         layout: layout of the model, or None to derive it from the model.
@@ -116,7 +117,9 @@ def shard_tensors(
 
 
 def fuse_replicated_head(model: nn.Module, mesh: Mesh | None = None) -> None:
-    """Make an unsharded language head compute the loss directly if its logits would be large.
+    """Make an unsharded language head compute the loss itself when it has labels and its logits would be large.
+
+    Does nothing if the model has no linear language head.
 
     mesh: gives the device and whether the model is compiled; None for an uncompiled model on a CPU.
     """
@@ -131,9 +134,13 @@ def check_full_model(
 ) -> tuple[Layout, token_flow.TokenRegions | None]:
     """Check conditions that need the full model, before a pipeline removes parts of it.
 
-    Returns the layout, and the regions in which tokens are sharded if the plan has sp. Small custom models also run a
-    trial step. If the trial fails with a derived layout, one module is left unsharded, and a warning names it. Raises
-    LayoutError if the layout names a missing module, sp would shard tokens that interact, or a trial fails.
+    Returns the layout, and the regions in which sp shards tokens, or None without sp. Small custom models also run a
+    trial step, on all tp ranks. If it fails with a derived layout, the layers of one module, and of modules whose paths
+    differ only in numbers, are left unsharded, and rank 0 warns. Rank 0 also warns if sp shards fewer tokens than it
+    could in other models.
+
+    Raises LayoutError if the layout names a missing module, if sp would shard tokens that interact, or if no trial
+    succeeds. Raises PlanError if the plan's tp does not fit the model.
 
     Args:
         layout: layout of the model, or None to derive it from the model.
@@ -165,16 +172,16 @@ def check_full_model(
 
 
 def _found_layout(model: nn.Module, mesh: Mesh, example: Any = None) -> Layout:
-    """Find the layout. Layers that carry a state are sharded by heads, but not under sp.
+    """Find the layout. Layers with a recurrent state are sharded by heads, except under sp.
 
-    They run packed documents as separate rows, whose lengths sp cannot shard.
+    These layers run packed documents as separate rows, whose lengths sp cannot shard.
     """
     found = find_layout(model, example)
     return found if mesh.plan.sp else with_states(found, model, mesh.plan.tp)
 
 
 def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
-    """Warn, on rank 0, if tokens are gathered after each block or if ranks compute modules for all tokens.
+    """Warn, on rank 0, if sp gathers tokens after each block, or if ranks compute all or some modules for all tokens.
 
     Return `regions` unchanged.
     """
@@ -231,10 +238,10 @@ def _token_regions(
 def _without_regions(
     error: LayoutError | PlanError, model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], plan: Plan
 ) -> token_flow.TokenRegions:
-    """Return empty regions for a custom model whose tokens cannot be sharded. Raises `error` for other models.
+    """Return empty regions for a custom model whose tokens cannot be sharded.
 
-    Only the inputs that its column-sharded layers save for backward are then sharded. Experts and chunks of tokens do
-    not support this.
+    Only the inputs that its column-sharded layers save for backward are then sharded. Raises `error` for models of Weft
+    or transformers, for models with experts, if tp_chunks > 1, and if another technique keeps modules replicated.
     """
     has_experts = next(layers.find_experts(model, layout), None) is not None
     if is_vetted(model) or is_whole is not nowhere or has_experts or plan.tp_chunks > 1:
@@ -270,7 +277,10 @@ def find_token_regions(
 def _check_covered(
     modules: Mapping[str, nn.Module], styles: Mapping[str, Style], own: Mapping[str, Style], parents: Iterable[str]
 ) -> None:
-    """Raise LayoutError if a module that gathers its input contains parameters that no pattern of the layout covers."""
+    """Raise LayoutError if a module of `parents` contains parameters that no pattern of the layout covers.
+
+    Modules whose column-sharded layers each gather their own input are not checked.
+    """
     missing: list[str] = []
     for parent in parents:
         if is_wide(parent, modules, styles):
@@ -290,7 +300,10 @@ def _check_covered(
 
 
 def _finalize(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
-    """Broadcast the first rank's parameters and buffers, except those in `taken`, because initial values may differ."""
+    """Broadcast the first rank's parameters and buffers, because initial values may differ between ranks.
+
+    Names in `taken` and tensors on the meta device are skipped.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or name in taken:
             continue

@@ -47,7 +47,7 @@ class LogitPasses(NamedTuple):
 
 
 def passes_for(logits_CV: Tensor, sums: torch.dtype, is_compiled: bool) -> LogitPasses:
-    """Choose the variant of both functions for these logits and this accumulation dtype."""
+    """Choose the variant of both functions for these logits. sums: accumulation dtype."""
     if is_compiled:
         return _compiled()
     # If the logits already have the accumulation dtype, a normalized copy would double the memory.
@@ -59,7 +59,10 @@ def _logit_at(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
 
 
 def _less_label(share_CV: Tensor, whole_C: Tensor, label_C: Tensor, labels: Labels) -> Tensor:
-    """Subtract 1 at the label in place, before rounding, because low-precision dtypes have few values near 1."""
+    """Overwrite the probability p of each local label in `share_CV` with p - 1.
+
+    The difference is computed before rounding, because low-precision dtypes have few values near 1.
+    """
     less_C = ((label_C - whole_C).exp_() - 1.0).to(share_CV.dtype)
     there_C = share_CV.gather(1, labels.place_C1).squeeze(1)
     return share_CV.scatter_(1, labels.place_C1, less_C.where(labels.is_here_C, there_C)[:, None])
@@ -130,7 +133,7 @@ def _compiled() -> LogitPasses:
 class LossChunking:
     """Chunk size of a head's loss. It must be equal on all tp ranks, because they communicate after each chunk.
 
-    compiled: True to compile the element-wise operations.
+    chunk: size of a chunk of logits. compiled: True to compile the element-wise operations.
     """
 
     chunk: LossChunk = field(default_factory=LossChunk)
@@ -163,6 +166,8 @@ def token_loss(
     weights_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum the cross-entropies in nats of the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
+
+    If gradients are enabled, forward computes them too, and backward multiplies them by the gradient of the sum.
 
     Args:
         x_BSD: input of the head; this rank's tokens if sp shards them.
@@ -213,7 +218,7 @@ class _TokenLoss(torch.autograd.Function):
 def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
     """Return the indices of labeled tokens if skipping the others saves work, or None to process all tokens.
 
-    In chat data most tokens have no label. Used only on a CPU, because on a device the host would wait for the count.
+    In chat data most tokens have no label. The result is always None on a GPU, because the host would wait for it.
     All tp ranks have the same labels, so they make the same choice.
     """
     if labels_N.device.type != "cpu":
@@ -223,7 +228,7 @@ def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
 
 
 def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply a saved gradient by the gradient of the loss, with a single rounding."""
+    """Multiply a saved gradient by the gradient of the loss, with a single rounding. May overwrite `saved`."""
     if saved.dtype == dtype:
         # In place, because a weight's gradient is large. torch detects this and raises an error in a second backward.
         return saved.mul_(grad)
@@ -262,7 +267,7 @@ class TokenChunks:
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
     def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Yield the losses of each chunk of tokens, and accumulate the requested gradients.
+        """Yield the losses of the processed tokens, one tensor per chunk, and accumulate the requested gradients.
 
         weights_N: weights of the processed tokens in the gradients, or None for weights of 1.
         """
@@ -356,7 +361,7 @@ class TokenChunks:
 
 
 def put_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute total = left @ right in place, with the accumulation of `add_product`."""
+    """Compute total = left @ right in place. If `total` is wider, a GPU accumulates in its dtype without rounding."""
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total)
     elif total.device.type == "cuda":

@@ -1,8 +1,8 @@
 """Token log-probabilities directly from hidden states, for losses that are not a sum over tokens.
 
 The gradient of a token's log-probability is available only after the forward. Backward therefore recomputes the logits
-in chunks of tokens, and full logits never exist. It computes the same as the token loss in `head.py`, with other
-weights.
+in chunks of tokens, and full logits never exist. It uses the code of the token loss in `head.py`, with the gradients of
+the log-probabilities as weights.
 
 B sequences, T tokens, S tokens of this rank, D features, V entries of this rank.
 """

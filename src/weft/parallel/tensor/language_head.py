@@ -1,8 +1,9 @@
 """Head of a language model: it returns logits, or computes the loss directly without storing all logits.
 
-A head that gets the labels before the forward (`expect_labels`) returns a `HeadLoss` instead of logits. It processes
-the logits in chunks of tokens, and with a sharded vocabulary each rank computes only its own entries. Without labels it
-returns full logits, so any loss function works under every plan.
+A head that gets the labels before the forward (`expect_labels`) returns a `HeadLoss` or `HeadLogProbs` instead of
+logits, if the vocabulary is sharded or the logits would be large. It processes the logits in chunks of tokens, and with
+a sharded vocabulary each rank computes only its own entries. Without labels it returns full logits, so any loss
+function works under every plan.
 
 N tokens, C tokens per chunk, D features, V entries of the vocabulary of this rank.
 """
@@ -66,9 +67,9 @@ class _LogitsStandIn:
 
 @dataclass(slots=True)
 class HeadLoss(_LogitsStandIn):
-    """Output of a head instead of logits: the sum of the tokens' losses for `labels`, and the number of counted tokens.
+    """Output of a head instead of logits: the sum of the losses of tokens with a label, and the number of these tokens.
 
-    With weights, these are the weighted sum of losses and the sum of weights.
+    If the batch has weights, `loss_sum` is the weighted sum, and `num_tokens` the sum of the weights.
     """
 
     loss_sum: torch.Tensor
@@ -109,6 +110,7 @@ class Head:
     """State of a model's head in addition to its weight.
 
     Attributes:
+        line: ranks over which the vocabulary is sharded, and whether sp shards the head's input tokens.
         vocab: number of entries without padding.
         entry: `Entry` of a sharded head.
         scales: True if the model changes logits after the head, so that the head cannot compute the loss.
@@ -123,7 +125,11 @@ class Head:
         self.ignore = -100
 
     def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Return True if this call computes the loss: labels match these tokens, and logits are sharded or large."""
+        """Return True if the head computes the loss of x.
+
+        This is so if labels match these tokens, the vocabulary is sharded or the logits are large, and the model does
+        not change logits after the head.
+        """
         labels = self.labels
         if labels is None or self.scales or x.dim() != labels.dim() + 1:
             return False
@@ -139,7 +145,10 @@ class LossHead(nn.Module):
     """A linear layer that returns logits, or the loss of its input tokens."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Return full logits for (B, T, D), or a HeadLoss or HeadLogProbs."""
+        """Return a HeadLoss or HeadLogProbs if `Head.gives_loss` is True, else the logits of the full vocabulary.
+
+        Raises ModelError for a label outside the vocabulary.
+        """
         head: Head = getattr(self, _ATTRIBUTE)
         weight, bias = layers.weight_of(self), layers.bias_of(self)
         if head.gives_loss(x, weight):
@@ -163,18 +172,21 @@ class LossHead(nn.Module):
 def make_head(
     module: nn.Module, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossChunking | None = None
 ) -> None:
-    """Make the module compute the loss when it has labels. vocab: size of the full vocabulary without padding."""
+    """Make a linear layer compute the loss when `Head.gives_loss` is True. The arguments are attributes of `Head`."""
     replace_class(module, LossHead, head=Head(line, vocab, entry, scales, way))
 
 
 def fuse_head(module: nn.Module, scales: bool, way: LossChunking | None = None) -> None:
-    """Make an output layer with an unsharded vocabulary compute the loss if it has labels."""
+    """Make an output layer with an unsharded vocabulary compute the loss if it has labels and logits would be large.
+
+    The arguments are attributes of `Head`.
+    """
     uncut = SharedLayer(Axis("tp", 1, 0, (0,)))
     make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
-    """Return the module that `make_head` was called on, or None."""
+    """Return the first module that `make_head` was called on, or None."""
     return next((module for module in model.modules() if isinstance(module, LossHead)), None)
 
 

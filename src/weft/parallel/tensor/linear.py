@@ -1,8 +1,9 @@
-"""Matmuls of sharded layers in chunks of the sequence, to overlap communication over tp with computation.
+"""Matmuls of sharded layers and their collectives over tp.
 
-Chunk k holds the same range of every rank's tokens, so the sequence is sharded as in `sequence.py`. The last chunk is
-shorter if the chunks do not divide evenly. At most two chunks exist at a time, so the gathered tokens are kept only for
-the matmuls that need them.
+With tp_chunks > 1, matmuls run in chunks of the sequence, to overlap communication with computation. Chunk k holds the
+same range of every rank's tokens, so a rank's tokens are the same as without chunks. The last chunk is shorter if the
+chunks do not divide evenly. At most two chunks exist at a time, so the gathered tokens are kept only for the matmuls
+that need them.
 
 Method: Wang et al. 2023 (ASPLOS), "Overlap communication with dependent computation via decomposition".
 
@@ -41,9 +42,9 @@ def cuts(tokens: int, pieces: int) -> list[slice]:
 def gather_multiply(
     x_BSD: Tensor, weights: Sequence[Tensor], axis: Axis, pieces: int, whole_ND: Tensor | None = None
 ) -> list[Tensor]:
-    """Return the matmul of all tokens with each weight (F, D): (B, T, F) each.
+    """Gather x from all ranks and return x W^T, (B, T, F), for each weight W, (F, D).
 
-    whole_ND: receives all tokens, in the order of `by_chunks`.
+    whole_ND: buffer that receives all tokens, in the order of `by_chunks`.
     """
     batch, tokens, width = x_BSD.shape
     stretches = cuts(tokens, pieces)
@@ -111,7 +112,10 @@ def column_gradients(
 
 
 def row_factors(grad_BSF: Tensor, weight_FD: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, (B, T, D), and of x W^T in the order of `by_chunks`, for `multiply_scatter`."""
+    """Return the gradients of x, (B, T, D), and of x W^T, (B * T, F), for `multiply_scatter`.
+
+    The rows of the second gradient are in the order of `by_chunks`.
+    """
     batch, tokens, width = grad_BSF.shape
     whole_NF = grad_BSF.new_empty((batch * axis.size * tokens, width))
     [grad_BTD] = gather_multiply(grad_BSF, [weight_FD.t()], axis, pieces, whole_NF)
@@ -136,7 +140,7 @@ def _write_part(found_BSF: Tensor, summing: Pending, stretch: slice) -> None:
 
 
 def _multiply_into(out_RBLF: Tensor, x_RBLD: Tensor, weight_FD: Tensor) -> None:
-    """Compute x W^T into `out_RBLF`. No tokens are copied, because the ranks' parts form a batched matmul."""
+    """Compute x W^T into `out_RBLF`, as a matmul batched over ranks for each sequence."""
     if is_watched():  # selective recompute saves outputs, not views of them
         out_RBLF.copy_(F.linear(x_RBLD, weight_FD))
         return
@@ -155,8 +159,8 @@ TOKENS = 1
 class SharedLayer:
     """The ranks over which a layer's weights are sharded.
 
-    cuts_tokens: True if each rank has 1/size of the tokens between such layers. pieces: number of chunks in which
-    tokens are communicated. saves_share: True if each rank saves 1/size of an input that all ranks have for backward.
+    cuts_tokens: True if each rank has 1/size of the tokens between sharded layers. pieces: number of chunks in which
+    tokens are communicated. saves_share: True if each rank saves only 1/size of an unsharded input for backward.
     """
 
     axis: Axis
@@ -168,14 +172,18 @@ class SharedLayer:
         return self  # a copy of the module runs on the same ranks
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of x for `start_gather`, (1, rows / size, D), or x if they do not divide."""
+        """Return the part of x that this rank saves for backward.
+
+        If `saves_share` is True and the rows of x divide evenly, this is a copy of this rank's rows,
+        (1, rows / size, D), which `start_gather` gathers again. Else it is x.
+        """
         rows = x.reshape(1, -1, x.shape[-1])
         if not self.saves_share or not rows.shape[1] or rows.shape[1] % self.axis.size:
             return x
         return rows.chunk(self.axis.size, TOKENS)[self.axis.rank].clone()
 
     def start_gather(self, x_BSD: torch.Tensor) -> Gathering:
-        """Start the all-gather of the tokens."""
+        """Start the all-gather of all ranks' tokens."""
         parts = x_BSD.new_empty((self.axis.size, *x_BSD.shape))
         return Gathering(start_all_gather(x_BSD.contiguous(), self.axis, out=parts))
 
@@ -219,7 +227,10 @@ class Gathering:
 
 
 def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
-    """Return the number of tokens per rank. Raises PlanError if the tokens do not divide evenly."""
+    """Return the number of tokens per rank.
+
+    Raises PlanError if the tokens do not divide evenly, or if the shape has fewer than three dims.
+    """
     size, rest = divmod(shape[TOKENS], axis.size) if len(shape) > 2 else (0, 1)
     if rest:
         raise PlanError(
@@ -231,7 +242,7 @@ def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
 
 
 def with_padding(x: torch.Tensor, part: ShardPosition, dim: int = TOKENS) -> torch.Tensor:
-    """Return x with copies of its last token appended, so that the number of tokens divides evenly among the ranks."""
+    """Return x with `part.padding` detached copies of its last token appended."""
     if not part.padding:
         return x
     last = x.detach().narrow(dim, x.shape[dim] - 1, 1)
@@ -260,14 +271,14 @@ def columns(
     members: list[Column],
     held: DeferredWeightGrad | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the matmul of one input with each member's weight.
+    """Return the output of each linear layer in `members` for one input.
 
     The input's gradient is summed over the ranks of `line`.
 
     Args:
-        x: this rank's tokens, (B, S, D), which receives the gradient.
+        x: this rank's tokens, (B, S, D), or all tokens if they are not sharded. It receives the gradient.
         whole: all tokens of x, or None to gather them in chunks during the matmuls.
-        held: stores deferred weight gradients. Under sequence parallelism it then also stores the gathered input.
+        held: stores the factors of weight gradients while it is open; None to defer nothing.
     """
     weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
     biases = [one.bias for one in members]
@@ -425,21 +436,22 @@ def prepare_chunk_operators(axis: Axis) -> None:
 
 
 def compiled_columns(x_BSD: Tensor, line: SharedLayer, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    """Gather the tokens and multiply them by each weight in chunks, as `gather_multiply`, inside a compiled graph."""
+    """Return the results of `gather_multiply`, with autograd, inside a compiled graph."""
     return _CompiledColumns.apply(x_BSD, line, *weights)
 
 
 def compiled_row(x_BTD: Tensor, line: SharedLayer, weight_FD: Tensor) -> Tensor:
-    """Multiply and reduce-scatter in chunks, as `multiply_scatter`, inside a compiled graph."""
+    """Return the result of `multiply_scatter`, with autograd, inside a compiled graph."""
     return _CompiledRow.apply(x_BTD, line, weight_FD)
 
 
 def row(
     x_BTD: Tensor, weight: Tensor, line: SharedLayer, held: DeferredWeightGrad | None, *, transposed: bool
 ) -> Tensor:
-    """Return this rank's tokens of the sum over ranks of x W^T, as `multiply_scatter`, with autograd.
+    """Return the result of `multiply_scatter`, with autograd, outside compiled graphs.
 
-    weight: (F, D), or (D, F) if `transposed`. held: stores its deferred gradient.
+    weight: (F, D), or (D, F) if `transposed`. held: stores the factors of the weight's gradient while it is open; None
+    to defer nothing.
     """
     travel, weight_FD = _ReduceHandoff(), weight.t() if transposed else weight
     there = _RowFactors.apply(x_BTD, weight_FD, (weight, held, transposed), line, travel)
@@ -486,7 +498,7 @@ class _ReduceHandoff:
 
 
 class _RowFactors(Function):
-    """Placeholder for the matmul in `_ChunkedRowSum`, with the matmul's backward.
+    """Computes the gradients of the matmul in `_ChunkedRowSum`. Its forward returns a placeholder without data.
 
     layer: (weight, object that stores its deferred gradient, True if the weight is transposed).
     """

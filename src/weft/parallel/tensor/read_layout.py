@@ -22,9 +22,10 @@ def nowhere(path: str) -> bool:
 
 
 def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> dict[str, Style]:
-    """Return the style of each module that the layout names.
+    """Return the style of each module that the layout names, except `StandIn`s.
 
-    Raises LayoutError if a module cannot have its style, a pattern matches nothing, or nothing is sharded.
+    Raises LayoutError if a module cannot have its style, or nothing is sharded. If no module is a `StandIn`, it is also
+    raised for a pattern that matches nothing.
     """
     if not any(isinstance(module, StandIn) for module in modules.values()):
         expect_used(layout, modules)
@@ -64,7 +65,7 @@ def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Styl
 
 
 def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
-    """Raise an error unless every pattern of the layout matches a module.
+    """Raise an error unless every pattern of the layout matches a module or parameter.
 
     modules: modules of the full model. A stage does not have all of them.
 
@@ -76,7 +77,7 @@ def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
 
 
 def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
-    """Return the tp sizes that this layout allows for the model, at most eight.
+    """Return the smallest tp sizes that this layout allows for the model, at most eight.
 
     tp: size that must be allowed; 0 checks no size. Raises LayoutError if the layout does not fit the model. Raises
     PlanError if tp is not an allowed size.
@@ -94,7 +95,10 @@ def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[
 
 
 def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int) -> list[int]:
-    """Return the valid values of tp, at most eight. Raises PlanError, which lists them, if tp does not divide a dim."""
+    """Return the smallest valid values of tp, at most eight.
+
+    Raises PlanError, which names valid values, if tp does not divide the heads or features of a sharded layer.
+    """
     problems: list[str] = []
     counts: set[tuple[int, bool]] = set()
     for path, style in styles.items():
@@ -125,21 +129,21 @@ def _fits(count: int, repeats: bool, tp: int) -> bool:
 
 
 def has_channels(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return True for a module that works on each channel, or on groups of them, in a layer that carries a state."""
+    """Return True for a norm or depthwise convolution directly in a layer with a recurrent state."""
     parent = modules.get(layers.parent_of(path))
     return is_norm(modules[path]) and parent is not None and state_heads(parent) is not None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if a column-sharded module is a norm over the outputs of column-sharded layers."""
+    """Return True if a column-sharded module is neither linear nor an embedding, but a norm or a convolution."""
     return not (layers.is_linear(module) or isinstance(module, nn.Embedding))
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
     """Return True if each column-sharded layer of the module `parent` gathers its own input.
 
-    This is so for the root, for modules with nested sharded layers, and for modules with norms that the layout does not
-    name, unless `makes_ahead` is True.
+    This is so for the root. If `makes_ahead` is False, it is also so for modules of which the layout names a submodule
+    that is not a direct child, and for modules with norms if the layout names none of the norms.
     """
     if parent == "":
         return True
@@ -163,7 +167,7 @@ def makes_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[s
 
 
 def is_ahead(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if a module gathers its input in front of unsharded layers, and has a row-parallel layer."""
+    """Return True if `makes_ahead` is True for a module and it directly contains a row-sharded layer."""
     return bool(_rows(parent, styles)) and makes_ahead(parent, modules, styles)
 
 
@@ -172,14 +176,18 @@ def _rows(parent: str, styles: Mapping[str, Style]) -> list[str]:
 
 
 def gathers_per_layer(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Return True if each column-sharded layer of a module gathers its input, instead of the module."""
+    """Return True if each column-sharded layer of a module gathers its own input.
+
+    This is so if `is_wide` is True, and for cross-attention, whose layers read different inputs.
+    """
     return is_wide(parent, modules, styles) or bool(getattr(modules[parent], "is_cross_attention", False))
 
 
 def entry_width(path: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> int:
     """Return the number of input features of the module around a column-sharded layer.
 
-    Its input and output have equal numbers of features, but the first sharded layer may read fewer.
+    If unsharded layers run first, this is the number of output features of the module's row-sharded layer, because the
+    column-sharded layer may read fewer features.
     """
     parent = layers.parent_of(path)
     if is_ahead(parent, modules, styles):

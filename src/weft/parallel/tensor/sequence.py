@@ -1,7 +1,7 @@
 """Sequence parallelism, and a lazy tensor that gathers its tokens only when they are needed.
 
-A module in front of sharded layers gets lazy tokens if the layers gather in chunks. It may read shape and dtype and
-pass the tensor to the layers. Any other operation gathers the tokens first.
+If sharded layers gather tokens in chunks, the module around them gets the lazy tensor as input. The module may read its
+shape and dtype and pass it to the layers. Any other operation gathers the tokens first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _ASKED = {
 
 
 class ShardedTokens(Tensor):
-    """Tokens of all ranks, (B, T, D), or (B * T, D) if is_flat. Each rank stores (B, S, D) of them."""
+    """Lazy tensor of all ranks' tokens, (B, T, D), or (B * T, D) if is_flat. Each rank stores (B, S, D) of them.
+
+    An operation that reads values gathers the tokens first.
+    """
 
     _own: Tensor
     _axis: Axis
@@ -62,7 +65,8 @@ class ShardedTokens(Tensor):
         """Gather the tokens at the first call, and return them.
 
         Raises:
-            PlanError: inside an autograd function, which would lose their gradient.
+            PlanError: if gradients are disabled, as inside a custom autograd function, and the tokens' gradient would
+                be lost.
         """
         if self._whole is None:
             if self._has_grad and not torch.is_grad_enabled():
@@ -106,21 +110,23 @@ _ENCODER_STATES = "encoder_hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class TokenSharding:
-    """Which modules work on this rank's tokens only.
+    """The modules that work on this rank's tokens only, by path.
 
-    Without blocks, only the inputs that column-sharded layers save for backward are sharded.
+    If `blocks` is empty, only the inputs that column-sharded layers save for backward are sharded.
 
     Attributes:
-        blocks: paths, in order.
-        runs: first and last block of each local stage.
+        blocks: blocks whose tokens are sharded, in order.
+        runs: first and last block of each sequence of blocks. Tokens are sharded before the first and gathered after
+            the last, unless `with_ends`.
         modules: modules whose gradients are partial sums.
         with_ends: True if embedding and head are sharded too, and pipeline stages exchange sharded tokens.
         width: number of features of the residual stream.
         whole: modules that mix tokens and that the layout leaves unsharded. Every rank gathers and computes all tokens.
         reading: blocks that read an encoder's output.
-        summed: indices of other outside tensors among a block's arguments, whose gradients are sums over the ranks.
+        summed: for each block, indices of its flattened arguments that come from outside the blocks and whose gradients
+            are summed over the ranks.
         full: modules in the blocks that compute all tokens on every rank.
-        pads: True to pad uneven numbers of tokens.
+        pads: True to pad sequences whose number of tokens does not divide evenly.
     """
 
     blocks: tuple[str, ...]
@@ -143,15 +149,15 @@ def plan_sequence(
     is_whole: Callable[[str], bool] = nowhere,
     regions: token_flow.TokenRegions | None = None,
 ) -> TokenSharding:
-    """Choose the modules between which tokens are sharded.
+    """Choose the modules that work on this rank's tokens only.
 
-    Raises LayoutError if the model has no blocks with sharded layers, or its block lists are not supported.
+    Raises LayoutError if the model has no blocks with column-sharded layers, or its block lists are not supported.
 
     Args:
         styles: styles of the local modules, by path.
         runs: block paths of each local pipeline stage, or None if all blocks are local.
         is_whole: returns True for the path of a module that keeps all tokens.
-        regions: regions found on the full model, or None before that.
+        regions: regions found on the full model, or None while they are being found.
     """
     if regions is not None and regions.why_none:
         return TokenSharding((), (), (), with_ends=False, width=0)
@@ -213,7 +219,7 @@ def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, 
 
 
 def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[str, nn.Module]:
-    """Return the blocks that tensor parallelism shards, by path."""
+    """Return the repeated blocks that tensor parallelism may shard, by path."""
     return {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
 
 
@@ -222,7 +228,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def second_states(module: nn.Module) -> tuple[tuple[int, str], ...]:
-    """Return indices and names of the arguments from which keys are computed instead of the input (cross-attention)."""
+    """Return indices and names of a module's arguments from which cross-attention computes keys and values."""
     found = enumerate(_names(module))
     return tuple((place, name) for place, name in found if name in (_ENCODER_STATES, "key_value_states"))
 
@@ -234,7 +240,10 @@ def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
 def _replicated_mixers(
     path: str, block: nn.Module, styles: Mapping[str, Style], modules: Mapping[str, nn.Module]
 ) -> list[str]:
-    """Return the outermost modules of a block that mix tokens and have no sharded layer inside or around them."""
+    """Return the outermost modules of a block that mix tokens and that each rank must compute for all tokens.
+
+    They are not sharded, contain no sharded layer, and are not in a module that gathers tokens for its sharded layers.
+    """
     cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
     parts = {place.rpartition(".")[0] for place in cut}  # modules around sharded layers, which receive all tokens
     parts = {part for part in parts if not is_wide(part, modules, styles)}
@@ -250,10 +259,9 @@ def _replicated_mixers(
 
 
 def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, part: ShardPosition) -> None:
-    """Apply sequence parallelism to a model in place, with hooks.
+    """Add hooks to a model that pass this rank's tokens to blocks, and all tokens to modules that need them.
 
-    Blocks get this rank's tokens. Inputs of column-parallel layers are all-gathered, and outputs of row-parallel layers
-    reduce-scattered.
+    Column-parallel layers all-gather, and row-parallel layers reduce-scatter, without these hooks.
     """
     modules = dict(model.named_modules())
     for path, positions in sequence.summed.items():
@@ -280,13 +288,19 @@ def shard_tokens(model: nn.Module, sequence: TokenSharding, line: SharedLayer, p
 
 
 class _Edge:
-    """Hooks of a stage's first and last block. They are an object because copies of a module copy its hooks."""
+    """Hooks of the first and last block of a sequence of blocks.
+
+    Methods of an object are deep-copied with the module. Closures would be shared by the copies.
+    """
 
     def __init__(self, line: SharedLayer, width: int, part: ShardPosition, *, pads: bool):
         self._line, self._width, self._part, self._pads = line, width, part, pads
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Reduce the hidden states to this rank's tokens."""
+        """Keep this rank's tokens of the hidden states, after padding.
+
+        Sets `padding` and `sequences` of the position. Raises PlanError if the tokens do not divide evenly.
+        """
         leaves, tree = tree_flatten((args, kwargs))
         place = self._find(leaves, module)
         hidden, axis = leaves[place], self._line.axis
@@ -298,7 +312,7 @@ class _Edge:
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Gather all tokens. The following modules process them identically on all ranks."""
+        """Gather all tokens and remove padding. The following modules process them identically on all ranks."""
         del args
         leaves, tree = tree_flatten(output)
         place = self._find(leaves, module)
@@ -310,7 +324,10 @@ class _Edge:
 
 
 class _SumGradients:
-    """Hook of a block that sums the gradients of tensors from outside the blocks over all ranks' tokens."""
+    """Hook of a block. In backward it sums the gradients of some arguments over the ranks.
+
+    These arguments come from outside the blocks, and each rank's gradient comes from its own tokens.
+    """
 
     def __init__(self, line: SharedLayer, positions: frozenset[int]):
         self._line, self._positions = line, positions
@@ -325,7 +342,10 @@ class _SumGradients:
 
 
 class _ShardedStates:
-    """Hook of a block that reads an encoder's output. Keeps this rank's tokens, which sharded layers gather again."""
+    """Hook of a block that reads an encoder's output. It keeps this rank's tokens of the output.
+
+    Sharded layers gather them again.
+    """
 
     def __init__(self, line: SharedLayer, names: list[str]):
         self._line, self._place = line, names.index(_ENCODER_STATES)
@@ -425,13 +445,16 @@ def _find_hidden(leaves: list[Any], width: int, module: nn.Module) -> int:
 
 
 class _TakePositions:
-    """Hook of a position embedding, which keeps the positions of this rank's tokens."""
+    """Hook of a position embedding. It keeps the positions of this rank's tokens."""
 
     def __init__(self, line: SharedLayer):
         self._line = line
 
     def before(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Reduce positions (B, T) or (1, T) to the positions of this rank's tokens, (B, S) or (1, S)."""
+        """Return this rank's positions, (B, S) or (1, S), of (B, T) or (1, T).
+
+        Raises PlanError if the tokens do not divide evenly.
+        """
         del module
         size, rest = divmod(args[0].shape[1], self._line.axis.size)
         if rest:

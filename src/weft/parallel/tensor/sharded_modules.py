@@ -79,7 +79,7 @@ class TokenAdapter(SingleProcess):
         self._axis, self._part, self._is_flat = axis, part, is_flat
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
-        """Apply dropout with the positions of tensors whose tokens are sharded."""
+        """Apply dropout to this rank's tokens."""
         if self._is_flat:
             return _dropped(dropout, x.flatten(0, 1), self._part, is_whole=False).view_as(x)
         return _dropped(dropout, x, self._part, is_whole=False)
@@ -96,7 +96,10 @@ class TokenAdapter(SingleProcess):
 
 
 class GatheredAdapter(SingleProcess):
-    """Adapter of a column-sharded layer whose input is computed from gathered tokens. Autograd sums its gradient."""
+    """Adapter of a column-sharded layer whose input is computed from gathered tokens.
+
+    The backward of the gather sums the input's gradient over the ranks.
+    """
 
     def __init__(self, part: ShardPosition | None):
         self._part = part
@@ -116,7 +119,7 @@ class RowAdapter(SingleProcess):
             return dropout(x)
 
     def squares(self, total_F: Tensor) -> Tensor:
-        """Sum the squares over the ranks, since each rank has only some elements of every row."""
+        """Sum the squares over the ranks, because each rank has only some elements of every row of the weight."""
         return summed(total_F, self._axis)
 
 
@@ -136,7 +139,7 @@ class Entry:
     Attributes:
         members: column-sharded layers that read the activations.
         width: number of features of the activations.
-        part: position of this rank, whose `is_open` is set from here to the row-parallel layer; None for a head.
+        part: position of this rank, whose `is_open` is True from `enter` to the row-parallel layer; None for a head.
         is_compiled: True if the layers are compiled. Each then runs its matmul after one collective that can be traced.
         is_ahead: True if unsharded layers run first, and the members read their outputs.
     """
@@ -159,9 +162,12 @@ class Entry:
         self._made: dict[int, torch.Tensor] = {}
 
     def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
-        """Return all tokens of sharded activations; backward sums the gradient and shards it.
+        """Return all tokens of the activations x, possibly as `ShardedTokens`.
 
-        is_shared: True if only the members read them.
+        Backward sums the gradient over the ranks, and keeps this rank's tokens if tokens are sharded. If `is_shared`,
+        x may be stored until `close`, so that all members multiply it together.
+
+        is_shared: True if only the members read the result.
         """
         if self.line.cuts_tokens and x.dim() < 3:
             x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
@@ -186,7 +192,10 @@ class Entry:
         return self.line.cuts_tokens and self.line.pieces > 1
 
     def _gathered(self, x: torch.Tensor, is_shared: bool, *, is_flat: bool) -> torch.Tensor:
-        """Return all tokens, or a lazy tensor if members gather in chunks. A compiled graph drops unused tensors."""
+        """Return all tokens: a lazy tensor if members gather in chunks, outside compiled graphs and autocast.
+
+        In a compiled graph, a gather whose result is not read is removed.
+        """
         compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
         if self._in_chunks and is_shared and not self.is_ahead and not compiles:
             return ShardedTokens.of(x, self.line.axis, is_flat=is_flat)
@@ -195,7 +204,7 @@ class Entry:
         return inner.flatten(0, 1) if is_flat else inner
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the matmul of x with the member's weight. Members that read the same tensor share one collective."""
+        """Return the member's output for x. Members that read the same tensor share one collective."""
         if self._in_chunks and x is self._inner and not torch.is_autocast_enabled(x.device.type):
             return self._piecewise(member)
         if self.is_ahead:
@@ -264,7 +273,7 @@ class Entry:
     def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, SingleProcess]:
         """Return the input of a layer's adapter, and the communication that the adapter needs.
 
-        The input is this rank's tokens if tokens are sharded.
+        The input is this rank's tokens if x is the result of gathering them in `enter`, else x.
         """
         if not self.line.cuts_tokens and not self.is_ahead:
             return x, ColumnAdapter(self.line.axis, self.part)
@@ -291,18 +300,20 @@ def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Enter:
-    """Hooks of the module whose input an `Entry` gathers. They are an object because copies of a module copy its hooks.
+    """Hooks of the module whose input an `Entry` gathers.
 
-    ends: True if a row-parallel layer inside the module reduces its output. If False, as in BERT's pooler, outputs stay
-    sharded until a later layer. second: indices and names of the arguments that pass other hidden states to compute
-    keys from (cross-attention).
+    Methods of an object are deep-copied with the module. Closures would be shared by the copies.
+
+    ends: True if a row-parallel layer inside the module reduces the module's output. If False, as in BERT's pooler,
+    outputs stay sharded until a later layer. second: indices and names of the arguments from which cross-attention
+    computes keys and values.
     """
 
     def __init__(self, entry: Entry, ends: bool, second: tuple[tuple[int, str], ...] = ()):
         self._entry, self._ends, self._second = entry, ends, second
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather the hidden states among the arguments.
+        """Gather the tokens of the hidden states, and of an encoder's output for cross-attention.
 
         Raises ModelError if no argument has the features that the sharded layers read.
         """
@@ -367,7 +378,10 @@ class RowLinear(HoldingLayer):
     _weft_is_compiled: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return outputs (..., D), summed over the ranks, for this rank's inputs (..., F)."""
+        """Return outputs (..., D), summed over the ranks, for this rank's input features (..., F).
+
+        If tokens are sharded, outputs are returned only for this rank's tokens.
+        """
         self._weft_part.is_open = False
         weight, held = self.weight, self._weft_held
         line = self._weft_line
@@ -470,7 +484,7 @@ class _LocalSizes(TorchFunctionMode):
 
 
 def localise(module: nn.Module, heads: Heads, tp: int) -> None:
-    """Set a module's head counts to this rank's share."""
+    """Set a module's head counts to this rank's share, also in a copy of its config if it has the number of heads."""
     if not heads.count:
         return
     numbers = heads.numbers(tp)

@@ -47,7 +47,7 @@ from weft.parallel.tensor.trial_step import is_vetted
 
 
 class ParameterShards:
-    """Replaces parameters with this rank's shards. A tied parameter is sharded only once."""
+    """Replaces parameters with this rank's shards, and records placements. A tied parameter is sharded only once."""
 
     def __init__(self, axis: Axis, modules: Mapping[str, nn.Module]):
         self._axis = axis
@@ -81,20 +81,20 @@ class ParameterShards:
         setattr(module, name, self._locals[id(full)])
 
     def mark_partial(self, module: nn.Module, *names: str) -> None:
-        """Mark parameters as replicated with gradients that are partial sums."""
+        """Record that a module's parameters `names`, if it has them, are replicated with partial sums as gradients."""
         for name in names:
             if (param := getattr(module, name, None)) is not None:
                 self._placements[id(param)] = Placement(partial=("tp",))
 
     def replace_ties(self, model: nn.Module) -> None:
-        """Replace a tied weight or bias in every module that has it."""
+        """Replace a parameter that was sharded in one module also in other modules that are tied to it."""
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(param) in self._locals:
                     setattr(module, name, self._locals[id(param)])
 
     def placements(self, model: nn.Module) -> dict[str, Placement]:
-        """Return the placements of changed parameters by name."""
+        """Return the placements of sharded and marked parameters, by name."""
         found = {name: self._placements.get(id(param)) for name, param in model.named_parameters()}
         return {name: placement for name, placement in found.items() if placement is not None}
 
@@ -106,13 +106,13 @@ class TensorContext:
     Attributes:
         model: full model, or a pipeline stage.
         mesh: mesh of the plan.
-        modules: its modules by path, without those that another technique keeps replicated.
+        modules: the model's modules by path, without those that another technique keeps replicated.
         styles: styles of modules by path.
         heads: heads of attention modules by path.
         sequence: sharding of tokens under sp, or None.
-        shards: parameters that were replaced.
+        shards: replaces parameters, and records their placements.
         part: position of this rank in sharded layers.
-        line: sharding of layers in blocks.
+        line: sharding of layers in blocks, whose tokens are sharded under sp.
         outside: sharding of layers outside blocks. Each rank has all tokens there.
         ends: sharding of embedding and head.
     """
@@ -152,7 +152,11 @@ class TensorContext:
         return self.line if is_divided else self.outside
 
     def placement_of_rows(self, path: str, total: int) -> Placement:
-        """Return the placement of a column-sharded dim of `total` output features."""
+        """Return the placement of a column-sharded dim of `total` output features.
+
+        If there are fewer key-value heads than ranks, several ranks store the same head, and its gradients are partial
+        sums.
+        """
         style, heads = self.styles[path], self.heads.get(layers.parent_of(path), Heads())
         parts, pieces = style.sizes(total), heads.row_groups(style, total)
         if not parts and pieces[0][2] and (count := pieces[0][0] // pieces[0][1]) % self.axis.size:
@@ -163,7 +167,7 @@ class TensorContext:
         return Placement(cut=("tp",), parts=parts)
 
     def check_chunks(self, path: str, module: nn.Module) -> None:
-        """Raise PlanError if the layer should multiply in chunks but is not a plain matmul."""
+        """Raise PlanError if tp_chunks > 1 and the layer has an adapter or a quantized weight."""
         if self.line.pieces > 1 and (isinstance(module, AdaptedLinear) or layers.is_packed(module)):
             has = "has an adapter" if isinstance(module, AdaptedLinear) else "keeps its weight as bytes"
             rule = f"layer {path} {has}, and only a plain product is computed in chunks"
@@ -397,7 +401,7 @@ def layer_styles(context: TensorContext) -> dict[str, LayerStyle]:
 
 
 def separate_parents(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> set[str]:
-    """Return the modules whose column-sharded layers each gather their own input."""
+    """Return the paths of modules whose column-sharded layers each gather their own input."""
     parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
     return {path for path in parents if gathers_per_layer(path, modules, styles)}
 
@@ -405,7 +409,7 @@ def separate_parents(modules: Mapping[str, nn.Module], styles: Mapping[str, Styl
 def partial_parameters(
     context: TensorContext, own: Mapping[str, Style], taken: Collection[str]
 ) -> dict[str, Placement]:
-    """Return placements of replicated parameters whose gradients are partial sums."""
+    """Return placements of replicated parameters whose gradients are partial sums, without those in `taken`."""
     partial = [path for path, style in context.styles.items() if style.name == "partial"]
     divided, full = (context.sequence.modules, context.sequence.full) if context.sequence else ((), ())
     single = {path for path, style in own.items() if style.name == "partial"}

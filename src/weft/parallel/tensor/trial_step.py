@@ -46,7 +46,10 @@ def is_vetted(model: nn.Module) -> bool:
 
 
 class TrialError(LayoutError):
-    """A sharded copy fails, or its results differ from the unsharded copy's. path: the module that failed, or ""."""
+    """A sharded copy fails, or its results differ from the unsharded copy's.
+
+    path: path of the module that failed, or "" if it is unknown.
+    """
 
     def __init__(self, message: str, path: str = ""):
         super().__init__(message)
@@ -54,13 +57,14 @@ class TrialError(LayoutError):
 
 
 def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, example: Any, where: str) -> None:
-    """Compare outputs and gradients of a copy that `cut` shards with an unsharded copy.
+    """Compare float64 outputs and gradients of a copy that `cut` shards with an unsharded copy's.
 
     All ranks of the axis call it. The model is not changed. Does nothing if the unsharded copy cannot be made or run.
-    Raises TrialError if results differ, or the sharded copy fails.
+    Raises TrialError if results differ, or the sharded copy fails. A WeftError of the sharded copy is raised as it is,
+    except that a PlanError for generated arguments is ignored.
 
     cut: shards a copy and returns the placements of its parameters. example: arguments of a forward, or None to
-    generate them.
+    generate them. where: plan fields for the error message.
     """
     is_invented = example is None
     try:
@@ -103,7 +107,10 @@ def _remedy(where: str) -> str:
 
 
 def _input(leaf: Any, model: nn.Module, axis: Axis, device: torch.device) -> Any:
-    """Return random values for a float tensor, because zeros could hide errors. Indices are kept unless all are 0."""
+    """Return a leaf of the example with equal values on all ranks.
+
+    Float tensors get random values, because zeros could hide errors. So do int64 tensors that contain only zeros.
+    """
     if not isinstance(leaf, torch.Tensor):
         return leaf
     generator = torch.Generator().manual_seed(leaf.numel())
@@ -136,7 +143,10 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _step(model: nn.Module, inputs: Any, training: bool) -> tuple[Exception | None, list[torch.Tensor], bool]:
-    """Run one forward and backward. Return the error or None, the outputs, and True if random numbers were drawn."""
+    """Run one forward and backward.
+
+    Return the error or None, the floating-point outputs, and True if the forward drew random numbers.
+    """
     args, kwargs = dry_run.as_arguments(inputs)
     draws = _Draws()
     model.zero_grad()
@@ -214,7 +224,7 @@ def _why_failed(failure: Exception | None) -> str:
 
 
 def _module_of(failure: Exception | None, model: nn.Module) -> str:
-    """Return the path of the innermost module of the model in the error's traceback."""
+    """Return the path of the innermost module of the model in the error's traceback, or ""."""
     paths = {id(module): path for path, module in model.named_modules()}
     found, step = "", None if failure is None else failure.__traceback__
     while step is not None:
@@ -234,9 +244,12 @@ def _line_of_user(failure: Exception | None) -> str:
 
 
 def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None:
-    """Return a layout that leaves a module's layers unsharded, or None if no other layer is sharded.
+    """Return a layout that leaves a module's layers unsharded.
 
-    Modules whose paths differ only in numbers are left unsharded too. path: path of the module, or of a layer in it.
+    Modules whose paths differ only in numbers are left unsharded too. Return None if no other layer is sharded, or if
+    `path` is not inside a module with layers that the layout names.
+
+    path: path of the module, or of a layer in it.
     """
     modules = dict(model.named_modules())
     styles = {name: style for name in modules if (style := layout.match(name)) is not None}
@@ -250,7 +263,10 @@ def without_layers(layout: Layout, model: nn.Module, path: str) -> Layout | None
 
 
 def divided_modules(layout: Layout, model: nn.Module) -> list[str]:
-    """Return one module of each kind that contains row-sharded layers."""
+    """Return the paths of modules that directly contain row-sharded layers.
+
+    Of paths that differ only in numbers, only the last is returned.
+    """
     around = (name.rpartition(".")[0] for name, _ in model.named_modules() if layout.match(name) == "rowwise")
     return list({general_path(path): path for path in around if path}.values())
 

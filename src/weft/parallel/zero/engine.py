@@ -91,7 +91,7 @@ class GradientReducer(ABC):
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Surround forward and backward of one microbatch."""
+        """Set the phase during forward and backward of one microbatch, which run in this context."""
         self._begin_pass(last)
         self.phase, completed = Phase.LAST_PASS if last else Phase.INNER_PASS, False
         try:
@@ -109,7 +109,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def finish(self, totals: torch.Tensor | None) -> None:
-        """Wait until all gradients are sums over the ranks, and sum `totals`."""
+        """Wait until all gradients are sums over the ranks, and sum `totals` over all ranks in place."""
 
     @abstractmethod
     def norm(self) -> torch.Tensor:
@@ -156,7 +156,7 @@ class ZeroEngine(DataParallel, ABC):
         return self.reducer.phase.in_step
 
     def leave_step(self) -> None:
-        """End a step, in TrainStep or a custom training loop. Gradients of an unfinished backward stay incomplete."""
+        """Set the phase to IDLE at the end of a step, unless gradients of a custom loop's backward are unreduced."""
         if self.reducer.phase is not Phase.OWN_BACKWARD:
             self.reducer.phase = Phase.IDLE
 
@@ -240,9 +240,10 @@ def watch_steps(
     They do so only if TrainStep does not drive the step. A step with a closure then raises ModelError.
 
     Args:
-        clear: called in `zero_grad`, in addition to the default.
+        engine: weak reference to the engine. Without the engine, only `before` and `after` are called.
+        clear: called with the engine in the optimizer's `zero_grad`, after the default.
         before: called directly before every step of the optimizer, also under TrainStep.
-        after: called directly after every step.
+        after: called directly after every step, also under TrainStep, before weights are published.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -347,12 +348,12 @@ def step_by_decision(
     first: Collection[int] = (),
     between: Callable[[], None] | None = None,
 ) -> None:
-    """Run a step with gradients multiplied by the decision's factor, unless the device decides to skip it.
+    """Multiply gradients by the decision's factor in place, and run a step unless the device decides to skip it.
 
     Args:
         optimizer: optimizer for which `leaves_steps_out` is True.
-        first: ids of parameters to step before the others, if `steps_in_parts`; empty to step all together.
-        between: called after the `first` parameters are stepped.
+        first: ids of parameters to step before the others; empty to step all together. A `DecidedOptimizer` ignores it.
+        between: called between the two parts of the step, if `first` is not empty. It is required then.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -391,15 +392,15 @@ def _without_grads(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def undo_skipped_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Remove a step that the device skipped from the host's step counts. Waits for the device's decision."""
+    """Remove a skipped step from a `DecidedOptimizer`'s step counts on the host. Waits for the device's decision."""
     if isinstance(optimizer, DecidedOptimizer):
         optimizer.finalize()
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Return True if the optimizer can update this group's parameters from its own shard alone.
+    """Return True if a rank can update its shards of this group's parameters without the other shards.
 
-    `elementwise` in the group decides, else the optimizer's attribute, else the list of elementwise classes.
+    The key `elementwise` of the group decides, else the optimizer's attribute of that name, else `ELEMENTWISE`.
     """
     return group.get("elementwise", getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE))
 

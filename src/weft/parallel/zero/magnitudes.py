@@ -45,7 +45,7 @@ def load_base(model: nn.Module, source: StateSource) -> None:
 class BaseSource:
     """Source of base weights, and of the adapter tensors that are initialized from them.
 
-    These are the trained rows of embeddings, and the magnitudes of experts under dora.
+    These adapter tensors are the rows of embeddings that are trained, and the magnitudes of experts under dora.
     """
 
     def __init__(self, source: StateSource, record: Adapted):
@@ -64,7 +64,7 @@ class BaseSource:
         self.entries: Mapping[str, SavedTensor] = entries
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a flattened part, from index `start` on."""
+        """Fill `out` with elements of a flattened part from index `start` on, in the dtype of `entries`."""
         if name in self._rows:
             weight, rows = self._rows[name]
             full = np.empty(rows.local_shape, f"V{DTYPE_BYTES[self.entries[name].dtype]}")
@@ -77,7 +77,7 @@ class BaseSource:
             self._source.read(name, part, start, out)
 
     def _norms_of(self, name: str, is_transposed: bool, part: Part) -> np.ndarray:
-        """Return the norms of each output of the experts in a part, and zeros for other experts."""
+        """Return the norm of each output of the experts in a part, (experts, outputs); zeros for other experts."""
         entry = self._source.entries[name]
         found = np.zeros(part.shape)
         for low, high in part.rows if part.rows is not None and part.dim == 0 else ((0, part.shape[0]),):
@@ -91,7 +91,7 @@ class BaseSource:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module) -> None:
-    """Set each magnitude to the norms of its full weight's rows, so that DoRA starts as its base model.
+    """Set the magnitude of each adapted layer to its full weight's norm per output, so DoRA starts as its base model.
 
     `add_adapter` does this if weights exist, and `parallelize` if it creates them. Only code that fills the frozen
     weights of a parallelized model needs to call this. All ranks call it, before the first step. It does nothing for

@@ -1,7 +1,7 @@
-"""Optimizer states and wire format states of both engines, gathered over ranks for checkpoints.
+"""Exchange of states between ranks, for both ZeRO engines: optimizer states, wire format states, and full tensors.
 
-Ranks do not have the states of other ranks, so they first exchange a table. It contains, per parameter and key, the
-owner, shape and dtype, and the value itself if it is a single number (step counters).
+A rank does not know which optimizer states other ranks have, so ranks first exchange a table (`exchange`). It contains,
+per parameter and key, the owner, shape and dtype, and the value itself if it is a single number (step counters).
 """
 
 from __future__ import annotations
@@ -89,7 +89,11 @@ def local_wire_state(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Load this rank's tensors of `local_wire_state`. Return a message for each part that does not fit this plan."""
+    """Load this rank's tensors of `local_wire_state`. Return a message if they are dropped, else [].
+
+    The step count fits any plan. The other tensors are dropped if another plan saved them, without a message if all of
+    them are low-rank bases, which are optional.
+    """
     coders, mesh = engine.coders, engine.axes.mesh
     coders.forget()
     if _TURN in tensors:
@@ -117,7 +121,11 @@ HEADER_BYTES = 1024
 def across_stages(
     pairs: Iterator[tuple[str, torch.Tensor]], stages: Axis, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all stages, stage by stage, each name once. Collective over the pp axis."""
+    """Yield the tensors of all stages, stage by stage, each name once. Collective over the pp axis.
+
+    With several stages, raises CheckpointError on the stage that has a tensor with a name of more than about 900
+    characters.
+    """
     if stages.size == 1:
         yield from pairs
         return

@@ -1,7 +1,7 @@
 """Flat buckets: parameters of a module in contiguous memory, so that one collective communicates many of them.
 
 All parameters of a bucket have one dtype. Its flat tensors hold `num_shards` equal parts. Part r belongs to rank r of
-the shard axis, the only rank with master weights and optimizer states for it. There are two layouts: with `slices`, a
+the shard axis, the only rank with master weights and optimizer states for it. There are two layouts: usually, a
 parameter may cross part boundaries. With `whole` it does not, for optimizers that need full matrices.
 """
 
@@ -45,6 +45,7 @@ class Slot:
         is_shared: True if several modules use the parameter.
         grad: its view of the bucket's gradient, while that exists.
         expected, fired: how often autograd delivers its gradient in one backward: maximum so far, and current count.
+        address, version: memory address and version counter of the parameter, to detect that it was moved or changed.
     """
 
     name: str
@@ -114,6 +115,8 @@ class Bucket:
 
     Attributes:
         own: range of this rank's part in the flat tensors.
+        whole: True for the layout in which no parameter crosses part boundaries.
+        gaps: ranges of the flat tensors that contain no parameter.
         weights: flat, in the compute dtype; the parameters are views of it.
         master: this rank's part of the unrounded weights; a slice of `weights` if nothing is rounded.
         grads: full flat gradients in the master dtype, or None if unused.
@@ -156,7 +159,10 @@ class Bucket:
         return self.on_host or self.differs or self.weights.dtype != self.master.dtype
 
     def found(self) -> list[tuple[Slot, torch.Tensor]] | None:
-        """Return the gradients in autograd's tensors, with the parameters' strides, or None if some are missing."""
+        """Return the gradients in autograd's tensors, with the parameters' strides.
+
+        Return None if a gradient is missing, sparse or not floating-point, or if no parameter has elements.
+        """
         found: list[tuple[Slot, torch.Tensor]] = []
         for slot in self.slots:
             grad = slot.param.grad
@@ -193,7 +199,7 @@ class Bucket:
         self.loose, self.shard, self.collected = None, self.grads[self.own], True
 
     def drop_grads(self) -> torch.Tensor | None:
-        """Release the full gradients. The parameters have no gradient afterwards."""
+        """Remove the full gradients from the bucket, and return them. The parameters have no gradient afterwards."""
         flat, self.grads, self.collected = self.grads, None, False
         for slot in self.slots:
             slot.grad = None
@@ -320,7 +326,8 @@ def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> 
 def _undivided(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
     """Lay out each parameter within one shard. Return (slots, elements per shard, True) of each bucket.
 
-    A bucket is as small as the padding limit allows.
+    A bucket ends once it has `limit` elements and its padding is within MOST_FILL. The last bucket may have fewer
+    elements, and a single bucket more padding.
     """
     groups: list[list[Slot]] = [[]]
     for slot in slots:
@@ -353,7 +360,10 @@ def _fits(group: list[Slot], least: int, num_shards: int) -> bool:
 
 
 def _balance(group: list[Slot], num_shards: int) -> int:
-    """Assign each parameter, largest first, to the part with the fewest elements. Return the length of a part."""
+    """Assign each parameter, largest first, to the part with the fewest elements, and set `slot.start`.
+
+    Return the length of a part.
+    """
     ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; other parts stay empty
     places: list[tuple[Slot, int, int]] = []
     for slot in sorted(group, key=lambda slot: -slot.numel):

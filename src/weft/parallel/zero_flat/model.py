@@ -254,9 +254,9 @@ class FlatModel(ZeroEngine):
         self._parameters.placed.take_states(self._step_of(optimizer).adoption, source)
 
     def check_parameters(self) -> None:
-        """Update the master of each parameter that was written to.
+        """Update the master weight of each parameter that was written to.
 
-        Raises ModelError for a parameter that was moved, frozen or cast after `parallelize`.
+        Raises ModelError for a parameter that was moved, frozen, unfrozen or cast after `parallelize`.
         """
         self._parameters.check(self.wait_for_weights)
 
@@ -272,7 +272,7 @@ class OwnLoop:
         find_optimizers(self._engine)
 
     def note(self, bucket: Bucket) -> None:
-        """Record that a bucket got a gradient outside microbatches."""
+        """Record that a bucket got a gradient outside microbatches. It is reduced at the end of this backward."""
         self._touched.add(bucket.index)
         task = graph_task()
         if self._backward != task:

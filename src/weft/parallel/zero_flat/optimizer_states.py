@@ -73,7 +73,10 @@ class SlotAdoption:
         )
 
     def put(self) -> None:
-        """Put this rank's slices into the optimizer's groups. Existing optimizer states are sliced to fit."""
+        """Put this rank's slices into the optimizer's groups. Existing optimizer states are sliced to fit.
+
+        If slices are replaced because the buckets were laid out again, their states are dropped, for `load_states`.
+        """
         self.pieces = {}
         for slot in self.slots:
             bucket, piece = slot.bucket, slot.param
@@ -144,7 +147,10 @@ class SlotErrorFeedback:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Load residuals that any plan saved. Return a log line if they were redistributed."""
+        """Load residuals from a checkpoint of any plan. Return a log line if the number of replicas differs, else [].
+
+        If this plan cannot store a residual, it is added to the gradients of the first step, with a log line instead.
+        """
         saved = replicas_in(source)
         if not saved:
             return []
@@ -205,7 +211,10 @@ class SlotErrorFeedback:
                 yield FlatSlice(name, part, deal, start - slot.start, flat[start - low : end - low])
 
     def _ownership(self, bucket: Bucket, slot: Slot, whose: str) -> OwnershipMap:
-        """Return the ranks that write each element of a parameter's residual: the first with this residual."""
+        """Return the map from the elements of a parameter's residual to the ranks that write them.
+
+        Of several ranks with the same residual, the first writes it.
+        """
         kind, me = bucket.over, self._axes.mesh.rank
         near = kind.alike[0] - me
         shards = kind.shard.ranks if self._span(bucket) == bucket.own and bucket.num_shards > 1 else (me,)
@@ -284,7 +293,10 @@ def _gather_key(
 
 
 def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load this rank's slices from full states. Raises CheckpointError for a state that does not fit its parameter."""
+    """Load this rank's slices from full states.
+
+    Raises CheckpointError for a state that does not fit its parameter, or whose parameter the optimizer does not train.
+    """
     slots = {slot.name: slot for slot in adoption.slots}
     for full_name, saved in tensors.items():
         name, _, key = full_name.rpartition("/")
@@ -360,7 +372,7 @@ class SlotSlices:
         return FlatSlice(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
 
     def states(self, adoption: SlotAdoption) -> Iterator[FlatSlice]:
-        """Yield the states of this rank's slices. Raises CheckpointError for a state whose shape does not fit."""
+        """Yield this rank's optimizer states as flat slices. Raises CheckpointError if a shape does not fit."""
         for slot, piece in adoption.pieces.items():
             found = self.of(slot)
             assert found is not None
@@ -377,7 +389,11 @@ class SlotSlices:
                 yield single_rank_slice(name, value, found.deal.holder(0))
 
     def take_states(self, adoption: SlotAdoption, source: StateSource) -> None:
-        """Load an optimizer's states. Raises CheckpointError for a state that does not fit its parameter."""
+        """Load an optimizer's states on this rank.
+
+        Raises CheckpointError for a state that does not fit its parameter and, without pipeline stages, for a state of
+        a parameter that the optimizer does not train.
+        """
         ours: dict[str, list[Slot]] = {}
         for slot in adoption.slots:
             ours.setdefault(self._axes.saved_name(slot.name), []).append(slot)

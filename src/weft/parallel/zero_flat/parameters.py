@@ -155,7 +155,10 @@ def take_master(slot: Slot, whole: torch.Tensor) -> None:
 
 
 class LoadHooks:
-    """Hooks of a module's `load_state_dict` that update masters from the unrounded tensors. Copies do nothing."""
+    """Hooks of a module's load_state_dict that update master weights from the unrounded tensors.
+
+    Copies of a `LoadHooks`, as in a copied module, do nothing.
+    """
 
     def __init__(self, slots: Sequence[Slot] = (), wait: Callable[[], None] | None = None):
         self._slots, self._wait = slots, wait

@@ -1,8 +1,8 @@
 """Overlap of ZeRO-1/2 weight all-gathers with the next forward.
 
 The all-gathers start in the order in which forward needs the weights, so all but the first overlap with it. Each
-repeated block waits for its own weights when it is called, and so does a layer outside blocks in models whose code is
-known. This requires that the module was called in an earlier forward, because some models read a block's weights
+repeated block waits for its own weights when it is called, and so does a layer outside blocks in models of transformers
+and Weft. This requires that the module was called in an earlier forward, because some models read a block's weights
 without calling it. For all other weights, forward waits before it starts. Any read of parameters waits for all weights.
 """
 
@@ -112,7 +112,10 @@ class WeightPrefetcher:
         self._waiting: list[Bucket] = []  # in the order of their start
 
     def watch(self) -> None:
-        """Make modules wait for their own weights. Call it before the first forward, which may compile them."""
+        """Make modules wait for their own weights. Call it before the first forward, which may compile them.
+
+        Does nothing if no bucket is sharded, or if it was called before.
+        """
         model = self._model()
         if model is None or self._units or all(slot.bucket.num_shards == 1 for slot in self._slots):
             return
@@ -160,7 +163,10 @@ class WeightPrefetcher:
         return bool(self._units)
 
     def start_rest(self, buckets: Sequence[Bucket], follow: bool, *, is_update: bool) -> None:
-        """Start the other all-gathers. follow: True to return before they complete if modules wait for weights."""
+        """Start the all-gathers of buckets without a pending one, and wait for all of them.
+
+        follow: True to return without waiting if modules wait for their weights, after `watch`.
+        """
         for bucket in reversed(buckets):  # in the order of the next forward
             if bucket.arriving is None:
                 self.start(bucket, is_update=is_update)
@@ -178,7 +184,7 @@ class WeightPrefetcher:
                 _wait_for_bucket(slot.bucket)
 
     def wait_for_rest(self) -> None:
-        """Wait, before a forward, for the weights for which no module waits."""
+        """Wait, before a forward, for the weights for which no module waits when it is called."""
         if self._waiting:
             for bucket in self._waiting:
                 for units in map(self._units.get, bucket.slots):

@@ -46,8 +46,9 @@ class _Pass:
 
     Attributes:
         launches: True if buckets are reduced while backward runs.
-        missing: for each bucket, the number of its parameters without a gradient.
-        next: index of the first bucket that is not reduced.
+        missing: for each bucket, the number of its parameters whose gradient is incomplete. It is 1 more for a bucket
+            whose reduction waits for other pipeline stages, so that backward does not start it.
+        next: index of the first bucket whose reduction has not started.
     """
 
     launches: bool = False
@@ -215,7 +216,10 @@ class Reducer(GradientReducer):
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's full flat gradient, with `.grad` of autograd or the user. Missing gradients are zero."""
+        """Copy each `.grad` into the bucket's full gradients, and return them: (bucket.size,), in the master dtype.
+
+        Each `.grad` becomes a view of them. Missing gradients become zeros.
+        """
         flat = self._room(bucket)
         for slot in bucket.slots:
             if slot.param.grad is not slot.grad:
@@ -312,7 +316,10 @@ class Reducer(GradientReducer):
             self._under_way[bucket.index] = _PendingReduction(self._send_early(bucket, pending))
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
-        """Copy a bucket's sums to the host as soon as they are complete. Return the handle to wait for."""
+        """Copy a bucket's sums to the host once they are complete, if its optimizer is there and they are final.
+
+        pending: reduction that computes the sums. Return the handle to wait for: of the copy, else `pending`.
+        """
         is_final = self.phase is Phase.LAST_PASS or not self._each
         if bucket.host is None or not bucket.host.is_early or not is_final or self.coders.owed:
             return pending

@@ -83,7 +83,10 @@ class RecordedPasses:
         )
 
     def keeps(self, last: bool) -> bool:
-        """Return True if gradients in a microbatch's own memory are still needed after the next microbatch."""
+        """Return True if gradients that a microbatch leaves in autograd's tensors are needed by later microbatches.
+
+        last: True for the last microbatch of a step.
+        """
         return not last and any(self._reducer.stays(bucket, Phase.INNER_PASS) for bucket in self._reducer.buckets)
 
     def left(self) -> PassEnd:
@@ -120,6 +123,9 @@ class RecordedSteps:
         Args:
             found: key of all tensors' addresses and the constant settings of the rules.
             rules: rules of the lanes, numbered in their order.
+            lanes: returns the lanes, each with its rule.
+            decision: provides the gradient factor, which is NaN if the device skips the step.
+            recorder: records and replays.
         """
         step = self._known.get(found) or self._once.pop(found, None)
         is_new = step is None
@@ -193,7 +199,10 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _OwnSlices:
-    """The slices of one bucket in order, each with its index among all slices of the bucket, and flat states by key."""
+    """The slices of one bucket in order, each with its index among all slices of the bucket, and flat states by key.
+
+    is_all: True if the optimizer has all slices of the bucket on this rank.
+    """
 
     bucket: Bucket
     entries: list[tuple[int, _Entry]]

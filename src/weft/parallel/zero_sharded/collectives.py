@@ -55,7 +55,10 @@ class UnitGather(GatherBase):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor`. It is complete when this returns (on CUDA: in the order of the current stream)."""
+        """Gather into `output_tensor`. It is complete when this returns (on CUDA: in the current stream's order).
+
+        Raises CommError if ranks start different operations.
+        """
         self._order.check(Act.GATHER, self._unit, input_tensor.numel())
         try:
             if self._near is not None and group is self._near.group:
@@ -134,7 +137,10 @@ class UnitReduce(ReduceBase):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum `input_tensor` over the ranks, and store this rank's part in `output_tensor`."""
+        """Sum `input_tensor` over the ranks, and store this rank's part in `output_tensor`.
+
+        Raises CommError if ranks start different operations, or if `op` is not SUM.
+        """
         if op != dist.ReduceOp.SUM:
             raise CommError(
                 f"fully_shard reduces the gradients of a unit by {op}, and Weft can only sum them. Use "

@@ -69,7 +69,7 @@ Entry = tuple[Act, int, int]
 
 
 class Order:
-    """Order of this rank's operations over one axis, from the end of one step to the next. units: names by index."""
+    """Checks that the ranks of an axis run the same operations in the same order. units: names of units by index."""
 
     def __init__(self, axis: Axis, units: Sequence[str]):
         self._axis, self._units = axis, units
@@ -100,7 +100,11 @@ class Order:
             self._record = []
 
     def explain(self, error: CommError) -> CommError:
-        """Build the error for a gather or reduction that failed although its check passed."""
+        """Return the error for a gather or reduction that failed although its check passed.
+
+        If this rank follows the record, ranks did not compare the operation, and the result names it. Otherwise, this
+        returns `error`.
+        """
         if not self._follows or not self._place:
             return error
         act, unit, _ = self._record[self._place - 1]
@@ -110,7 +114,7 @@ class Order:
         )
 
     def first_gathers(self) -> list[int]:
-        """Return the units that a step gathers first, in order, before any other kind of operation."""
+        """Return the units that a step gathers before any other kind of operation, in order; [] without a record."""
         gathers = itertools.takewhile(lambda entry: entry[0] is Act.GATHER, self._record)
         return list(dict.fromkeys(unit for _, unit, _ in gathers))
 
@@ -125,7 +129,7 @@ class Order:
         self._place = 0
 
     def _leave_record(self, entry: Entry) -> None:
-        """Compare ranks after an operation that differs from the last step. It is valid if all changed equally."""
+        """Compare an operation that differs from the last step. Raises CommError unless all ranks changed equally."""
         self._done = self._record[: self._place]
         self._follows = False
         act, unit, _ = self._record[self._place]
@@ -174,7 +178,7 @@ class _Disagreement(CommError):
 
 
 class FirstGathers:
-    """Steps an optimizer in two parts, and overlaps the gathers of the first part with the second.
+    """Steps an optimizer in two parts, and overlaps all-gathers of the first part's weights with the second part.
 
     modules: the units, by index; the root last. order: order of all ranks' operations, which contains the first gathers
     of a forward.
@@ -191,12 +195,15 @@ class FirstGathers:
         self._early: list[tuple[FSDPModule, UnshardHandle]] = []
 
     def switch_on(self) -> None:
-        """Enable early gathers. Call it only if weights may be gathered between steps."""
+        """Enable early gathers, on CUDA only. Call it only if weights may be gathered between steps."""
         if self._device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(priority=-1)
 
     def step(self, optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
-        """Step the optimizer, and start the first gathers of the next forward if `switch_on` was called."""
+        """Step the optimizer, and start the first gathers of the next forward.
+
+        No gather is started unless `switch_on` was called and the optimizer supports steps in two parts.
+        """
         self.drop()
         first: list[int] = []
         if self._stream is not None and steps_in_parts(optimizer):  # units that are gathered before any block
@@ -206,7 +213,7 @@ class FirstGathers:
         step_by_decision(optimizer, decision, params, functools.partial(self._gather, first, self._stream))
 
     def hand_over(self) -> None:
-        """Pass early gathers on to the forward that begins, which waits for them and frees them as usual."""
+        """Forget early gathers when a forward begins: fully_shard then waits for them and frees the weights."""
         self._early = []
 
     def drop(self) -> None:
@@ -289,7 +296,7 @@ class ReplicaSum:
 def watch_calls(
     modules: Sequence[FSDPModule], begin_root: Callable[[nn.Module, Any], None], *, recompute: bool
 ) -> None:
-    """Register hooks that count the calls to all units in a forward, and call `begin_root` before forwards of the root.
+    """Register hooks that count the calls to each unit in a forward, and call `begin_root` before forwards of the root.
 
     A unit that is called once is reduced with zeros for the parameters that this rank did not use, so ranks may use
     different parameters. With several calls, fully_shard would reduce zeros once per call, so only existing gradients
@@ -325,7 +332,7 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Return a unit's output as tensors that are not views. Register it as a forward hook before fully_shard's own.
 
     A layer with a bias returns a view. An in-place operation on a view would remove the hook that gathers the unit for
-    backward. A value without a gradient stays the same object, by which a head's loss identifies the labels.
+    backward. A tensor that requires no gradient stays the same object: a head's loss identifies labels by identity.
     """
     del module, args
     return tree_map(
@@ -376,8 +383,9 @@ class ForwardLimits:
     Writes are checked in the first training forward of each unit. Under a pipeline, the forward of a stage ends with an
     exception of the runtime, after which torch calls no hooks. Gradients in forward are then not detected.
 
-    Until the first step, ranks also compare the ends of their forwards, because the first step tries some samples, and
-    a rank that calls more units than the others would wait for them. units: the units, by name; the root last.
+    Before the first step, forwards run on a few samples, and a rank that calls more units than the others would wait
+    for them. Until the first step, ranks therefore also compare their operations at the end of each forward. units:
+    the units, by name; the root last.
     """
 
     def __init__(self, units: Sequence[tuple[str, FSDPModule]], orders: Sequence[Order], *, is_stage: bool = False):

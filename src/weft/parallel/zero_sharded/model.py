@@ -5,7 +5,7 @@ and full tensors by name (`shards.py`).
 
 `reshard` determines when gathered parameters are freed. In a step of A microbatches:
 
-        reshard         parameters gathered   gradients reduced   unsharded on each rank until then
+        reshard         parameters gathered   gradients reduced   unsharded on each rank
     after_forward   2 A times             A times             the active units
     after_backward  A times               A times             all parameters, from forward to backward
     after_step      once                  once                all parameters; with A > 1 all gradients too

@@ -46,9 +46,9 @@ class OptimizerShards:
 
     Attributes:
         local: names of parameters that it updates on shards.
-        hosted: names of parameters of both kinds whose optimizer is on the host.
-        whole: names of parameters that it updates in full, each with the rank that updates it.
-        mine: full parameters that this rank updates, empty between steps.
+        hosted: names, from `local` and `whole`, of parameters whose optimizer is on the host.
+        whole: names of parameters that it updates in full, each with the rank of the shard axis that updates it.
+        mine: full parameters that this rank updates, by name. On the device, they have no elements between steps.
     """
 
     local: list[str] = field(default_factory=list)
@@ -82,7 +82,11 @@ class ShardAdoption:
         return name if reference() is param else self._names.get(id(param))
 
     def put(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters of all groups. Existing optimizer states are sharded to fit."""
+        """Replace the parameters of all groups by shards, or by full parameters of which each rank updates some.
+
+        Existing optimizer states are sharded or gathered to fit, so all ranks must call it. Raises ModelError for a
+        trainable parameter that the model does not have.
+        """
         held, load = OptimizerShards(), [0] * self._axis.size
         groups: list[list[nn.Parameter | None]] = []
         for group in optimizer.param_groups:
@@ -99,7 +103,11 @@ class ShardAdoption:
     def _replacement(
         self, param: nn.Parameter, elementwise: bool, held: OptimizerShards, load: list[int]
     ) -> nn.Parameter | None:
-        """Return the replacement of `param` in this rank's optimizer, or None if another rank updates it."""
+        """Return the replacement of `param` in this rank's optimizer, or None if another rank updates it.
+
+        The name is added to `held`, and the size of a full parameter to the `load` of the rank that updates it. Raises
+        ModelError for a trainable parameter that the model does not have.
+        """
         name = self.name_of(param)
         if name is None and param.requires_grad:
             raise not_of_model(param)
@@ -142,7 +150,10 @@ class ShardAdoption:
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gather weights and gradients of the parameters that the optimizer needs in full. All ranks must call it."""
+        """Gather weights and gradients of the parameters that the optimizer updates in full. All ranks must call it.
+
+        For an optimizer on the host, also wait for the copies of gradients there.
+        """
         held = self._held[optimizer]
         if self._hosted is not None:
             self._hosted.before_step(name for name in held.hosted if name not in held.whole)
@@ -159,7 +170,7 @@ class ShardAdoption:
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy updated full weights to the shards. All ranks must call it."""
+        """Copy updated weights from full parameters, or from the host, to the shards. All ranks must call it."""
         held = self._held[optimizer]
         if self._hosted is not None:
             self._hosted.after_step(name for name in held.hosted if name not in held.whole)
@@ -251,7 +262,10 @@ class ShardSlices:
         return FlatSlice(self._axes.saved_name(name), part, deal, 0, flat_of(value.contiguous()))
 
     def states(self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption) -> Iterator[FlatSlice]:
-        """Yield an optimizer's states. Raises CheckpointError for a state whose shape does not fit its parameter."""
+        """Yield this rank's states of an optimizer as flat slices.
+
+        Raises CheckpointError for a state whose shape does not fit its parameter.
+        """
         for name, param, is_whole in adoption.local_params(optimizer):
             shard = self._shards[name]
             first = self._kinds[name].holders[0] if is_whole else self.like(name, shard.local).deal.holder(0)
@@ -275,7 +289,10 @@ class ShardSlices:
         plain: Mapping[str, nn.Parameter],
         source: StateSource,
     ) -> None:
-        """Load an optimizer's states. Raises CheckpointError for a state of a parameter that it does not train."""
+        """Load an optimizer's states on this rank.
+
+        Without pipeline stages, raises CheckpointError for a state of a parameter that the optimizer does not train.
+        """
         ours: dict[str, list[tuple[str, nn.Parameter | None, bool]]] = {}
         for name, param, is_whole in adoption.local_params(optimizer):
             ours.setdefault(self._axes.saved_name(name), []).append((name, param, is_whole))
@@ -386,7 +403,8 @@ class ShardErrorFeedback:
     def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
         """Return a function that maps a number of elements to the coder of a unit's sums over replicas.
 
-        From then on the coder may store residuals. params: parameters of fully_shard, in the order of its reduction.
+        If the wire format uses error feedback and there are several replicas, the unit is added to `units`. params:
+        parameters of fully_shard, in the order of its reduction.
         """
         if not coder.wire.feeds_back or axis.size == 1:
             return lambda numel: coder
@@ -405,7 +423,10 @@ class ShardErrorFeedback:
 
     @torch.no_grad()
     def take(self, source: StateSource) -> list[str]:
-        """Load residuals that any plan saved. Return a log line if they were redistributed."""
+        """Load residuals from a checkpoint of any plan. Return a log line if the number of replicas differs, else [].
+
+        If this plan cannot store a residual, it is added to the gradients of the first step, with a log line instead.
+        """
         saved = replicas_in(source)
         if not saved:
             return []
@@ -435,7 +456,7 @@ class ShardErrorFeedback:
         return [] if saved == number else [f"what {saved} replicas' compression error is shared by {number} now"]
 
     def add(self) -> None:
-        """Add loaded residuals to the sums of this step."""
+        """Add the loaded residuals of parameters outside `units` to their gradient sums of this step."""
         for name, total in self._coders.owed.items():
             grad = self._shards[name].local.grad if name in self._shards else self._plain[name].grad
             if grad is not None:

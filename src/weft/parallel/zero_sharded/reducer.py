@@ -152,7 +152,7 @@ class ShardReducer(GradientReducer):
     def finish(self, totals: torch.Tensor | None) -> None:
         """Wait for all sums, and sum `totals` and the gradients of unsharded parameters.
 
-        Raises CommError if some ranks did not reach this call.
+        Raises CommError if another rank starts a different operation.
         """
         self._complete()
         plain, kinds = self._parameters.plain, self._parameters.kinds
@@ -169,7 +169,7 @@ class ShardReducer(GradientReducer):
         self.phase = Phase.OWN_UPDATE
 
     def _complete(self) -> None:
-        """Wait for sums over replicas, and reduce partial sums once per step."""
+        """Wait for sums over replicas, set missing gradients to zero, and reduce partial sums once per step."""
         for replica_sum in self._sums:
             replica_sum.wait()
         for order in self.orders:

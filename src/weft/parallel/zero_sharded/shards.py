@@ -51,7 +51,10 @@ class Shard:
         return all_gather(padded.reshape(-1), self.axis)[: shape.numel()].view(shape)
 
     def link(self) -> None:
-        """Set the plain parameter's gradient to the DTensor's, or to zeros if no rank used the parameter."""
+        """Set the gradient of `local` to the local tensor of the gradient of `param`, in the same memory.
+
+        If no rank used the parameter, the gradients of both become zeros.
+        """
         if self.param.grad is None:
             self.param.grad = torch.zeros_like(self.param)
         self.local.grad = local_part(self.param.grad)
@@ -90,7 +93,7 @@ def choose_hosted(shards: Mapping[str, Shard], on_host: Iterable[str], plan: Pla
 
 
 class HostedShards:
-    """Shards whose optimizer is on the host.
+    """Shards on the device whose gradients are copied to the host, where the optimizer steps copies of the weights.
 
     `params`: the optimizer's parameters in host memory, by name. `is_last`: True if new gradients are the step's final
     ones, because no later microbatch follows.
@@ -118,12 +121,12 @@ class HostedShards:
 
     @torch.no_grad()
     def send(self, name: str, grad: torch.Tensor) -> None:
-        """Start the copy of a gradient to the host. It replaces an earlier copy of the same step."""
+        """Start to copy a gradient to the host. The copy replaces an earlier one of the same step."""
         self._parts[name].forget()
         self._parts[name].send(grad.reshape(-1))
 
     def forget(self) -> None:
-        """Mark all copies as outdated for a new step."""
+        """Mark the gradients on the host as outdated, for a new step."""
         for part in self._parts.values():
             part.forget()
 
@@ -133,7 +136,10 @@ class HostedShards:
                 part.scale(factor)
 
     def take_full(self, name: str, mine: bool) -> nn.Parameter | None:
-        """Replace a shard with the full parameter. Return the optimizer's parameter if this rank updates it."""
+        """Use the full parameter instead of a shard: release the shard's host memory.
+
+        Return the full parameter in host memory if this rank updates it (`mine`), else None.
+        """
         self._parts.pop(name).release()
         del self.params[name], self._versions[name]
         if not mine:
@@ -158,7 +164,7 @@ class HostedShards:
 
     @torch.no_grad()
     def before_step(self, names: Iterable[str]) -> None:
-        """Wait until gradients are on the host, and copy weights there that the user changed."""
+        """Set the gradients of `params` once they are on the host, and copy weights there that the user changed."""
         chosen = list(names)
         for name in chosen:
             grad = self._shards[name].local.grad

@@ -2,7 +2,7 @@
 
 A unit is a repeated block (an entry of a ModuleList or Sequential), or a large layer outside the blocks, such as the
 embedding and the head. Other parameters (final norm, small ones) belong to the root, which stays gathered for a full
-step. A large layer is therefore never part of the root, unless its weight is tied across units.
+step. A large layer is therefore a unit, unless its weight is tied across units or read outside its calls.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def _is_block(site: blocks.Site) -> bool:
-    """Return True for an entry of a container that has a forward, but not a list of blocks, or a backbone with head."""
+    """Return True if an entry of a container is a block: it has a forward, and no repeated modules inside.
+
+    With repeated modules inside, it is a block only if the container has several entries of its class. An
+    nn.Sequential is a block only if all its children are layers.
+    """
     module = site.module
     if isinstance(module, blocks.LISTS) or not isinstance(site.parent, blocks.CONTAINERS):
         return False
@@ -141,7 +145,10 @@ def own_params(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
 
 
 def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
-    """Return the axes of each unit's parameters, except partial sums. Raises ModelError for units of mixed kinds."""
+    """Return the axes of each unit's parameters: those of experts, or `axes.plain`.
+
+    Raises ModelError if a unit has experts and other parameters.
+    """
     names = {id(param): name for name, param in units[-1].module.named_parameters()}
     found: list[Axes] = []
     for unit, rest in zip(units, own_params(units), strict=True):
@@ -160,9 +167,10 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
 def finalize(
     model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
 ) -> dict[str, torch.Tensor]:
-    """Broadcast parameters and buffers from the first rank, with trained parameters in the master's dtype.
+    """Broadcast parameters and buffers from the first of the ranks that hold the same part.
 
-    Returns the buffers that checkpoints contain; training may update them.
+    Trained floating-point parameters get the master dtype before, and others their dtype of `chosen`. Meta parameters
+    are not broadcast. Returns the buffers that checkpoints contain; training may update them.
     """
     for name, param in model.named_parameters():
         dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
@@ -215,7 +223,10 @@ class PartialSums:
                 grad.copy_(part.view_as(grad))
 
     def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """Return this rank's share of the squared norm. grads: (gradient, number of ranks that count it too)."""
+        """Return this rank's share of the squared norm, 0-d float64.
+
+        grads: (gradient, number of ranks that count the same gradient, including this one).
+        """
         groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for grad, number in grads:
             groups.setdefault((number, grad.device), []).append(grad)
@@ -247,6 +258,7 @@ NEEDED = (
 
 
 def check_torch(mesh: Mesh) -> None:
+    """Raise PlanError if the plan leaves nothing for zero=3 to shard, and LaunchError if torch is too old."""
     if mesh.plan.dp_shard * mesh.plan.cp == 1 and not mesh.plan.offload_share("params"):
         raise PlanError("zero=3: it shards over dp_shard, and dp_shard is 1. Use dp_shard=2 or more, or zero=0.")
     missing = [name for name in NEEDED if not hasattr(FSDPModule, name)]
