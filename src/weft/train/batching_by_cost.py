@@ -177,8 +177,8 @@ class _Runs:
     def least_filled(self, bound: float, numbers: Sequence[int]) -> list[list[range]]:
         """Return, for each entry of `numbers`, at most that many runs with the lowest total cost.
 
-        No run exceeds the cost bound. Entries without a solution are omitted. Uses dynamic programming over the
-        boundaries between samples.
+        No run exceeds the cost bound. Entries without a solution are omitted. Uses dynamic programming over up to
+        `_PLACES` positions at which runs may begin.
         """
         step = -(-len(self._lengths) // _PLACES)
         places = [*range(0, len(self._lengths), step), len(self._lengths)]
@@ -239,7 +239,7 @@ def _columns(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 class CostTask(Protocol):
-    """What cost-based batching needs from a task: the lengths of its samples and their costs."""
+    """Attributes and methods of a task that cost-based batching uses: lengths of its samples, and their costs."""
 
     config: RunConfig
     fills_seq_len: bool
@@ -258,7 +258,7 @@ def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
         num_microbatches: the plan's microbatches per rank.
 
     Raises:
-        DataError: if a sample costs more than the maximum of a microbatch.
+        DataError: if a sample costs more than `data.microbatch_cost`.
     """
     data = task.config.data
     if data.batching == "fixed":
@@ -294,7 +294,10 @@ def _lengths_and_table(task: CostTask) -> tuple[np.ndarray, np.ndarray]:
 
 
 def traced_costs(traced: TracedModel | None, lengths: np.ndarray) -> np.ndarray:
-    """Return a model's traced FLOPs for samples of the given lengths, divided by the FLOPs of one token."""
+    """Return a model's traced FLOPs for samples of the given lengths, divided by the FLOPs of one token.
+
+    Without a trace, or if the model's FLOPs do not depend on a sequence length, return the lengths.
+    """
     if traced is None or not traced.reads_sequence:
         return np.asarray(lengths, np.float64)
     asked = np.asarray(lengths, np.float64)
@@ -372,6 +375,9 @@ class CostBorders(StepBorders):
         costs_in_order: returns the costs of an epoch's samples in that epoch's order: float64 (samples,).
         num_samples: samples per epoch.
         most: maximum cost of a step.
+
+    Raises:
+        DataError: if there are no samples.
     """
 
     def __init__(self, costs_in_order: Callable[[int], np.ndarray], num_samples: int, most: float):
@@ -415,14 +421,14 @@ class CostBorders(StepBorders):
 
 @dataclass(frozen=True, slots=True)
 class TokenCosts:
-    """Cost of a transformer: `weights` per token, and `per_pair` per pair of tokens in attention."""
+    """Cost of a transformer in multiply-adds: `weights` per token, and `per_pair` per pair of tokens in attention."""
 
     weights: float
     per_pair: float
 
     @staticmethod
     def of(module: nn.Module, num_layers: int, dim: int) -> TokenCosts:
-        """Compute the costs of a module with attention blocks. Embedding lookups cost nothing.
+        """Return the costs of a module with attention blocks. Weights of nn.Embedding are not counted, even if tied.
 
         Args:
             module: the transformer.
@@ -437,6 +443,6 @@ class TokenCosts:
         return TokenCosts(float(weights), 2.0 * num_layers * dim)
 
     def work(self, tokens: Any) -> np.ndarray:
-        """Return the cost of sequences of the given lengths, in the same shape."""
+        """Return the cost in multiply-adds of sequences of the given lengths, in the same shape."""
         asked = np.asarray(tokens, np.float64)
         return asked * (self.weights + self.per_pair * asked)

@@ -48,7 +48,8 @@ class MapDataset(Protocol):
 class Batches(Protocol):
     """The microbatches of one rank, as a pure function of the step, so that a run can resume from any step.
 
-    If steps have different numbers of samples, `places` is a `StepBorders` with the samples of each step.
+    If steps have different numbers of samples, the object has an attribute `places`, a `StepBorders` with the samples
+    of each step.
     """
 
     @property
@@ -61,7 +62,7 @@ class Batches(Protocol):
         ...
 
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
-        """Yield the microbatches of steps start_step .. end_step - 1."""
+        """Return a context manager whose value iterates over the microbatches of steps start_step .. end_step - 1."""
         ...
 
     def state_at(self, num_samples: int) -> Any:

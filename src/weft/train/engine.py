@@ -86,8 +86,9 @@ class Measures:
 
     Attributes:
         board: channel for the ranks' reports.
-        traffic: function that returns the bytes that this rank has sent, by series. The monitoring thread calls it.
-        memory: function that returns the device memory in bytes by series. Called once, between two steps.
+        traffic: function that returns the bytes that this rank has sent, by metric name. The monitoring thread calls
+            it.
+        memory: function that returns the device memory in bytes by metric name. Called once, between two steps.
         gpu: UUID of the rank's GPU; None on other devices.
     """
 
@@ -105,7 +106,9 @@ class ReplicaWorld:
     """One of several replicas that each have a separate process group (world).
 
     Attributes:
+        replica: index of this replica.
         meet_at: HOST:PORT of the rendezvous server.
+        key: shared key that the rendezvous server must have.
     """
 
     replica: int
@@ -157,7 +160,8 @@ class EngineState(Protocol):
     def slices(self, *, aside: bool = False) -> Iterable[SavedSlice]:
         """Return this rank's slices of weights and optimizer states, to be written before the next step.
 
-        Paths are "model/<name>" and "optimizer/<name>". All ranks' slices together contain each element once.
+        Paths are "group/name": the groups in `GROUPS`, and others with the engine's own state. All ranks' slices
+        together contain each element once.
 
         Args:
             aside: return copies in host memory, which are valid until the next call with `aside`.
@@ -310,5 +314,8 @@ class Engine(Protocol):
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process group, after waiting for all ranks. With `failed`, do not wait, because of an error."""
+        """Wait for all ranks, release this rank's resources, and leave the process group.
+
+        With `failed`, only release the resources: after an error, other ranks may be in a collective.
+        """
         ...

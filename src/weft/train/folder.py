@@ -6,7 +6,7 @@ runs/<name>/
   logs/rank_N.log  output of each rank        loss.png
   checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir is set
   .lock            locked by the command that trains here
-  replica_K/       the same for replica K >= 1, if each replica is a separate world; replica 0 uses the run's folder
+  replica_K/       the same for replica K >= 1, if each is a separate process group; replica 0 uses the run's folder
 
 and the files of the task. The decoder on text writes:
   model.json       its shape                  data.json   path of the tokenised data
@@ -70,7 +70,7 @@ class RunFolder:
         return self.config().run.name != self.path.name and _REPLICA.fullmatch(self.path.name) is not None
 
     def with_replicas(self) -> list[RunFolder]:
-        """Return this folder, and if it is the run's main folder, also the folders of the other replicas."""
+        """Return this folder, and if it is the run's main folder, also the existing folders of the other replicas."""
         return [self] if self._is_of_replica else [self, *self.other_replicas()]
 
     def other_replicas(self) -> list[RunFolder]:
@@ -189,7 +189,7 @@ def restrict_new_files(folder: Path) -> int:
 
 @contextmanager
 def new_files_like(folder: Path) -> Generator[None]:
-    """Restore the umask after this context, in which new files get at most the permissions of a folder."""
+    """Give new files in this context at most the permissions of `folder`. The umask is restored at the end."""
     before = restrict_new_files(folder)
     try:
         yield
@@ -203,7 +203,9 @@ def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
 
     If an error ends the block before anything was written, a folder that was created here is removed again.
 
-    folder: the run's folder; created if it is missing. mode: `run.mode`, the permissions of a new folder.
+    Args:
+        folder: the run's folder; created if it is missing.
+        mode: `run.mode`, the permissions of a new folder.
 
     Raises:
         LaunchError: if another command has locked the folder.

@@ -94,7 +94,8 @@ class GpuKernels:
     def choose_convolutions(self, model: nn.Module) -> None:
         """Choose how cuDNN selects algorithms for this model's convolutions, on a GPU. Call it before the first step.
 
-        This sets `torch.backends.cudnn.benchmark`.
+        Sets `torch.backends.cudnn.benchmark` to False; `before` sets it to True for single steps. With
+        kernels.convolutions=auto, a value of True that the user has set is kept for all steps.
         """
         if self._device.type != "cuda":
             return
@@ -117,7 +118,10 @@ class GpuKernels:
         cudnn.benchmark = False
 
     def before(self, batches: Sequence[Any]) -> None:
-        """Enable cuDNN benchmarking for this step if all its batch shapes are among the first `MOST_SHAPES`."""
+        """Enable cuDNN benchmarking for a step if all its batch shapes are among the first `MOST_SHAPES`, else disable.
+
+        Does nothing if `choose_convolutions` did not choose benchmarking.
+        """
         if not self._measures:
             return
         found = {tuple(leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)) for one in batches}

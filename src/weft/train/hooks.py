@@ -27,6 +27,7 @@ class SaveEnd:
         note: message about the save, or "".
         stall_s: seconds that training waited for the save.
         durable_s: seconds from the start of the save until it was committed.
+        is_copy: True for a copy in the memory of the hosts.
     """
 
     step: int
@@ -67,7 +68,7 @@ class Hook:
         """Record a "trace" event: module, rank and samples at which a step failed."""
 
     def on_action(self, step: int, wish: RunRequest) -> None:
-        """Note that the ranks act on a user's request after `step` steps."""
+        """Note that the ranks act on a request of a user or an alert after `step` steps."""
 
     def on_moved(self, before: int, step: int) -> None:
         """Note that training continues from `step` instead of `before`, because the other replicas are at that step."""
@@ -169,7 +170,7 @@ class Progress:
 
         Args:
             step: step of the evaluation.
-            by: name of the metric, or "loss".
+            by: name of the metric, or "loss". If it is another one than before, the best value so far is discarded.
             value: the value. None, nan and inf are never the best.
             highest: True if higher values are better.
         """
@@ -183,7 +184,10 @@ class Progress:
         return True
 
     def note_evaluation(self, loss: float, min_delta: float) -> bool:
-        """Record the loss of an evaluation. Return True if it is at least `min_delta` below the best one."""
+        """Record the loss of an evaluation. Return True if it is the first, or more than `min_delta` below the best.
+
+        A loss that is not finite is not recorded, and counts as no improvement.
+        """
         if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss - min_delta):
             self.evaluations_without_gain += 1
             return False

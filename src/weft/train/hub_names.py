@@ -19,7 +19,8 @@ def resolved_config(config: RunConfig, folder: RunFolder | None = None) -> RunCo
     A name that the run in `folder` was started with has that run's commit. Others are resolved.
 
     Raises:
-        ConfigError: if the hub does not have a name, or a column is unknown.
+        ConfigError: if the hub does not have a name, a column is unknown or set twice, or a name has no commit although
+            replicas on several machines need the same one (`launch.replica`).
     """
     before: list[hub.HubName] | None = None
 

@@ -88,7 +88,11 @@ def device_of_rank(kind: str, numa: bool, place: RankEnv | None) -> torch.device
 def stay_near_gpu(place: RankEnv | None) -> CoreChoice:
     """Bind this process to its share of the cores of its GPU's NUMA node, unless cores were already chosen.
 
-    Returns the resulting binding. `place`: rank environment of this process; None for a single process.
+    Limits torch's threads to the number of these cores. Returns the binding; its `cores` are None, with the reason in
+    `text`, if the process was not bound.
+
+    Args:
+        place: rank environment of this process; None for a single process.
     """
     if sys.platform != "linux":
         return CoreChoice(None, f"not bound to cores: {sys.platform} offers no way")

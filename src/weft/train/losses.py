@@ -88,7 +88,7 @@ def expect_global_batch(plan: Plan) -> None:
 
 
 class GatheredFeatures:
-    """Gathered features of all samples of all ranks, for some microbatches, in the order of the samples.
+    """Gathered features of all samples of all ranks, for some microbatches, ordered by microbatch and then by rank.
 
     Args:
         axis: ranks that read different samples.
@@ -221,14 +221,14 @@ def _wide(features: torch.Tensor) -> torch.Tensor:
     return features.float() if narrow else features.detach().clone()
 
 
-# A loss that compares samples within fixed groups; equal under every plan that keeps groups in one microbatch round.
+# A loss that compares samples within fixed groups; equal under every plan that gives a group one microbatch index.
 
 #: (sum of losses, count).
 Summed = tuple[torch.Tensor, torch.Tensor | int]
 
 
 class GroupLoss:
-    """A loss on the features, (N, ...) each, of groups of samples. A direct call treats its batch as the full one.
+    """A loss on the features, (N, ...) each, of groups of samples. A direct call treats its batch as the global batch.
 
     Args:
         size: samples per group. The last group of a batch may be smaller.
@@ -266,6 +266,9 @@ class GroupLoss:
             batch: the batch as for any loss function; unused.
             samples: sample numbers in the global batch; None if the batch is the whole global batch.
             index: index of the microbatch in the step. The call is a collective if groups span ranks.
+
+        Raises:
+            ModelError: if the features do not have one row per sample.
         """
         del batch
         features: Features = [output] if isinstance(output, torch.Tensor) else list(output)
@@ -290,7 +293,10 @@ class GroupLoss:
         return self._compared(features, every, own, range(start, start + sum(counts)))
 
     def _compared(self, own: Features, every: Features, mine: range, there: range) -> Summed:
-        """Sum the losses of each group. `mine`, `there`: indices of this rank's samples and of those in `every`."""
+        """Sum the losses of each group, and return the sum and the count.
+
+        `mine`, `there`: indices of this rank's samples and of those in `every`.
+        """
         total: torch.Tensor | None = None
         number: torch.Tensor | int = 0
         for first in range(mine.start // self.size * self.size, mine.stop, self.size):
@@ -397,17 +403,19 @@ class CheckedLoss:
 
     @property
     def compares(self) -> bool:
-        """True if the loss compares samples of several microbatches."""
+        """True if the loss compares samples with each other: `GlobalBatchLoss` and `GroupLoss`."""
         return isinstance(self.loss_fn, GlobalBatchLoss | GroupLoss)
 
     def of_step(
         self, samples: Sequence[SampleNumbers], found: dict[int, Summed], seed: int | None = None
     ) -> CountedLoss:
-        """Return a function from microbatch index to its loss, which is zero, with zero gradients, for a placeholder.
+        """Return a function (output, microbatch, index) -> (sum of the losses, count).
+
+        For a placeholder without samples, the sum, its gradients and the count are zero.
 
         Args:
             samples: samples of each microbatch.
-            found: dict to which the sum and count of each microbatch are added.
+            found: dict to which the sum and count of each microbatch with samples are added, by index.
             seed: seed of the generators for the backward after each loss; None to leave them unchanged.
         """
 
@@ -428,7 +436,8 @@ class CheckedLoss:
         """Return the sum and the count for a microbatch. Only a loss over groups gets `samples` and `index`.
 
         Raises:
-            ModelError: for anything except a 0-d tensor with a gradient and a count.
+            ModelError: if the function returns anything except a 0-d tensor and a count, or if the tensor has no
+                gradient although gradients are enabled.
         """
         if self._widens:
             output = in_float32(output)

@@ -1,9 +1,9 @@
-"""The default model call, which selects the model's inputs from a batch.
+"""The default call of a model on a batch, and the split of a batch into microbatches.
 
 A batch is inputs followed by targets. From a sequence of tensors (torch's DataLoader on samples `(x, y)`), the model
-gets as many as its forward requires, at least one. From a dict, it gets the entries that are parameters of its forward,
-but never `labels`: the loss is computed outside the model, once for all ranks. If the inputs are ambiguous, the user
-must pass `forward=`.
+gets as many as its forward requires, at least one. From a dict, it gets the entries that are parameters of its forward;
+`labels` only if forward requires them, because the loss is computed outside the model, once for all ranks. If the
+inputs are ambiguous, the user must pass `forward=`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ LABELS = "labels"
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Return the model's output: model(x) for x, (x, y) and [x, y]; by keyword, without labels, for a dict.
+    """Return the model's output: model(x) for x, (x, y) and [x, y]; a dict's entries are passed by keyword.
+
+    If forward requires more than one input, it gets that many entries of a tuple or list. `labels` of a dict are passed
+    only if forward requires them.
 
     Raises:
         ModelError: if the inputs are ambiguous.
@@ -134,7 +137,7 @@ def _keywords(known: Iterable[str], batch: Mapping[str, Any]) -> str:
 
 
 class DataRank(Protocol):
-    """Index `rank` of this rank among the `size` ranks that read different samples."""
+    """Position `rank` of this rank among the `size` ranks that read different samples."""
 
     @property
     def rank(self) -> int: ...
@@ -151,14 +154,17 @@ class Microbatches:
     Args:
         batches: the microbatches, each in the model's format.
         samples: for each microbatch, the indices of its samples in the global batch, from 0 over all ranks. Random
-            numbers derive from them. None means that ranks and microbatches have equal sizes. A microbatch with an
-            empty list is a placeholder: it runs to keep ranks in step, but is not counted.
-        rows: row indices of each sample in tensors whose rows are not samples; None if there are no such tensors.
-        total: samples in the global batch.
-        any_number: accept any number of microbatches, because the ranks agreed on it.
+            numbers derive from them. None uses the indices that are attached to the batches (see `mark`), or else
+            assumes that ranks and microbatches have equal sizes. A microbatch with an empty list is a placeholder: it
+            runs because all ranks must run the same number of microbatches, but is not counted.
+        rows: row indices of each sample in tensors whose rows are not samples; None if there are no such tensors. Used
+            only with `samples`.
+        total: samples in the global batch. Used only with `samples`.
+        any_number: accept another number of microbatches than the plan's, except in a pipeline, because the ranks
+            agreed on it.
 
     Raises:
-        ModelError: if `batches` and `samples` differ in length.
+        ModelError: if `batches`, `samples` and `rows` differ in length.
     """
 
     def __init__(
@@ -195,7 +201,7 @@ class Microbatches:
         Args:
             sample_at: function that returns a sample by its index in the global batch.
             own: sample indices of each microbatch, from `weft.config.partitioning.microbatch_samples`. Empty
-                microbatches come last.
+                microbatches come last. They are made from one sample, as placeholders.
             collate: function that makes a batch from a list of samples.
             total: samples in the global batch.
         """
@@ -212,7 +218,8 @@ class Microbatches:
             dp_rank: this rank's index on the data-parallel axes.
 
         Raises:
-            ModelError: if rows are not samples.
+            ModelError: if a tensor does not have one row per sample, or the batch contains an object of another type
+                than tensors, containers, numbers and text.
         """
         count = samples_in(batch)
         own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
@@ -317,7 +324,7 @@ class BatchSplit:
         """Return a batch's microbatches on the device, and the sample indices of each.
 
         Raises:
-            ModelError: if their number is not the plan's.
+            ModelError: if their number is not the plan's, or the batch cannot be split.
         """
         moved = move_batch(batch, self._mesh.device)
         if isinstance(moved, Microbatches) and len(moved) == self._count:
@@ -331,7 +338,8 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     """Return the microbatches of a batch, which a step passes through the model one by one.
 
     Raises:
-        ModelError: if their number is not the plan's.
+        ModelError: if `Microbatches` have another number than the plan without `any_number`, or if another batch cannot
+            be split.
     """
     expected = plan.microbatches_per_step
     if not isinstance(batch, Microbatches):
@@ -379,8 +387,8 @@ def _equal_samples(count: int, num_ranks: int, num_microbatches: int, rank: int)
 def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:
     """Split a batch into equal parts along dim 0 of its tensors, each of which has one row per sample.
 
-    A list without tensors that has one entry per sample is split too. Numbers, text and None are copied to every part.
-    `plan` is for error messages.
+    A list without tensors that has one entry per sample is split too. Numbers, text, None and 0-d tensors are put into
+    every part. If `num_parts` is 1, the batch is returned as it is. `plan` is for error messages.
 
     Raises:
         ModelError: if rows are not samples, or the parts would not be equal.
@@ -399,7 +407,7 @@ def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[An
 
 
 def samples_in(batch: Any) -> int:
-    """Count the samples of a batch: dim 0 of its first tensor with rows."""
+    """Return the number of samples of a batch: the size of dim 0 of its first tensor that is not 0-d, or 1."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
@@ -417,10 +425,13 @@ def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
 
 
 def split_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
-    """Divide a batch whose rows are samples. `runs`: range of the samples of each part, from 0.
+    """Divide a batch whose rows are samples.
+
+    Args:
+        runs: range of the samples of each part, from 0.
 
     Raises:
-        ModelError: if rows are not samples.
+        ModelError: if the batch cannot be divided by rows.
     """
     return _Splitting(runs, samples_in(batch), "batch").split(batch, "batch")
 

@@ -1,4 +1,6 @@
-"""Checkpoints of adapters without the base model: the adapter's weights, and digests of the base's weights.
+"""State of a model and its optimizer for checkpoints: slices to save, loading, and checkpoints of adapters.
+
+A checkpoint of an adapter contains digests of the base model's weights instead of the weights.
 
 The digest of a weight is a sum over elements of hashes of (position, value), so every rank digests its own elements and
 the result is independent of the plan. The digest uses at most `SAMPLES` evenly spaced elements of a weight, rounded to
@@ -42,7 +44,7 @@ _PLACE, _VALUE, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0
 
 
 def names_left_out(model: nn.Module) -> frozenset[str]:
-    """Return the names of the tensors that a checkpoint omits: the frozen base of an adapter."""
+    """Return the names of the tensors that a checkpoint omits: the frozen parameters of a model with an adapter."""
     if adapted(model) is None:
         return frozenset()
     if is_attached(model):
@@ -182,7 +184,10 @@ def digest_of(flat: torch.Tensor, part: Part, start: int = 0) -> torch.Tensor:
 
 
 def _in_rows(index: torch.Tensor, rows: Iterable[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions in the joined ranges of rows, and a mask that is True for indices inside one of the ranges."""
+    """Return the position of each index in the concatenated ranges, and a mask of the indices inside a range.
+
+    The position of an index outside all ranges is 0.
+    """
     found, here, before = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
     for low, high in rows:
         inside = (index >= low) & (index < high)
@@ -217,8 +222,10 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
     """Return the size in bytes of a training checkpoint, before optimizer states exist.
 
+    Sets requires_grad=False on parameters in optimizer groups with lr=0.
+
     Args:
-        model: the model on the meta device, in which parameters that are not trained have requires_grad=False.
+        model: the model on the meta device, in which other parameters that are not trained have requires_grad=False.
         master: dtype of master weights and optimizer states.
     """
     freeze(model, optimizer)
@@ -237,7 +244,7 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
 def state_slices(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
 ) -> Iterator[SavedSlice]:
-    """Yield this rank's slices of a checkpoint, weights and states. Local; no communication.
+    """Yield this rank's slices of weights, buffers and optimizer states for a checkpoint. Local; no communication.
 
     Args:
         model: the result of `parallelize`.
@@ -250,7 +257,10 @@ def state_slices(
 
 
 def copied(found: Sequence[SavedSlice], copies: HostCopies) -> list[SavedSlice]:
-    """Copy the tensors of slices to the host. Raise CheckpointError if host memory is insufficient."""
+    """Return the slices with their tensors copied to the host, in memory that the next call overwrites.
+
+    Raises CheckpointError if host memory is insufficient.
+    """
     taken = copies.take([cast(torch.Tensor, one.data) for one in found])
     return [replace(one, data=copy) for one, copy in zip(found, taken, strict=True)]
 
@@ -317,7 +327,7 @@ class GroupSource:
 
 
 class Averages(Protocol):
-    """What `resume` needs from averages of the weights (EMA), which are stored in addition to the weights."""
+    """Moving averages of the weights (EMA), which `resume` restores in addition to the weights."""
 
     def restore(self, source: GroupSource, num_updates: int) -> None:
         """Restore the averages from a checkpoint."""
@@ -380,7 +390,9 @@ def _match_formats(optimizer: torch.optim.Optimizer) -> None:
 
 
 def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy weights and buffers of a checkpoint into a plain model. For a model with an adapter, copy only the adapter.
+    """Copy weights and buffers of a checkpoint into a model that is not parallelized.
+
+    For a model with an adapter, the frozen parameters of its base are unchanged.
 
     Raises:
         CheckpointError: if tensors are missing, left over or of another shape, or if an adapter's base differs.
@@ -408,7 +420,7 @@ def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Save
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name, each storage once."""
+    """Return detached parameters and persistent buffers by name. A shared tensor has only its first name."""
     with allow_sharded_state(model):
         names = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
@@ -430,7 +442,7 @@ class _Packed:
 
 
 class PackedSource:
-    """A source that quantizes some matrices while they are read."""
+    """A `StateSource` that quantizes some matrices of another source while they are read."""
 
     def __init__(self, source: StateSource, names: list[str], kept: BaseFormat):
         self._source, self._kept = source, kept
@@ -480,7 +492,10 @@ class PackedSource:
 
 
 def packed_source(model: nn.Module, source: StateSource) -> StateSource:
-    """Return the source from which a model with an adapter reads its base, quantized if the adapter's base is."""
+    """Return the source to load a model from: one that quantizes the weights that the model stores quantized.
+
+    Without an adapter on quantized weights, this is `source` itself.
+    """
     record = adapted(model)
     if record is None or not record.packed:
         return source

@@ -1,4 +1,6 @@
-"""plan = "auto": a description of this machine for the planner, and the plan that it chooses for a run.
+"""plan = "auto": a description of this machine for the planner, and the plan that the planner chooses for a run.
+
+Also compares the planner's estimate with a run's measurements.
 
 Every rank runs the search separately, before a process group exists. All ranks get the same plan: the search is
 deterministic, and measurements that differ in their last digits do not change the ranking.
@@ -46,7 +48,7 @@ CHOSEN = "planned.json"
 def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
     """Replace "auto" in a config by a chosen plan, and return the config and the plan's estimate, if any.
 
-    A resumed run keeps its chosen plan as long as the number of ranks does not change.
+    A resumed run keeps its chosen plan as long as the config's plan and the number of ranks do not change.
 
     Args:
         config: a config whose plan may be "auto", with or without fixed fields.
@@ -54,7 +56,7 @@ def resolve_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[R
         local_size: ranks of this machine.
 
     Raises:
-        PlanError: if no plan fits this machine.
+        PlanError: if no plan fits this machine, or if the planner has no data of it.
     """
     if not is_auto(config.plan):
         return config, None
@@ -80,7 +82,7 @@ def choose_plan(
     global_batch: int | None = None,
     profile: Profile | None = None,
 ) -> Candidate:
-    """Return the fastest plan that the runtime supports.
+    """Return the plan with the lowest estimated step time that fits into memory and that Weft can run.
 
     Args:
         model: the planner's description of the model.
@@ -265,7 +267,7 @@ _TOLD = "no estimate; run `weft calibrate` once (2 min)"
 def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write `measured.json`, and return a report that compares the planned with the measured step time and memory.
 
-    Without measured times, write nothing and return [].
+    Without measured times, write nothing and return []. Without an estimate, the report is one line with the reason.
 
     Args:
         folder: the run's folder.

@@ -30,7 +30,7 @@ def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
     A config without epochs is returned unchanged. The task's data must be prepared.
 
     Raises:
-        ConfigError: if the steps break a rule between settings, such as a longer warm-up.
+        ConfigError: if the steps break a rule between settings, such as a warm-up that is longer than the run.
     """
     epochs = config.train.epochs
     if epochs is None:
@@ -77,7 +77,7 @@ def prepare_run(
         replica: index of the replica, if each is a separate process group.
 
     Raises:
-        WeftError: the subclass for the problem. An existing folder is then unchanged.
+        WeftError: the subclass for the problem. An existing folder is then unchanged, unless writing its files failed.
         LaunchError: if another command trains in the folder.
     """
     folder = run_folder(config, replica)
@@ -123,7 +123,10 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
 
 
 def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
-    """Raise ConfigError if the folder's run has different settings that matter. The error names each of them."""
+    """Raise ConfigError if the folder's run was started with other values of settings that determine its weights.
+
+    The error names each such setting.
+    """
     before = RunFolder(folder.path).config()  # the settings of its first command, not of this one
     old, new = (settings.model_dump(mode="json", by_alias=True) for settings in (before, config))
     changes = [
@@ -157,7 +160,7 @@ def _check_plan(plan: Plan, task: Task, world_size: int) -> None:
 
 
 def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
-    """Return the config with its layout file inlined, so that the folder depends on no other file."""
+    """Check the config's layout file, if any. Return the config with the file's contents in place of its path."""
     if not config.layout:
         return config
     from weft.models.inspect.find_layout import expect_parts_named

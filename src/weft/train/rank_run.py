@@ -1,4 +1,4 @@
-"""One rank's run: its time limit, the recorded context, and training from the run folder."""
+"""Training of one rank from the run folder, and the context for the event log: config, data, versions, machine."""
 
 from __future__ import annotations
 
@@ -114,7 +114,13 @@ TORCH = "weft.train.torch_engine:TorchEngine"
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Outcome of a run: optimizer steps done, "finished" or the stop reason, and the user request that ended it."""
+    """Outcome of a run.
+
+    Attributes:
+        step: optimizer steps done.
+        reason: "finished", or why the run stopped early.
+        parting: the request to pause or to roll back that ended the run, else None.
+    """
 
     step: int
     reason: str
@@ -128,7 +134,8 @@ class Start:
     Attributes:
         locked: True if the command holds `run_lock`. Otherwise rank 0 locks the folder while training.
         began: start of the command for train.max_time, in seconds of time.monotonic; None for now.
-        alarm: stream on which a rank other than 0 reports that it waits, if rank 0 cannot.
+        alarm: stream on which a rank other than 0 reports that it waits, if rank 0 cannot; None for stdout.
+        store: rendezvous store that the ranks have already joined.
         command: the user's command line, to suggest next commands.
         copies: server of in-memory copies on this host, which outlives the ranks.
         engine: the engine class as package.module:Class.
@@ -162,7 +169,8 @@ def run_rank(
         start: launch options.
 
     Raises:
-        ActionAsked: if the run ended because of a request to pause or to roll back, which the launcher handles.
+        ActionAsked: if the run ended because of a request to pause or to roll back, which the launcher handles. A pause
+            raises it only if Weft's launcher started the ranks, or in a single process.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     began = time.monotonic() if start.began is None else start.began
@@ -217,7 +225,10 @@ class _RankRun:
         self.terminal, self.logger, self.start = terminal, logger, start
 
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
-        """Start or resume, train to the end, show a sample output and report. Handles stop signals until disconnecting.
+        """Load the checkpoint to resume from, train, and print a closing report on rank 0.
+
+        The report contains a sample output of the model, unless a stop was requested. Stop signals are handled until
+        the ranks have disconnected. If the last step was done by an earlier start, nothing is trained.
 
         began: start of the command, in time.monotonic. until_left: contexts that close after the ranks disconnect.
         """
@@ -281,8 +292,8 @@ def _parting(
 ) -> RunRequest | None:
     """Return the request that the launcher must handle, or None. All ranks call it.
 
-    For a request to roll back, peer copies are dropped and the run is rolled back. It becomes a pause if there is no
-    older checkpoint.
+    For a request to roll back, or to skip data, checkpoints in memory are deleted and the run is rolled back. If
+    `roll_back` finds no checkpoint to return to, the result is a request to pause.
     """
     if request is None or request.action == "stop":
         return None
@@ -339,7 +350,7 @@ def _observers(
 
 
 def _watch_resources(job: EngineJob, engine: Engine, began: float) -> TimeLimit | None:
-    """Check that the disk has space for a checkpoint. Return a time limit if one is configured."""
+    """Return the run's time limit, or None without one. Raise CheckpointError if the disk has too little space."""
     limit, num_bytes = job.config.train.max_time, engine.reports.checkpoint_bytes()
     require_space(located(job.config.checkpoint.dir or job.folder.path), num_bytes)
     if not limit:

@@ -42,7 +42,7 @@ class OtherWorlds:
 
     @property
     def over(self) -> Mapping[str, Any] | None:
-        """Return the result of other replicas that have ended without this one, or None."""
+        """Result of the other replicas if they ended training without this one, else None."""
         return self.sync.over
 
     def before_step(self, number: int) -> None:
@@ -64,7 +64,7 @@ class OtherWorlds:
     def rejoin(self, step: int) -> int | None:
         """Join the other replicas before the first step, if they wait. Return the step to continue from.
 
-        Returns None if a stop was requested.
+        Returns None if a stop was requested while waiting.
         """
         self.sync.step = step
         self.sync.rejoin()

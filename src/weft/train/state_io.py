@@ -1,4 +1,4 @@
-"""Work that one rank does for all ranks, such as file access; all ranks get the result."""
+"""Work that one rank does for all ranks, such as file access; and the state of local SGD replicas in checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
     """Run `act` on rank 0 and return its JSON value on all ranks. All ranks must call it.
 
     Raises:
-        CheckpointError: on the other ranks, with the message of the error that `act` raised on rank 0.
+        CheckpointError: on the other ranks, with the message of the error that `act` raised on rank 0. Rank 0 raises
+            the error itself.
     """
     said, failure = None, None
     if mesh.rank == 0:
@@ -133,13 +134,13 @@ def _within(group: str, one: FlatSlice) -> FlatSlice:
 
 @dataclass(frozen=True, slots=True)
 class SavedReplicas:
-    """The replicas of a checkpoint. `opens` opens its groups."""
+    """The state of local SGD replicas in a checkpoint. `opens` opens a group of the checkpoint."""
 
     checkpoint: Checkpoint
     opens: OpensGroup
 
     def has_all_of(self, sync: RareSync) -> bool:
-        """Return True if the checkpoint has all of a replica's separate state."""
+        """Return True if the checkpoint has all state that only the replica of `sync` needs."""
         if self.by_one is not None:
             return sync.is_apart and self.by_one["place"] == sync.place
         return self.counts()[2] == sync.replicas
@@ -166,7 +167,7 @@ def resume_replicas(
 ) -> tuple[list[str], StateSource]:
     """Restore the replicas of a checkpoint whose "model" group is already loaded. All ranks call it.
 
-    Returns messages about lost state, and the source of the optimizer's states.
+    Returns messages about lost state, and the `StateSource` from which to load the optimizer's states.
     """
     sync, engine, checkpoint = rare_sync(model), data_parallel(model), saved.checkpoint
     since, meetings, replicas = saved.counts()

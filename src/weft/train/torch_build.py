@@ -47,6 +47,8 @@ class Built:
 def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -> Built:
     """Build batches, model, optimizer and step. All ranks must call it.
 
+    Loads the pretrained weights, unless the run has a checkpoint that contains them, and calls `task.begin`.
+
     Raises:
         WeftError: if the plan cannot be applied to the model.
     """
@@ -97,7 +99,7 @@ def build(job: EngineJob, rank: JoinedRank, kernels: GpuKernels, meter: Meter) -
 
 
 def _batches(job: EngineJob, mesh: Mesh) -> tuple[Batches, Iterable[Any] | None]:
-    """Return training and evaluation batches. Each replica evaluates the full set in batches of training size."""
+    """Return training and evaluation batches. Each replica evaluates the full set, in microbatches of equal size."""
     axis = mesh.reader
     share = Share(
         job.config.train.global_batch,

@@ -45,7 +45,7 @@ class StepInputs:
     def make(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
         """Return the microbatches of a step, their seeds, and the step's seed.
 
-        Raises ModelError if batching by cost needs their sample indices and `before_step` has dropped them.
+        Raises ModelError if data.batching=cost and `before_step` returned tensors without sample indices.
         """
         by_cost = self._config.data.batching == "cost"
         microbatches = Microbatches(self._task.before_step(batches), any_number=by_cost)
@@ -162,6 +162,8 @@ class TorchEngine:
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
+        Returns a `LateResult` if the host has not read the step's numbers from the device yet.
+
         Args:
             batches: the microbatches in order.
             number: steps done before. All random seeds derive from it.
@@ -191,7 +193,10 @@ class TorchEngine:
         return result if self.replicas is None else self.replicas.after_step(result)
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
-        """Repeat a step that went wrong, and return an event with the cause, or None if the step is too old."""
+        """Repeat the computation of a step that went wrong, without an update, and return an event with the cause.
+
+        Returns None if the step is older than the last two.
+        """
         step, is_late = self.train_step, self.train_step.is_unread
         step.finalize()
         traced = self._tracer.remembered(number)
@@ -219,7 +224,10 @@ class TorchEngine:
         return self._rank.background_group()
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process group, after waiting for all ranks. With `failed`, do not wait, because of an error."""
+        """Wait for all ranks, stop hang detection, restore torch's kernel flags, and leave the process group.
+
+        With `failed`, do not wait and do not leave the group: after an error, other ranks may be in a collective.
+        """
         try:
             if not failed:
                 if self._step is not None:

@@ -134,7 +134,10 @@ class Evaluations:
         return loop.engine.evaluates and (loop.is_due(loop.config.eval.every) or loop.is_last)
 
     def after_step(self) -> Stop | None:
-        """Evaluate if due. Return a reason to stop early, or None."""
+        """Evaluate if due, and update the run's progress. Return a reason to stop early, or None.
+
+        If a hook returns a reason to stop, `engine.wants_stop` is set.
+        """
         if not self.is_due:
             return None
         loop, progress = self._loop, self._loop.progress
@@ -173,7 +176,7 @@ class Saves:
         return self.is_requested or self._loop.is_due(self._loop.config.checkpoint.every)
 
     def after_step(self) -> None:
-        """Begin a save or a copy if one is due."""
+        """Begin a save if one is due or this step has the best evaluation; else begin a copy if one is due."""
         loop = self._loop
         is_best = loop.config.checkpoint.keep_best and loop.progress.best_step == loop.step
         if self.is_due or is_best:
@@ -184,12 +187,15 @@ class Saves:
                 self._copy_waits = not self._checkpoints.copy(loop.progress)
 
     def report(self) -> None:
-        """Report the saves that have ended, and check if a copy is due."""
+        """Report the saves that have ended to the hooks, and note if a copy is due after this step."""
         self._report(self._checkpoints.ended(False))
         self._copy_waits = self._copy_waits or self._loop.is_due(self._loop.config.checkpoint.peer_every)
 
     def move(self, before: int, step: int) -> None:
-        """Continue from `step` instead of `before`."""
+        """Note that training continues from `step` instead of `before`, and call `Checkpoints.moved`.
+
+        `step` counts as not saved.
+        """
         self._saved_step = -1
         self._checkpoints.moved(before, step)
 
@@ -198,19 +204,22 @@ class Saves:
         self._checkpoints.confirm(step)
 
     def wait(self) -> str | None:
-        """Wait for the running save. Return the reason if this step was not committed, else None."""
+        """Wait for the running save. Return the reason if the current step's save was refused, else None."""
         with self._loop.phase("saving", "checkpoint", "saves a checkpoint"):
             return self._report(self._checkpoints.ended(True))
 
     def save_last(self) -> str | None:
-        """Save the last step unless it is already saved. Return the reason for a failure, or None."""
+        """Save the current step unless it is already saved, and wait. Return the reason for a failure, or None."""
         failed = self.wait()
         if self._saved_step == self._loop.step:
             return failed
         return self._begin(last=True) or self.wait()
 
     def halt(self, sentence: str) -> TrainingHalted:
-        """Return the error for a run that went wrong. Waits for the running save, and does not begin another one."""
+        """Return the error for a run that went wrong. Waits for the running save, and does not begin another one.
+
+        Checkpoints that may have damaged weights are renamed (see `RunCheckpoints.halted`).
+        """
         self.wait()
         first_bad = self._loop.guard.first_bad
         halt = TrainingHalted(f"{sentence}: {self._checkpoints.halted(first_bad or self._loop.step + 1)}.")
@@ -218,7 +227,10 @@ class Saves:
         return halt
 
     def _begin(self, last: bool = False) -> str | None:
-        """Begin to save unless recent steps were bad. Return the reason if nothing is saved, else None."""
+        """Begin to save unless the last step was bad. Return the reason if nothing is saved, else None.
+
+        A finite evaluation loss of the current weights outweighs a bad step. The hooks are warned if nothing is saved.
+        """
         loop = self._loop
         is_good = loop.sound_step == loop.step
         if loop.guard.num_bad and not is_good:
@@ -234,7 +246,7 @@ class Saves:
         return why
 
     def _report(self, ends: Sequence[SaveEnd]) -> str | None:
-        """Report outcomes of saves to the hooks. Return the reason if this step was not committed, else None."""
+        """Report outcomes of saves to the hooks. Return the reason if the current step's save was refused."""
         failed = None
         for end in ends:
             if end.path is not None:

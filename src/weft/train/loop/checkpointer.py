@@ -71,7 +71,7 @@ class Save:
 
     @property
     def blocks_training(self) -> bool:
-        """True if training waits until the save succeeds."""
+        """True if all retries have failed, and training must wait until the save succeeds (`holds`)."""
         return self._holds and not self.is_over and len(self.failures) > self._retries
 
     def wait(self, seconds: float | None = None) -> None:
@@ -81,9 +81,9 @@ class Save:
         self.stall_s += time.perf_counter() - began
 
     def leave(self, error: BaseException) -> None:
-        """Wait for the save before an error ends this rank, because committing needs all ranks.
+        """Stop retrying, and wait up to 30 s for the save before an error ends this rank: committing needs all ranks.
 
-        The wait is short if another rank is gone or silent.
+        The limit is 0.5 s if another rank is gone or does not answer.
         """
         self._given_up.set()
         is_alone = isinstance(error, CommError) and not error.peer_ends
@@ -155,10 +155,10 @@ class Checkpointer:
     def find(self, root: Location, step: int | None = None) -> Found | None:
         """Return the checkpoint of a step, or the newest valid one, with the newer ones that were skipped.
 
-        All ranks call it, and each verifies its share. Returns None if nothing was saved.
+        All ranks call it, and each verifies its share. Returns None if `step` is None and nothing was saved.
 
         Raises:
-            CheckpointError: if the checkpoint of `step` is damaged, or if all are.
+            CheckpointError: if the checkpoint of `step` is missing or damaged, or, without `step`, if all are damaged.
         """
         if step is None:
             return newest_checkpoint(root, together=self.ranks)
@@ -205,8 +205,8 @@ class Retention:
     def halted(self, first_bad: int) -> str:
         """Describe the checkpoint from which the same command resumes after a stop at `first_bad`.
 
-        The checkpoint just before the first bad step may already be damaged. It is set aside (renamed) if an older one
-        exists and no evaluation of it gave a finite loss.
+        Checkpoints of step first_bad - 1 and later may have damaged weights. Those without an evaluation that gave a
+        finite loss are set aside (renamed), unless no other checkpoint exists.
         """
         steps = steps_in(self.root)
         doubtful = {step for step in steps if step >= first_bad - 1 and not self._was_evaluated(step)}
@@ -242,7 +242,10 @@ _LARGEST_WEIGHT = 1e18
 
 
 def refuse_unfit(group: str, values: RawArray) -> None:
-    """Raise UnfitError if values make a checkpoint useless for training."""
+    """Raise UnfitError if a weight or an optimizer state is not finite, or if a weight's magnitude exceeds 1e18.
+
+    Values of groups that are not in `GROUPS` are not checked.
+    """
     if group not in GROUPS:
         return
     largest = values.largest()

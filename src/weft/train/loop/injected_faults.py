@@ -42,8 +42,10 @@ class Fault:
     """A fault to inject.
 
     Attributes:
-        kind: a name in ACTS.
-        step: step after which it happens, counted from 1.
+        kind: a name in ACTS, or "kill_in_save", "nan_gradient" or "loader".
+        step: the earliest step at which it happens, counted from 1.
+        rank: the rank in which it happens.
+        mark: path of the marker file.
         world_size: world size of the run that was started.
     """
 
@@ -95,7 +97,7 @@ class FaultHook(Hook):
             setattr(task, "loss", self._spoiling(task.loss))  # noqa: B010
 
     def watch(self, engine: Engine) -> FaultHook:
-        """Keep a reference to the engine, once it is built, and prepare a fault of its data loader. Return self."""
+        """Keep the built engine. For the fault "loader", replace its `batches.iterate`. Return self."""
         self.engine = engine
         if self.fault.kind == "loader":
             iterate: Callable[..., Any] = engine.batches.iterate

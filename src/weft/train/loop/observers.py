@@ -1,4 +1,4 @@
-"""Hooks of a run: monitoring of each rank, rollback, requests from users, and the event log."""
+"""Hooks of a run: metrics of each rank, requests, rollback, the event log, drift from the plan, and the time limit."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class MetricHook(Hook):
         self.collector.close()
 
     def _memory_now(self) -> Mapping[str, float]:
-        """Return memory in bytes by series. The rest of a GPU's peak counts as activations and buffers."""
+        """Return memory in bytes by metric name. On a GPU, `_REST` is the part of the peak that no other one covers."""
         found, peak = self._memory, float(self._peak)
         if not peak:
             return found
@@ -116,7 +116,7 @@ def roll_back(folder: RunFolder, wish: RunRequest, step: int) -> int | None:
 
     Args:
         folder: the run's folder.
-        wish: the user's request, roll_back or skip_data.
+        wish: a request of a user or an alert, roll_back or skip_data.
         step: steps done.
     """
     since = min(wish.since or step, step)
@@ -165,7 +165,7 @@ class RequestWatch(threading.Thread):
         return [self._heard.popleft() for _ in range(len(self._heard))]
 
     def look(self) -> None:
-        """Read pending requests once."""
+        """Read new requests once. If there are any, set `engine.asks`."""
         found, engine = self._box.new(), self._engine()
         self._heard.extend(found)
         if found and engine is not None:
@@ -363,7 +363,7 @@ class PlanWatch(Hook):
 
     @classmethod
     def of(cls, task: Task, plan: Plan, device: str, book: TimeBook, recorder: NullRecorder) -> PlanWatch | None:
-        """Return the hook of a run, or None if its machine is unknown.
+        """Return the hook of a run, or None if the planner has no estimate for it.
 
         Args:
             task: the run's task.
@@ -455,6 +455,8 @@ _CLOSING_S = 10.0
 
 class TimeLimit(Hook):
     """Hook that requests a stop before the time limit. It runs on one rank; all ranks stop after the same step.
+
+    `on_start` raises ConfigError if the time limit is over.
 
     Args:
         text: the limit as the user typed it.

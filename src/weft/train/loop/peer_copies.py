@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of a run's hosts (checkpoint.peer_every), to resume from if they are newest.
+"""Checkpoints in the memory of a run's hosts (checkpoint.peer_every), used if they are newer than those on disk.
 
 They are written, committed, verified and read like checkpoints in an object store; see
 docs/adr/0029-copies-in-memory.md.
@@ -101,7 +101,7 @@ class Copies:
 
 
 def free_host_bytes() -> int:
-    """Return the free memory of this machine and its container in bytes."""
+    """Return the memory in bytes that is available on this machine, or in its container if that is less."""
     free = psutil.virtual_memory().available
     try:
         limit = int(_CGROUP_LIMIT.read_text())

@@ -35,7 +35,13 @@ class ReplicaCoordinator:
         self._folder, self._config, self._engine = folder, config, engine
 
     def elsewhere(self, own: int | None) -> Location | None:
-        """Return the checkpoint of another replica to resume from, or None to resume from this replica's own."""
+        """Return the checkpoint of another replica to resume from, or None to resume from this replica's own.
+
+        Sets `is_unsaved`.
+
+        Args:
+            own: step of this replica's newest checkpoint, or None without one.
+        """
         if self._others is None or self._config.resume.step:
             return None
         path = self._newest(self._engine.ranks.on_first(lambda: newest_of_others(self._folder, own)))
@@ -109,7 +115,7 @@ def newest_of_others(folder: RunFolder, own: int | None) -> str | None:
     """Return the checkpoints folder of another replica to resume from, or None to use the replica's own.
 
     Args:
-        own: step of its newest checkpoint, or None.
+        own: step of this replica's newest checkpoint, or None.
     """
     newest: list[tuple[int, str]] = []
     for other in folder.other_replicas():

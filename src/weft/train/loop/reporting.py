@@ -31,7 +31,7 @@ _WORTH_TELLING = 0.02
 
 
 def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) -> list[str]:
-    """Return a message about the learning rate if a run resumes with a different number of steps, else [].
+    """Return a message if resuming with a different number of steps changes the learning rate by over 2 %, else [].
 
     Args:
         before: value "rate" in the state of the run that saved; None if the checkpoint lacks it.
@@ -46,7 +46,7 @@ def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) 
 
 
 def more_steps(config: RunConfig, num_steps: int) -> str:
-    """Describe the change of the learning rate if a finished run continues to `num_steps`, or return ""."""
+    """Describe the change of the learning rate if a finished run continues to `num_steps`, or return "" up to 2 %."""
     done = config.train.steps
     now = config.optimizer.lr * lr_factor(done - 1, done, config.schedule)
     later = config.model_copy(update={"train": config.train.model_copy(update={"steps": num_steps})})
@@ -54,7 +54,7 @@ def more_steps(config: RunConfig, num_steps: int) -> str:
 
 
 def stretched(config: RunConfig, old: float, new: float) -> str:
-    """Describe how the learning rate changes and how to avoid it. Return "" if the change is small."""
+    """Describe how the learning rate changes and how to avoid it. Return "" if it changes by at most 2 %."""
     if abs(new - old) <= _WORTH_TELLING * max(old, new):
         return ""
     way = "up" if new > old else "down"
@@ -70,10 +70,7 @@ def stretched(config: RunConfig, old: float, new: float) -> str:
 
 
 class RunLogger:
-    """Prints messages about this rank waiting for others, and writes events to the log.
-
-    Messages are printed above the progress display if there is one.
-    """
+    """Prints messages about this rank waiting for others, above the progress display if any, and logs events."""
 
     def __init__(self, stream: TextIO):
         self._stream = LastingStream(stream)
@@ -87,7 +84,7 @@ class RunLogger:
             self.log(event)
 
     def show(self, text: str) -> None:
-        """Show a line."""
+        """Print a line above the progress display, or to the stream without a display. Print it to stderr too."""
         if self.display is not None:
             self.display.note(text)
         else:
@@ -127,7 +124,7 @@ def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> li
 
     Raises:
         ConfigError: if the folder is not a run, or the step has no trace.
-        DataError: if the data is missing or has changed since the step.
+        DataError: if the data is missing or has changed since the step, or the event log cannot be read.
     """
     config = folder.config()
     event = _trace_of(folder, step)
@@ -251,6 +248,8 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
 
 def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: object) -> str:
     """Return the command that started the run with one setting changed, for pasting into a shell.
+
+    A `resume.step` in the command is removed.
 
     Args:
         command: its arguments. If empty (a run started from Python), the folder's config is used.

@@ -90,7 +90,7 @@ class RunCheckpoints(Checkpoints):
             last: True after the last step.
 
         Raises:
-            CheckpointError: if the previous save failed.
+            CheckpointError: if the previous save failed, or if the checkpoint that the run resumed from is damaged.
         """
         settings = self._config.checkpoint
         if not last and settings.busy == "skip" and self._engine.ranks.on_first(lambda: self._checkpointer.is_busy):
@@ -176,7 +176,10 @@ class RunCheckpoints(Checkpoints):
         self._retention.confirm(step)
 
     def halted(self, first_bad: int) -> str:
-        """Rename checkpoints from `first_bad` on, delete copies in memory, and return a message about the restart."""
+        """Set doubtful checkpoints aside as `Retention.halted` does, and return its message about the restart.
+
+        Copies in memory are deleted. All ranks call it.
+        """
 
         def describe() -> str:
             if self._copies is not None:
@@ -247,7 +250,7 @@ class StartingPoint:
             ends: outcomes of saves; a message is added if the checkpoint later turns out to be damaged.
 
         Raises:
-            CheckpointError: if a required checkpoint is missing.
+            CheckpointError: if the checkpoint of `resume.step` is missing or damaged, or if all are damaged.
         """
         path, notes = self._copied()
         is_copy = path is not None
@@ -270,7 +273,10 @@ class StartingPoint:
         return Progress(**checkpoint.state["progress"]), notes
 
     def _copied(self) -> tuple[Location | None, list[str]]:
-        """Return the in-memory copy to resume from or None, and lines for the log."""
+        """Return the in-memory copy to resume from or None, and lines for the log.
+
+        With `resume.step`, all copies are deleted.
+        """
         if self._copies is None:
             return None, [*self._notes]
         if self._config.resume.step:
@@ -280,7 +286,10 @@ class StartingPoint:
         return self._copies.newest(saved)
 
     def _find(self) -> tuple[Found | None, bool, list[str]]:
-        """Return the checkpoint to resume from or None, True if it is already verified, and lines for the log."""
+        """Return the checkpoint to resume from or None, True if it is already verified, and lines for the log.
+
+        Sets aside (renames) unfinished and damaged checkpoints, and those after `resume.step`.
+        """
         root, ranks, on_first = self._root, self._engine.ranks, self._engine.ranks.on_first
         notes = on_first(lambda: _unfinished_message(set_unfinished_aside(root)))
         if step := self._config.resume.step:

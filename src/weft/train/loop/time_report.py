@@ -42,7 +42,7 @@ def report_times(
 ) -> list[str]:
     """Write times.svg and trace.json into the run folder and return the report. All ranks must call it.
 
-    The report is empty on ranks other than 0, and if no step was done.
+    The report is empty on ranks other than 0, and if no step was done. If it fails, it is one line with the error.
 
     Args:
         folder: the run's folder.
@@ -50,7 +50,7 @@ def report_times(
         model: the trained model.
         book: this rank's times.
         task: the run's task, for the planner's estimate.
-        start_step: first step of this start. The times cover only this start.
+        start_step: steps done by earlier starts. The times cover only this start.
     """
     if not book.num_steps:
         return []

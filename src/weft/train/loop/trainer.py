@@ -207,7 +207,7 @@ class _StepRecords:
         self.data_s = 0.0
 
     def make(self, launched: _Launched, result: StepResult) -> StepRecord:
-        """Return the record of a step, after waiting for the device."""
+        """Return the record of a step, after waiting for the device. Add its times to the meter and the book."""
         engine, times, unit = self._engine, launched.times, self._task.unit
         engine.meter.count(times, result.count)
         engine.pulse.step_took(times.total_s)

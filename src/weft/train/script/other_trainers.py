@@ -28,7 +28,7 @@ def refuse_other_trainers(model: nn.Module) -> None:
 
 
 class _FirstForward:
-    """A hook that survives copying and pickling the model."""
+    """Forward pre-hook that checks the first call. It is a class so that the model can be copied and pickled."""
 
     def __init__(self) -> None:
         self._is_over = False

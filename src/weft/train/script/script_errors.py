@@ -1,4 +1,4 @@
-"""Errors of a script that uses Weft: print one sentence on one rank, instead of a traceback on each."""
+"""Errors of a script that uses Weft: print a short message on one rank, instead of a traceback on each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _is_default(hook: Any) -> bool:
 
 
 class _Hook:
-    """Prints Weft's errors, and passes others on to the previous hook."""
+    """Prints Weft's errors and exits. Passes other errors, and all errors under a debugger, to the previous hook."""
 
     def __init__(self, before: Callable[..., Any]):
         self._before = before

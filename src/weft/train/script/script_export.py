@@ -31,7 +31,7 @@ class Ema:
     masters, on the same device.
 
     Raises:
-        ModelError: if the decay is not from 0 up to 1.
+        ModelError: if the decay is not in [0, 1).
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999):
@@ -105,7 +105,7 @@ class Ema:
                 yield replace(one, flat=flat_of(by_memory[one.flat.data_ptr()]))
 
     def restore(self, source: StateSource, num_updates: int) -> None:
-        """Restore averages that any plan saved."""
+        """Restore the averages from a checkpoint of any plan."""
         for one in self.flat_slices():
             one.fill(source)
         self.num_updates = num_updates
@@ -124,7 +124,11 @@ class Ema:
         self._engine.publish()
 
     def _paired(self, weights: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the averages, and this rank's weights in the same order, as two lists."""
+        """Return the averages, and this rank's weights in the same order, as two lists.
+
+        If the weights are sharded differently than in the constructor, the averages become copies of the weights before
+        the first update; after it, ModelError is raised.
+        """
         own = {name: average.shape for name, average in self._average.items()}
         if own != {name: weight.shape for name, weight in weights.items()}:
             if self.num_updates:
@@ -203,7 +207,10 @@ def write_pretrained(
     dtype: torch.dtype | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Write full tensors with the model's own save_pretrained. Runs on one rank, without communication."""
+    """Write full tensors with the model's own save_pretrained. Runs on one rank, without communication.
+
+    If the files have another dtype than the model's config says, the config and its file are changed to that dtype.
+    """
     tensors = _in_format(whole, originals, dtype)
     formats = [tensors[name].dtype for name, one in originals.items() if one.is_parameter]
     save: Any = model.save_pretrained

@@ -102,7 +102,7 @@ class Run(ScriptState):
         """Apply the plan to the model, in place. Call it before building the optimizer.
 
         Meta tensors (`weft.models.decoder.as_shapes`) are initialized from the run's seed. Each rank initializes its
-        part.
+        part. If the plan computes in 16 bits, a forward hook converts the model's 16-bit outputs to float32.
 
         Args:
             model: any nn.Module, which is also returned.
@@ -214,7 +214,7 @@ class Run(ScriptState):
         check_batch: bool = True,
         **optimizer_options: Any,
     ) -> TrainStep:
-        """Return the step of this run: `metrics = step(batch)`.
+        """Return a `TrainStep`, which trains on one batch per call: `metrics = step(batch)`.
 
         Args:
             model: the result of `parallelize`.
@@ -231,7 +231,8 @@ class Run(ScriptState):
             **optimizer_options: options of the class, such as lr=3e-4.
 
         Raises:
-            PlanError: if the class does not accept the options, or if options are passed with a built optimizer.
+            PlanError: if the class does not accept the options, if options are passed with a built optimizer, or if
+                `max_grad_norm` is negative.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             _check_options(optimizer, optimizer_options)
@@ -339,6 +340,8 @@ def init(
 ) -> Run:
     """Join the ranks that torchrun or srun started (or run as a single rank) and build the plan's mesh.
 
+    Sets an exception hook that prints Weft's errors without a traceback, unless the script has set another hook.
+
     Args:
         plan: text such as "dp_replicate=4 accumulation=2", or a Plan. With "auto" the planner chooses, which requires
             `model`, `seq_len` and `global_batch`.
@@ -354,7 +357,8 @@ def init(
             exists.
 
     Raises:
-        PlanError: if the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
+        PlanError: if the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen; or
+            if the device is missing or a duration is invalid.
     """
     report_user_errors()
     limit_s, warn_after_s = _duration("timeout", timeout), _duration("warn_after", warn_after)

@@ -60,7 +60,7 @@ class ScriptObjects:
         return self.optimizer.optimizer if isinstance(self.optimizer, TrainStep) else self.optimizer
 
     def slices(self) -> tuple[Iterable[SavedSlice], list[str]]:
-        """Return this rank's slices, and the names of their groups."""
+        """Return this rank's slices, and the names of the groups that the checkpoint has even if they are empty."""
         own = state_slices(self.model, self.torch_optimizer)
         if self.ema is None:
             return own, ["model", "optimizer"]
@@ -68,7 +68,11 @@ class ScriptObjects:
         return chain(own, averages), ["model", "optimizer", "ema"]
 
     def state(self) -> dict[str, Any]:
-        """Return the checkpoint's state except tensors, as JSON values."""
+        """Return the checkpoint's state except tensors, as JSON values. All ranks call it.
+
+        Raises CheckpointError if the loader or the scheduler has no state_dict, or JSON cannot represent the
+        scheduler's state.
+        """
         if self.loader is not None and not hasattr(self.loader, "state_dict"):
             raise CheckpointError(
                 f"loader={type(self.loader).__name__}: it has no state_dict. Give what run.shard(loader) returned."
@@ -110,7 +114,7 @@ class ScriptObjects:
 
 
 class ScriptCheckpointer(Checkpointer):
-    """The checkpoints of a script. A background save writes a copy; its error is raised at the next call."""
+    """The checkpoints of a script. A background save writes a copy of the values; `wait` raises its error."""
 
     def __init__(self, mesh: Mesh):
         super().__init__(rank_group(mesh))
@@ -121,7 +125,10 @@ class ScriptCheckpointer(Checkpointer):
     def write(
         self, root: Location, step: int, objects: ScriptObjects, extra: Any, *, keep: int | None, in_background: bool
     ) -> Location:
-        """Write a checkpoint and return its path, or start to write it in the background."""
+        """Write a checkpoint and return its path. With `in_background`, copy the values to the host and start a thread.
+
+        If the copies do not fit into host memory, this rank writes its part before it returns, with a warning.
+        """
         state = {"plan": str(self._mesh.plan), **objects.state(), "extra": extra}
         (own, groups), ranks, fits = objects.slices(), self.ranks, False
         if in_background:
@@ -219,7 +226,7 @@ class ScriptState:
         keep: int | None = None,
         background: bool = False,
     ) -> Location:
-        """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
+        """Write a checkpoint to a folder such as `folder/step_00000120`, and return its path. All ranks call it.
 
         Args:
             folder: folder of all checkpoints of the run, accessible to every rank; or a URL such as s3://bucket/prefix.
@@ -273,7 +280,9 @@ class ScriptState:
             step: step of the checkpoint to load instead of the newest.
 
         Raises:
-            CheckpointError: if all are damaged, it belongs to another model, or it lacks the state of an argument.
+            CheckpointError: if the checkpoint of `step` is missing or damaged, or without `step`, if all are damaged;
+                if it belongs to another model or lacks the state of an argument; or if an earlier background save
+                failed.
             ModelError: if the model belongs to another run.
         """
         self.wait_saved()
@@ -336,12 +345,14 @@ class ScriptState:
         export_adapter(self.mesh, _own(self.mesh, model), folder, base)
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
-        """Return an exponential moving average of the trained weights. Build it after the optimizer.
+        """Return an exponential moving average of the trained weights. Call this method after building the optimizer.
 
-        Call `update()` after each step, and evaluate inside `with ema.swapped():`. Pass it to `save` and `load`.
+        Call `update()` of the result after each step, and evaluate inside `with ema.swapped():`. Pass the result to
+        `save` and `load`.
 
         Raises:
-            ModelError: with local SGD, because each replica would average different weights, and under gather=diff4.
+            ModelError: with local SGD, because each replica would average different weights; under gather=diff4; or if
+                `decay` is not in [0, 1).
         """
         return moving_average(self.mesh.plan, _own(self.mesh, model), decay)
 

@@ -57,9 +57,9 @@ def check_first_batch(
     samples: SampleNumbers,
     stage_forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> bool:
-    """Warn once, on one rank, if results depend on how the plan divides a batch. All ranks must call it.
+    """Warn on one rank if results depend on how the plan divides a batch. All ranks must call it.
 
-    Returns True if the model can run a few samples of the batch on all ranks.
+    Returns True if the model has run a few samples of the batch on all ranks; False if the check cannot run.
 
     Args:
         model: the model, in training mode.

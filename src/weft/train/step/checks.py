@@ -133,7 +133,11 @@ class FirstStep:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the custom code that runs in the step's forward, loss and backward."""
+        """Record the custom code that runs in backward, if gradients are checked, while the step runs in this context.
+
+        Raises ModelError for parameter hooks that the plan does not support, and for operations on parameters that
+        `parallelize` has replaced.
+        """
         refuse_hooks(self._model, self._mesh)
         self._code = BackwardCode(self._model) if self._checks_gradients else None
         with OriginalParameters.refusing_old(self._model), self._code.recording() if self._code else nullcontext():
@@ -188,6 +192,8 @@ class FirstStep:
 def fingerprint(batch: Any) -> torch.Tensor:
     """Return (1, f, f squared) of an integer fingerprint f of the batch, float64; zeros for a batch without tensors.
 
+    The fingerprint depends on the first 4096 values of each tensor.
+
     `warn_if_identical` checks the sums over the ranks. The host does not wait for the device.
     """
     found: Any = None
@@ -204,9 +210,12 @@ def fingerprint(batch: Any) -> torch.Tensor:
 
 
 def warn_if_identical(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
-    """Warn if all ranks' fingerprints are equal.
+    """Warn if all ranks' fingerprints are equal. Does nothing if a rank has no fingerprint.
 
-    sums: summed results of `fingerprint`. num_readers: data-parallel ranks.
+    Args:
+        sums: results of `fingerprint`, summed over all ranks.
+        num_ranks: number of these ranks.
+        num_readers: number of data-parallel ranks, for the message.
     """
     num_known, total, squares = map(int, sums)
     # Equality holds only if all fingerprints are equal. They are integers, so nothing is rounded.
@@ -230,7 +239,7 @@ _LEAST, _RUN = 256, 64
 
 
 class UpdateRatio:
-    """Measures the update ratio of one model. All ranks measure the same steps."""
+    """Measures the norm of an update divided by the norm of the weights. All ranks measure the same steps."""
 
     def __init__(self, engine: DataParallel, device: torch.device):
         self._engine, self._device = engine, device
@@ -254,7 +263,11 @@ class UpdateRatio:
         return lambda: _ratio(*told.values)
 
     def _sampled_views(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Return, per device and dtype, the number of elements that each sampled one represents, and the views."""
+        """Return (weights, views) for each device and dtype.
+
+        views: the sampled elements of each parameter. weights: for each sampled element, the number of elements that it
+        represents, divided by the number of ranks that hold it.
+        """
         held = [(one, number) for one, number in self._engine.counted_weights() if one.is_floating_point()]
         most = max(_LEAST, MOST_ELEMENTS // max(1, len(held)))
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[float], list[int]]] = {}

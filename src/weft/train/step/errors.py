@@ -37,7 +37,7 @@ _ASKED = re.compile(r"ried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)")
 
 
 class ExplainedStep(Protocol):
-    """What `explain` needs from a training step to explain its errors. has_trained: True after a successful step."""
+    """Attributes of a training step that are used to explain its errors. has_trained: True after a successful step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -45,7 +45,7 @@ class ExplainedStep(Protocol):
     has_trained: bool
 
     def local_gradients(self) -> Iterable[torch.Tensor]:
-        """Tensors of this rank's gradients, including those that no parameter's `.grad` references."""
+        """Return the tensors of this rank's gradients, including those that no parameter's `.grad` references."""
         ...
 
 
@@ -64,15 +64,15 @@ class MemoryByKind:
 
     @property
     def total(self) -> int:
-        """Total of live bytes."""
+        """Total of live bytes, without `expected_optimizer`."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 def explains_failures(call: Callable[Concatenate[_S, Any, _P], _R]) -> Callable[Concatenate[_S, Any, _P], _R]:
     """Decorate a step's `__call__` to explain out-of-memory errors, and failures of the model in the first step.
 
-    The call then raises OutOfMemory with suggestions, or ModelError with module and plan if the plan gives a module's
-    forward only a part of its tensors. The original error is the cause.
+    The call then raises OutOfMemory with suggestions, or ModelError if `explain_failure` finds an explanation. The
+    original error is the cause. Other errors are unchanged. A successful call sets `has_trained`.
     """
 
     @functools.wraps(call)
@@ -125,7 +125,7 @@ def live_bytes(
 
 
 def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
-    """Return the message of OutOfMemory: live bytes by kind, and three possible changes of the plan."""
+    """Return the message of OutOfMemory: live bytes by kind, and up to three possible changes of the plan."""
     mesh, live = step.mesh, live_bytes(step.model, step.optimizer, step.local_gradients())
     asked = _asked(error)
     held, other, lines = _rows(mesh.device, live)
@@ -216,7 +216,11 @@ def _expected(optimizer: torch.optim.Optimizer, owned: list[torch.Tensor]) -> in
 
 
 def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | None:
-    """Return a message with the failed module, its sharded parts and the fix, or None if no module is found."""
+    """Return a message with the failed module, the plan settings that may make it fail, and the fix, or None.
+
+    The result is None for Weft's own decoders, if no module failed, or if no setting of the plan can be the cause:
+    sharding, recompute or offloading of activations.
+    """
     if isinstance(model, layers.KnownModel):
         return None  # Weft's decoders support every plan: their failure is a bug that the user cannot avoid
     parts, path = _parts(plan), _failed_module(error, model)

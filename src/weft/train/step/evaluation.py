@@ -254,7 +254,9 @@ class RankForwards:
     def rows(
         self, batches: Sequence[Any], each: Callable[[Any, Any], torch.Tensor], *, of: Which = "model"
     ) -> list[torch.Tensor]:
-        """Return `each(output, batch)` per batch, a value per row, summed over cp; 0 on ranks without the last stage.
+        """Run forward on each batch, and return `each(output, batch)` for each, summed over cp.
+
+        Returns zeros on ranks without the last pipeline stage.
 
         Args:
             batches: the same number on each rank.
@@ -280,13 +282,16 @@ class RankForwards:
 
     @torch.no_grad()
     def second(self, call: Callable[[Any], Any]) -> Any:
-        """Return call(second model), for a batch that is already sharded for this rank."""
+        """Return call(second model), without gradients. Batches in the call must already be sharded for this rank."""
         assert self._second is not None
         with sequence_in_use(self._second):
             return call(self._second)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values over the ranks with different samples. The result is equal on all ranks."""
+        """Sum values over the ranks with different samples. The result is equal on all ranks.
+
+        Of the cp ranks of a sequence, only the values of the first one are added.
+        """
         given = values.to(self._mesh.device, torch.float64)
         return all_reduce(given if self.is_counted else torch.zeros_like(given), counted_ranks(self._mesh))
 

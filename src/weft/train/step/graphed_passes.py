@@ -57,8 +57,8 @@ def shape_of(batch: Any) -> Hashable | None:
 class FixedBatch:
     """Static input buffers of CUDA graphs, for batches of the shapes of `like`.
 
-    `fill` copies a new batch into them. Before that, it runs the checks that were registered by code that reads values
-    on the host.
+    `fill` copies a new batch into them. Before that, it runs the checks of values that were registered for the buffers
+    while the graph was recorded, such as checks of an index's range.
     """
 
     def __init__(self, like: Any):
@@ -66,7 +66,7 @@ class FixedBatch:
         self._tensors = list(tensors_in(self.batch))
 
     def fill(self, batch: Any) -> None:
-        """Check a batch of the same shape, on the same device, and copy it into the memory."""
+        """Check a batch of the same shape, on the same device, and copy it into the buffers."""
         for mine, given in zip(self._tensors, tensors_in(batch), strict=True):
             check_batch(mine, given)
             mine.copy_(given)

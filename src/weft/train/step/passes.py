@@ -31,7 +31,8 @@ from weft.train.microbatches import ForwardFn, call_model
 class Statistics(Protocol):
     """Interface of statistics of a step that update model state without a gradient: router loads, batch norm moments.
 
-    `begin` starts a step, `start` starts to sum over the ranks, and `finish` updates the model.
+    `begin` starts a step, `start` starts to sum over the ranks, and `finish` updates the model if `moved` (the step was
+    applied).
     """
 
     def begin(self, scale: float | Tensor) -> None: ...
@@ -80,7 +81,7 @@ class ModelState:
         self.train = train_mode(model)
 
     def preserving(self, seeds: Sequence[int] | None) -> AbstractContextManager[None]:
-        """Return a context that restores the generators if the step seeds them itself."""
+        """Return a context that restores the generators at its end if `seeds` is None, else one that does nothing."""
         return preserve_generators(self._device) if seeds is None else nullcontext()
 
     def draws(self, samples: Sequence[SampleNumbers], seeds: Sequence[int] | None, key: int | None) -> Draws:
@@ -207,7 +208,7 @@ class AccumulateCompared(Accumulate):
         self._mesh, self._compared, self._state = mesh, compared, state
 
     def run(self, work: Work) -> None:
-        """Run all microbatches twice, or once if there is one."""
+        """Run all microbatches. If there are several, first run forward of each without gradients."""
 
         def features(index: int) -> Features:
             work.draws.begin(index)

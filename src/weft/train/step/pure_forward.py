@@ -74,7 +74,7 @@ class ForwardState:
 
     @torch.no_grad()
     def restore(self, *, attributes: bool = True) -> None:
-        """Restore the state. With attributes=False, attributes keep their current values."""
+        """Restore buffers, parameters and, unless `attributes` is False, attributes. Generators are not restored."""
         for module, known in self._registered:
             vars(module)["_buffers"].clear()
             vars(module)["_buffers"].update(known)

@@ -94,6 +94,7 @@ class Probed:
         Raises:
             RefusedGradient: on all ranks, if one rank has this error or a PartialGradient.
             ForwardFailed: for other errors.
+            ModelError: in a single process, if `error` is a ModelError: the error itself.
         """
         is_refused = isinstance(error, RefusedGradient | PartialGradient)
         worst = 0 if error is None else 1 + is_refused
@@ -109,7 +110,7 @@ class Probed:
 
 
 class RefusedGradient(ModelError):
-    """Raised if a gradient depends on how often an index is in the microbatch, or on another stage."""
+    """Raised if a gradient depends on how often an index is in the microbatch, or on another pipeline stage."""
 
 
 class ForwardFailed(Exception):
@@ -120,7 +121,8 @@ class ForwardFailed(Exception):
 class Ran:
     """Result of a small forward: tensors of the output, the loss, and inputs and outputs of modules if recorded.
 
-    tensors: buffers and parameters that it changed. attributes: other attributes that it changed.
+    number: the loss function's count. drawn: names of the random functions that forward called. tensors: buffers and
+    parameters that forward changed. attributes: other attributes that it changed.
     """
 
     samples: int
@@ -176,7 +178,9 @@ def _longer(batch: Any, count: int) -> Any:
 def run_each(
     probed: Probed, small: Sequence[Small], state: ForwardState, seeds: Sequence[int], **how: Any
 ) -> list[Ran] | None:
-    """Run each small batch; None if the model cannot run so few samples on some rank. All ranks must call it.
+    """Run each small batch and return the results. All ranks must call it.
+
+    Returns None if the model cannot run so few samples on some rank. Raises `RefusedGradient` as `Probed.agree` does.
 
     Args:
         probed: the model.

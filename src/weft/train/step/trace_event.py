@@ -43,7 +43,7 @@ class LossPart:
 
     @property
     def mean(self) -> float:
-        """The mean loss, or a value below all others if there are no losses."""
+        """The mean loss, or -inf without losses."""
         return self.loss_sum / self.count if self.count else -math.inf
 
 
@@ -91,8 +91,8 @@ class TracedSamples:
         microbatch: index of their microbatch.
         numbers: indices of the samples in the global batch.
         mean: mean loss of the samples.
-        losses: losses of all compared samples.
-        all_bad: True if all compared samples are equally bad.
+        losses: the finite mean losses of all compared parts of the batch.
+        all_bad: True if several parts of the batch were compared, and each gave values that are not finite.
     """
 
     data: int

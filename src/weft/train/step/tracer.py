@@ -1,4 +1,4 @@
-"""Records the sizes of module outputs in forwards, and traces failed steps to samples and modules."""
+"""Records the root mean square of module outputs in forwards, and traces failed steps to samples and modules."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModuleCall:
 
 @dataclass
 class ModuleWatch:
-    """Records the root mean square of the input and output of every module of a model, through forward hooks.
+    """Records the root mean square of the input and output of every submodule of a model, through forward hooks.
 
     The values stay on the device until `calls` reads them.
     """
@@ -186,7 +186,12 @@ class PartForwards:
         return isinstance(self._task.loss, GlobalBatchLoss)
 
     def run(self, batches: list[Any], runs: list[range], *, counts: bool = True) -> _Round:
-        """Run forward on each batch, in evaluation mode and without gradients. counts: False for placeholders."""
+        """Run forward on each batch, in evaluation mode and without gradients.
+
+        If it fails, the result contains the error, except for a CommError, which is raised.
+
+        runs: rows of each batch in its microbatch. counts: False for placeholders.
+        """
         task, watch = self._task, ModuleWatch(self._model)
         found: list[torch.Tensor] = []
 

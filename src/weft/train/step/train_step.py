@@ -141,7 +141,7 @@ class TrainStep:
     def compute(self, batch: Any) -> StepMetrics:
         """Compute the gradients of a step without the update, which `apply` makes. All ranks call it.
 
-        For callers that run code in between. The first step does not check the batch.
+        For callers that run code in between. The first step does not check gradients of custom autograd functions.
         """
         first, checks = self._first, [*self._checks, *([] if self._first is None else [self._first])]
         with nullcontext() if first is None else first.watching():

@@ -24,7 +24,8 @@ from weft.train.step.checks import StepCheck, UpdateRatio
 class StepTotals:
     """Sums over microbatches and ranks from which a step is decided, and the gradient norm, in float64.
 
-    One collective sums a vector of loss sum, number of tokens, number of ranks that want to stop, and values of checks.
+    One collective sums a vector of loss sum, number of tokens, number of ranks that request a stop or a read of the
+    user's requests, and values of checks.
     """
 
     def __init__(self, device: torch.device, stops: bool, checks: Sequence[StepCheck], batch: Any):
@@ -67,11 +68,11 @@ class StepMetrics:
         loss: mean over all tokens of the global batch, before the update.
         grad_norm: gradient norm before clipping.
         skipped: reason for a skipped update, or None.
-        wants_stop: True if a rank requested a stop.
+        wants_stop: True if a rank requested a stop, or that the ranks read the user's requests.
         update_ratio: norm of the update divided by the norm of the weights, if it was measured and the step applied.
 
-    On a GPU the first access to a number waits until the device has computed it. The previous step has finished by
-    then, so a loop that shows the metrics of the previous step never waits.
+    On a GPU the first access to a number waits until the device has computed it. The next step reads the numbers too,
+    so a loop that shows the metrics of the previous step does not wait.
     """
 
     loss: float
@@ -223,7 +224,10 @@ class WeightUpdate:
         return self._loss_scale
 
     def scale_of(self, microbatches: list[Any]) -> float | torch.Tensor:
-        """Return the factor of a step's losses before backward: a 0-d tensor if only the device has the scale."""
+        """Return the factor of a step's losses before backward: a 0-d tensor if only the device has the scale.
+
+        The first call may communicate, so all ranks call it.
+        """
         if self._nominal is None:
             # The number of elements in the first tensors approximates the number of tokens.
             values = [next((one.numel() for one in tensors_in(batch) if one.ndim), 1) for batch in microbatches]
@@ -245,7 +249,12 @@ class WeightUpdate:
         return self._unread is not None
 
     def finalize(self, metrics: StepMetrics | None = None) -> None:
-        """Read the device's decision about the last step. All ranks call it. See `TrainStep.finalize`."""
+        """Read the device's decision about the last step. All ranks call it.
+
+        metrics: metrics of the step to read; None for the last step. For an older step, nothing is read.
+
+        Raises CommError if the gradient norm was not finite because a gradient arrived after its reduction had started.
+        """
         if metrics is None or metrics is self._unread:
             self._read()
         if self._unchecked:

@@ -1,7 +1,4 @@
-"""The base class of tasks, and a text description of a sample's contents.
-
-`described` prints texts in full, numbers if there are few of them, and shapes otherwise.
-"""
+"""The base class of tasks (`Task`), and a text description of a sample's contents (`described`)."""
 
 from __future__ import annotations
 
@@ -34,11 +31,12 @@ _MOST_VALUES, _MOST_TEXT = 16, 2000
 
 
 def described(sample: Any, name: str = "") -> list[str]:
-    """Return a line for each tensor, number and text of a sample.
+    """Return lines that show each tensor, number and text of a sample.
 
-    Long arrays are shown with a digest, so that two samples can be compared.
+    Up to 16 numbers are shown in full. Longer arrays are shown by dtype, shape, range, mean and a digest, so that two
+    samples can be compared. Texts are cut after 2,000 characters.
 
-    sample: nested in tuples, lists, mappings and dataclasses. name: prefix of the lines.
+    sample: a value, or values nested in tuples, lists, mappings and dataclasses. name: prefix of the lines.
     """
     parts = list(_parts(sample))
     if parts:
@@ -82,7 +80,10 @@ def _words(value: Any) -> list[str]:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Convert a tensor, an array or a long list of numbers to a numpy array; None for other values."""
+    """Convert a tensor, array, list or tuple to a numpy array, bfloat16 to float32.
+
+    Return None for other values, and for nested lists of unequal lengths.
+    """
     if callable(getattr(value, "detach", None)):
         value = value.detach().cpu()
         try:
@@ -132,8 +133,8 @@ class Task:
     """One kind of training. A subclass implements `build`, `samples` and `loss`; all other methods have a default.
 
     The constructor receives the options of the config's [task.options] as keyword arguments. `config` is set
-    afterwards. Weft creates one instance in the process that prepares a run, and one per rank. Invalid options or data
-    raise a WeftError (or ValueError in the constructor).
+    afterwards. Weft creates one instance in the process that prepares a run, and one per rank. For invalid options or
+    data, methods should raise a WeftError, and the constructor a WeftError or a ValueError.
     """
 
     #: The run's settings. Weft sets it before anything is called.
@@ -158,19 +159,23 @@ class Task:
     def build(self) -> nn.Module:
         """Build the model with its initial weights, in plain PyTorch.
 
-        Weft seeds torch before the call. On the meta device only shapes are created.
+        `initial_model` seeds torch before the call. `shapes` calls it with the meta device as torch's default device.
         """
         raise NotImplementedError(f"{type(self).__name__}.build: it returns the model")
 
     def samples(self, split: str) -> MapDataset | None:
         """Return the samples of "train" or "eval" by index. None for "eval" disables evaluation.
 
-        Weft shuffles by `seed`, splits the samples of each global batch into microbatches, and calls `collate` on each.
+        Weft shuffles the training samples by the config's `seed`, splits each global batch into microbatches, and calls
+        `collate` on the samples of each microbatch.
         """
         raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return (sum of the losses, number of losses). Weft divides once, over all ranks and microbatches."""
+        """Return (sum of the losses, number of losses).
+
+        Weft adds both over all ranks and microbatches, and then divides the sum by the number.
+        """
         raise NotImplementedError(f"{type(self).__name__}.loss: it returns (sum, number)")
 
     # --- batches ---
@@ -195,18 +200,20 @@ class Task:
         )
 
     def step_borders(self) -> StepBorders:
-        """Return the samples of each step: train.global_batch samples, or as many as train.global_cost allows.
+        """Return the boundaries between steps in the sequence of training samples.
 
-        Called after `prepare` or `open`.
+        A step has train.global_batch samples, or as many as fit into train.global_cost if that is set. Called after
+        `prepare` or `open`.
         """
         from weft.train.tasks import indexed
 
         return StepBorders.of_task(self, lambda number, epoch: indexed.epoch_order(number, self.config.seed, epoch))
 
     def lengths(self) -> Sequence[int] | np.ndarray | None:
-        """Return the length of each training sample by its index, or None if the task does not batch by cost.
+        """Return the lengths of the training samples, or None if the task does not support batching by cost.
 
-        The length is in the unit that `collate` pads, such as tokens. Called after `prepare` or `open`.
+        They are in the unit that `collate` pads, such as tokens: (samples,), or (samples, columns) if several columns
+        are padded separately. Called after `prepare` or `open`.
         """
         return None
 
@@ -318,7 +325,10 @@ class Task:
         return {}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
-        """Return the metrics of a full evaluation by name. sums: totals of `sums`, and "loss" and "count" of `loss`."""
+        """Return the metrics of a full evaluation by name.
+
+        sums: totals of `sums`, and those of `loss`: "loss" (sum of the losses) and "count" (their number).
+        """
         return {}
 
     def flops_per_count(self) -> float | None:
@@ -337,7 +347,10 @@ class Task:
         return ()
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Make the data ready. If `folder` already contains a run, raise an error unless the data is the same."""
+        """Make the data ready. The default does nothing.
+
+        If `folder` already contains a run with other data, an override should raise a WeftError.
+        """
 
     def samples_per_epoch(self) -> int:
         """Return the number of samples of one pass over the training data, for train.epochs. Called after `prepare`."""
@@ -346,7 +359,7 @@ class Task:
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
         """Return the contents of the task's files in the run folder, by file name.
 
-        notes: lines about the data that users read.
+        notes: lines of text about the data, for users.
         """
         return {}
 
@@ -372,11 +385,11 @@ class Task:
         return f"{self.name()}: {format_count(sum(p.numel() for p in self.shapes().parameters()))} parameters"
 
     def data_lines(self) -> Sequence[str]:
-        """Describe the data, a line for each part of it."""
+        """Return lines that describe the data, for users."""
         return [f"{self.samples_per_epoch()} {self.sample_unit}"]
 
     def batch_line(self) -> str:
-        """Return the amount of data that a step and the full run read."""
+        """Return a line about the size of a step's batch and of the run."""
         batch, steps = self.config.train.global_batch, self.config.train.steps
         if (most := self.config.train.global_cost) is not None:
             return f"{self.sample_unit} that cost up to {most:g} tokens a step, {steps} steps"
@@ -385,7 +398,7 @@ class Task:
     def show(self, folder: RunFolder, step: int) -> str:
         """Return sample output of the trained model at a saved step, for the end of a run, or "".
 
-        Called on the first rank only. `load_weights(model, folder, step)` reads the weights.
+        Called on the first rank only. `weft.train.model_state.restore_model` reads the weights from a checkpoint.
         """
         return ""
 
@@ -397,7 +410,8 @@ class Task:
 
         The default shows the sample's position in `samples("train")` and its contents.
 
-        place: index in training order, from 0 and across epochs. Step s begins at (s - 1) * global_batch.
+        place: position in training order, from 0 and across epochs. The first step begins at 0, and step s at
+            `step_borders().first(s - 1)`.
         """
         from weft.train.tasks import indexed
 
@@ -413,7 +427,10 @@ class Task:
 
 
 class TaskModel(Protocol):
-    """The model of a task. Its methods are the `Task` methods of the same names; `line` is `model_line`."""
+    """The model of a task. Its methods are those of `Task`.
+
+    `initial` is `Task.initial_model`, `weights` is `initial_weights`, and `line` is `model_line`.
+    """
 
     def build(self) -> nn.Module: ...
     def shapes(self) -> nn.Module: ...
@@ -424,7 +441,7 @@ class TaskModel(Protocol):
 
 
 class ModelTask(Task):
-    """A task whose methods about the model are those of `network`."""
+    """A task that takes its model from `network`."""
 
     @property
     def network(self) -> TaskModel:
@@ -451,5 +468,5 @@ class ModelTask(Task):
 
 
 def setting_error(key: str, value: object, rule: str) -> ConfigError:
-    """Return the error of one setting: `key=value: rule`."""
+    """Return a ConfigError about one setting, with the text "key=value: rule"."""
     return ConfigError([Problem(key, f"{key}={value}: {rule}")])

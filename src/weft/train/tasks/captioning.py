@@ -32,10 +32,10 @@ LOOK_EVERY = 8
 
 
 def any_goes_on(forwards: Forwards | None, has_ended: Tensor) -> bool:
-    """Return True if a text of any rank has not ended. All ranks must call it: sharded models generate together.
+    """Return True if a text of any rank has not ended. All ranks must call it.
 
     Args:
-        forwards: the ranks' model; None for a single process.
+        forwards: sums over the ranks; None makes the result True.
         has_ended: bool (B,), True for each text of this rank that has ended.
     """
     if forwards is None:
@@ -69,7 +69,7 @@ class CaptionTask(MixedTask):
         text_len: maximum tokens (bytes) of a text.
         dropout: dropout rate in the encoders.
         generate: maximum tokens to generate per text in evaluations; 0 disables it.
-        picture, audio, text: names of the columns.
+        picture, audio, text: names of the columns; "" finds the usual names.
     """
 
     generate: int = 32
@@ -113,7 +113,8 @@ class CaptionTask(MixedTask):
     ) -> tuple[list[int], list[int], list[int]]:
         """Return the ids, media row indices (-1 for text) and labels of a sample.
 
-        first: rows of the next image and of the next audio clip. They are advanced in place.
+        first: row indices of the next image and of the next audio clip, advanced in place. rows: rows of an image and
+            of a padded audio clip.
         """
         ids: list[int] = []
         index: list[int] = []
@@ -139,7 +140,7 @@ class CaptionTask(MixedTask):
     # --- cost of samples ---
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sample, including the tokens of its images and audio clips: int64 (samples,)."""
+        """Return the padded tokens of each sample, with those of its images and audio clips: int64 (samples,)."""
         records: MixedRecords = self.media("train")
         owners, is_sound, frames = self._media_frames()
         each = np.where(is_sound, sound_tokens(frames), (self.grid // 2) ** 2)
@@ -152,7 +153,10 @@ class CaptionTask(MixedTask):
         return costs.work(lengths) / costs.work(1)
 
     def extra_costs(self) -> np.ndarray:
-        """Return the encoders' cost for the images and audio of each sample: float64 (samples,)."""
+        """Return the encoders' cost for the images and audio clips of each sample, in text tokens: float64 (samples,).
+
+        A frozen encoder costs a third of a trained one, and nothing if its outputs are cached.
+        """
         model, (owners, is_sound, frames) = self.shapes(), self._media_frames()
         freeze(model, self.config.optimizer)
         kept = frozen_encoders(model, self.config, self) if self.config.data.cache_features else ()
@@ -189,7 +193,10 @@ class CaptionTask(MixedTask):
         self._forwards = forwards
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return logits. In an evaluation with `generate`, also return the tokens that the model generates."""
+        """Return logits, or in evaluation mode with `generate` (logits, generated tokens).
+
+        Under pipeline parallelism, nothing is generated.
+        """
         logits = super().forward(model, batch)
         if model.training or not self.generate or pipeline_of(model) is not None:
             return logits
@@ -197,7 +204,7 @@ class CaptionTask(MixedTask):
 
     @torch.no_grad()
     def written(self, model: Any, batch: Any) -> Tensor:
-        """Return greedily generated tokens from the start of each text, (B, at most `generate`).
+        """Return tokens that the model generates greedily in place of each labeled text, (B, at most `generate`).
 
         All ranks call the model the same number of times. If the weights are sharded, each call is a collective.
         """
@@ -317,7 +324,10 @@ class ContrastTask(MixedTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: Tensor) -> tuple[Tensor, int]:
-        """Return the summed symmetric InfoNCE loss: own texts against all media, and own media against all texts."""
+        """Return the sum of the symmetric InfoNCE losses of some samples, and their number.
+
+        The loss of a sample is the mean of two: its text is compared with all media, and its media with all texts.
+        """
         losses = [
             F.cross_entropy(one @ others.T / self.temperature, places, reduction="sum")
             for one, others in zip(own, reversed(every), strict=True)
@@ -325,7 +335,7 @@ class ContrastTask(MixedTask):
         return torch.stack(losses).sum() / 2, len(places)
 
     def _score(self, own: Any, every: Any, places: Tensor) -> Mapping[str, Tensor]:
-        """Count the samples whose own text is among the k nearest texts of the set."""
+        """Count the samples whose text is among the 1, 5 or 10 nearest of all texts."""
         products = own[0] @ every[1].T
         nearer = (products > products.gather(1, places[:, None]) + _ALIKE).sum(1)
         return {f"within_{most}": (nearer < most).sum() for most in _WITHIN}

@@ -53,11 +53,14 @@ class ChatTask(MediaTask, ModelTask):
 
     The folder's own processor and chat template make the inputs. The assistant's turns are trained.
 
-    data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, with messages and any number of
-    images and audio clips. eval: records for evaluation; by default a share `holdout` of `data`. freeze: parts of the
-    model that do not train: vision, audio, projector, text. max_pixels: larger images are scaled down to about this
-    many pixels; 0: only as the processor does. pad_multiple: padded lengths are rounded up to a multiple of this.
-    picture, audio, text: names of the columns of images, audio clips and messages.
+    Attributes:
+        data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, with messages and any number
+            of images and audio clips.
+        eval: records for evaluation; by default a share `holdout` of `data`.
+        freeze: parts of the model that do not train: vision, audio, projector, text.
+        max_pixels: larger images are scaled down to about this many pixels; 0: only as the processor does.
+        pad_multiple: padded lengths are rounded up to a multiple of this.
+        picture, audio, text: names of the columns of images, audio clips and messages; "" finds the usual names.
     """
 
     data: str
@@ -89,9 +92,12 @@ class ChatTask(MediaTask, ModelTask):
         """Check the folder's model, processor and weights, and find the conversations.
 
         Raises:
-            CheckpointError: for weights that do not fit the config, or cannot be read.
-            ConfigError: for token ids outside the model's vocabulary, and for parts that the model lacks.
-            DataError: for an unsupported processor, invalid data, and data that has changed since the run was started.
+            CheckpointError: if the weights cannot be read or do not fit the model's config, or the run trains on
+                another path.
+            ConfigError: if train.seq_len is more than the model supports, token ids are outside its vocabulary, or
+                `freeze` names a part that it lacks.
+            DataError: if the processor is not supported, or the data is invalid or has changed since the run was
+                started.
         """
         processor = self.processor.survey.processor
         self.network.check_length(self.config.train.seq_len)
@@ -199,13 +205,13 @@ class _ChatModel(HeadedModel):
 
 
 def _part_of(name: str) -> str:
-    """Return the part of the model that a parameter belongs to."""
+    """Return the part of the model that a parameter belongs to: projector, vision, audio or text."""
     return next((part for part, marks in _PARTS.items() if any(mark in name for mark in marks)), "text")
 
 
 @dataclass(frozen=True)
 class ChatProcessor:
-    """Conversations with images and audio clips. survey: reads records."""
+    """Processor of conversations with images and audio clips. survey: settings for reading records."""
 
     survey: ChatSurvey
     task: ChatTask
@@ -225,8 +231,9 @@ class ChatProcessor:
     def collate(self, samples: list[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
         """Return padded tokens and labels, and the inputs of all images and audio clips in order.
 
-        If no sample has an image or audio clip, a blank one follows the first row's tokens. The attention mask
-        excludes it. With it every rank calls the encoder in every microbatch, so no rank waits for another.
+        If the data has images or audio clips, but none of the samples does, a blank one is appended to the first
+        sample, and excluded by the attention mask. So every rank calls the encoder in every microbatch, and no rank
+        waits for another.
         """
         task, family = self.task, self.survey.processor.family
         lengths = torch.tensor([len(one["input_ids"]) for one in samples])

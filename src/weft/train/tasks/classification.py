@@ -1,6 +1,7 @@
 """Classification of texts and of tokens.
 
-`task.name = "classify_text"` predicts a label or a number for each text, or pair of texts.
+`task.name = "classify_text"` predicts a label or a number for each text or pair of texts, and
+`task.name = "classify_tokens"` a label for each word.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class TextClassTask(FolderTask):
     Attributes:
         text: name of the column with the text.
         pair: name of the column with a second text, or "".
-        label: name of the column with the label: a name or an integer, or with `regression` any number.
+        label: name of the column with the label: a name or an integer, or with `regression` a finite number.
         labels: comma-separated names of all classes; "" uses the classes of the model folder or of the training data.
         regression: if True, predict numbers, with the squared error as the loss.
         new_head: ignore the folder's head and initialize a new one.
@@ -214,7 +215,10 @@ class TokenClassTask(FolderTask):
 
 
 def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
-    """Return a column that contains a list or space-separated text. Raise DataError for any other value."""
+    """Return the list in a column. Text is parsed if it is a JSON list, and else split at spaces.
+
+    Raises DataError if there is no list, or it is empty or has empty items.
+    """
     found = record.value(column, option)
     if isinstance(found, str) and found.lstrip().startswith("["):  # a list in a file of comma-separated values
         try:
@@ -239,7 +243,9 @@ def class_sum_names(num_classes: int) -> tuple[str, ...]:
 
 
 def class_sums(said: torch.Tensor, labels: torch.Tensor, num_classes: int) -> dict[str, torch.Tensor]:
-    """Count the correct, predicted and true samples of each class.
+    """Count the samples of each class by correct prediction, by prediction and by label.
+
+    The result has the names of `class_sum_names` and 0-d int64 tensors.
 
     Args:
         said: the predicted classes, int64.
@@ -274,13 +280,16 @@ PAIR_SUMS = ("x", "y", "xx", "yy", "xy")
 
 
 def pair_sums(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the sums of two vectors of equal length from which their correlation is computed."""
+    """Return the float64 sums from which `correlation` computes the correlation of two vectors of equal length."""
     x, y = x.double(), y.double()
     return dict(zip(PAIR_SUMS, (x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()), strict=True))
 
 
 def correlation(sums: Mapping[str, float], count: float) -> float | None:
-    """Return Pearson's correlation, or None if one side is constant."""
+    """Return Pearson's correlation, or None if one of the vectors is constant or `count` is 0.
+
+    sums: totals of `pair_sums`. count: number of pairs.
+    """
     if not count:
         return None
     x, y, xx, yy, xy = (sums[name] / count for name in PAIR_SUMS)

@@ -109,22 +109,23 @@ class DecoderTask(ModelTask):
         return [(f"data.train.{number}.weight", *pair) for number, pair in pairs if pair[0] != pair[1]]
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Check a folder's weights, and tokenise the data.
+        """Check the weights of model.path, if it is set, and tokenise the data.
 
         Raises:
-            CheckpointError: for weights that do not fit the config, or cannot be read.
-            ConfigError: for sequences longer than the model supports, and for token ids outside its vocabulary.
-            DataError: if the tokens differ from those that the folder's run was started with.
+            CheckpointError: if the weights cannot be read, or do not fit the model's config.
+            ConfigError: if sequences are longer than the model supports, token ids are outside its vocabulary, or its
+                attention does not separate packed documents.
+            DataError: if the data is invalid, or differs from the data that the folder's run was started with.
         """
         self.network.prepare(folder, packs=not self.learns_preferences)
         self.text.prepare(folder, self.tokens(report))
         self.network.check_vocabulary(self.data.vocab_size)
 
     def tokens(self, report: Report | None) -> PreparedData:
-        """Tokenise the data that is not tokenised yet, and open the rest.
+        """Tokenise the data that is not tokenised yet, and return all of it.
 
         Raises:
-            DataError: for all problems with the data.
+            DataError: if the data is missing or invalid.
         """
         return self.text.tokenise(report, self.network.tokenizer_folder, self.network.new_tokens)
 
@@ -188,7 +189,10 @@ class DecoderTask(ModelTask):
         )
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text of a sequence. Tokens without a label are in double brackets."""
+        """Return the number of trained tokens in a sequence, and its text.
+
+        Text without labels is in [[double brackets]].
+        """
         return self.text.sample_lines(place)
 
     def show(self, folder: RunFolder, step: int) -> str:
@@ -214,7 +218,10 @@ class OwnDecoder:
 
     @property
     def spec(self) -> DecoderSpec:
-        """Shape of the model, from the run folder, or from config and tokenizer if there is no folder yet."""
+        """Shape of the model: from the run folder after it is opened, and before that from the config.
+
+        The vocabulary size is that of the prepared data, or a lower bound until the data is prepared.
+        """
         if self._text.folder is not None:
             return decoder_of(self._text.folder)
         data = self._text.prepared
@@ -248,7 +255,7 @@ class OwnDecoder:
         return None
 
     def keep(self, folder: RunFolder, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
-        """Copy the tokenizer, and return the contents of the run's other files."""
+        """Copy the tokenizer into the run folder, and return the contents of model.json and data.json by file name."""
         return keep_files(folder, self.spec, data, notes)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -258,7 +265,7 @@ class OwnDecoder:
         return model_forward(model, batch)
 
     def flops_per_token(self) -> float:
-        """Return the FLOPs of forward and backward per token, counted as in `monitor.guards`."""
+        """Return the FLOPs of forward and backward per token. An untied embedding table is not counted."""
         from weft.monitor.guards import flops_per_token
 
         spec = self.spec
@@ -279,7 +286,10 @@ class OwnDecoder:
 
 
 class TokenData:
-    """Tokenised documents of a config, as batches of sequences. preferences: True if they are preference data."""
+    """Tokenised documents of a config, as batches of sequences.
+
+    preferences: True if the documents are preference data.
+    """
 
     def __init__(self, config: RunConfig, *, preferences: bool = False):
         self._config, self._preferences = config, preferences
@@ -298,13 +308,13 @@ class TokenData:
     def tokenise(
         self, report: Report | None, tokenizer: str | None = None, new_tokens: Sequence[str] = ()
     ) -> PreparedData:
-        """Tokenise the data that is not tokenised yet, and open the rest.
+        """Tokenise the data that is not tokenised yet, and return all of it.
 
         tokenizer: Hugging Face folder of the tokenizer and its chat template, or None for the config's tokenizer.
         new_tokens: tokens that the folder's tokenizer lacks.
 
         Raises:
-            DataError: for all problems with the data.
+            DataError: if the data is missing or invalid.
         """
         config = self._config
         if tokenizer is not None:
@@ -314,10 +324,10 @@ class TokenData:
         return prepare_data(config, report, preferences=self._preferences)
 
     def prepare(self, folder: RunFolder, data: PreparedData) -> None:
-        """Use tokenised data, which must be trainable, and equal to the data that the folder's run began with.
+        """Check tokenised data, and set `prepared` to it.
 
         Raises:
-            DataError: for data that cannot be trained on, or that differs from the run's data.
+            DataError: if the data cannot be trained on, or differs from the data of the run in `folder`.
         """
         data = check_trainable(data, self._config.data, self._config.train.seq_len)
         if (folder.path / "data.json").exists():
@@ -325,7 +335,7 @@ class TokenData:
         self.prepared = data
 
     def open(self, folder: RunFolder) -> None:
-        """Open the run's data."""
+        """Open the data of the run in `folder`."""
         self.folder, self.prepared = folder, data_of(folder)
 
     def stream(self, split: str) -> SampleStream:
@@ -389,7 +399,7 @@ class TokenData:
         return found.sum() if weights is None else (found * weights).sum(dtype=weights.dtype)
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text of the sequence at a position in training order."""
+        """Return the number of trained tokens of the sequence at a position in training order, and its text."""
         from weft.data.order.loader import marked, view_sample
 
         sample = self.stream("train").sample(place)
@@ -399,7 +409,7 @@ class TokenData:
         return [f"{source}, epoch {sample.epoch}: {counts}", *marked(view).split("\n")]
 
     def first_words(self, folder: RunFolder) -> str:
-        """Return the first prompt of the data, or "" if the tokenised data no longer exists."""
+        """Return the first prompt of the data, or "" if the tokenised data cannot be read."""
         try:
             data = self.prepared if self.prepared is not None else data_of(folder)
             return first_prompt(data, data.tokenizer).words.strip()

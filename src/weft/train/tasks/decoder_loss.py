@@ -21,12 +21,14 @@ def token_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the cross-entropies (nats) over positions with a label, and the number of these positions.
 
-    logits_BTV: (batch, time, vocabulary), in any float dtype, summed in fp32 (fp64 for fp64); or the loss, if the head
-    has computed it. `batch["labels"]` (batch, time) is already shifted; -100 marks positions without a label. With
-    `batch["weights"]`, each position is weighted in the sum and in the count: the loss is then the weighted mean.
+    logits_BTV: (batch, time, vocabulary), in any float dtype; or a `HeadLoss`, the loss that the head has computed. The
+    loss of logits is computed in fp32, or in fp64 for fp64 logits. `batch["labels"]` (batch, time) is already shifted;
+    -100 marks positions without a label. With `batch["weights"]`, each position is weighted in the sum and in the
+    count, so that the quotient is the weighted mean.
 
     Raises:
-        ModelError: if the head computed the loss for different labels, or a label is outside the vocabulary.
+        ModelError: if the head computed the loss for different labels, or if a label is outside the vocabulary and the
+            host has its value.
     """
     labels = batch["labels"]
     if isinstance(logits_BTV, HeadLoss):

@@ -1,4 +1,4 @@
-"""Access of a task to its model outside the loss: forwards without gradients, and sums over the ranks."""
+"""A task's access to its sharded model (`Forwards`), and descriptions of models for the planner."""
 
 from __future__ import annotations
 
@@ -86,12 +86,13 @@ class Forwards(Protocol):
     def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:
         """Run the model in evaluation mode, and return `each(output, batch)` per batch: a value per row of labels.
 
-        Values of the parts of a sequence are summed. On ranks without output, such as the first pipeline stages, they
-        are 0.
+        Values are summed over the cp ranks of a sequence. On ranks without output, such as those of the first pipeline
+        stages, they are 0. Results are float64.
 
         Args:
             batches: the same number on each rank.
-            each: function that returns a value per row, (R,), for this rank's part of the sequences.
+            each: called with the output for this rank's part of the sequences and that part of the batch; returns a
+                value per row, (R,).
             of: which weights to use.
         """
         ...
@@ -105,11 +106,11 @@ class Forwards(Protocol):
         ...
 
     def along_sequence(self, values: Tensor) -> Tensor:
-        """Sum values over the parts of a sequence, with gradients."""
+        """Return the sum of values over the cp ranks of a sequence. Gradients flow through the sum."""
         ...
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """Run `act` on the first rank, and return its JSON value on all ranks."""
+        """Run `act` on the first rank, and return its result on all ranks. The result must be a JSON value."""
         ...
 
 
@@ -122,11 +123,12 @@ def trace(source: str) -> TracedModel:
     """Return the description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
 
     The function is called without arguments, with meta as the default device. It returns a model, or a model and an
-    example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as in `weft verify`.
-    Without an example, the model's first layer determines if the input is ids, an image or features.
+    example: the arguments of its forward (a tensor, a tuple, or a dict), batch_fn(step, size) as in `weft verify`, or a
+    DataLoader. Without an example, the model's first layer determines if the input is ids, an image or features.
 
     Raises:
-        ModelError: if the function returns no model, or the model does not run on the meta device.
+        ModelError: if the function cannot be imported or called or returns no model, or the model cannot be traced on
+            the meta device.
     """
     with torch.device("meta"):
         model, rest = call_function(source)
@@ -146,7 +148,7 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
         build: builds the traced model from a transformers config, on the meta device.
 
     Raises:
-        ModelError: if the model does not run on the meta device.
+        ModelError: if the model cannot be traced on the meta device.
     """
     try:
         return read_model(str(folder))
@@ -167,13 +169,15 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
 
 
 def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
-    """Trace a model. It is moved to the meta device and half precision, in place.
+    """Trace a model and return its description. The model is changed in place, and cannot be used afterwards.
+
+    It is moved to the meta device and bf16, and gets an adapter on its linear layers.
 
     example: arguments of a forward, or batch_fn(step, size). If None, the model's first layer determines if the input
     is ids, an image or features.
 
     Raises:
-        ModelError: if the model does not run on the meta device.
+        ModelError: if the model does not run on the meta device, or if it is one of Weft's decoders with experts.
     """
     inputs = dry_run.Inputs(model, example)
     model.to("meta").train()
@@ -209,7 +213,7 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
 def _crossings(model: nn.Module) -> float:
     """Return the mean number of hidden state tensors that are passed from one block to the next.
 
-    Within a decoder, this includes the encoder's output.
+    Within a decoder, this includes the encoder's output. Return 1 if the model has no chain of blocks.
     """
     try:
         chain = find_chain(model)
@@ -220,7 +224,10 @@ def _crossings(model: nn.Module) -> float:
 
 
 def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
-    """Return (inputs, outputs, number of such layers) for the linear layers that an adapter would be applied to."""
+    """Return (inputs, outputs, number of layers) for each shape of linear layers that can have an adapter.
+
+    Adds adapters to the model in place. Return () if no layer can have one.
+    """
     try:
         record = adapted(add_adapter(model, rank=1))
     except ModelError:
@@ -240,7 +247,7 @@ def _halve(model: nn.Module) -> None:
 
 
 def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], dict[str, str], str]:
-    """Return the possible values of tp, the style of each sharded module, and why other values are impossible."""
+    """Return the possible values of tp, the styles of sharded modules by path, and why other values are impossible."""
     try:
         layout = explain_layout(model, example).layout
         legal = check_layout(model, layout)
@@ -281,7 +288,7 @@ T = TypeVar("T")
 
 
 class SampledTask(Protocol):
-    """What `describe_by_samples` needs from a task to trace its model."""
+    """The members of a task that `describe_by_samples` uses."""
 
     config: RunConfig
     sample_unit: ClassVar[str]
@@ -293,10 +300,12 @@ class SampledTask(Protocol):
 
 
 def describe_by_samples(task: SampledTask) -> PlannedModel:
-    """Trace a task's model on the meta device, on a batch of two of its samples.
+    """Return the planner's description of a task's model.
+
+    The model is traced on the meta device, with a batch of the first two training samples.
 
     Raises:
-        ModelError: if a method of the task fails, or the model does not run on the meta device.
+        ModelError: if there are fewer than two samples, a method of the task fails, or the model cannot be traced.
     """
     field = f"task.name={task.config.task.name}"
     samples = _call(task, "samples", lambda: task.samples("train")) or ()
@@ -320,7 +329,10 @@ def describe_by_samples(task: SampledTask) -> PlannedModel:
 
 
 def _call(task: SampledTask, method: str, call: Callable[[], T]) -> T:
-    """Return the result of a user's method. Raise ModelError with the exception's message if it raises one."""
+    """Call a user's method and return its result.
+
+    Raises ModelError with the exception's message and position if it raises an exception that is no WeftError.
+    """
     try:
         return call()
     except WeftError:

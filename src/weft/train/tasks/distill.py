@@ -4,7 +4,7 @@
 
 for each trained token, with the temperature t and the mix a: (Hinton et al. 2015, arXiv 1503.02531). The factor t^2
 keeps gradients as large as the gradients of the cross-entropy. With k, the divergence is computed over the teacher's k
-likeliest entries and one entry for the sum of all others. It is never larger than the full divergence.
+likeliest entries and one entry for the sum of all others. This divergence is never larger than the full one.
 
 N tokens, V entries of the vocabulary.
 """
@@ -68,7 +68,7 @@ def distilled_losses(
 
 
 def _log_rest(log_p_NK: Tensor) -> Tensor:
-    """Return log(1 - sum of probabilities over K), (N,). The log of the sum is clamped to -eps, so it is finite."""
+    """Return log(1 - sum of probabilities over K), (N,). The log of the sum is clamped to -eps to avoid -inf."""
     log_sum = log_p_NK.logsumexp(1).clamp(max=-torch.finfo(log_p_NK.dtype).eps)
     return torch.log(-torch.expm1(log_sum))
 
@@ -96,7 +96,7 @@ class Teacher:
         return pretrained_source(model, self.folder)[0]
 
     def check(self, seq_len: int) -> None:
-        """Check the teacher's files. seq_len: tokens per sequence.
+        """Check that the teacher can be read, and supports sequences of `seq_len` tokens.
 
         Raises:
             CheckpointError, ModelError: if the teacher cannot be read.
@@ -117,7 +117,8 @@ class Teacher:
         """Check that token ids mean the same for the student's tokenizer as for the teacher.
 
         Raises:
-            ConfigError: for a teacher with another tokenizer.
+            ConfigError: if the teacher has fewer logits than the tokenizer has entries, or its tokenizer.json has
+                another entry for an id.
         """
         rows, entries = self.shapes().get_output_embeddings().weight.shape[0], tokenizer.vocab_size
         if rows < entries:
@@ -128,7 +129,10 @@ class Teacher:
             raise _wrong_option("teacher", self.folder, rule)
 
     def _other_entry(self, tokenizer: Tokenizer) -> str | None:
-        """Return a vocabulary entry whose id differs between the two tokenizers, or None."""
+        """Return the teacher's entry for an id for which the student has another one, as text such as "'the' at 12".
+
+        Return None if there is no such id, or if the teacher has no tokenizer.json.
+        """
         from tokenizers import Tokenizer as Library
 
         if not (self.folder / "tokenizer.json").is_file():
@@ -141,7 +145,7 @@ class Teacher:
 
 
 class DistillTask(DecoderTask):
-    """Distillation: trains one of Weft's decoders to predict next tokens like a teacher model.
+    """Distillation: trains a text decoder to predict next tokens like a teacher model.
 
     Args:
         teacher: a Hugging Face folder whose tokenizer the student uses.
@@ -172,11 +176,12 @@ class DistillTask(DecoderTask):
     # --- preparing ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Check the teacher's weights and vocabulary, and tokenise the data.
+        """Check the teacher's weights and vocabulary, and prepare the run as `DecoderTask.prepare` does.
 
         Raises:
-            CheckpointError, ModelError: for a teacher that cannot be read.
-            ConfigError: for a teacher with another tokenizer, or with a shorter maximum length.
+            CheckpointError, ModelError: also if the teacher cannot be read.
+            ConfigError: also if the teacher has another tokenizer or a shorter maximum length, or its attention does
+                not separate packed documents.
         """
         self._teacher.check(self.config.train.seq_len)
         refuse_mixed_documents(self._teacher.shapes(), self.config)

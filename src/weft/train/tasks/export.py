@@ -96,7 +96,10 @@ def _turned(blocks: list[RawArray]) -> RawArray:
 
 
 def write_tokenizer(source: Path, out: Path) -> None:
-    """Write a run's tokenizer in transformers' format. source: the run's tokenizer folder."""
+    """Write a run's tokenizer in transformers' format.
+
+    source: the run's tokenizer folder. out: the folder to write to.
+    """
     tokenizer = Tokenizer.load(source)
     text = tokenizer.library_json()
     (out / "tokenizer.json").write_text(text, "utf-8")
@@ -201,7 +204,10 @@ def base_folder(folder: RunFolder) -> Path:
 
 
 def base_name(folder: RunFolder) -> str | None:
-    """Return the hub name or the folder of an adapter's base, for its config file, or None for Weft's decoders."""
+    """Return the hub name or the folder of an adapter's base, for adapter_config.json.
+
+    Return None if the base is one of Weft's decoders.
+    """
     if not base_of(folder).is_dir():
         return None
     text = folder.config().model.path
@@ -212,7 +218,7 @@ def base_name(folder: RunFolder) -> str | None:
 
 
 def resized_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
-    """Return the weights of a run's frozen embeddings with added rows, by module, or {} if no rows were added.
+    """Return the initial weights of a run's embeddings with added rows, by module path, or {} if no rows were added.
 
     Raises:
         ConfigError: if the base no longer exists.
@@ -284,7 +290,8 @@ def as_published(
     Args:
         model: a transformers model on the meta device.
         names: names of its tensors.
-        read: function that returns a tensor by name. Only tensors that are stored as one are in memory together.
+        read: function that returns a tensor by name. Only tensors that transformers saves as one are in memory
+            together.
     """
     try:
         core: Any = importlib.import_module("transformers.core_model_loading")
@@ -298,7 +305,10 @@ def as_published(
 
 
 def _stored_groups(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
-    """Return groups of tensor names that transformers joins when it saves them."""
+    """Return groups of tensor names that transformers joins when it saves them.
+
+    Sets the attribute `_weight_conversions` of the model.
+    """
     tables: Any = importlib.import_module("transformers.conversion_mapping")
     # transformers sets this attribute on a loaded model. Set it here, or each call would compute it again.
     used = tables.get_model_conversion_mapping(model, add_legacy=False)
@@ -371,7 +381,7 @@ def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
 
 
 def data_lines_of(folder: RunFolder) -> Sequence[str]:
-    """Return the description of the data in a run's folder, a line for each part."""
+    """Return lines that describe the data of a run."""
     if (folder.path / "data.json").is_file():
         return data_of(folder).summary
     task = find_task(folder.config())

@@ -74,14 +74,15 @@ class FolderModel:
         self.notes: Sequence[str] = ()
 
     def open(self, folder: RunFolder) -> None:
-        """Read config and tokenizer from the run's copy."""
+        """Use the config and tokenizer in the run's copy of the model folder."""
         self._folder = folder
 
     @property
     def base(self) -> Path:
-        """Folder of config and tokenizer: the run's copy, or the model folder until a copy exists.
+        """Folder of config and tokenizer: after `open` the run's copy, before it the model folder.
 
-        Raises ConfigError if both are missing, because transformers would then try to download a model of that name.
+        If that folder is missing, it is the other one. Raises ConfigError if both are missing, because transformers
+        would try to download a model of that name.
         """
         own = base_of(self._folder if self._folder is not None else run_folder(self.config))
         if own.is_dir() and (self._folder is not None or not self.path.is_dir()):
@@ -91,7 +92,7 @@ class FolderModel:
         raise ConfigError([Problem("model.path", no_folder(self.path))])
 
     def read_config(self) -> Any:
-        """Return the folder's transformers config, with the number of rows that its embeddings have in this run."""
+        """Return the folder's transformers config, with `vocab_size` set to this run's number of embedding rows."""
         config = hugging_face.load_model_config(self.base)
         if self.base == self.path and self.num_rows is not None:
             config.get_text_config().vocab_size = self.num_rows
@@ -99,17 +100,24 @@ class FolderModel:
 
     @property
     def new_tokens(self) -> Sequence[str]:
-        """The tokens that `base` lacks. A run's copy of a folder has all."""
+        """The tokens that are to be added to the tokenizer in `base`; () for the run's copy, which has them."""
         return self.config.tokenizer.add_tokens if self.base == self.path else ()
 
     @cached_property
     def num_rows(self) -> int | None:
-        """Number of rows of the embeddings if rows are added to those of model.path, else None."""
+        """Number of embedding rows after adding rows to those of model.path.
+
+        None if no rows are added, or model.path is missing.
+        """
         return number_of_rows(self.config, self.path) if self.path.is_dir() else None
 
     @property
     def added_rows(self) -> Path | None:
-        """File of the rows that are added to the folder's embeddings, or None. It is computed for a new run."""
+        """File with the rows that are added to the folder's embeddings, or None if there are none.
+
+        If the run folder has no such file, the rows are computed and written to a temporary file, which is deleted with
+        this object.
+        """
         kept = base_of(self._folder if self._folder is not None else run_folder(self.config)) / ADDED_ROWS
         if kept.is_file() or self.num_rows is None:
             return kept if kept.is_file() else None
@@ -122,7 +130,7 @@ class FolderModel:
         return self._computed_rows
 
     def keep_copy(self, folder: RunFolder) -> None:
-        """Copy the folder's files except weights, with the added tokens and rows."""
+        """Copy the model folder's files except weights into the run folder, with the added tokens and rows."""
         tokens, rows, file = self.new_tokens, self.num_rows, self.added_rows
         keep_base(folder, self.path, lambda draft: add_to_files(draft, tokens, rows, file))
 
@@ -140,28 +148,36 @@ class FolderModel:
         return self.shapes()
 
     def source(self, model: nn.Module) -> tuple[StateSource, list[str]]:
-        """Return an object that reads a model's tensors, and notes on tensors that only the files or the model have."""
+        """Return an object that reads a model's tensors from files, and lines for users about other tensors.
+
+        These are tensors in the files that the model lacks, and new ones that the files lack.
+        """
         found, unexpected = pretrained_source(model, self.path, added=self.added_rows)
         return found, format_unexpected_keys(unexpected)
 
     def weights(self, model: nn.Module) -> StateSource | None:
-        """Return an object that reads a new run's weights, or None if a resumed run does not read the folder."""
+        """Return an object that reads the folder's weights.
+
+        Return None if the folder is missing and the run reads all weights from a checkpoint.
+        """
         return self.source(model)[0] if self.needs_weights or self.path.is_dir() else None
 
     def check_weights(self, folder: RunFolder) -> None:
-        """Check names and shapes of the weights that a run in `folder` will read. Set `notes`.
+        """Check names and shapes of the model folder's weights, and set `notes`.
+
+        Does nothing if `folder` is that of a resumed run that reads all weights from a checkpoint.
 
         Raises:
-            CheckpointError: for weights that do not fit the config, or cannot be read.
+            CheckpointError: if the weights cannot be read, or do not fit the model's config.
         """
         if self.needs_weights or not base_of(folder).is_dir():
             self.notes = self.source(self.shapes())[1]
 
     def check_length(self, length: int) -> None:
-        """Raise an error if texts are longer than the model supports. length: tokens of the longest text.
+        """Check that the model supports texts of `length` tokens.
 
         Raises:
-            ConfigError: if they are longer.
+            ConfigError: if it does not.
         """
         longest = hugging_face.longest_text(self.shapes())
         if longest is not None and length > longest:
@@ -170,7 +186,9 @@ class FolderModel:
             )
 
     def check_vocabulary(self, entries: int) -> int:
-        """Return the number of rows of the model's embedding. entries: number of entries of the tokenizer.
+        """Return the number of rows of the model's embedding.
+
+        entries: number of entries of the tokenizer.
 
         Raises:
             ConfigError: if the tokenizer has more entries than rows.
@@ -191,7 +209,7 @@ class FolderModel:
 
 
 class CausalModel(FolderModel):
-    """A causal language model, which next-token prediction trains on packed documents."""
+    """A causal language model of a Hugging Face folder, for next-token prediction."""
 
     #: None, because the planner's rules read the traced model, not a shape.
     spec = None
@@ -235,9 +253,14 @@ class CausalModel(FolderModel):
         return float(rate)
 
     def prepare(self, folder: RunFolder, *, packs: bool) -> None:
-        """Check the folder's weights, and that the model supports the run's sequences.
+        """Check the model folder's weights, and that the model supports the run's sequences.
 
         packs: True if a sequence can contain several documents.
+
+        Raises:
+            CheckpointError: if the weights cannot be read, or do not fit the model's config.
+            ConfigError: if the folder is missing and needed, sequences are longer than the model supports, or its
+                attention does not separate packed documents.
         """
         model = self.shapes()
         if self.needs_weights and not self.path.is_dir():
@@ -249,7 +272,10 @@ class CausalModel(FolderModel):
             refuse_mixed_documents(model, self.config)
 
     def keep(self, folder: RunFolder, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
-        """Copy the folder's files except weights, and return the contents of the run's other files."""
+        """Copy the tokenizer, and the model folder's files except weights, into the run folder.
+
+        Return the content of data.json, by file name.
+        """
         self.keep_copy(folder)
         return keep_files(folder, None, data, [*notes, *self.notes])
 
@@ -258,7 +284,7 @@ class CausalModel(FolderModel):
         return call_in_documents(model, batch).logits
 
     def flops_per_token(self) -> float:
-        """Return the FLOPs of forward and backward for one token."""
+        """Return the FLOPs of forward and backward per token. An untied embedding table is not counted."""
         model, config = self.shapes(), self.read_config().get_text_config(decoder=True)
         head = model.get_output_embeddings()
         own = sum(param.numel() for param in model.parameters())
@@ -316,7 +342,7 @@ class HeadedModel(FolderModel):
         return model
 
     def _changed(self, config: Any) -> dict[str, Any]:
-        """Return the config fields that the task changes, and a padding id if the config has no valid one."""
+        """Return the config fields that the task sets, and `pad_token_id` if the config's is not `pad_id`."""
         changes = dict(self._changes())
         if self.pad_id is not None and own_pad(config, self.pad_id + 1) != self.pad_id:
             changes["pad_token_id"] = self.pad_id
@@ -329,9 +355,11 @@ class HeadedModel(FolderModel):
         return found, [*format_unexpected_keys(unexpected), *format_new_keys(found.new_names, self.config.seed)]
 
     def tokenizer(self, **options: Any) -> Any:
-        """Return the folder's transformers tokenizer, with added tokens. options: arguments of from_pretrained.
+        """Return the folder's transformers tokenizer, with added tokens.
 
-        Raises DataError if transformers gives the added tokens different ids.
+        options: arguments of from_pretrained.
+
+        Raises DataError if transformers gives the added tokens other ids than Weft.
         """
         found = hugging_face.load_tokenizer(self.base, **options)
         if self.new_tokens:
@@ -350,7 +378,7 @@ class HeadedModel(FolderModel):
         return getattr(self.read_config(), "id2label", None)
 
     def tokenizer_digest(self) -> str:
-        """Return a digest of the tokenizer's files."""
+        """Return a digest of the tokenizer's files and of the added tokens."""
         hasher, base = hashlib.blake2b(digest_size=16), self.base
         hasher.update("".join(f"\0{token}" for token in self.new_tokens).encode())
         for file in sorted({file for pattern in COMPANIONS for file in base.glob(pattern)}):
@@ -359,7 +387,7 @@ class HeadedModel(FolderModel):
         return hasher.hexdigest()
 
     def keep(self, folder: RunFolder) -> None:
-        """Copy the folder's files except weights, with the task's fields in config.json."""
+        """Copy the model folder's files except weights into the run folder, with the task's fields in config.json."""
         folder.path.mkdir(parents=True, exist_ok=True)
         self.keep_copy(folder)
         file = base_of(folder) / "config.json"
@@ -369,12 +397,12 @@ class HeadedModel(FolderModel):
         file.write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
 
     def token_costs(self) -> TokenCosts:
-        """Return the FLOPs per token, from attention and all weights except embeddings."""
+        """Return the costs of attention and of all weights except embedding tables."""
         config = self.read_config()
         return TokenCosts.of(self.shapes(), config.num_hidden_layers, config.hidden_size)
 
     def describe(self, text_len: int, limits: Mapping[str, Limit]) -> PlannedModel:
-        """Describe the model from a trace with ids as the only input, because a mask would need values.
+        """Describe the model for the planner, from a trace with token ids as the only input.
 
         Args:
             text_len: tokens of a typical text of the task.
@@ -393,10 +421,10 @@ class HeadedModel(FolderModel):
 
 
 def refuse_mixed_documents(model: nn.Module, config: RunConfig) -> None:
-    """Raise an error for packed documents if the model's attention would not separate them.
+    """Check that a model's attention can separate packed documents, if the config packs and separates them.
 
     Raises:
-        ConfigError: for such a model.
+        ConfigError: if it cannot.
     """
     data = config.data
     if data.borders and data.packing != "pad" and (why := why_documents_mix(model)):
@@ -429,10 +457,10 @@ def source_with_head(
         folder: config.json and safetensors files.
         seed: seed of new tensors.
         new_head: if True, ignore the head in the files.
-        added: as in `pretrained_source`.
+        added: file of rows that follow those of the folder's embeddings, or None.
 
     Raises:
-        CheckpointError, ModelError: as in `pretrained_source`.
+        CheckpointError: if files or other tensors are missing, damaged or do not fit the model.
     """
     body = f"{model.base_model_prefix}."
     has_body = any(name.startswith(body) for name in model.state_dict())
@@ -449,13 +477,13 @@ def source_with_head(
 
 
 class WeightsWithHead:
-    """Source of any slice of a model's tensors. Tensors that the files lack are initialized from (seed, name).
+    """Reads slices of a model's tensors from files. Parameters that the files lack are initialized from (seed, name).
 
     Args:
         stored: tensors of the files.
-        model: the unsharded model on the meta device; buffers have their values. The object does not keep a reference
-            to it.
-        seed: seed of new tensors.
+        model: the unsharded model, with parameters on the meta device. Buffers that the files lack keep its values. The
+            object does not keep a reference to it.
+        seed: seed of new parameters.
     """
 
     def __init__(self, stored: JoinedTensors, model: nn.Module, seed: int):
@@ -489,7 +517,7 @@ class WeightsWithHead:
 
         Args:
             name: name of the tensor.
-            part: the elements of the full tensor that the part selects.
+            part: selects elements of the full tensor.
             start: first element to read, as an index into the flattened part.
             out: filled to its end, in the dtype of the entry.
 
@@ -502,7 +530,7 @@ class WeightsWithHead:
         copy_part(self._compute_full(name), part, start, out)
 
     def _compute_full(self, name: str) -> np.ndarray:
-        """Return the full values of a new tensor. Heads are small, so they are computed for each slice that is read."""
+        """Return all values of a new tensor. They are computed for each slice that is read, because heads are small."""
         made = self._made[name]
         if made.value is not None:
             return made.value
@@ -519,7 +547,7 @@ class WeightsWithHead:
 
 @dataclass(frozen=True, slots=True)
 class _MadeTensor:
-    """A tensor that the files lack. value: its value if it is a buffer, which the model computes."""
+    """A tensor that the files lack. value: its values if it is a buffer, None for a parameter."""
 
     shape: tuple[int, ...]
     dtype: str

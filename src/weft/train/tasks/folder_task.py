@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def padded_length(longest: int, multiple: int, most: int) -> int:
-    """Return the padded length of a batch.
+    """Return the padded length of a batch: `longest` rounded up to a multiple, but not beyond `most`.
 
     Args:
-        longest: length of the longest row.
+        longest: length of the longest row. The result is not shorter.
         multiple: lengths are rounded up to a multiple of this.
-        most: maximum length.
+        most: maximum of the rounded length.
     """
     return max(longest, min(-(-longest // multiple) * multiple, most))
 
@@ -73,7 +73,7 @@ class FilledUp(Sequence[Any]):
 
 
 def tokenised(tokenizer: Any, texts: Any, pairs: Any = None, **options: Any) -> Any:
-    """Return the tokenizer's output for some texts, truncated to a length.
+    """Return the tokenizer's output for some texts, truncated to `max_length` tokens.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -124,7 +124,10 @@ class FolderTask(ModelTask):
     # --- defined by each task ---
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
-        """Make rows from consecutive records. found: result of `survey` on the training records."""
+        """Make rows from consecutive records.
+
+        found: result of `survey` on the training records, and "pad_id".
+        """
         raise NotImplementedError
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
@@ -155,12 +158,13 @@ class FolderTask(ModelTask):
         return folder_limits(self.config)
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Check the weights' names and shapes, and build rows from the data.
+        """Make rows from the data, and check the names and shapes of the weights.
 
         Raises:
-            CheckpointError: for weights that do not fit the config, or cannot be read.
-            ConfigError: for texts longer than the model supports, and for token ids outside its vocabulary.
-            DataError: for invalid data, and for other data than the run was started with.
+            CheckpointError: if the weights cannot be read, or do not fit the model's config.
+            ConfigError: if train.seq_len is more than the model supports, or token ids are outside its vocabulary.
+            DataError: if the data is invalid, or differs from the data that the folder's run was started with, or if a
+                text costs more than data.microbatch_cost.
         """
         self.network.check_length(self.config.train.seq_len)
         options = {key: value for key, value in self.config.task.options.items() if key not in self.free_options}
@@ -177,7 +181,7 @@ class FolderTask(ModelTask):
         self.network.check_weights(folder)
 
     def _surveyed(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
-        """Return the result of `survey`, and the padding id of batches."""
+        """Return the result of `survey`, and the padding id of batches as "pad_id"."""
         tokenizer = self.network.tokenizer()
         rows = self.network.check_vocabulary(len(tokenizer))
         # Prefer the config's id: heads use it to find a text's last token, and RoBERTa to compute positions.
@@ -191,9 +195,9 @@ class FolderTask(ModelTask):
         self.finalize(tables.found)
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        """Copy the folder's files except weights, with the task's fields in config.json.
+        """Copy the model folder's files except weights into the run folder, with the task's fields in config.json.
 
-        Return the table of rows as the text of a file, by the file's name.
+        Return the content of rows.json, by file name.
         """
         self.network.keep(folder)
         tables = self.tables
@@ -210,12 +214,15 @@ class FolderTask(ModelTask):
         return self._tables
 
     def encoded(self, texts: Any, pairs: Any = None, *, is_split: bool = False, **options: Any) -> Iterator[Any]:
-        """Yield the rows of texts, truncated to train.seq_len tokens: ids, token types, truncation flag.
+        """Yield a row for each text, truncated to train.seq_len tokens.
+
+        A row has `input_ids`, `is_cut` (1 if the text was truncated, else 0), and `token_type_ids` if the model reads
+        them.
 
         Args:
             texts: texts, or lists of words.
             pairs: second texts, one per text; None for single texts.
-            is_split: if True, texts are lists of words, and rows have the word index of each token, or -1.
+            is_split: if True, texts are lists of words, and rows have `word_ids`, the word index of each token or -1.
             options: further arguments of the tokenizer.
         """
         tokenizer = self.network.tokenizer(**({"add_prefix_space": True} if is_split else {}))
@@ -241,7 +248,7 @@ class FolderTask(ModelTask):
         return len(self.tables.train)
 
     def lengths(self) -> Sequence[int] | np.ndarray | None:
-        """Return the padded length of each text, int64 (rows, padded columns)."""
+        """Return the length of each text, rounded up to `pad_multiple`: int64 (rows, padded columns)."""
         most, table = self.config.train.seq_len, self.tables.train
         columns = [table.lengths(name) for name in self.padded_columns]
         multiple = self.pad_multiple
@@ -252,7 +259,7 @@ class FolderTask(ModelTask):
         return costs.work(lengths) / costs.work(1)
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the text that the model reads, and the other columns of a row."""
+        """Return the columns of a training row, and the text that the model reads."""
         from weft.data.order.loader import visible
         from weft.train.tasks.indexed import sample_in_order  # imported here, because it loads torch
 
@@ -262,7 +269,7 @@ class FolderTask(ModelTask):
         return [*lines, *visible(self.network.tokenizer().decode(row["input_ids"].tolist())).split("\n")]
 
     def padded_inputs(self, samples: Sequence[Mapping[str, np.ndarray]], pad_id: int) -> dict[str, torch.Tensor]:
-        """Return ids, attention mask and token types, padded to the longest row.
+        """Return ids, attention mask and token types, padded to one length.
 
         samples: rows with `input_ids`, and `token_type_ids` if the model reads them.
         """
@@ -276,7 +283,7 @@ class FolderTask(ModelTask):
 
     @property
     def pad_id(self) -> int:
-        """The padding id of texts."""
+        """The padding id of texts, or 0 if it is unknown."""
         return self.network.pad_id or 0
 
     # --- model ---

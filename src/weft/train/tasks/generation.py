@@ -40,7 +40,7 @@ class _Completes(Protocol):
     max_positions: int
 
     def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
-        """Return the ids that follow."""
+        """Return the generated ids, without the prompt `ids`. An id of `stops` ends them."""
         ...
 
 
@@ -89,10 +89,10 @@ class TextModel:
             return tokenizer.template is not None
 
     def first_prompt(self) -> FirstPrompt:
-        """Return a prompt from the run's held-out data.
+        """Return the start of the run's first held-out document, or of the first training document.
 
         Raises:
-            ConfigError: without a run, or if its tokenised data is gone.
+            ConfigError: if the model is not from a run, or the run's tokenised data cannot be read.
         """
         try:
             found = first_prompt(data_of(self.run), self.model.tokenizer) if self.run is not None else None
@@ -226,7 +226,9 @@ def generate_text(
 
 
 def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
-    """Write samples/step_N.txt from the checkpoint of a step and return its text, or "" if samples are disabled.
+    """Write samples/step_N.txt with a text that the model of a saved step generates, and return the text.
+
+    Return "" and write nothing if samples are disabled, no prompt can be made, or it fills the model's context.
 
     The model is read from disk, because one rank may have only a part of the running model.
     """
@@ -303,7 +305,7 @@ class PretrainedText:
         self._model = model.to(self._device).eval()
 
     def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
-        """Return the ids that follow.
+        """Return the generated ids, without the prompt.
 
         Args:
             ids: token ids of the prompt.
@@ -329,12 +331,12 @@ class PretrainedText:
 
 
 def longest_text(config: Any) -> int:
-    """Return the number of positions of a model with this config."""
+    """Return the maximum number of tokens that a model with this config reads, or 2**20 if it sets none."""
     return number(config.get_text_config(decoder=True), "positions") or 2**20
 
 
 def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
-    """Load the model of a checkpoint."""
+    """Load a run's transformers model from a checkpoint. An adapter on a quantized base is merged."""
     model_config: Any = hugging_face.load_model_config(Path(base_of(folder)))
     model: Any = hugging_face.causal_model(model_config)
     config = folder.config()

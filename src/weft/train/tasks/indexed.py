@@ -30,8 +30,11 @@ class IndexedBatches:
 
     The order of training is an endless sequence of epochs, each a permutation of all samples. Step s reads the
     positions in `places`, by default s * global_batch + [0, global_batch). They are divided among ranks and
-    microbatches by number (`microbatch_samples`) or, with `costs`, by cost. Samples are read in a thread, two steps
-    ahead.
+    microbatches by number (`microbatch_samples`) or, with `costs`, by cost. `iterate` reads samples in a thread, two
+    steps ahead.
+
+    Raises:
+        DataError: if there are no samples.
     """
 
     def __init__(
@@ -59,7 +62,10 @@ class IndexedBatches:
         return self._build_batch(step, None)
 
     def batches_ahead(self, step: int) -> list[Any]:
-        """Return the same as `batches`, from one read call that also announces the next samples, if supported."""
+        """Return the microbatches of a step, like `batches`.
+
+        A dataset with a method `many` is read in one call, which also gets the indices of the next step's samples.
+        """
         if not hasattr(self._samples, "many"):
             return self._build_batch(step, None)
         own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))
@@ -90,7 +96,7 @@ class IndexedBatches:
         return _Ahead(self, start_step, end_step)
 
     def close(self) -> None:
-        """End the worker processes that read samples."""
+        """Close the dataset, if it has the methods `many` and `close`."""
         _close(self._samples)
 
     def state_at(self, num_samples: int) -> dict[str, int]:
@@ -126,7 +132,7 @@ def sample_index(num_samples: int, seed: int, place: int) -> tuple[int, int]:
 
 
 def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[str, Any]:
-    """Return a text with the epoch and index of the sample at a position in training order, and the sample.
+    """Return (text, sample) for a position in training order. The text has the sample's epoch and index.
 
     Args:
         samples: the task's samples.
@@ -159,7 +165,10 @@ class _EvalBatches:
 
 
 def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collate, most: int) -> Iterable[Any] | None:
-    """Return at most `most` global batches of the samples, the same at any number of ranks, or None without samples.
+    """Return this rank's microbatches for an evaluation, or None without samples.
+
+    At most `most` global batches are read, in index order from the first sample, and only full ones. After the last
+    batch, the dataset is closed if it has the methods `many` and `close`.
 
     Raises:
         DataError: if there are fewer samples than one global batch.
@@ -175,7 +184,7 @@ def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collat
 
 
 class _Ahead(Prefetch):
-    """Batches that are built in a thread. Closing it also ends the worker processes that read samples."""
+    """Batches that are built in a thread. `close` also closes the dataset."""
 
     def __init__(self, loader: IndexedBatches, start_step: int, end_step: int):
         self._loader = loader
@@ -187,7 +196,7 @@ class _Ahead(Prefetch):
 
 
 class _AtOnce:
-    """Loader for `Prefetch` that builds each batch with one read call: `batches` is `IndexedBatches.batches_ahead`."""
+    """Loader for `Prefetch` whose method `batches` is `IndexedBatches.batches_ahead`."""
 
     def __init__(self, loader: IndexedBatches):
         self.batches = loader.batches_ahead
@@ -200,14 +209,16 @@ def _close(samples: MapDataset) -> None:
 
 
 def _own_parts(share: Share) -> list[range]:
-    """Return, for each microbatch of this rank, its range of samples in the global batch. All have the same size."""
+    """Return, for each microbatch of this rank, its range of samples in the global batch."""
     return shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
 
 
 def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Callable[[int], Any] | None:
-    """Read samples in one call and return a function from index to sample, or None if `samples` does not support it.
+    """Read samples with one call of `samples.many`, and return a function from index in the batch to sample.
 
-    place: (epoch, index) by index in the batch. soon: (epoch, index) of the next samples.
+    Return None if `samples` has no method `many`, or if there is nothing to read.
+
+    place: (epoch, index) by index in the batch. soon: (epoch, index) of the samples that are needed next.
     """
     many = getattr(samples, "many", None)
     if many is None or not place:
@@ -219,7 +230,10 @@ def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Call
 def _microbatches(
     sample_at: Callable[[int], Any], own: Sequence[Sequence[int]], total: int, share: Share, collate: Collate
 ) -> list[Any]:
-    """Return the rank's microbatches of a global batch of `total` samples, with their sample indices attached."""
+    """Return the rank's microbatches of a global batch of `total` samples, with their sample indices attached.
+
+    sample_at: returns a sample by its index in the global batch. own: the indices of each microbatch's samples.
+    """
     cut = Microbatches.of_samples(sample_at, own, collate, total)
     return (cut.map(_pinned) if share.pin else cut).marked()
 

@@ -60,7 +60,7 @@ Progress = Callable[[int, int], None] | None
 
 
 class Processor(Protocol):
-    """How a task handles its media: it finds samples, decodes them, and makes batches of them."""
+    """Finds and decodes the samples of a task, and makes batches of them."""
 
     def find(self, option: str, path: str, progress: Progress) -> Source:
         """Find the samples at a path.
@@ -76,7 +76,7 @@ class Processor(Protocol):
         ...
 
     def decoded(self, source: Any, split: str) -> Any:
-        """Return the processed samples of a split, which worker processes can decode."""
+        """Return the samples of a split by index. Each is decoded and transformed when it is read."""
         ...
 
     def collate(self, samples: list[Any]) -> Any:
@@ -84,7 +84,7 @@ class Processor(Protocol):
         ...
 
     def described(self, source: Any, index: int) -> str:
-        """Describe a sample by its path and target."""
+        """Return a text with the path and the target of a sample."""
         ...
 
     def preview(self, source: Any, split: str, epoch: int, index: int) -> GridSample:
@@ -153,7 +153,7 @@ class MediaTask(Task):
             self._refuse_other(folder, report)
 
     def _refuse_other(self, folder: RunFolder, report: Report | None) -> None:
-        """Scan uncached records again, and raise an error if they have changed since the run was started."""
+        """Find the samples again, and raise DataError if records have changed since the run was started."""
         begun = {split: self.media(split) for split in ("train", "eval")}
         self._find(report)
         for split, source in begun.items():
@@ -204,7 +204,7 @@ class MediaTask(Task):
         return len(self.media("train"))
 
     def num_workers(self) -> int:
-        """Return the number of processes that decode."""
+        """Return the number of worker processes in which this rank decodes samples."""
         place = rank_env()
         asked = self.config.data.workers
         return usual_workers(place.local_world_size if place is not None else 1) if asked is None else asked
@@ -219,13 +219,13 @@ class MediaTask(Task):
         return sample_index(len(samples), self.config.seed, place) if split == "train" else (0, place % len(samples))
 
     def grid_entry(self, place: int, split: str) -> GridSample:
-        """Return the grid entry of the sample at a position: its index and path, the model's input and the target."""
+        """Return the grid entry of the sample at a position: position and path, the model's input and the target."""
         source, (epoch, index) = self.media(split), self.shown(place, split)
         title = f"sample {place}, epoch {epoch}: {source.file(index)}"
         return replace(self.processor.preview(source, split, epoch, index), title=title)
 
     def sample_lines(self, place: int) -> Sequence[str]:
-        """Show the index and target of a sample, and the tensors made from it."""
+        """Return the path and target of a training sample, and the values of the tensors that are made from it."""
         where, *made = super().sample_lines(place)
         return [where, self.processor.described(self.media("train"), self.shown(place)[1]), *made]
 
@@ -246,7 +246,7 @@ def find_class_records(option: str, path: str, columns: RecordColumns, data: Dat
     """Find media with class labels in record files, or return None if the path has no record files.
 
     Raises:
-        DataError: for invalid data, and for columns of a path without records.
+        DataError: if the data is invalid, or `columns` has names for a path without record files.
     """
     files = record_files(path, columns.kind)
     if files:
@@ -301,7 +301,8 @@ class ImageClassTask(MediaTask):
         colour: change brightness, contrast and saturation by up to this share.
         noise: standard deviation of the noise that is added to pixel values (0 to 255).
         weights: a safetensors file with torchvision's names, or transformers' names for vit-*, to start from; a head
-            for other classes is initialized.
+            for another number of classes keeps its initial values.
+        picture, label: names of the columns of records; "" finds the usual names.
     """
 
     data: str
@@ -356,7 +357,10 @@ class ImageClassTask(MediaTask):
 
 @dataclass(frozen=True)
 class PictureProcessor:
-    """Images with classes. look: their transform in training. columns: names of the columns in records."""
+    """Processor of images with classes.
+
+    look: transform of images in training. columns: names of the columns in records.
+    """
 
     look: Look
     columns: RecordColumns
@@ -426,13 +430,14 @@ class AudioClassTask(MediaTask):
         model: speech-tiny.
         rate: sampling rate in Hz that audio clips are resampled to.
         mels: number of mel bands.
-        seconds: maximum length of an audio clip; of a longer one, training with `augment` uses a random part, and
-            evaluation the middle.
+        seconds: maximum length of an audio clip; of a longer one, training with `augment` uses a random part. Otherwise
+            the middle is used.
         gain: maximum change of the volume in dB.
         noise: white noise up to this fraction of a clip's level.
         masks: number of masked time spans, and of masked ranges of bands.
         dropout: dropout rate.
         pad_multiple: the padded number of frames is rounded up to a multiple of this.
+        audio, label: names of the columns of records; "" finds the usual names.
     """
 
     data: str
@@ -481,7 +486,10 @@ class AudioClassTask(MediaTask):
         return -(-found // self.pad_multiple) * self.pad_multiple
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the cost of audio clips by length, in frames. The network makes one token of four frames."""
+        """Return the costs of audio clips, divided by the cost of one frame. The network makes a token of four frames.
+
+        lengths: numbers of frames.
+        """
         model: Any = self.shapes()
         costs = TokenCosts.of(model, len(model.blocks), model.norm.normalized_shape[0])
         return 4.0 * costs.work(np.asarray(lengths) / 4.0) / costs.work(1)
@@ -506,7 +514,10 @@ class AudioClassTask(MediaTask):
 
 @dataclass(frozen=True)
 class SoundProcessor:
-    """Audio clips as features. hearing: their transform in training. columns: names of the columns in records."""
+    """Base of processors that make features of audio clips.
+
+    hearing: transform of audio clips in training. columns: names of the columns in records.
+    """
 
     hearing: AudioTransform
     features: Features
@@ -519,7 +530,7 @@ class SoundProcessor:
         return Sounds(source, self.hearing if split == "train" else plain, self.features, self.seed)
 
     def text(self, source: MediaRecords, index: int) -> list[tuple[str, float]]:
-        """Return the parts of a sample's target with their weights."""
+        """Return (text, weight) for each part of a sample's target, for previews."""
         return [(f"class {source.classes[source.label(index)]!r}", 1.0)]
 
     def preview(self, source: MediaRecords, split: str, epoch: int, index: int) -> GridSample:
@@ -530,7 +541,10 @@ class SoundProcessor:
 
 @dataclass(frozen=True)
 class ClassSounds(SoundProcessor):
-    """Audio clips with classes. multiple: the padded number of frames is rounded up to a multiple of this."""
+    """Processor of audio clips with classes.
+
+    multiple: the padded number of frames is rounded up to a multiple of this.
+    """
 
     multiple: int
 

@@ -1,6 +1,7 @@
-"""Cached features of frozen encoders: computed for every image and audio clip before the first step, stored on disk.
+"""Base of tasks on images, audio clips and text (`MixedTask`), and cached outputs of frozen encoders (`FeatureCache`).
 
-The ranks of a machine share the work. Each rank has the full encoder, because frozen encoders need little memory.
+The outputs are computed for every image and audio clip before the first step, and stored on disk. The ranks of a
+machine share the work. Each rank has the full encoder, because frozen encoders need little memory.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class FeatureCache:
     ) -> None:
         """Compute the features that are not stored yet. All ranks must call it.
 
+        The encoders are set to evaluation mode, cast to the plan's dtype, and moved to the device and back to the CPU.
+
         Args:
             config: the run's config.
             folder: the run's folder.
@@ -70,8 +73,8 @@ class FeatureCache:
             ranks: the run's model on all ranks, before the first step.
 
         Raises:
-            PlanError: for a dtype that one process cannot compute in.
-            DataError: if a resumed run has other weights of an encoder, or the folder is not writable.
+            PlanError: for precision=fp8.
+            DataError: if an encoder has other weights than when the run was started, or the folder is not writable.
         """
         if ranks.plan.precision == "fp8":
             raise PlanError("precision=fp8: data.cache_features stores encoder outputs in bf16. Use precision=bf16.")
@@ -104,12 +107,18 @@ class FeatureCache:
         return self.shards.get(split, ())
 
     def blank(self, *, is_sound: bool) -> np.ndarray | None:
-        """Return the features of a blank image (or audio clip), or None if such features are not cached."""
+        """Return substitute features (zeros) for a batch without images (or audio clips).
+
+        Return None if the outputs of that encoder are not cached.
+        """
         found = (shards.blank for own in self.shards.values() for shards in own if shards.is_sound == is_sound)
         return next(found, None)
 
     def tensor(self, rows: Sequence[np.ndarray]) -> Tensor:
-        """Return items' features as one tensor, (N, R, D), padded with zeros. rows: features per item, (R, D)."""
+        """Return the features of items as one tensor, (N, R, D), padded with zeros.
+
+        rows: features of each item, (R, D), with different R.
+        """
         values = np.zeros((len(rows), max(map(len, rows)), rows[0].shape[1]), rows[0].dtype)
         for own, one in zip(values, rows, strict=True):
             own[: len(one)] = one
@@ -135,15 +144,16 @@ class FeatureCache:
 
 
 def frozen_encoders(model: nn.Module, config: RunConfig, options: Any) -> list[str]:
-    """Return the names of the encoders whose outputs can be cached.
+    """Return the names of the encoders whose outputs can be cached: those without trained parameters.
 
     Args:
-        model: the task's model on the meta device.
+        model: the task's model on the meta device. Parameters that the config's optimizer groups freeze are frozen.
         config: the run's config.
         options: the task's options, which include its augmentations.
 
     Raises:
-        ConfigError: if no encoder is frozen, or the output of one changes from epoch to epoch.
+        ConfigError: if no encoder is frozen, if outputs change from epoch to epoch because of augmentation or dropout,
+            or if the run has an adapter.
     """
     if config.adapter.rank:
         raise _refused("adapters train within the encoders. Leave one of the two out.")
@@ -183,7 +193,7 @@ def _own_shards(shards: FeatureShards, forwards: Forwards) -> Iterator[int]:
 
 
 def _to_stored(rows: Tensor) -> np.ndarray:
-    """Return values as files store them. numpy has no bf16, so bf16 is stored as its bits in uint16."""
+    """Return values as a numpy array. numpy has no bf16, so the bits of bf16 become uint16."""
     rows = rows.cpu()
     return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
 
@@ -197,7 +207,10 @@ def _weights_digest(encoder: nn.Module) -> str:
 
 
 def _refuse_other(folder: RunFolder, digests: Mapping[str, str], forwards: Forwards) -> None:
-    """Raise DataError if the weights of a frozen encoder differ from those that the run began with."""
+    """Raise DataError if the weights of a frozen encoder differ from those that the run was started with.
+
+    A new run stores their digests in the run folder.
+    """
     path = folder.path / _FILE
 
     def same() -> bool:
@@ -230,7 +243,10 @@ _TYPICAL = 64
 
 @dataclass(eq=False)
 class MixedTask(MediaTask):
-    """Trains on samples of text with images and audio clips. A subclass defines the targets."""
+    """Trains on samples of text with images and audio clips. A subclass defines the model and the loss.
+
+    For the options see `CaptionTask`.
+    """
 
     data: str
     eval: str = ""
@@ -299,7 +315,7 @@ class MixedTask(MediaTask):
         Raises:
             CheckpointError: if the run trains on another path.
             ConfigError: if data.cache_features is set and no encoder's output can be cached.
-            DataError: for invalid data, and if the records have changed since the run was started.
+            DataError: if the data is invalid, or has changed since the run was started.
         """
         if self.config.data.cache_features:
             frozen_encoders(self.shapes(), self.config, self)
@@ -326,7 +342,10 @@ class MixedTask(MediaTask):
     # --- for the planner and users ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model by a trace with two samples whose text, images and audio are close to the average."""
+        """Describe the model for the planner, by a trace with two typical samples.
+
+        Of the first 64 samples, these two have numbers of tokens, images and audio clips closest to the average.
+        """
         return describe_by_samples(_Typical(self))
 
     def name(self) -> str:
@@ -395,9 +414,10 @@ class MixedProcessor:
         return MixedItems(source, look, hearing, self.features, self.seed)
 
     def collate(self, samples: Sequence[MixedSample]) -> dict[str, Tensor]:
-        """Return the images and audio clips of samples in order, or a blank one of each kind that does not occur.
+        """Return the images and audio clips of samples in order, or their cached features.
 
-        The blank item makes every rank call every encoder in every microbatch, so that no rank waits for another.
+        If no sample has an image (or audio clip), a blank one is returned, so that every rank calls every encoder in
+        every microbatch, and no rank waits for another.
         """
         media = [
             (bool(mark == SOUND_MARK), made)

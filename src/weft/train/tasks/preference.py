@@ -1,7 +1,7 @@
 """Preference training: `task.name = "prefer"`. A sample is a pair of answers, or for kto a labeled answer.
 
-Values without a gradient are computed before a step, for all its microbatches: the reference's log-probabilities, and
-kto's mean over the global batch. So losses are the same under every plan.
+Values without a gradient are computed before a step, for all its microbatches: the log-probabilities of the reference
+model, and kto's mean over the global batch. So losses are the same under every plan.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ class PreferTask(DecoderTask):
 
     @property
     def reference(self) -> str:
-        """How the reference is computed (see `reference` above), or "" if the objective has no reference.
+        """The reference model: adapter_off, cached or frozen_copy, or "" if the objective has no reference.
 
         Raises:
-            ConfigError: if the config does not allow it.
+            ConfigError: if the option `reference` is set for an objective without one, or is adapter_off without an
+                adapter or with adapter.modules_to_save.
         """
         asked, adapter = self._requested, self.config.adapter
         has_adapter = bool(adapter.rank) and not adapter.modules_to_save  # saved modules have no weights to go back to
@@ -114,11 +115,11 @@ class PreferTask(DecoderTask):
     # --- data ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Tokenise the preferences.
+        """Check the settings, and prepare the run as `DecoderTask.prepare` does.
 
         Raises:
-            ConfigError: for settings that do not apply to preferences.
-            DataError: for data that the objective does not support.
+            ConfigError: also for settings that do not apply to preferences, such as data.packing.
+            DataError: also if the data has labeled answers, and the objective is not kto.
         """
         _ = self.reference
         data = self.config.data
@@ -167,10 +168,10 @@ class PreferTask(DecoderTask):
     # --- before a step ---
 
     def begin(self, forwards: Forwards) -> None:
-        """Keep `forwards`. Compute a cached reference, or read it from the run folder.
+        """Keep `forwards`. With reference=cached, read the log-probabilities from the run folder, or compute them.
 
         Raises:
-            DataError: if a resumed run's cache is missing.
+            DataError: if the log-probabilities of a resumed run are missing, or belong to other data.
         """
         reference, stored = self.reference, self._preferences
         self._values = StepValues(forwards, reference, self.config.train.global_batch, is_kto=self._objective.is_kto)
@@ -182,7 +183,7 @@ class PreferTask(DecoderTask):
                 one.reference = found[name]
 
     def before_step(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Add the reference's log-probabilities to the batches, and for kto the mean over the global batch."""
+        """Return the batches with the reference's log-probabilities, and for kto with `z`, the mean log-ratio."""
         assert self._values is not None
         return self._values.added(batches)
 
@@ -261,8 +262,8 @@ class StepValues:
     """Values without a gradient that all microbatches of a step need: see the module docstring.
 
     Args:
-        forwards: the model on its ranks.
-        reference: how the reference is computed, as in `PreferTask.reference`.
+        forwards: runs the sharded model.
+        reference: the value of `PreferTask.reference`.
         global_batch: samples per step.
         is_kto: True to add the mean log-ratio as `z`.
     """

@@ -7,8 +7,8 @@ under the reference. n is the number of tokens, s the logistic function, b is be
             smoothing e: (1 - e) of it, and e of it with the sign flipped       Mitchell 2023 (conservative DPO)
     ipo     ((c - c') / n_c - (r - r') / n_r - 1 / (2 b))^2       Azar et al. 2023, arXiv 2310.12036, eq. 17, on means
     kto     w (1 - s(b (c - c' - z)))        of a wanted answer   Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8
-            u (1 - s(b (z - (r - r'))))      of another one; z = max(0, mean over the global batch of log p - log p' of
-            mismatched answers: each is paired with the prompt of another one), without a gradient
+            u (1 - s(b (z - (r - r'))))      of an unwanted answer; z = max(0, mean over the global batch of
+            log p - log p' of mismatched answers: each prompt with the answer to another prompt), without a gradient
     orpo    -c / n_c - b log s(odds(c / n_c) - odds(r / n_r)),    Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7
             with odds(x) = x - log(1 - exp x)
     simpo   -log s(b (c / n_c - r / n_r) - margin)                Meng et al. 2024, arXiv 2405.14734, eq. 6
@@ -117,7 +117,7 @@ def kto_losses(answers: Answers, is_wanted: Tensor, z: Tensor, weighing: Weighin
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) from log p. If p rounds to 1, use the largest number below 1."""
+    """Return log(p / (1 - p)) from log p. log p is clamped to -eps, so that the result is finite."""
     largest = -torch.finfo(log_p.dtype).eps
     log_p = log_p.clamp(max=largest)
     return log_p - torch.log(-torch.expm1(log_p))
@@ -132,7 +132,10 @@ class Objective:
 
     @classmethod
     def of(cls, name: str, beta: float, *others: float) -> Objective:
-        """Return an objective. beta: 0 for its paper's value. others: the remaining fields of `Weighing`."""
+        """Return an objective.
+
+        beta: 0 for its paper's value. others: the remaining fields of `Weighing` in order.
+        """
         return cls(name, Weighing(*map(float, (beta or DEFAULT_BETAS[name], *others))))
 
     @property
@@ -148,7 +151,8 @@ class Objective:
     def answers(self, policy: Tensor, batch: Mapping[str, Any]) -> list[Answers]:
         """Return [chosen answers, rejected answers], or for kto [answers].
 
-        policy: log-probabilities of the batch's rows, (R,). batch: has `reference` if the objective uses a reference.
+        policy: log-probabilities of the batch's rows, (R,); in pairs, chosen and rejected rows alternate. batch: has
+        `tokens`, and `reference` if the objective uses a reference.
         """
         reference = batch["reference"].to(policy) if self.compares else torch.zeros_like(policy)
         tokens = batch["tokens"].to(policy).clamp(min=1)
@@ -157,13 +161,19 @@ class Objective:
         return [Answers(policy[place::2], reference[place::2], tokens[place::2]) for place in (0, 1)]
 
     def losses(self, answers: Sequence[Answers], batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of each pair, or for kto of each answer, (P,). batch: for kto, has `wanted` and `z`."""
+        """Return the loss of each pair, or for kto of each answer, (P,).
+
+        batch: for kto, has `wanted` and `z`.
+        """
         if self.is_kto:
             return kto_losses(answers[0], batch["wanted"], batch["z"].to(answers[0].policy), self.weighing)
         return PAIR_LOSSES[self.name](answers[0], answers[1], self.weighing)
 
     def sums(self, answers: Sequence[Answers], batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the sums of rewards of better and of worse answers, correctly ordered pairs, and their counts."""
+        """Return the sums of the rewards of better and of worse answers, and the numbers of these answers.
+
+        "right" is the number of correctly ordered pairs, or for kto of correctly classified answers.
+        """
         rewards = [self.weighing.beta * (one.gain if self.compares else one.mean) for one in answers]
         if self.is_kto:
             (reward,), wanted = rewards, batch["wanted"]
@@ -210,7 +220,9 @@ class StoredAnswers:
         return ids[:used].astype(np.int64), weights[:used]
 
     def row(self, ids: np.ndarray, trained: np.ndarray, leave_out: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and labels of a document without its first tokens, truncated to seq_len.
+        """Return inputs and shifted labels of a document without its first tokens, truncated to seq_len.
+
+        Labels outside the answer are -100.
 
         Args:
             ids: token ids of a document.
@@ -229,7 +241,10 @@ class StoredAnswers:
 
 
 class PairSamples:
-    """Pairs of adjacent stored documents, by index. reference: log-probabilities (N, 2), or None until computed."""
+    """Pairs of adjacent stored documents, by index.
+
+    reference: the reference's log-probabilities, (N, 2), or None until they are computed.
+    """
 
     rows_each = 2
 
@@ -276,7 +291,7 @@ class VerdictSamples:
         return {"rows": rows[:1], "mixed": rows[1:], "wanted": wanted, **_known(self.reference, index)}
 
     def _other(self, index: int, ids: np.ndarray, weights: np.ndarray) -> int:
-        """Return the index of one of the next two answers or pairs: with a different prompt, or else the next index."""
+        """Return the index of the first of the next two answers with a different prompt, or else the next index."""
         begins = int(np.argmax(weights != 0))
         for step in (1, 2):
             found = (index + step) % len(self)
@@ -314,7 +329,10 @@ class Preferences:
         self.key = f"{data.digest}/{seq_len}/{is_kto}"
 
     def samples(self, split: str, batch: int) -> Sequence[Any] | PairSamples | VerdictSamples:
-        """Return the samples of a split. A small evaluation set is repeated to fill `batch` samples."""
+        """Return the samples of a split.
+
+        An evaluation set with fewer than `batch` samples is repeated up to a multiple of `batch`.
+        """
         if split == "train":
             return self.train
         if not 0 < len(self.eval) < batch:
@@ -344,7 +362,8 @@ def _known(reference: np.ndarray | None, index: int) -> dict[str, Any]:
 def collate_answers(samples: Sequence[dict[str, Any]], pad_id: int, longest: int) -> dict[str, Any]:
     """Make a batch of input_ids, labels and positions, int64 (R, T), and the number of tokens of each answer, (R,).
 
-    For kto, `wanted` is bool (R,), and `mixed` is a batch of the second rows.
+    For kto, `wanted` is bool (R,), and `mixed` is a batch of the second rows. If the samples have log-probabilities of
+    the reference, `reference` is (R,), also in `mixed`.
 
     Args:
         samples: samples of one kind.
@@ -408,10 +427,13 @@ def ready_reference(
     collate: Callable[[list[Any]], Any],
     at_once: int,
 ) -> dict[str, np.ndarray]:
-    """Return the log-probabilities (N, 2) of each set, from the run folder or, if not stored, from the current model.
+    """Return the reference's log-probabilities, fp64 (N, 2), of each set. All ranks call it.
+
+    They are read from the run folder. If it has none, they are computed with the current model without its adapter, and
+    stored in the run folder.
 
     Args:
-        forwards: the model before the first step.
+        forwards: runs the model before the first step.
         folder: run folder; the first rank reads and writes it.
         key: text that identifies the data.
         sets: samples by name.
@@ -419,7 +441,7 @@ def ready_reference(
         at_once: samples per batch.
 
     Raises:
-        DataError: if a resumed run's cache is missing or belongs to other data, because the model is no longer the
+        DataError: if a resumed run's file is missing or belongs to other data, because the model is no longer the
             reference.
     """
     path = folder.path / _FILE
@@ -444,9 +466,10 @@ def ready_reference(
 
 
 def _computed(forwards: Forwards, samples: Any, collate: Callable[[list[Any]], Any], at_once: int) -> np.ndarray:
-    """Compute the log-probabilities of all samples.
+    """Compute the log-probabilities of all samples with the model without its adapter, (N, 2).
 
-    Samples are distributed round-robin, and padded so that all ranks run the same number of batches.
+    Samples are distributed round-robin over data-parallel ranks, and padded so that all ranks run the same number of
+    batches.
     """
     total, size = len(samples), forwards.data_size
     if not total:

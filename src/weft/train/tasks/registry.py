@@ -1,4 +1,4 @@
-"""Finds the config's task: imports its class, and checks its options."""
+"""Import of the config's task class, and checks of its options."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ _CLASSES = {
 
 
 def find_task(config: RunConfig) -> Task:
-    """Return the config's task.
+    """Return the config's task, with its `config` set.
 
     Raises:
-        ConfigError: if its class cannot be imported, or does not accept its options.
+        ConfigError: if the class cannot be imported, is not a complete subclass of `Task` or rejects its options, or if
+            the config has settings that the task does not read or support.
+        WeftError: other errors of the class's constructor.
     """
     if config.task.name is None:
         from weft.train.tasks.decoder import DecoderTask
@@ -68,10 +70,12 @@ def find_task(config: RunConfig) -> Task:
 
 
 def classified(config: RunConfig) -> str:
-    """Return the task that `task.name = "classify"` means, from the option or the model in the folder.
+    """Return the name of the task that `task.name = "classify"` stands for.
+
+    It depends on the class of the model in the folder model.path, or without a folder on the task option `model`.
 
     Raises:
-        ConfigError: for a folder whose model does not classify texts.
+        ConfigError: if the folder's config.json cannot be read, or its model does not classify texts.
     """
     path = config.model.path
     if not path:
@@ -94,7 +98,11 @@ def classified(config: RunConfig) -> str:
 
 
 def _check_batching(task: Task, config: RunConfig) -> None:
-    """Raise ConfigError if the task or another setting does not support batching by cost, or if only costs are set."""
+    """Check the settings of batching by cost.
+
+    Raises ConfigError if the task or train.norm_group does not support batching by cost, or if a maximum cost is set
+    without it.
+    """
     cost, asked = config.data.microbatch_cost, config.data.batching == "cost"
     key, rule = "batching=cost", ""
     if asked and type(task).lengths is Task.lengths:
@@ -159,7 +167,10 @@ def _made(kind: type[Task], name: str, options: Mapping[str, Any]) -> Task:
 
 
 def _other_kind(default: Any, value: Any) -> str:
-    """Return the name of the type that an option expects, if the value's type differs from the default's, or ""."""
+    """Return the name of the option's type if the value has a different type than the default, else "".
+
+    An int is accepted instead of a float. Defaults of other types accept any value.
+    """
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int):

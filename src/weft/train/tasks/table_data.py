@@ -1,4 +1,4 @@
-"""Records of files as rows of arrays: named columns, held-out records for evaluation, errors with file and record."""
+"""Records of data files, and cached rows of arrays that a task makes of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Rows = Iterator[Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class TableRecord:
-    """One record of a file: its columns by name, and its position."""
+    """One record of a file: its number in the file, and its values by column name."""
 
     file: str
     number: int
@@ -48,7 +48,9 @@ class TableRecord:
         raise DataError(f"{self.file}, record {self.number}: {rule}")
 
     def value(self, column: str, option: str) -> Any:
-        """Return the value of a column. option: name of the task option with the column's name.
+        """Return the value of a column.
+
+        option: name of the task option that names the column, for the error message.
 
         Raises:
             DataError: if the record does not have the column.
@@ -63,7 +65,9 @@ class TableRecord:
         return self.values[column]
 
     def text(self, column: str, option: str) -> str:
-        """Return the text of a column. option: name of the task option with the column's name.
+        """Return the text of a column.
+
+        option: name of the task option that names the column, for the error message.
 
         Raises:
             DataError: if the column is missing, empty or not a text.
@@ -83,7 +87,7 @@ class SplitTables:
     Attributes:
         train_folder, eval_folder: the folders; `eval_folder` is None if there are no evaluation rows.
         found: result of the task's survey.
-        digests: content digests of the two sets.
+        digests: content digests of the training and the evaluation rows, or None without rows.
         summary: description of both sets, for users.
     """
 
@@ -131,7 +135,7 @@ class TableReader:
     """Reads a config's sources for a task, and caches the rows that the task makes of them.
 
     Args:
-        data: the config's section.
+        data: the config's [data] section.
         key: JSON values on which the rows depend, in addition to the files.
         rows: turns consecutive records into rows; the second argument is the survey's result.
         survey: reads all training records first, and returns JSON values about them.
@@ -150,10 +154,13 @@ class TableReader:
         self._summary: list[str] = []
 
     def tables(self) -> SplitTables:
-        """Return the rows of training and evaluation.
+        """Return the training and evaluation rows. Rows that are not cached are made.
+
+        Without files for evaluation, the share data.holdout of the training records is held out for it.
 
         Raises:
-            DataError: for all problems with the files.
+            DataError: if files are missing or have no records or too many broken ones, if `rows` or `survey` reject a
+                record, or if a source has a weight, schema or columns.
         """
         train = self._files("data.train", self._data.train)
         kept = self._files("data.eval", self._data.eval)
@@ -266,7 +273,10 @@ class TableReader:
 
 
 def _named_columns(path: Path) -> dict[str, Sequence[str]]:
-    """Return the class names of a parquet file's columns, as the datasets library stores them."""
+    """Return the class names of a parquet file's columns, from the metadata of the datasets library.
+
+    Columns without class names are left out. Return {} if the file cannot be read.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -291,7 +301,11 @@ def _draw(record: TableRecord) -> float:
 
 
 def _highest_draw(draws: array[float], share: float) -> float:
-    """Return the highest number of `_draw` for held-out records: a share of them, at least one, or -1 if none."""
+    """Return the number up to which records are held out by their `_draw`, or -1 to hold out none.
+
+    About a share of the records is held out, and at least one. None is held out if there are fewer than 10 records, or
+    if all would be.
+    """
     if len(draws) < _FEWEST or not share:
         return -1.0
     ordered = sorted(draws)
@@ -305,7 +319,7 @@ _MOST = 10_000
 
 
 def label_text(record: TableRecord, value: Any, column: str) -> str:
-    """Return the name of a label.
+    """Return a label as text: a name, or an integer.
 
     Args:
         record: the record that contains it.
@@ -313,7 +327,7 @@ def label_text(record: TableRecord, value: Any, column: str) -> str:
         column: name of the column.
 
     Raises:
-        DataError: if the value is not a label.
+        DataError: if the value is empty, or neither text nor an integer.
     """
     if isinstance(value, float) and not value.is_integer():
         record.refuse(
@@ -332,18 +346,21 @@ def label_text(record: TableRecord, value: Any, column: str) -> str:
 def settled_labels(
     option: str, seen: Iterable[str], own: Mapping[Any, str] | None, *, new_head: bool = False
 ) -> dict[str, Any]:
-    """Return the class names in order, and the class id of each label in the data.
+    """Return "labels", the class names in order, and "ids", the class id of each name.
 
-    Names that differ only in case and in the separators between words are equal.
+    The names are those of `option`, or by default the labels in the data. The folder's classes are used instead if they
+    include all names (with `option`, if there are also as many), or if there is no `option` and all labels are indices
+    of the folder's classes. Names are compared with the folder's without regard to case and word separators.
 
     Args:
         option: comma-separated class names, or "".
         seen: the labels in the training data.
-        own: `id2label` of the folder's config.
+        own: `id2label` of the folder's config, or None. Names such as LABEL_0 are ignored.
         new_head: if True, the folder's head is ignored, and so are its classes.
 
     Raises:
-        ConfigError: for fewer than two or too many classes, and for names that differ from those of the folder's head.
+        ConfigError: if there are fewer than two or more than 10,000 classes, or names occur twice; or, without
+            `option`, if the data has as many classes as the folder's head, but other names.
     """
     known = [own[key] for key in sorted(own, key=int)] if own and not new_head else []
     if known == [f"LABEL_{index}" for index in range(len(known))]:
@@ -385,7 +402,7 @@ def _shown(names: list[str]) -> str:
 
 
 def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
-    """Return the id of a label.
+    """Return the class id of a label. Names may differ in case and in the separators between words.
 
     Args:
         record: the record that contains it.
@@ -393,7 +410,7 @@ def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
         ids: id of each class name.
 
     Raises:
-        DataError: if the label is not a class.
+        DataError: if the label is the name of no class, or of several.
     """
     if name in ids:
         return ids[name]
@@ -412,6 +429,6 @@ def label_fields(labels: list[str]) -> dict[str, Any]:
 
 
 def ordered_labels(names: Sequence[str]) -> list[str]:
-    """Return the labels in order: integers by value, all others alphabetically."""
+    """Return the distinct labels in order: by value if all are integers, else alphabetically."""
     numbers = all(name.lstrip("-").isdecimal() for name in names)
     return sorted(set(names), key=lambda name: (int(name), name) if numbers else (0, name))

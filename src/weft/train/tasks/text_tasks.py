@@ -44,8 +44,8 @@ _MASKED, _REPLACED = 0.8, 0.9
 class MaskedTask(FolderTask):
     """Masked language modeling. Long texts become several rows.
 
-    A share of the tokens of each row is selected, by (seed, epoch, row, position). 80 % of them become the mask token,
-    10 % a random token, and 10 % stay unchanged.
+    A share of the tokens of each row is selected at random, and predicted. 80 % of them become the mask token, 10 % a
+    random token, and 10 % stay unchanged. Random numbers depend only on (seed, split, epoch, row, position).
 
     Attributes:
         text: name of the column with the text.
@@ -125,7 +125,7 @@ class _MaskedRows(Sequence[dict[str, np.ndarray]]):
         return self.in_epoch(0, index)
 
     def in_epoch(self, epoch: int, index: int) -> dict[str, np.ndarray]:
-        """Return a row with the masks of an epoch."""
+        """Return the ids of a row with the masks of an epoch, and labels for the selected tokens."""
         row = self._table[index]
         ids, is_text = row["input_ids"], row["is_text"].astype(bool)
         # The random numbers of a token depend only on its position.
@@ -147,7 +147,8 @@ class _MaskedRows(Sequence[dict[str, np.ndarray]]):
 class Seq2SeqTask(FolderTask):
     """Translation, summaries, and other tasks that turn one text into another.
 
-    The decoder reads the target shifted right by one, after the decoder start token of the model's config.
+    The decoder reads the target shifted right by one. Its first token is the decoder start token of the model's config,
+    or for models such as mBART the target's last token.
 
     Attributes:
         source: name of the column with the input text.
@@ -312,7 +313,7 @@ class EmbedTask(FolderTask):
         return {**row, "is_blank": np.ones(1, np.uint8)}
 
     def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
-        """Stack the texts of the pairs, one pair after another."""
+        """Return the padded texts of the pairs, one pair after another, and a mask of the pairs that count."""
         rows = [one.row for one in samples]
         options = [name.partition(".")[2] for name in rows[0] if name.startswith("input_ids.")]
         names = {name.partition(".")[0] for name in rows[0] if "." in name}
@@ -355,7 +356,10 @@ class EmbedTask(FolderTask):
         return GlobalBatchLoss(self._compare, self._score)
 
     def _compare(self, own: Any, every: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the InfoNCE loss of queries: the own positive against all positives and negatives of the batch."""
+        """Return the sum of the InfoNCE losses of some queries, and their number.
+
+        A query's positive is compared with all positives and negatives of the batch.
+        """
         texts, counted = torch.cat(every[1:-1]), every[-1].repeat(len(every) - 2)
         products = own[0] @ texts.T / self.temperature
         products = products.masked_fill(counted == 0, -torch.inf)
@@ -364,7 +368,7 @@ class EmbedTask(FolderTask):
         return losses, is_own.sum()
 
     def _score(self, own: Any, every: Any, places: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Count the queries whose own text is the nearest, or among the 10 nearest, of the set."""
+        """Count the queries whose positive is the nearest, or among the 10 nearest, of all positives."""
         products = (own[0] @ every[1].T).masked_fill(every[-1] == 0, -torch.inf)
         mine = products.gather(1, places[:, None])
         nearer, is_own = (products > mine).sum(1), own[-1] != 0
@@ -377,7 +381,7 @@ class EmbedTask(FolderTask):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A pair of texts that is one row for dropout: random numbers do not depend on text lengths."""
+    """A pair of texts. It counts as one row of a batch, so that random numbers do not depend on the texts' lengths."""
 
     row: Mapping[str, np.ndarray]
 
@@ -446,10 +450,10 @@ class RewardTask(FolderTask):
     # --- rows ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Prepare as other tasks on folders do.
+        """Check the adapter's settings, and prepare the run as `FolderTask.prepare` does.
 
         Raises:
-            ConfigError: also if an adapter would freeze the new head.
+            ConfigError: also if an adapter is set without adapter.modules_to_save, because it would freeze the head.
         """
         adapter = self.config.adapter
         if adapter.rank and not adapter.modules_to_save:
@@ -466,7 +470,10 @@ class RewardTask(FolderTask):
             yield {**named, "is_cut": np.max([one["is_cut"] for one in row.values()], axis=0)}
 
     def _pair(self, record: TableRecord) -> tuple[str, str]:
-        """Return the two texts of a record, with special tokens."""
+        """Return the chosen and the rejected text of a record, with special tokens.
+
+        Raises DataError if the record is not a preference pair.
+        """
         prompt = self.prompt if self.prompt in record.values else ""
         schema = Schema("preference", prompt=prompt, chosen=self.chosen, rejected=self.rejected)
         for option, column in (("chosen", self.chosen), ("rejected", self.rejected)):
@@ -510,7 +517,7 @@ class RewardTask(FolderTask):
         return {**self.padded_inputs(texts, self.pad_id), "labels": counted}
 
     def _rewards(self, output: torch.Tensor, batch: Any) -> Iterator[torch.Tensor]:
-        """Return rewards of chosen and rejected answers, each (pairs,)."""
+        """Yield the rewards of the chosen and then of the rejected answers, (pairs,) each."""
         wide = output if output.itemsize == 8 else output.float()
         yield from wide.view(-1, 2).unbind(1)
 

@@ -56,6 +56,7 @@ class TranscribeTask(MediaTask, ModelTask):
         target_len: maximum tokens of a text.
         generate: maximum tokens that evaluations generate per text to compute the character error rate; 0 disables it.
         pad_multiple: padded text lengths are rounded up to a multiple of this.
+        audio, text: names of the columns; "" finds the usual names.
     """
 
     data: str
@@ -97,9 +98,10 @@ class TranscribeTask(MediaTask, ModelTask):
         """Check the model and its weights, and find the audio clips.
 
         Raises:
-            CheckpointError: for weights that do not fit the config, or cannot be read.
-            ConfigError: for a model that does not read mel bands, or does not support `target_len` tokens.
-            DataError: for invalid data, and if the data has changed since the run was started.
+            CheckpointError: if the weights cannot be read or do not fit the model's config, or the run trains on
+                another path.
+            ConfigError: if the model does not read mel bands, or does not support `target_len` tokens.
+            DataError: if the data is invalid, or has changed since the run was started.
         """
         check_speech_model(self.network, self.target_len)
         super().prepare(folder, report)
@@ -150,7 +152,10 @@ class TranscribeTask(MediaTask, ModelTask):
         return costs.work(lengths) / costs.work(1)
 
     def extra_costs(self) -> np.ndarray:
-        """Return the encoder's cost for each sample. It is constant: audio clips are padded to full length."""
+        """Return the encoder's cost for each sample, in text tokens: float64 (samples,).
+
+        It is constant, because audio clips are padded to full length.
+        """
         costs, encoder = self._costs
         return np.full(len(self.media("train")), encoder / float(costs.work(1)))
 
@@ -173,7 +178,10 @@ class TranscribeTask(MediaTask, ModelTask):
         self._forwards = forwards
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return logits. In an evaluation with `generate`, also return the tokens that the model generates."""
+        """Return logits, or in evaluation mode with `generate` (logits, generated tokens).
+
+        Under pipeline parallelism, nothing is generated.
+        """
         logits = called(model, batch, use_cache=False).logits
         if model.training or not self.generate or pipeline_of(model) is not None:
             return logits
@@ -202,7 +210,7 @@ _FREE_OPTIONS = ("data", "eval", "holdout", "gain", "noise", "masks", "generate"
 
 @dataclass(frozen=True)
 class SpokenTexts(SoundProcessor):
-    """Audio clips with texts.
+    """Processor of audio clips with texts.
 
     Attributes:
         columns: names of the columns in records.
@@ -218,7 +226,10 @@ class SpokenTexts(SoundProcessor):
     key: tuple[Any, ...]
 
     def find(self, option: str, path: str, progress: Progress) -> MediaRecords:
-        """Find the audio clips at a path, and tokenize their texts. Raises DataError if there is no file of records."""
+        """Find the audio clips at a path, and tokenize their texts.
+
+        Raises DataError if there is no file of records, or the data is invalid.
+        """
         files = record_files(path, SOUND)
         if not files:
             raise DataError(
@@ -310,8 +321,8 @@ def folder_sound(network: HeadedModel) -> tuple[Features, float]:
     """Return the features that the folder's model reads, and the maximum seconds of audio (default 30).
 
     Raises:
-        ConfigError: without a folder.
-        DataError: for a folder without a feature extractor.
+        ConfigError: if model.path is not set.
+        DataError: if the folder has no feature extractor.
     """
     if not network.config.model.path:
         raise setting_error("model.path", "", "this task trains a model of a folder. Use the folder of a Whisper.")
@@ -324,7 +335,7 @@ def check_speech_model(network: HeadedModel, target_len: int) -> None:
 
     Raises:
         ConfigError: if it cannot.
-        DataError: for a folder without a feature extractor.
+        DataError: if the folder has no feature extractor.
     """
     (features, seconds), path, shapes = folder_sound(network), network.config.model.path, network.shapes()
     wanted = hugging_face.input_shapes(shapes, 1).get("input_features")

@@ -33,11 +33,13 @@ _AT_ONCE = 2**14
 
 
 def number_of_rows(config: RunConfig, folder: Path) -> int | None:
-    """Return the number of rows of the embeddings of model.path if the config adds rows, else None.
+    """Return the number of embedding rows after adding the config's rows to those of model.path.
+
+    Return None if the config adds no rows.
 
     Raises:
         ConfigError: if model.vocab_size is less than the rows in the folder.
-        DataError: as in `entries_of`.
+        DataError: if tokens are added, and the folder has no tokenizer.json or it has one of the tokens already.
     """
     asked, tokens = config.model.vocab_size, config.tokenizer.add_tokens
     if not (asked or tokens):
@@ -64,13 +66,20 @@ def entries_of(folder: Path, tokens: Sequence[str] = ()) -> dict[str, int]:
 
 
 def write_added_rows(file: Path, model: nn.Module, stored: nn.Module, folder: Path, seed: int) -> None:
-    """Compute the new rows of a model's embeddings, and write them by the names of their tensors.
+    """Compute the new rows of a model's embeddings, and write them to a safetensors file.
 
-    model, stored: the model with more rows and that of the folder's config, on the meta device.
+    A tensor in the file has the name of the embedding's tensor and the suffix `ADDED_SUFFIX`.
+
+    Args:
+        file: the file to write.
+        model: the model with the added rows, on the meta device.
+        stored: the model of the folder's config, on the meta device.
+        folder: config.json and safetensors files.
+        seed: seed of the new rows.
 
     Raises:
-        ConfigError: if another tensor depends on the number of tokens.
-        CheckpointError: as in `pretrained_source`.
+        ConfigError: if a tensor that is no embedding depends on the number of tokens.
+        CheckpointError: if the folder's weights cannot be read, or do not fit its config.
     """
     wanted, before = originals_of(model), originals_of(stored)
     changed = {name for name, one in wanted.items() if one.first == name and one.shape != before[name].shape}
@@ -119,9 +128,13 @@ def drawn_rows(stored: Tensor, count: int, name: str, seed: int) -> Tensor:
 
 
 def add_to_files(folder: Path, tokens: Sequence[str], rows: int | None, file: Path | None) -> None:
-    """Change a copy of a folder's files: add tokens to tokenizer.json and rows to config.json, and copy `file`.
+    """Change a copy of a folder's files: add tokens to tokenizer.json, set config.json's vocab_size, and copy `file`.
 
-    rows: number of rows of the embeddings, or None if they stay. file: file of `write_added_rows`, or None.
+    Args:
+        folder: the copy.
+        tokens: tokens to add.
+        rows: number of rows of the embeddings, or None for no change.
+        file: file of `write_added_rows`, or None.
     """
     if tokens:
         text = (folder / "tokenizer.json").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Files of the decoder in a run folder: model.json, data.json and a copy of the tokenizer."""
+"""Files of a text decoder in a run folder: model.json, data.json, the tokenizer, and a copy of model.path's files."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def decoder_of(folder: RunFolder) -> DecoderSpec:
 
 
 def tokenizer_of(folder: RunFolder) -> Path:
-    """Return the folder of the run's tokenizer."""
+    """Return the path of the run's copy of the tokenizer."""
     return folder.path / "tokenizer"
 
 
 def base_of(folder: RunFolder) -> Path:
-    """Return the run's copy of a pretrained folder's config, tokenizer and chat template."""
+    """Return the path of the run's copy of a pretrained folder's config, tokenizer and chat template."""
     return folder.path / "base"
 
 
 def keep_base(folder: RunFolder, source: Path, change: Callable[[Path], None] | None = None) -> None:
-    """Copy a pretrained folder's files except weights into the run folder, so that it can be moved.
+    """Copy a pretrained folder's files except weights into the run folder. Does nothing if it already has a copy.
 
     change: changes the copy before it gets its final name.
 
     Raises:
-        CheckpointError: for a file that is not a regular one, or a link that leads outside the folder.
+        CheckpointError: if a file is not a regular one, or is a link that leads outside the folder.
     """
     if base_of(folder).is_dir():
         return
@@ -73,13 +73,13 @@ def data_of(folder: RunFolder) -> PreparedData:
 def keep_files(
     folder: RunFolder, spec: DecoderSpec | None, data: PreparedData, notes: Sequence[str]
 ) -> Mapping[str, str]:
-    """Copy the tokenizer if the folder lacks it, and return the contents of the other files.
+    """Copy the tokenizer if the folder lacks it, and return the contents of model.json and data.json by file name.
 
     Args:
         folder: the run's folder.
-        spec: None if a transformers config describes the model.
+        spec: shape of the model; None if a transformers config describes it, which needs no model.json.
         data: tokenized data.
-        notes: notes on the data.
+        notes: lines about the data for users, which are stored with its summary.
     """
     if not tokenizer_of(folder).exists():
         _copy_tree(data.tokenizer_dir, tokenizer_of(folder))
@@ -89,10 +89,10 @@ def keep_files(
 
 
 def refuse_other_data(folder: RunFolder, data: PreparedData) -> None:
-    """Check that the tokens are those that the run started with.
+    """Check that tokenized data is that of the run in `folder`.
 
     Raises:
-        DataError: if they differ, with the difference.
+        DataError: if it differs, with the difference.
     """
     changes = data.changes_from(data_of(folder))
     if changes:

@@ -32,8 +32,8 @@ class SortedNames:
     """Saved names by role.
 
     Attributes:
-        weights: weight name -> path.
-        states: "weight/state" -> path.
+        weights: path of each weight, by its name.
+        states: path of each optimizer state, by "weight/state", such as "embed.weight/exp_avg".
         left_out: paths of all other tensors.
     """
 
@@ -45,8 +45,11 @@ class SortedNames:
 def sorted_names(places: Iterable[Place], model_key: str | None = None) -> SortedNames:
     """Sort saved paths into weights and optimizer states.
 
+    model_key: path of the dict of weights, joined by "."; None finds it.
+
     Raises:
-        CheckpointError: if they cannot be distinguished; the message names the option to set.
+        CheckpointError: if it is unclear which tensors are the weights, if `model_key` has no tensors, or if optimizer
+            states are keyed by number.
     """
     places = list(places)
     weights_at: dict[Place, list[Place]] = defaultdict(list)
@@ -148,7 +151,15 @@ TABLE = "taken.json"
 
 @dataclass(frozen=True, slots=True)
 class BroughtIn:
-    """Result of an import. `left_out` names the parts of the source that a Weft checkpoint cannot store."""
+    """Result of an import.
+
+    Attributes:
+        path: the saved checkpoint.
+        step: its number of optimizer steps.
+        kind: name of the source's format.
+        num_weights, num_states: numbers of imported weights and optimizer states.
+        left_out: paths in the source that were not imported.
+    """
 
     path: Location
     step: int
@@ -176,11 +187,12 @@ def bring_in(
         source: the foreign folder.
         root: the parent of the step folders, or a prefix of an object store.
         step: optimizer steps done; None to use the source's value.
-        model_key: the table of weights, if the source has several.
+        model_key: path of the dict of weights, joined by "."; None finds it.
         limit_s: maximum time for reading in seconds.
 
     Raises:
-        CheckpointError: if the source cannot be read, or contains anything except tensors and plain values.
+        CheckpointError: if the source cannot be read or contains anything except tensors and plain values, if its
+            weights or step cannot be found, or if `root` has that step already or cannot be written.
     """
     kind = _kind_of(source)
     try:
@@ -220,7 +232,7 @@ def run_confined(
         remedy: advice in the error for files that are rejected.
 
     Raises:
-        CheckpointError: if reading fails, with the reason.
+        CheckpointError: if reading fails or takes too long, with the reason.
     """
     command = [sys.executable, "-P", "-m", "weft.train.weights.foreign_reader", kind, str(source.resolve()), str(work)]
     try:
@@ -296,7 +308,11 @@ def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch
 def _second_names(
     weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor], said: Mapping[str, str]
 ) -> dict[str, str]:
-    """Map aliases, such as a tied head, to original names: they lack optimizer state and have equal values."""
+    """Return the name of the original weight for each alias, such as a tied head.
+
+    Aliases are the names in `said`, and weights of two or more dims that have no optimizer states and are equal to a
+    weight that has states.
+    """
     import torch
 
     shared = {name: first for name, first in said.items() if name in weights and first in weights}
@@ -337,7 +353,9 @@ def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
 
 
 def pickled_weights(source: Path, work: Path, limit_s: float) -> tuple[Iterator[tuple[str, RawArray]], list[str]]:
-    """Return an iterator over (name, tensor) with one tensor in memory at a time, and the names that are skipped.
+    """Return an iterator over (name, tensor) with one tensor in memory at a time, and the names of other tensors.
+
+    These are quantized, sparse and complex128 tensors, which are left out.
 
     Args:
         source: folder with pytorch_model.bin, its index, or other pickles of weights.

@@ -1,4 +1,7 @@
-"""Output of the child process that reads pickles: safetensors files and a table that maps tensors to files."""
+"""Readers of pickled checkpoints, which run in a child process.
+
+They write safetensors files, and a table that maps tensors to files.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ def most_bytes(source_bytes: int) -> int:
 class Taken:
     """Collects tensors by their path in the saved dicts, such as ("model", "embed.weight"), and writes files.
 
-    out: folder for the files. max_bytes: limit for all tensors together. It is needed because a tensor with strides of
-    0 is small in a file but large when copied.
+    out: folder for the files. max_bytes: limit for all tensors together, because a tensor with strides of 0 is small in
+    its file but large when copied.
     """
 
     def __init__(self, out: Path, max_bytes: int):
@@ -53,18 +56,18 @@ class Taken:
         self._left_out: list[str] = []
 
     def reserve(self, name: object, num_bytes: int) -> None:
-        """Raise an error if a tensor is far larger than the source's files.
+        """Check that a tensor of `num_bytes` fits into the rest of the limit.
 
         Raises:
-            NotTaken: if the tensors together exceed the limit.
+            NotTaken: if it does not.
         """
         if num_bytes > self._bytes_left:
             raise NotTaken(f"{str(name)[:200]}: it expands to {num_bytes} bytes, far more than the files have")
 
     def tensor(self, place: Sequence[Any], tensor: torch.Tensor) -> None:
-        """Add one full tensor, or leave it out if it is quantized, sparse or complex128.
+        """Add one full tensor, or list it as left out if it is quantized, sparse or complex128.
 
-        Raise NotTaken if it is far larger than the source's files.
+        Raises NotTaken if all tensors together exceed the limit.
         """
         if tensor.is_quantized or tensor.layout != torch.strided or tensor.dtype == torch.complex128:
             self._left_out.append(f"{'.'.join(map(str, place))} ({tensor.dtype}, {tensor.layout})")
@@ -82,7 +85,7 @@ class Taken:
             self._write()
 
     def value(self, place: Sequence[Any], value: Any) -> None:
-        """Add one plain value. Skip it if JSON cannot represent it."""
+        """Add one plain value, or list it as left out if JSON cannot represent it."""
         try:
             plain = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
@@ -192,7 +195,7 @@ class _Lines:
 
 
 def read_zero(source: Path, taken: Taken) -> None:
-    """Read a DeepSpeed checkpoint, and output full weights, moments and counters.
+    """Read a DeepSpeed checkpoint of ZeRO stage 1, 2 or 3, and add full weights, moments and counters to `taken`.
 
     Raises:
         NotTaken: if the files are damaged or of another format.
@@ -380,7 +383,7 @@ class _Record:
         self.state = state
 
     def get(self, name: str, position: int = -1) -> Any:
-        """Return a field by name, or, for a tuple, by position."""
+        """Return a field by name or, if the state is a tuple, by position; None if it is missing."""
         if isinstance(self.state, Mapping):
             return self.state.get(name)
         return self.state[position] if isinstance(self.state, tuple) and 0 <= position < len(self.state) else None
@@ -438,7 +441,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_dcp(source: Path, taken: Taken) -> None:
-    """Read a torch.distributed.checkpoint folder, and output all full tensors and plain values.
+    """Read a torch.distributed.checkpoint folder, and add all full tensors and plain values to `taken`.
 
     Raises:
         NotTaken: if the files are damaged or of another format.
@@ -475,7 +478,7 @@ def _value(source: Path, name: str, place: Any, stored: list[tuple[_Index, _Stor
 
 
 def _join(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]], taken: Taken) -> torch.Tensor:
-    """Join a tensor from its chunks. Each element is taken from one chunk."""
+    """Join a tensor from its chunks. Raises NotTaken unless each element is in exactly one chunk."""
     properties, shape = entry.get("properties"), entry.get("size")
     dtype = properties.get("dtype", 0) if isinstance(properties, _Record) else None
     if not isinstance(dtype, torch.dtype) or not _is_shape(shape):
@@ -532,10 +535,11 @@ _TABLES = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_pickled(source: Path, taken: Taken) -> None:
-    """Read pickled weights, and output each tensor by its name.
+    """Read pickled weights, and add each tensor to `taken` by its name.
 
     Raises:
-        NotTaken: for files without weights, or with any other content.
+        NotTaken: if the files have no tensors or any content except tensors and plain values, or if two files have the
+            same tensor.
     """
     seen: set[str] = set()
     for name in _pickle_files(source):

@@ -33,9 +33,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def main() -> int:
-    """Read the source, write the output files and print a summary. Return the exit code.
+    """Give up rights, limit memory and the files that can be written, read the source, and write the output files.
 
-    First give up rights, and limit memory and the files that can be written.
+    Return the exit code: 0, or 3 if files were rejected. The reason is printed as JSON.
     """
     kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     _give_up_rights()
@@ -72,7 +72,7 @@ def _refused(reason: str) -> int:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit the address space and the size of files. Only on Linux: other systems lack or ignore the first limit."""
+    """Limit the size of written files and, on Linux, the address space."""
     most = num_bytes + _SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     with suppress(OSError, ValueError):
@@ -82,7 +82,10 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _give_up_rights() -> None:
-    """Disable core dumps, which would hold weights, and the network if the kernel allows it. Die with the parent."""
+    """Disable core dumps, which would contain weights, and the network if the kernel allows it.
+
+    On Linux, the process is killed when its parent ends.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)

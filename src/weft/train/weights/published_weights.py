@@ -1,6 +1,7 @@
 """A pretrained folder's tensors under a model's names: renamed, stacked and fused like in transformers.
 
-Nothing is converted in memory: each tensor of the model is described as slices of tensors in the files.
+A tensor of the model is described as slices of tensors in the files, which are read directly. If that is impossible, it
+is computed from full stored tensors when it is read.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def pretrained_source(
 def _with_added_rows(
     stored: StoredWeights, entries: Mapping[str, Joined | Computed], by_first: Mapping[str, list[str]], added: Path
 ) -> tuple[StoredWeights, dict[str, Joined | Computed]]:
-    """Return weights and tensors with the rows of a file after the rows of the folder's tensors."""
+    """Return `stored` and `entries` with the rows of the file `added` after the rows of the folder's tensors."""
     size, where, found = added.stat().st_size, str(added.absolute()), dict(entries)
     more = {key: TensorEntry(where, one.dtype, one.shape) for key, one in RangedTensors(added, size).tensors.items()}
     stored = StoredWeights(stored.folder, {**stored.entries, **more}, {**stored.files, where: FileEntry(size, "")})
@@ -100,7 +101,7 @@ def _with_added_rows(
 def _refuse_unequal(
     by_first: Mapping[str, list[str]], entries: Mapping[str, Joined | Computed], stored: StoredWeights, folder: Path
 ) -> None:
-    """Raise an error if tied tensors are stored with different values, because transformers then does not tie them."""
+    """Raise CheckpointError if tied tensors have different values in the files. transformers would not tie them."""
     source = JoinedTensors(stored, entries)
     for names in by_first.values():
         present = [name for name in names if name in entries]
@@ -135,17 +136,19 @@ def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str,
 
 
 def load_pretrained(model: nn.Module, folder: Path, added: Path | None = None) -> None:
-    """Load the weights of a folder into a plain model on one device. added: as in `pretrained_source`.
+    """Load the weights of a folder into a plain model on one device.
+
+    added: file of rows that follow those of the folder's embeddings, or None.
 
     Raises:
-        CheckpointError: as in `pretrained_source`.
+        CheckpointError: if the weights cannot be read, or do not fit the model.
     """
     fill_full(model, pretrained_source(model, folder, added=added)[0])
 
 
 @torch.no_grad()
 def fill_full(model: nn.Module, source: StateSource) -> None:
-    """Load the tensors of a source into a plain model on one device."""
+    """Copy the tensors of a source into a plain model on one device. Tensors that the source lacks are unchanged."""
     for name, tensor in model_tensors(model).items():
         if name in source.entries:
             tensor.copy_(read_full(source, name))

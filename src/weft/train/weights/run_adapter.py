@@ -21,10 +21,10 @@ Model = TypeVar("Model", bound="nn.Module")
 def with_adapter(model: Model, config: RunConfig, base: Path | None = None) -> Model:
     """Add the config's adapter, if any, to a task's model in place, and return the model.
 
-    base: the run's copy of model.path, if it is not in the config's run folder.
+    base: folder of the run's copy of model.path; None for the one in the config's run folder.
 
     Raises:
-        ConfigError: for targets that match no layer, a layer that does not support adapters, and unknown tokens.
+        ConfigError: if targets match no layer or one that does not support adapters, or tokens are unknown.
     """
     section = config.adapter
     if not section.rank:
@@ -81,7 +81,7 @@ def _trained_tokens(model: nn.Module, config: RunConfig, base: Path | None) -> d
 
 
 def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> AdapterSize | None:
-    """Return the size of the config's adapter for the model's layers, or None without an adapter.
+    """Return the size of the config's adapter on a model, or None if the config has no adapter.
 
     Args:
         shapes: the task's model on the meta device. The adapter is added to it.
