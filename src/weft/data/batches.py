@@ -19,15 +19,19 @@ _ATTRIBUTE, _CHECKS = "_weft_host_values", "_weft_checks"
 
 
 def remember_host(tensor: Tensor, values: Tensor) -> None:
-    """Record that a device tensor has the values of the host tensor `values`, until either of them is written to."""
+    """Record that a device tensor has the values of the host tensor `values`, until either of them is written to.
+
+    Does nothing if `tensor` is on the CPU, or is an inference tensor, which has no version counter.
+    """
     if tensor.device.type != "cpu" and not tensor.is_inference():
         setattr(tensor, _ATTRIBUTE, (values, version_of(tensor), version_of(values)))
 
 
 def host_values(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's values on the host without a device synchronization, or None if no host copy is recorded.
+    """Return a tensor's values on the host without a device synchronization, or None if no valid host copy is recorded.
 
-    For a view of a moved tensor, such as a microbatch of a batch, the result is a view of the host copy.
+    For a view of a moved tensor, such as a microbatch of a batch, the result is a view of the host copy. A CPU tensor
+    is returned unchanged, but for a subclass of `torch.Tensor` the result is None.
     """
     if tensor.device.type == "cpu":
         return tensor if type(tensor) is Tensor else None
@@ -69,9 +73,9 @@ def mark_reused_buffer(tensor: Tensor) -> None:
 
 
 def leave_check(tensor: Tensor, look: Callable[[Tensor], None]) -> bool:
-    """Add a check that runs on every batch copied into a reused buffer.
+    """Add a check that runs on every batch copied into a reused buffer, and return True.
 
-    Return False if the tensor is not a reused buffer.
+    If the tensor is neither a reused buffer nor a view of one, do nothing and return False.
 
     Args:
         tensor: the buffer, or a view of it that the check reads.
@@ -86,7 +90,10 @@ def leave_check(tensor: Tensor, look: Callable[[Tensor], None]) -> bool:
 
 
 def check_batch(holder: Tensor, given: Tensor) -> None:
-    """Run the checks that `leave_check` registered for the reused buffer `holder` on the next batch `given`."""
+    """Run the checks that `leave_check` registered for the reused buffer `holder` on the next batch `given`.
+
+    Does nothing if no host copy of `given` is recorded.
+    """
     checks: list[_Check] = getattr(holder, _CHECKS, [])
     values = host_values(given) if checks else None
     if values is None:
@@ -114,7 +121,10 @@ def parts_of(batch: Any) -> list[Any] | None:
 
 
 def with_parts(batch: Any, parts: list[Any]) -> Any:
-    """Return a container of the same type, such as Hugging Face's BatchEncoding, with its items replaced by `parts`."""
+    """Return a copy of a container with its items replaced by `parts`.
+
+    The copy has the same type, such as Hugging Face's BatchEncoding. Only an immutable mapping becomes a dict.
+    """
     if type(batch) in (dict, tuple, list):
         return dict(zip(batch, parts, strict=True)) if isinstance(batch, dict) else type(batch)(parts)
     if isinstance(batch, MutableMapping):
@@ -150,9 +160,10 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> A
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Move a batch to `device`. Copies from pinned memory are asynchronous.
+    """Move a batch to `device`. Copies from pinned memory to a GPU are asynchronous.
 
-    The host copies of integer tensors that come from the host are recorded for `host_values`.
+    Integer and bool tensors on the CPU are recorded as the host copies of the moved tensors, for `host_values`. An
+    object other than a mapping that has a method `to` is moved by that method.
     """
     if isinstance(batch, torch.Tensor):
         if batch.device == device:

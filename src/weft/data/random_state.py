@@ -12,10 +12,10 @@ import torch
 
 @contextlib.contextmanager
 def preserve_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the states of the global generators at exit.
+    """Restore the states of the global generators of torch, numpy and Python at exit.
 
     Args:
-        device: a device whose generator is restored in addition to the CPU's.
+        device: a CUDA device whose generator is restored too. Other devices are ignored.
     """
     gpu = device if device is not None and device.type == "cuda" else None
     here, there = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)

@@ -1,7 +1,4 @@
-"""Token shards on disk, and file locks that processes and ranks use to write them once.
-
-The operating system releases a lock when its process dies.
-"""
+"""Writing, reading and verification of tokenized splits, which are files of tokens, masks and document offsets."""
 
 from __future__ import annotations
 
@@ -25,7 +22,8 @@ from weft.errors import DataError
 def new_folder(final: Path) -> Iterator[Path]:
     """Make a temporary folder that is renamed to `final` when the block succeeds, and removed when it fails.
 
-    Call it under the lock of `final`: leftovers of a killed writer are removed first.
+    An existing folder `final` is replaced. The caller must hold a lock on `final`, since the temporary folders of other
+    writers are removed first.
     """
     prefix = f".{final.name}.partial-"
     for left in final.parent.glob(f"{prefix}*"):
@@ -68,8 +66,15 @@ _MOST_WEIGHTS = 256
 class SplitCounts:
     """Files of a tokenized split (train or eval), and their counts.
 
-    `files` maps each name to (bytes, blake2b hex digest). `weights` are the loss weights for the mask values 2, 3, ...
-    Mask value 0 is weight 0, and 1 is weight 1.
+    Attributes:
+        num_tokens: number of tokens.
+        num_documents: number of documents.
+        num_trained: number of tokens whose loss weight is not 0.
+        dtype: numpy dtype of the stored tokens.
+        shard_tokens: number of tokens in each file of tokens. The last file may have fewer.
+        has_mask: whether there are files with one mask value per token. Otherwise, all weights are 1.
+        files: size in bytes and blake2b hex digest of each file.
+        weights: loss weights of the mask values 2, 3, ... Mask value 0 is weight 0, and 1 is weight 1.
     """
 
     num_tokens: int
@@ -93,7 +98,7 @@ class SplitCounts:
 
     @property
     def weight_table(self) -> np.ndarray:
-        """Weight of each mask value, float32."""
+        """Loss weight of each mask value, float32."""
         return np.array([0.0, 1.0, *self.weights], np.float32)
 
 
@@ -122,7 +127,7 @@ class SplitWriter:
     Args:
         folder: a new folder.
         vocab_size: determines whether a token is stored in 2 or 4 bytes.
-        with_mask: write a mask, which is dropped at the end if all tokens are trained.
+        with_mask: write a mask, which `close` deletes if all tokens have a weight of 1.
         shard_bytes: bytes of tokens in one file.
     """
 
@@ -145,7 +150,7 @@ class SplitWriter:
         tokens: int [n]. trained: bool [n], or weights, float32 [n], or None for a weight of 1.
 
         Raises:
-            DataError: for more than 255 different weights.
+            DataError: if the split has more than 254 different weights other than 0 and 1.
         """
         if trained is not None:
             trained = self._numbered(trained)
@@ -198,7 +203,10 @@ class SplitWriter:
                 output.handle.close()
 
     def close(self) -> SplitCounts:
-        """Write the buffered tokens, close the files, and return their counts."""
+        """Write the remaining offsets, close the files, and return their counts.
+
+        The files of the mask are deleted if all tokens have a weight of 1.
+        """
         self._flush_offsets()
         for output in (self._offsets, self._tokens, self._mask):
             self._finish(output)
@@ -249,7 +257,10 @@ class SplitReader:
         return self._read(self._tokens, start, length)
 
     def trained(self, start: int, length: int) -> np.ndarray | None:
-        """Return the loss mask of a range, uint8 [length], 0 for untrained tokens; or None if all are trained."""
+        """Return the mask values of a range, uint8 [length], or None if all weights are 1.
+
+        The values are indices into `SplitCounts.weight_table`. Positions wrap like those of `tokens`.
+        """
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:
@@ -284,7 +295,7 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
-    """Return a sentence for each file that is missing or whose size differs from the manifest."""
+    """Return a message for each file that is missing or whose size differs from `counts`."""
     found = []
     for name, (size, _) in counts.files.items():
         path = folder / name
@@ -296,14 +307,15 @@ def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
 
 
 def verify_split(folder: Path, counts: SplitCounts, report: Callable[[int, int], None] | None = None) -> list[str]:
-    """Read every file, compare its digest, and return a sentence for each damaged file.
+    """Compare the size and digest of every file with `counts`, and return a message for each damaged file.
 
-    It takes about a second per GB and core. Up to four files are read in parallel.
+    If a file is missing or a size differs, no digests are computed. Up to four files are read in parallel, at about
+    1 s per GB each.
 
     Args:
         folder: folder of the split.
         counts: counts in its manifest.
-        report: called as report(done, total), in bytes.
+        report: called after each file as report(done, total), in bytes.
     """
     wrong = size_problems(folder, counts)
     if wrong:

@@ -142,10 +142,12 @@ def soundfile() -> Any:
 
 
 def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
-    """Return frames, frames per second and channels, from the header and the first samples that are not 0.
+    """Return frames, frames per second and channels from the header, after a check for truncation and silence.
 
     Raises:
-        DataError: if the file is not audio, has no samples, is truncated, or is completely silent.
+        DataError: if the file is not audio, has no samples or an unknown length, is truncated or silent, or has more
+            than 64 channels or a sample rate outside `RATES`.
+        MissingExtra: if soundfile is needed and not installed.
     """
     encoded = source if isinstance(source, Encoded) else Encoded.of_file(source)
     plain = vorbis_size(encoded)
@@ -173,7 +175,7 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
 
 
 def read_frames(encoded: Encoded, start: int, count: int) -> NDArray[np.float32]:
-    """Return frames of an audio clip, float32 (count, channels), with values from -1 to 1.
+    """Return frames of an audio clip, float32 (count, channels), where 1 is full scale.
 
     Args:
         encoded: the audio clip.
@@ -181,7 +183,7 @@ def read_frames(encoded: Encoded, start: int, count: int) -> NDArray[np.float32]
         count: number of frames.
 
     Raises:
-        DataError: if the frames cannot be decoded or have values that are not finite.
+        DataError: if the frames cannot be decoded, the clip ends before them, or values are not finite.
     """
     with _opened(encoded) as sound:
         if start:
@@ -265,7 +267,10 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
 
 
 def _refuse_silence(sound: Any, frames: int, name: str) -> None:
-    """Raise DataError if all samples are 0. Reading stops at the first other sample."""
+    """Raise DataError if all samples, or at least the first 2**28 values, are 0, or if the file ends before that.
+
+    Reading stops after a block with another value.
+    """
     done, size = 0, _FIRST_BLOCK
     while done < min(frames, _MAX_SILENCE // sound.channels):
         block = sound.read(size, dtype="float32")
@@ -350,7 +355,7 @@ class AudioTransform:
 
     Attributes:
         rate: samples per second.
-        seconds: maximum length.
+        seconds: maximum length (s).
         crops: whether to take a random part of a longer audio clip instead of its middle.
         gain: maximum change of the level, in dB, up or down.
         noise: maximum level of added white noise, as a share of the clip's level.
@@ -386,9 +391,10 @@ def soxr() -> Any:
 def apply_transform(
     encoded: Encoded, size: tuple[int, ...], hearing: AudioTransform, key: tuple[int | str, ...] = ()
 ) -> NDArray[np.float32]:
-    """Return the transformed samples of an audio clip, float32, with values from -1 to 1.
+    """Return the transformed samples of an audio clip, float32 (samples,), where 1 is full scale.
 
-    Channels are averaged, and the result is resampled. Only the frames that are used are decoded.
+    Channels are averaged, and the result is resampled. Gain and noise may make values larger than 1. Only the frames
+    that are used are decoded.
 
     Args:
         encoded: the audio clip.

@@ -29,12 +29,12 @@ _AT_ONCE = 32
 def log_mel(
     wave: NDArray[np.float32], *, rate: int = 16_000, mels: int = 80, n_fft: int = 400, hop: int = 160
 ) -> NDArray[np.float32]:
-    """Return Whisper's features of a wave, (M, T) with T = len(wave) // hop, in a range of about -1 to 1.5.
+    """Return Whisper's features of a wave, (M, T) with T = len(wave) // hop, in a range of about -1.5 to 1.5.
 
     Args:
         wave: samples, with values from -1 to 1.
         rate: samples per second.
-        mels: number of bands, up to half the rate and at most 8 kHz.
+        mels: number of bands. They cover frequencies up to half the rate, or up to 8 kHz if that is less.
         n_fft: samples of a window.
         hop: samples from one window to the next.
     """
@@ -87,7 +87,7 @@ def mel_filters(
         n_fft: samples of a window; F is n_fft // 2 + 1.
         most_hz: upper end of the last band, in Hz, or None for half the rate.
         scale: "slaney" or "htk".
-        is_even: divide each band by its width, like `norm="slaney"` in other libraries.
+        is_even: divide each band by half its width in Hz, like `norm="slaney"` in other libraries.
     """
     top = min(most_hz or rate / 2, rate / 2)
     edges = _hz(np.linspace(0.0, _mel(top, scale), mels + 2), scale)
@@ -168,8 +168,9 @@ class FolderFeatures:
     """Features of the transformers feature extractor in a folder.
 
     Attributes:
+        folder: a Hugging Face folder with preprocessor_config.json.
         rate: samples per second.
-        mels: number of rows of the features.
+        mels: number of bands.
         name: name of the model's input.
         is_turned: whether the extractor returns (frames, bands) instead of (bands, frames).
     """

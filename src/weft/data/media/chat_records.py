@@ -100,11 +100,17 @@ class ChatRecords(MixedRecords):
 class MediaTemplate(ChatTemplate):
     """A chat template that reads contents as lists of parts.
 
-    A template may read only the contents with media as lists: some add a system message to a text.
+    If a template cannot read all contents as lists, only those with media become lists. Some templates, for example,
+    concatenate the system message with the user's text.
     """
 
     def render_messages(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> Rendered:
-        """Return the text of messages, whose contents become lists of parts."""
+        """Return the text of messages, whose contents become lists of parts. Contents of tools' messages are unchanged.
+
+        Raises:
+            RefusedConversation: if the template rejects the messages, or does not read lists.
+            DataError: as in `ChatTemplate.render_messages`.
+        """
         refused: RefusedConversation | None = None
         for only_media in (False, True):
             try:
@@ -138,6 +144,7 @@ class ChatSurvey:
         processor: processor of the model's folder.
         most: maximum tokens of a conversation.
         most_bad: maximum share of conversations that cannot be used.
+        upright: whether images are rotated as their EXIF data asks.
     """
 
     columns: ChatColumns
@@ -147,7 +154,7 @@ class ChatSurvey:
     upright: bool = True
 
     def digest(self) -> list[Any]:
-        """Return the JSON values that determine the rows."""
+        """Return the JSON values that determine the rows of the table."""
         return ["chat", 1, processor_digest(self.processor.folder), self.most, self.processor.max_pixels, self.most_bad]
 
     @cached_property
@@ -176,7 +183,7 @@ class ChatSurvey:
         return found
 
     def row(self, parts: Sequence[SamplePart], sizes: Sizes) -> dict[str, np.ndarray] | str:
-        """Return a conversation's columns, or the reason to skip it."""
+        """Return a conversation's row of the table (`tokens`, `learnt` and `packed`), or the reason to skip it."""
         told = json.loads(parts[-1].text)
         tools = json.dumps(told["tools"], ensure_ascii=False) if told["tools"] else ""
         is_audio = self.processor.family.is_audio
@@ -198,7 +205,10 @@ class ChatSurvey:
             return error.reason
 
     def _tokens(self, text: str, spans: list[tuple[int, int]], sizes: Sizes) -> dict[str, np.ndarray] | str:
-        """Replace the placeholders of a rendered text, and return its tokens. spans: trained ranges of characters."""
+        """Replace the placeholders of a rendered text, and return its row of the table or the reason to skip it.
+
+        spans: trained ranges of characters.
+        """
         processor = self.processor
         found = list(re.finditer(re.escape(processor.mark), text))
         if len(found) != len(sizes):
@@ -253,7 +263,7 @@ class ChatItems(MixedItems):
         self.shape = (max(1, records.most_bytes()),)
 
     def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the packed inputs of an item."""
+        """Return `values` unchanged, which are the packed inputs of an item."""
         return values
 
     def medium(self, epoch: int, item: int) -> NDArray[Any]:

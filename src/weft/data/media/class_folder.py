@@ -76,8 +76,11 @@ class ClassFolder:
         return ClassFolder(self.root, self.classes, paths, labels)
 
     def split(self, share: float) -> tuple[ClassFolder, ClassFolder]:
-        """Return a training part, and a held-out part of size `share`. The split is deterministic."""
-        # The split is a function of the names. An added image moves others between the parts only by chance.
+        """Return a training part, and a held-out part with `share` of the images, but at least one.
+
+        The split depends only on the number of images and on `share`.
+        """
+        # The positions depend on the number of images. An added image therefore moves others between the parts.
         order = permutation(len(self.paths), "held out pictures")
         held = sorted(order(place) for place in range(max(1, round(share * len(self.paths)))))
         rest = self.part(sorted({*range(len(self.paths))} - {*held}))
@@ -100,7 +103,7 @@ class ClassFolder:
 
 
 def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) -> ClassFolder:
-    """Find the images of a folder of classes. Images with an unreadable header are skipped.
+    """Find the images of a folder of classes. Images with an unreadable header, and links out of it, are skipped.
 
     Args:
         root: the folder. Each folder in it is a class, and may have subfolders.

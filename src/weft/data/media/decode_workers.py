@@ -51,7 +51,8 @@ class DecodePool:
     Args:
         samples: the samples to decode.
         workers: number of processes.
-        ahead: number of samples that are decoded before they are requested.
+        ahead: number of samples that are decoded before they are requested. It is reduced if the samples would take
+            more than 512 MiB.
 
     Raises:
         DataError: if the shared memory cannot be allocated.
@@ -81,14 +82,16 @@ class DecodePool:
         return [worker.process.pid for worker in self._workers]
 
     def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
-        """Return decoded samples, and decode others in the background.
+        """Return copies of decoded samples, and decode others in the background.
+
+        Samples of earlier calls that are in neither list are dropped.
 
         Args:
             wanted: (epoch, index) of each sample to return.
             soon: (epoch, index) of each sample to decode in the background.
 
         Raises:
-            DataError: if a sample cannot be decoded, or its decoding crashes the processes.
+            DataError: if a wanted sample cannot be decoded, or its decoding crashes the processes or takes too long.
         """
         needed = dict.fromkeys(wanted)
         for key in [key for key in self._done if key not in needed and key not in set(soon)]:
@@ -110,7 +113,7 @@ class DecodePool:
             self._wait()
 
     def close(self) -> None:
-        """Stop the processes and free the memory. Further calls have no effect."""
+        """Stop the processes and free the memory. Closing it again has no effect."""
         for worker in self._workers:
             worker.end()
         self._workers.clear()
@@ -127,7 +130,10 @@ class DecodePool:
         self._selector.register(worker.output, selectors.EVENT_READ, worker)
 
     def _hand_out(self, needed: dict[Key, None]) -> None:
-        """Send jobs while slots are free, so that processes stay busy between calls."""
+        """Send jobs while slots are free, so that processes stay busy between calls.
+
+        If no slot is free and no job is running, drop a decoded sample that is not needed.
+        """
         if self._queue and not self._free and not any(worker.jobs for worker in self._workers):
             spare = next(key for key in self._done if key not in needed)
             self._free.append(self._done.pop(spare))
@@ -136,7 +142,10 @@ class DecodePool:
             worker.send(self._queue.popleft(), self._free.pop())
 
     def _wait(self) -> None:
-        """Process the available responses, or wait for one."""
+        """Wait up to 1 s for responses and process them. Replace processes that died.
+
+        Without a response in that time, kill processes whose job takes too long.
+        """
         ready = self._selector.select(timeout=1.0)
         for chosen, _ in ready:
             worker: _Worker = chosen.data
@@ -157,7 +166,10 @@ class DecodePool:
         self._faults[key] = text if status == FAULTY else why
 
     def _replace(self, worker: _Worker) -> None:
-        """Start a process for one that died, and queue its jobs again."""
+        """Start a process for one that died, and queue its jobs again.
+
+        The job that it was running becomes a fault if it took too much CPU time, or has killed three processes.
+        """
         self._selector.unregister(worker.output)
         self._workers.remove(worker)
         code = worker.end()
@@ -339,10 +351,10 @@ class DecodedAhead:
 
         Args:
             wanted: (epoch, index) of each sample to return.
-            soon: (epoch, index) of each sample to decode in the background.
+            soon: (epoch, index) of each sample to decode in the background. Ignored without processes.
 
         Raises:
-            DataError: if a sample cannot be decoded.
+            DataError: if a wanted sample cannot be decoded, or there is not enough memory for the processes.
         """
         if not self.workers:
             return [self.in_epoch(*key) for key in wanted]

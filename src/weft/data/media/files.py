@@ -1,6 +1,6 @@
 """Records with an image or audio clip and a label or text, in `.tar` shards, jsonl, parquet and folders of classes.
 
-Records give the location of their media, which is not read.
+Records give the location of their media, which is not decoded.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class FoundRecord:
         kind: how the media is stored: STRETCH (byte range of the file), FILE (separate file), LINE (base64 in a line of
             JSON), ROW (table row) or BELOW (file in a class folder).
         offset: byte offset in the file, or row index.
-        length: number of bytes of the media in the file.
+        length: number of bytes of the media, or of the line of JSON that contains it. -1 for a file or a table row.
         path: path of a separate file.
         encoded: the encoded media.
         label: a class number, a class name or a text.
@@ -150,11 +150,12 @@ def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns
         name: name of the record.
         kind: how the media is stored, as in `FoundRecord`.
         offset: byte offset in the file, or row index.
-        length: number of bytes.
+        length: number of bytes, as in `FoundRecord`.
         columns: columns of media and labels.
 
     Raises:
-        DataError: if the media is no longer there.
+        DataError: if the record no longer contains the media, or its path leaves the folder. A separate file is not
+            read here.
     """
     if kind in (FILE, BELOW):
         return Encoded(name, str(inside(path if kind == BELOW else path.parent, name)))
@@ -191,7 +192,7 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
     """Yield (archive, name, files by suffix) for consecutive files whose names are equal up to the first dot.
 
     Raises:
-        DataError: if the file is damaged or truncated.
+        DataError: if the file is damaged or truncated, has sparse files, or contains several archives.
     """
     sample: dict[str, tarfile.TarInfo] = {}
     stem = ""
@@ -288,7 +289,9 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield (line number from 1, byte offset, line) of lines that are not blank. A too long line is yielded as None.
+    """Yield (line number from 1, byte offset, line) of lines that are not blank.
+
+    A line of more than 256 MiB is yielded as None.
 
     Raises:
         OSError: if the file cannot be read.
@@ -451,7 +454,9 @@ def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
 def parquet_row(
     path: Path, number: int, chosen: Callable[[list[str]], tuple[str, ...]] | None = None
 ) -> dict[str, Any] | None:
-    """Return a row by index, or None if it is damaged. chosen: function from all column names to those to read.
+    """Return a row by index, or None if it is damaged.
+
+    chosen: function from the names of all columns to those to read; None for all.
 
     Raises:
         DataError: if the file is no longer there, or is damaged.
@@ -502,7 +507,7 @@ def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
 
 
 def class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
-    """Return the class names that Hugging Face's datasets library stored in the metadata of a label column.
+    """Return the class names that Hugging Face's datasets library stored for a label column, or () if it did not.
 
     metadata: metadata of a parquet file's schema.
     """
@@ -529,7 +534,7 @@ def _column(record: Mapping[str, Any], asked: str, usual: Sequence[str], what: t
 
 
 def class_label(value: Any) -> int | str | None:
-    """Return a class number or name, or None for any other value."""
+    """Return a class number or name, or None for any other value. A text of up to nine digits is a number."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):

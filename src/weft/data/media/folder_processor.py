@@ -91,10 +91,12 @@ class FolderProcessor:
         self._blanks: dict[tuple[Any, ...], tuple[str, int]] = {}
 
     def read(self, encoded: Encoded, size: tuple[int, ...]) -> Processed:
-        """Read and process an image or an audio clip. size: its size, from its header.
+        """Read an image or an audio clip, and return its model inputs and the text that replaces its placeholder.
+
+        size: its size from its header, as in `MediaRecords.size`.
 
         Raises:
-            DataError: if it cannot be decoded.
+            DataError: if it cannot be decoded, or the processor rejects it.
         """
         if self.family.is_audio:
             return self._process(apply_transform(encoded, size, AudioTransform(self._rate, self.seconds)))
@@ -105,7 +107,7 @@ class FolderProcessor:
         return self._process(picture)
 
     def blank(self, size: tuple[int, ...]) -> tuple[str, int]:
-        """Return the text for an image or an audio clip of some size, and the bytes of its packed inputs."""
+        """Return the text for an image or an audio clip of a size, and the number of bytes of its packed inputs."""
         if not self.family.is_audio:
             key: tuple[int, ...] = self._scaled(*size[:2])
         elif size[1] == self._rate:
@@ -146,7 +148,8 @@ def family_of(folder: Path) -> Family:
     """Return the family of a folder's model.
 
     Raises:
-        DataError: for a family without tests of its processor.
+        DataError: if the family is not in `FAMILIES`, the folder has no processor or that of another family, or a file
+            cannot be read.
     """
     try:
         family = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")

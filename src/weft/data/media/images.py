@@ -205,7 +205,8 @@ def picture_size(source: Path | Encoded, *, upright: bool = False) -> tuple[int,
     upright: return the size after the rotation that the EXIF data of a photo asks for, as `read_upright` applies it.
 
     Raises:
-        DataError: if the file is not an image of one of the `FORMATS`, has no pixels or too many, or is truncated.
+        DataError: if the file is not an image of one of the `FORMATS`, has no pixels or too many, is truncated, or is a
+            progressive JPEG with too many scans.
     """
     encoded = _encoded(source)
     head, tail = encoded.ends(_HEAD_BYTES)
@@ -316,7 +317,10 @@ class _TimedBytes(io.BytesIO):
 
 
 def _open_image(data: bytes, name: str) -> Any:
-    """Open encoded bytes with Pillow, which reads the header. Raise DataError for other formats and invalid sizes."""
+    """Open encoded bytes with Pillow, which reads the header.
+
+    Raises DataError for formats outside `FORMATS`, invalid sizes, and a progressive JPEG with too many scans.
+    """
     image = pillow()
     try:
         with warnings.catch_warnings():
@@ -378,7 +382,7 @@ def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
 
 
 def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Change brightness, contrast and saturation by random factors, then add noise to every value."""
+    """Return the pixels with random changes of brightness, contrast and saturation, and with noise, as `look` asks."""
     values = pixels.astype(np.float32)
     if look.colour:
         bright, contrast, colourful = rng.uniform(1 - look.colour, 1 + look.colour, 3).astype(np.float32)

@@ -96,7 +96,10 @@ class MediaRecords:
         return len(self.table) if self._chosen is None else len(self._chosen)
 
     def split(self, share: float) -> tuple[MediaRecords, MediaRecords]:
-        """Return a training part, and a held-out part of size `share`. The split is deterministic."""
+        """Return a training part, and a held-out part with `share` of the samples, but at least one.
+
+        The split depends only on the number of samples and on `share`.
+        """
         rest, held = (replace(self, held_out=share, is_held=is_held) for is_held in (False, True))
         return rest, replace(held, unreadable=())
 
@@ -138,7 +141,7 @@ class MediaRecords:
         return self._row(index)["tokens"]
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each sample, int64 (samples,), with markers of images and audio clips."""
+        """Return the number of tokens of each sample, int64 (samples,). Markers of images and audio clips count."""
         return self._lengths("tokens")
 
     def _lengths(self, column: str) -> NDArray[np.int64]:
@@ -169,6 +172,8 @@ class MediaRecords:
 
 def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
     """Return the sorted files of records of a path: one file, the files of a folder, or the files of a glob.
+
+    Files without a suffix of `RECORD_SUFFIXES` are left out, so the result may be empty.
 
     path: path or pattern that the user gave. kind: kind of their media.
 
@@ -226,7 +231,8 @@ def find_records(
         survey: additional checks of each record.
 
     Raises:
-        DataError: if a file is damaged, there is only one class, or more than 1 % of the records cannot be used.
+        DataError: if a file is damaged, labels have fewer than two classes, or more than 1 % of the records cannot be
+            used.
     """
     asked = [columns.kind.one, columns.is_text, columns.media, columns.label]
     key = ["media", _VERSION, asked, list(survey.key) if survey is not None else []]
@@ -265,7 +271,7 @@ def records_table(
             missing files.
 
     Raises:
-        DataError: if `write` raises it.
+        DataError: if `write` raises it, or the cache cannot be used.
     """
     key = [*key, [_file_stat(file, kind) for file in files]]
     table = ready_table(cache, key, write, None)

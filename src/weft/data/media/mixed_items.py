@@ -26,7 +26,8 @@ class MixedSample:
     Attributes:
         tokens: token ids with a marker for each image or audio clip, int32 (T,).
         learnt: nonzero for tokens that count in the loss, uint8 (T,).
-        media: in order, pixels uint8 (3, side, side), mel bands float32 (M, F), or stored encoder features (R, D).
+        media: in order, pixels uint8 (3, side, side), mel bands float32 (M, frames), or stored encoder features
+            (R rows, D features).
         items: item indices of the media, counted over all samples.
         index: index of the sample.
     """
@@ -102,7 +103,7 @@ class MixedItems:
         return values.view(np.float32).reshape(self.bands_shape[0], -1)
 
     def medium(self, epoch: int, item: int) -> NDArray[Any]:
-        """Return an item in an epoch: pixels (3, side, side) or bands (M, F)."""
+        """Return an item in an epoch: pixels (3, side, side) or mel bands (M, frames)."""
         index, number = self.locate(item)
         encoded, key = self.records.medium(index, number), (self.seed, epoch, item)
         is_sound, size = self.records.sizes(index)[number]
@@ -180,7 +181,7 @@ class MixedAhead:
         return [self._sample(index, {item: next(made) for item in self._decoded(index)}) for _, index in wanted]
 
     def media(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
-        """Return images (3, side, side) and mel bands (M, F), and decode others in the background.
+        """Return images (3, side, side) and mel bands (M, frames), and decode others in the background.
 
         Args:
             wanted: (epoch, item index) of each item to return.
@@ -218,5 +219,5 @@ class MixedAhead:
         return self._ahead.pids()
 
     def close(self) -> None:
-        """Stop the processes. The next call starts new ones."""
+        """Stop the processes. The next call to `many` or `media` starts new ones."""
         self._ahead.close()

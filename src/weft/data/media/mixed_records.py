@@ -49,10 +49,11 @@ class FoundMedia:
     """An image or audio clip of a record, and its location.
 
     Attributes:
+        is_sound: whether it is an audio clip, not an image.
         name: name for messages.
         kind: how the media is stored, as in `FoundRecord`.
         offset: byte offset in the file, or row index.
-        length: number of bytes.
+        length: number of bytes, as in `FoundRecord`.
         number: index among the media of its record.
         path: path of a separate file.
         encoded: its bytes.
@@ -70,7 +71,11 @@ class FoundMedia:
 
 @dataclass(frozen=True, slots=True)
 class FoundSample:
-    """A record with its parts and its media in order, or the reason why it is skipped."""
+    """A record with its parts and its media in order, or the reason why it is skipped.
+
+    `path` is set if that reason is a missing file. `offset` is the byte offset or the row index of the record in its
+    file, or of its first media in a tar.
+    """
 
     name: str
     offset: int = 0
@@ -119,12 +124,13 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
         name: name in `FoundMedia`.
         kind: how the media is stored, as in `FoundRecord`.
         offset: byte offset in the file, or row index.
-        length: number of bytes.
+        length: number of bytes, as in `FoundRecord`.
         number: index among the media of its record.
         columns: columns of text and media.
 
     Raises:
-        DataError: if the media is no longer there.
+        DataError: if the record no longer contains the media, or its path leaves the folder. A separate file is not
+            read here.
     """
     if kind == FILE:
         return Encoded(name, str(inside(path.parent, name)))
@@ -304,7 +310,7 @@ Refuse = Callable[[NDArray[np.int32], Sizes], str]
 
 
 class RowSurvey(Protocol):
-    """Reads the parts of records as rows of the table, as `MixedSurvey` does."""
+    """Interface of `MixedSurvey` and `ChatSurvey`, which convert the parts of records to rows of the table."""
 
     @property
     def columns(self) -> MixedColumns: ...
@@ -337,11 +343,11 @@ class MixedSurvey:
     upright: bool = False
 
     def digest(self) -> list[Any]:
-        """Return the JSON values that determine the rows."""
+        """Return the JSON values that determine the rows of the table."""
         return [self.codec.digest, *self.key]
 
     def row(self, parts: Sequence[SamplePart], sizes: Sizes) -> dict[str, np.ndarray] | str:
-        """Return a sample's columns, with `tokens` and `learnt`, or the reason to skip it."""
+        """Return a sample's row of the table (`tokens` and `learnt`), or the reason to skip it."""
         made = sample_tokens(parts, self.codec)
         return self.refuse(made.tokens, sizes) or {"tokens": made.tokens, "learnt": made.learnt}
 
@@ -412,7 +418,9 @@ _ITEMS, _OPEN = 256, 64
 
 
 class FeatureShards:
-    """Stored encoder features of all items of one kind, (R, D) for each item.
+    """Stored encoder features of all items (images or audio clips) of one kind: (R rows, D features) for each item.
+
+    The features are in shards of 256 items. `len` is the number of shards.
 
     Args:
         folder: folder of the shards.
@@ -458,7 +466,9 @@ class FeatureShards:
         return self._header(shard) is not None
 
     def write(self, shard: int, rows: Sequence[NDArray[Any]]) -> None:
-        """Write the encoder features of a shard's items. rows: features of each item, (R, D).
+        """Write the encoder features of a shard's items.
+
+        rows: features of each item, (R, D).
 
         Raises:
             DataError: if the folder cannot be written to.
@@ -504,7 +514,10 @@ class FeatureShards:
         return values[ends[number] : ends[number + 1]]
 
     def _read(self, shard: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Check a shard's digest, and return its memory-mapped values and the end row of each item."""
+        """Check a shard's digest, and return its memory-mapped values and the first row of each item.
+
+        The total number of rows follows the last item's first row. Raises DataError if the shard is missing or damaged.
+        """
         path, header = self.path(shard), self._header(shard)
         if header is None:
             raise self._damaged(path)

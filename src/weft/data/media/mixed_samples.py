@@ -68,7 +68,7 @@ class MixedColumns:
         """Return the parts of a record.
 
         Raises:
-            UnusableSample: if it has no parts, or its markers and media do not match.
+            UnusableSample: if it has no text to learn, is malformed, or its markers and media do not match.
         """
         given = media_lists(record, self.picture, self.audio)
         chat = next((record[name] for name in _CHATS if isinstance(record.get(name), list)), None)
@@ -119,7 +119,10 @@ class MediaLists:
 
 
 def media_lists(record: Mapping[str, Any], picture: str, audio: str) -> MediaLists:
-    """Return the lists of media of a record. picture, audio: names of their columns; "" selects the usual names."""
+    """Return the lists of media of a record.
+
+    picture, audio: names of their columns, or "" for the usual names.
+    """
     pictures, sounds = _listed(record, picture, PICTURE_COLUMNS), _listed(record, audio, SOUND_COLUMNS)
     return MediaLists({"<image>": ("picture", pictures), "<audio>": ("recording", sounds)})
 
@@ -151,7 +154,11 @@ def _chat_parts(chat: list[Any], given: MediaLists) -> Iterator[SamplePart]:
 
 
 def chat_of(record: Mapping[str, Any], column: str = "") -> Sequence[Mapping[str, Any]]:
-    """Return the messages of a record, or its prompt and answer as messages. column: "" for the usual names.
+    """Return the messages of a record, or its prompt and answer as messages.
+
+    The text of a column "system" comes first, unless the messages begin with a system message.
+
+    column: column of the messages, or "" for the usual names and for a prompt with an answer.
 
     Raises:
         UnusableSample: if it has no messages.
@@ -176,7 +183,11 @@ def chat_of(record: Mapping[str, Any], column: str = "") -> Sequence[Mapping[str
 
 
 def content_parts(content: str | list[Any], given: MediaLists, *, is_learnt: bool = False) -> Iterator[SamplePart]:
-    """Yield the parts of a message's content: a text with markers, or a list of parts."""
+    """Yield the parts of a message's content: a text with markers, or a list of parts.
+
+    Raises:
+        UnusableSample: if a part of the list has an unknown type.
+    """
     if isinstance(content, str):
         yield from _marked(content, given, is_learnt)
     else:
@@ -283,7 +294,7 @@ class SampleTokens:
 
 
 def sample_tokens(parts: Sequence[SamplePart], codec: TextCodec) -> SampleTokens:
-    """Return the tokens of a sample's parts. codec: codec of their texts."""
+    """Return the tokens of a sample's parts, whose texts `codec` encodes."""
     ids: list[int] = []
     learnt: list[int] = []
     is_chat = False

@@ -28,7 +28,8 @@ _PREFETCH = 2
 class Loader:
     """The microbatches of one data-parallel rank.
 
-    Step s reads the samples that `weft.config.partitioning.microbatch_samples` returns, plus s * global_batch.
+    In step s, the indices of its samples are those of `weft.config.partitioning.microbatch_samples`, each increased by
+    s * global_batch.
 
     Args:
         stream: the samples.
@@ -132,10 +133,16 @@ class EvalBatches:
 def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int, *, pin: bool = False) -> Batch:
     """Build a batch of int64 (B, T) tensors: input_ids, labels, positions.
 
-    If a document starts inside a row, the batch has document_ids, int64 (B, T), and document_starts, int64 (B, M).
-    document_starts has the positions at which documents begin, padded with T. M is a power of two, to limit the number
-    of shapes. If some label weights are not 1, the batch has weights, float32 (B, T). Rows without an index are
-    padding, and their labels are all -100.
+    If the stream separates documents and one starts inside a row, the batch also has document_ids, int64 (B, T), and
+    document_starts, int64 (B, M), the positions at which documents begin, padded with T. M is a power of two, to limit
+    the number of shapes. If that is T, M is T + 1. If the stream is weighted, the batch also has the label weights,
+    float32 (B, T). Rows without an index are padding, and their labels are all -100.
+
+    Args:
+        stream: the samples.
+        indices: global sample indices, at most `num_rows`.
+        num_rows: number of rows B.
+        pin: whether to allocate tensors in pinned memory.
     """
     rows = Rows.empty(num_rows, stream.seq_len, weighted=stream.is_weighted)
     has_border = False
@@ -155,7 +162,7 @@ def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int,
 
 
 def _starts(ids: np.ndarray) -> np.ndarray:
-    """Return the start positions of documents (B, M) from their ids (B, T), which are 0, 1, ... in each row."""
+    """Return the start positions of documents (B, M), padded with T, from their ids (B, T): 0, 1, ... in each row."""
     num_rows, seq_len = ids.shape
     most = 1 << int(ids[:, -1].max()).bit_length()
     most += most == seq_len  # context parallelism would shard a tensor whose dim 1 is seq_len
@@ -206,7 +213,7 @@ class Prefetch:
         raise item
 
     def close(self) -> None:
-        """Stop the thread and wait until it has ended. Further calls have no effect."""
+        """Stop the thread and wait until it has ended. Closing it again has no effect."""
         self._closed.set()
         while self._thread.is_alive():
             # The thread may be waiting for space in the queue.
@@ -315,13 +322,13 @@ def view_answer(ids: Sequence[int], weights: Sequence[float], tokenizer: Tokeniz
 def visible(text: str) -> str:
     """Return a text with control characters as escapes, so that data cannot control the terminal.
 
-    Newlines and tabs are unchanged.
+    Newlines and tabs are unchanged, and CR LF becomes a newline.
     """
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text.replace("\r\n", "\n"))
 
 
 def marked(view: SampleView) -> str:
-    """Return the sample without colours: masked text in [[double brackets]], text of weights other than 1 in {}."""
+    """Return the sample without colours: masked text as [[text]], and text of a weight such as 0.5 as 0.5{text}."""
     parts = []
     for weight, group in groupby(view.segments, key=lambda segment: segment.weight):
         text = "".join(visible(segment.text) for segment in group)

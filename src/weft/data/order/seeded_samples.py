@@ -39,11 +39,13 @@ class Fetched:
 
 
 class SeededSamples(Dataset[Any]):
-    """A map-style dataset indexed by `SampleKey`, with global generators seeded for each sample.
+    """A map-style dataset that seeds the global generators for each sample that `__getitems__` fetches.
 
-    Attribute access is forwarded to the dataset, as a `worker_init_fn` expects.
+    `__getitems__` takes a list of `SampleKey` and returns `Fetched`. Datasets that use no random numbers, such as a
+    TensorDataset, are not seeded. Reading and setting attributes is forwarded to the dataset, as a `worker_init_fn`
+    expects.
 
-    dataset: the user's dataset.
+    dataset: the user's dataset. seed: the run's seed.
     """
 
     def __init__(self, dataset: Any, seed: int):

@@ -149,7 +149,7 @@ class Mixture:
         return sources, ordinals
 
     def _dealt(self, total: int) -> list[int]:
-        """Return the number of samples of each source among `total` samples. The sum is `total`."""
+        """Return the number of samples of each source among the first `total` samples. The sum is `total`."""
         # Find by bisection the last tick (time step) at which at most `total` samples are due.
         low, high = max(0, total - len(self._parts) - 1) * _GRID, (total + len(self._parts) + 1) * _GRID
         while low < high:
@@ -161,7 +161,7 @@ class Mixture:
         return counts
 
     def _due(self, tick: int) -> list[int]:
-        """Return the number of samples of each source that are due at a tick: its share of the time, rounded."""
+        """Return tick / _GRID * share, rounded to an integer, for each source."""
         return [(2 * tick * part + _GRID * _SCALE) // (2 * _GRID * _SCALE) for part in self._parts]
 
 
@@ -172,7 +172,7 @@ def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Count the rows of each sample in tensors that a collate function concatenates, such as image patches.
 
     The result has one tuple of counts for each tensor, array or list in the samples, except if its length is 1 in all
-    samples or its counts equal an earlier tuple. The count is 0 for a sample without that item.
+    samples or 0 in all, or its counts equal an earlier tuple. The count is 0 for a sample without that item.
     """
     found: dict[tuple[int, ...], None] = {}
     for names in _columns(samples):
@@ -282,9 +282,9 @@ def plan_path(folder: Path, packing: str, seq_len: int) -> Path:
 
 
 def write_plan(folder: Path, packing: str, seq_len: int, offsets: np.ndarray) -> None:
-    """Write the packing plan of a split next to its shards, unless a valid plan exists.
+    """Write the starts of the sequences of a packing (its plan) next to the split's shards, unless a valid plan exists.
 
-    Call it under the split's lock.
+    The caller must hold the split's lock.
 
     Args:
         folder: folder of the split's shards.
@@ -313,7 +313,7 @@ def _digest(path: Path) -> str:
 def open_spans(
     folder: Path, packing: str, seq_len: int, offsets: np.ndarray, num_tokens: int
 ) -> ConcatSpans | TableSpans:
-    """Open the spans of a split from its packing plan, or compute them if that file is missing."""
+    """Open the spans of a split from the file of `write_plan`, or compute them if there is none."""
     if packing == "concat":
         return ConcatSpans(num_tokens, seq_len)
     try:
@@ -352,8 +352,9 @@ class Sample:
     Attributes:
         input_ids: the input tokens.
         labels: the next token, or -100 if it is not trained.
-        positions: position of each token.
-        document_ids: index of each token's document in the sequence. Padding has a separate id.
+        positions: position of each token in its document, or in the sequence if `borders` is not set.
+        document_ids: index of each token's document in the sequence, and a separate id for padding. All 0 if `borders`
+            is not set.
         num_inputs: number of tokens that are not padding.
         has_border: whether a document starts inside the sequence and `borders` is set.
         source: index of the source.
@@ -433,7 +434,7 @@ class SampleStream:
         self._ends = np.cumsum([source.num_sequences for source in self._sources])
         self.num_sequences = int(self._ends[-1]) if self._sources else 0
         self.pad_id = sources[0].pad_id if sources else 0
-        #: True if some labels have weights other than 1.
+        #: True if some tokens have a loss weight other than 0 and 1.
         self.is_weighted = any(stored.counts.weights for stored in sources)
         shares = [_sample_share(*pair) for pair in zip(sources, self._sources, strict=True)]
         self._mixture = Mixture(shares, seed=seed) if shuffle else None
@@ -514,7 +515,10 @@ class SampleStream:
         return size, has_border
 
     def _write_positions(self, rows: Rows, row: int, size: int, borders: np.ndarray) -> None:
-        """Write positions and document ids of a row. `borders`: positions (1 .. size - 1) at which documents start."""
+        """Write positions and document ids of a row.
+
+        borders: positions in 1 .. size - 1 at which documents start.
+        """
         seq_len = self.seq_len
         positions, documents = rows.positions[row], rows.document_ids[row]
         positions[:] = np.arange(seq_len)
@@ -526,7 +530,10 @@ class SampleStream:
 
 
 def _sample_share(stored: StoredSource, source: _Source) -> float:
-    """Return the share of samples that gives a source its share of the tokens, since padded sequences have fewer."""
+    """Return the share of samples that gives a source its share of the tokens, since padded sequences have fewer.
+
+    Without a weight, return the number of sequences of the source.
+    """
     if stored.weight is None:
         return float(source.num_sequences)
     return stored.weight * source.num_sequences / source.reader.num_tokens

@@ -42,7 +42,8 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
     """Return the loader's global batches.
 
     Raises:
-        DataError: if the batches could differ between ranks.
+        DataError: if the batches could differ between ranks, the loader has an IterableDataset, a DistributedSampler or
+            batch_size=None, or its sampler has no length.
     """
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
@@ -66,7 +67,7 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
 
 
 class _BatchSplit(Sequence[Any]):
-    """A sequence of indices in batches of `batch_size`. The last one may be shorter."""
+    """A sequence of indices in batches of `batch_size`. A shorter last batch is dropped if `drop_last`."""
 
     def __init__(self, row: Any, batch_size: int, drop_last: bool):
         self._row, self._batch_size = row, batch_size
@@ -80,7 +81,7 @@ class _BatchSplit(Sequence[Any]):
 
 
 class _Computed:
-    """Batches in the order of torch's shuffle=True, or of shuffle=False if the seed is None."""
+    """Batches in a random order of the samples for each epoch, or in their stored order if the seed is None."""
 
     def __init__(self, num_samples: int, batch_size: int, drop_last: bool, seed: int | None):
         self._num_samples, self._batch_size, self._drop_last, self._seed = num_samples, batch_size, drop_last, seed
@@ -100,7 +101,10 @@ class _Computed:
 
 
 class _SampledIndices:
-    """Batches of a user's sampler, which is iterated for each epoch. `batch_size` is None for a batch sampler."""
+    """Batches of a user's sampler, which is iterated for each epoch. `batch_size` is None for a batch sampler.
+
+    Raises DataError if the sampler has no length, gives other indices with equal seeds, or is a DistributedSampler.
+    """
 
     def __init__(self, field: str, sampler: Any, batch_size: int | None, drop_last: bool, seed: int):
         self._name = f"{field}={type(sampler).__name__}"
@@ -170,7 +174,7 @@ def _epoch_seed(seed: int, epoch: int) -> int:
 
 @contextlib.contextmanager
 def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
-    """Seed all generators that the sampler may use, and restore the global ones at exit."""
+    """Seed all generators that the sampler may use, call its `set_epoch`, and restore the global generators at exit."""
     for one in _all_of(sampler):
         if isinstance(generator := getattr(one, "generator", None), torch.Generator):
             generator.manual_seed(seed)
@@ -225,11 +229,15 @@ class ShardedLoader:
         dp_size: number of ranks on them.
         seed: seed of the order.
         num_microbatches: number of microbatches of a rank's samples.
-        as_batch: makes the value that `for` yields. If None, it yields the plain batch, and there must be one
-            microbatch.
+        as_batch: makes the value that `for` yields. If None, `for` yields the plain batch, and `num_microbatches` must
+            be 1.
         takes_empty: called at the start of an epoch, returns whether batches may have fewer samples than ranks. If
             None, they may not, and the constructor checks it.
         seed_samples: seed the global generators for each sample and each call to the collate function.
+
+    Raises:
+        DataError: if the global batches could differ between ranks, or, also during iteration, a batch has too few
+            samples.
     """
 
     def __init__(
@@ -303,7 +311,7 @@ class ShardedLoader:
 
 
 class CollateParts:
-    """Collate function that calls the user's one for each microbatch of the samples. It runs in the loader's workers.
+    """Calls the user's collate function for each microbatch of the samples, in the loader's workers.
 
     It returns the microbatches, and the row counts of their samples. Samples are divided evenly, and the first
     microbatches may have one more, as in `microbatch_samples`. A microbatch without samples gets the rank's first

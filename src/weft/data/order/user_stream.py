@@ -24,6 +24,8 @@ from weft.errors import DataError, WeftWarning
 class StreamLoader:
     """One rank's part of a stream. One `for` loop is one epoch, or the rest of it after `load_state_dict`.
 
+    At the end of an epoch, samples of an incomplete global batch are dropped with a `WeftWarning`.
+
     Args:
         source: an iterable that starts again at each `iter`, with equal samples on all ranks. If it has `num_shards`
             and `shard(num_shards, index)`, like `datasets.IterableDataset`, ranks read different shards. Optional
@@ -32,13 +34,14 @@ class StreamLoader:
         dp_rank, dp_size: this rank's position on the data-parallel axes, and the number of ranks on them.
         collate_fn: makes a batch of a list of samples.
         num_workers: processes that read parts; at most one for each part of this rank.
-        repeat: start a part that has ended again, so that an epoch has no end.
+        repeat: start a part again when it ends, so that an epoch has no end.
         num_microbatches: number of microbatches of a rank's samples.
         as_batch: makes the value that `for` yields.
         total: returns the sum of a number over the data-parallel ranks.
 
     Raises:
-        DataError: if the source cannot be read again, or is divided among ranks already.
+        DataError: if the source cannot be read again, or is divided among ranks already, or `global_batch` is smaller
+            than `dp_size`.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue at the position of `state_dict`.
 
-        Each part is read up to it, unless the source has `skip` and does not repeat.
+        Each part is read up to that position, unless the source has `skip` and `repeat` is False.
 
         Raises:
             DataError: if the samples would come in another order.

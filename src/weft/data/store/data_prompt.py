@@ -27,7 +27,10 @@ class FirstPrompt(NamedTuple):
 
 
 def is_chat(data: PreparedData, tokenizer: Tokenizer) -> bool:
-    """Return True if a run's documents are conversations."""
+    """Return True if the documents of a run's first source are conversations and the tokenizer supports them.
+
+    For preferences, this is so if the chat header of an answer occurs in the first document.
+    """
     if not tokenizer.has_chat or not data.train:
         return False
     kind = data.train[0].kind
@@ -40,6 +43,9 @@ def is_chat(data: PreparedData, tokenizer: Tokenizer) -> bool:
 
 def first_prompt(data: PreparedData, tokenizer: Tokenizer) -> FirstPrompt:
     """Return the prompt of the first held-out document, or of the first document if none is held out.
+
+    The prompt is the start of the document up to its first trained token. If there is no untrained start, it is the
+    first 12 tokens, or half of a shorter document.
 
     Raises:
         DataError: if the stored tokens cannot be read.

@@ -63,9 +63,10 @@ class _Look:
 def resolve_holdout(wanted: Sequence[RequestedSource]) -> tuple[list[RequestedSource], list[str]]:
     """Return the sources with the share of documents to hold out, and notes for the user.
 
-    If the requested share holds out some documents but not all, it is used. Else, of ten or more documents of a source,
-    the ones with the smallest hashes are held out: as many as requested, at least one. With fewer documents, or if all
-    are equal, none is held out.
+    The first documents of each source are read. If the requested share holds out some but not all of a source, it is
+    used for every source. It is also used for a source that is too large to be read completely here. Else, of ten or
+    more documents of a source, those with the smallest hashes are held out: as many as requested, at least one. With
+    fewer documents, or if too many are equal, none is held out. A share below 0.5 never holds out a source completely.
     """
     looks = [_look(source) for source in wanted]
     has_kept = any(look.num_kept and look.num_trained for look in looks)
@@ -146,7 +147,9 @@ class _TrainableCheck:
 
 
 def check_trainable(data: PreparedData, section: DataSection, seq_len: int) -> PreparedData:
-    """Check that a run can learn from its data, and return the data. With data.check=warn, problems are in its summary.
+    """Check that a run can learn from its data, and return the data.
+
+    With data.check=warn, problems are added to its summary. With data.check=off, nothing is checked.
 
     Args:
         data: the run's data.
@@ -249,7 +252,10 @@ def _add(
     seq_len: int,
     source: PreparedSource,
 ) -> None:
-    """Add the documents of a block to the counts `look`. `offsets`: the documents' starts in the block, and its end."""
+    """Add the documents of a block to the counts `look`.
+
+    offsets: start of each document in the block, and the block's end.
+    """
     before = np.concatenate([[0], np.cumsum(trained)])
     each = before[offsets[1:]] - before[offsets[:-1]]
     look.documents += len(each)

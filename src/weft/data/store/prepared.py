@@ -46,7 +46,7 @@ class PreparedSource:
     Attributes:
         name: path or pattern of the source.
         folder: folder of the shards.
-        weight: weight of the source in the mixture.
+        weight: weight of the source in the mixture, or None to mix sources by their numbers of sequences.
         pad_id: padding token.
         end_id: token that ends a document.
         counts: files and counts of the split.
@@ -111,11 +111,14 @@ class PreparedData:
 
     @property
     def digest(self) -> str:
-        """Digest of all tokens and packings. Equal digests mean equal batches."""
+        """Digest of all tokens and packings. Runs with equal digests and equal settings read equal batches."""
         return key_of(self.vocab_size, [[(s.content, s.packing) for s in split] for split in (self.train, self.eval)])
 
     def changes_from(self, before: PreparedData) -> list[str]:
-        """Return a phrase with the config key for each source whose tokens or packing differ from `before`."""
+        """Return a message for each training source whose tokens or packing differ from `before`.
+
+        If there is none, evaluation sources are compared, and then the vocabulary sizes.
+        """
         found = _changes("data.train", before.train, self.train) or _changes("data.eval", before.eval, self.eval)
         if not found and before.digest != self.digest:
             found.append(f"tokenizer: it has {self.vocab_size} entries, and {before.vocab_size} before")
@@ -162,7 +165,7 @@ def _changes(key: str, before: Sequence[PreparedSource], now: Sequence[PreparedS
 
 
 def verify_data(prepared: PreparedData) -> list[str]:
-    """Read all shards, compare their digests, and return one sentence for each damaged file."""
+    """Read all shards and the tokenizer, compare their digests, and return a message for each damaged file."""
     problems = []
     for source in (*prepared.train, *prepared.eval):
         problems += [f"{source.folder}: {problem}" for problem in verify_split(source.folder, source.counts)]
@@ -187,7 +190,7 @@ _TOLD_BYTES = 2**28
 
 @dataclass(frozen=True)
 class RequestedSource:
-    """A source of the config with its files. `preferences`: whether the task trains on preferences only."""
+    """A source of the config with its files. `preferences` is True if the task trains on preferences only."""
 
     section: SourceSection
     files: FileSet
@@ -208,7 +211,7 @@ class RequestedSource:
             preferences: whether the task trains on preferences only.
 
         Raises:
-            DataError: if the files do not exist.
+            DataError: as in `find_files`.
         """
         files = find_files(section.path, field)
         pieces = chunk_bytes(files, holdout)
@@ -255,7 +258,10 @@ def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[
     Args:
         cache: folder of the cached digests.
         files: the files.
-        report: called with the number of bytes that were read, or None.
+        report: called with (title, bytes read, total bytes) for files of more than 256 MiB together, or None.
+
+    Raises:
+        DataError: if a file cannot be read.
     """
     known = (
         cache
@@ -314,7 +320,11 @@ class CachedSource:
 def ready_tokenizer(
     cache: Path, config: RunConfig, train: Sequence[RequestedSource], report: Report | None
 ) -> tuple[Path, Tokenizer]:
-    """Return the config's tokenizer and its folder. It is created if it is missing or damaged."""
+    """Return the folder of the config's tokenizer, and the tokenizer. It is created if it is missing or damaged.
+
+    Raises:
+        DataError: if data.bos=true does not fit the kind of tokenizer, or the tokenizer cannot be read or trained.
+    """
     section, added = config.tokenizer, [["added", *config.tokenizer.add_tokens]] if config.tokenizer.add_tokens else []
     if config.data.bos is True and section.kind != "file":
         raise DataError(
@@ -398,7 +408,10 @@ def ready_source(
 ) -> CachedSource:
     """Return a source from the cache. It is tokenised first if the cached tokens are missing or damaged.
 
-    If `packing` is None, the schema determines it.
+    The starts of its sequences are written too. If `packing` is None, the schema determines it.
+
+    Raises:
+        DataError: as in `tokenise_source`, also for a cached source with too many invalid records.
     """
     key = wanted.key(content_digests(cache, wanted.files, report))
     folder = cache / f"data-{key_of(FORMAT_VERSION, tokenizer.digest, key)}"
@@ -423,7 +436,10 @@ def ready_source(
 
 
 def _stored(folder: Path, wanted: RequestedSource, report: Report | None) -> tuple[SourceManifest | None, str]:
-    """Return the manifest of a folder, or None and a description of the damage if its files have changed."""
+    """Return the manifest of a folder and "", or None and a description of the damage if a file is damaged or missing.
+
+    If the folder does not exist, return None and "". Digests are computed unless a recent check found no damage.
+    """
     if not folder.is_dir():
         return None, ""
     try:

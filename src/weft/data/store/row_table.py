@@ -46,7 +46,7 @@ class RowWriter:
         self._exits.close()
 
     def add(self, row: Row) -> None:
-        """Append a row. All rows must have the columns and dtypes of the first."""
+        """Append a row. All rows must have the columns of the first row. Values are converted to its dtypes."""
         for name, values in row.items():
             if name not in self._files:
                 self._files[name] = self._exits.enter_context((self._folder / f"{name}.values").open("wb"))
@@ -97,7 +97,7 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
         return key_of(self._num_rows, self._digests)
 
     def problems(self) -> list[str]:
-        """Read every file, compare its digest, and return one phrase for each damaged file."""
+        """Read every file of values and starts, compare its digest, and return a message for each damaged file."""
         return [
             f"{name}.{part} does not match its digest"
             for name, digests in self._digests.items()
@@ -106,7 +106,7 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
         ]
 
     def total(self, name: str) -> int:
-        """Return the sum of all values of an integer column."""
+        """Return the sum of all values of an integer column, or 0 if there is no such column."""
         return int(self._values[name].sum(dtype=np.int64)) if name in self._values else 0
 
     def lengths(self, name: str) -> np.ndarray:

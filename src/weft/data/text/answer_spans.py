@@ -1,9 +1,9 @@
 """Locate the assistant's turns in a rendered conversation.
 
-The conversation is rendered a second time with one or two characters of each message replaced by marks (placeholders).
-A mark has the length of the character that it replaces, so its position in the second text is also the position in the
-first, even if the template trims, splits or omits contents. Generation starts after the template's generation prompt,
-so a turn is trained from there to the token that ends it.
+The conversation is rendered a second time with one or two characters of each part of a message replaced by marks
+(private use characters). A mark has the length of the character that it replaces, so its position in the second text is
+also the position in the first, even if the template trims, splits or omits contents. Generation starts after the
+template's generation prompt, so a turn is trained from there to the token that ends it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Header(NamedTuple):
 
     Attributes:
         prompt: the generation prompt, or the text before an answer if the template has no generation prompt.
-        before: the last text of the message before it, for templates in which nothing else separates the two.
+        before: last tag or word that the template writes between the preceding message's content and `prompt`. A turn
+            starts after it if no prompt is found.
     """
 
     prompt: str
@@ -52,11 +53,11 @@ class TurnFormat:
     """Text of a template around the assistant's turns.
 
     Attributes:
-        header: function from the role of the preceding message to the text before an assistant's turn.
+        header: function from the role of the preceding message to the `Header` of an assistant's turn.
         ends: special tokens that end an assistant's turn.
         stops: tokens among `ends` that end the last turn of a conversation.
         closers: texts between an answer and the token that ends its turn.
-        call_closer: text after the last argument of a tool call, if no special token ends the call.
+        call_closer: text after the last argument of a tool call. It ends a call that no special token ends.
         specials: special tokens, longest first.
     """
 
@@ -70,7 +71,7 @@ class TurnFormat:
 
 @dataclass
 class _Part:
-    """A text with marks in a message. `lead` is the text before the first mark, `trail` that after the last."""
+    """Text of one kind in a message. `lead` precedes its first mark, and `trail` follows its last mark."""
 
     lead: str = ""
     trail: str = ""
@@ -89,12 +90,14 @@ class _Marked:
 
 
 class MarkedAnswers:
-    """Messages of a conversation with marks in them, and the assistant's turns, which `locate` finds.
+    """Replaces characters in the messages of a conversation by marks, and locates the assistant's turns by them.
+
+    `messages` are the messages with marks. Render them, and pass the text to `locate`.
 
     Args:
         messages: messages in the template's format.
-        others: insert marks into messages of other roles too. These limit the end of an assistant's turn.
-        insert: insert a mark as content if an assistant's turn has no character to mark.
+        others: replace characters in messages of other roles too. Their marks limit the end of an assistant's turn.
+        insert: insert a mark at the end of the content if an assistant's turn has no character to replace.
     """
 
     def __init__(self, messages: Messages, *, others: bool, insert: bool):
@@ -131,9 +134,11 @@ class MarkedAnswers:
         return result
 
     def locate(self, text: str, shadow: str) -> bool:
-        """Find the marks of `shadow`, a rendering of the marked messages, as positions in `text`.
+        """Record the positions of the marks in `text`, and return True.
 
         Return False if the texts differ in more than the marks, or if turns are repeated or out of order.
+
+        text: rendering of the original messages. shadow: rendering of the messages with marks.
         """
         offset, done, last = 0, 0, -1
         for match in _MARKS.finditer(shadow):
@@ -158,9 +163,10 @@ class MarkedAnswers:
         return text[done - offset :] == shadow[done:]
 
     def _nearest(self, number: int, last: int) -> tuple[int, _Marked] | None:
-        """Return the index and the message of a mark, or None if no message has it.
+        """Return the index of the message that has mark `number`, and its marks; or None if no message has it.
 
-        Very long conversations use the same mark several times: prefer the first message from index `last` on.
+        In very long conversations, several messages have the same mark. The first of them from index `last` on is
+        returned, or else the last of them.
         """
         places = range(number, len(self._marked), _NUM_TURNS)
         place = next((one for one in places if one >= last), places[-1] if places else -1)
@@ -189,8 +195,8 @@ class MarkedAnswers:
         """Return the parts of assistant messages that are missing from the rendered text.
 
         Returns:
-            the indices of assistant messages that are missing, and the kinds of content, such as tool calls, that are
-                missing from other assistant messages.
+            the indices of assistant messages that have content and are missing as a whole, and the kinds of parts
+                (CONTENT, THOUGHT, CALL) that are missing from any assistant message.
         """
         missing, kinds = [], set()
         for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
@@ -203,16 +209,16 @@ class MarkedAnswers:
         return missing, kinds
 
     def turn_at(self, low: int, high: int) -> int | None:
-        """Return the index of the assistant's message that has a mark in a range of the text, or None."""
+        """Return the index of the first assistant message with a mark in text[low:high], or None."""
         for place, marked in enumerate(self._marked):
             if self._roles[place] == "assistant" and any(low <= at < high for at, _ in marked.found):
                 return place
         return None
 
     def _own(self, place: int) -> list[tuple[int, int]]:
-        """Return the positions of the marks that belong to an assistant's turn.
+        """Return (position, kind) for each mark of an assistant's message.
 
-        Further marks of the message are ignored: a tool's result may repeat the name of the call.
+        Repetitions in the text are ignored, since a tool's result may repeat the name of the call.
         """
         marked, seen = self._marked[place], [0] * _NUM_KINDS
         own = []
@@ -281,9 +287,12 @@ def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
 
 
 def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True) -> str:
-    """Return the text with the first and the last letter outside tags replaced by a mark, and count it in `marked`.
+    """Return the text with its first and last letter replaced by `mark`, and record the marks in `marked`.
 
-    In a text without letters, another character is replaced; in one without characters, nothing.
+    Letters in tags are not replaced, except in tool calls. Without a letter, other characters are replaced, but none in
+    tool calls.
+
+    ends: replace the last letter too, not only the first.
     """
     first, last = _free_letters(text, _LETTER, ends=ends, tags=kind != CALL)
     if first < 0 and kind != CALL:
@@ -302,7 +311,10 @@ def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool =
 
 
 def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool = True) -> tuple[int, int]:
-    """Return the positions of the first and the last match, outside tags if possible, or (-1, -1)."""
+    """Return the positions of the first and the last match, or (-1, -1).
+
+    ends: if False, return the first position twice. tags: ignore matches in tags.
+    """
     spans = [match.span() for match in _TAGS.finditer(text)] if tags and ("<" in text or "[" in text) else []
     first, at = -1, 0
     for low, high in [*spans, (len(text), len(text))]:
@@ -332,7 +344,10 @@ def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
 
 
 def _prompts(prompt: str) -> Iterator[str]:
-    """Yield a generation prompt, then its shorter prefixes, for turns that begin with only a part of it."""
+    """Yield a generation prompt, then its prefixes that end after a tag or white space, longest first.
+
+    Some turns begin with only a part of the prompt. Nothing is yielded for a blank prompt.
+    """
     if not prompt.strip():
         return
     yield prompt
@@ -346,7 +361,7 @@ def _prompts(prompt: str) -> Iterator[str]:
 
 
 def common_units(first: str, second: str) -> str:
-    """Return the common prefix of two texts. It ends at the boundary of a tag or of a run of letters."""
+    """Return the longest common prefix of two texts that does not end inside a tag, a word or a run of spaces."""
     found = []
     for one, other in zip(_UNITS.findall(first), _UNITS.findall(second), strict=False):
         if one != other:
@@ -356,7 +371,7 @@ def common_units(first: str, second: str) -> str:
 
 
 def last_unit(text: str) -> str:
-    """Return the last tag or run of letters of a text, or "" if the text is blank."""
+    """Return the last tag, word or punctuation character of a text, or "" if the text is blank."""
     return next((one for one in reversed(_UNITS.findall(text)) if one.strip()), "")
 
 

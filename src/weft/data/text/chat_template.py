@@ -48,7 +48,7 @@ _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
 
 
 class RefusedConversation(DataError):
-    """Raised if the template cannot render a conversation. Other conversations of the same data may be valid.
+    """Raised if a conversation cannot be used with the template. Other conversations of the same data may be valid.
 
     text: the full error. reason: a short form, for counts of invalid records.
     """
@@ -69,10 +69,11 @@ class TrainedSpan(NamedTuple):
 class ChatTemplate:
     """A chat template and the special tokens that it may use, such as bos_token.
 
-    `left_out` counts the rendered conversations with parts that the template does not render.
+    `left_out` counts the conversations of `render` of which the template left out a part, such as tool calls, by a text
+    that describes the part.
 
     Args:
-        chat: "chat_template", and names of tokens by kind, such as eos_token.
+        chat: the template under "chat_template", and the text of special tokens under names such as "eos_token".
         specials: all special tokens of the tokenizer, as text.
     """
 
@@ -132,7 +133,9 @@ class ChatTemplate:
             prompt: append the prompt for the assistant's next turn.
 
         Raises:
-            RefusedConversation: if the template rewrites such a text, or a key of a tool call has one.
+            RefusedConversation: if the template rejects the conversation or rewrites such a content, or if the name of
+                a key contains a special token's text.
+            DataError: as in `render`.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
         text = self.render_messages(messages, schemas, prompt=prompt).text
@@ -157,7 +160,10 @@ class ChatTemplate:
         return [piece for piece in pieces if piece[0]]
 
     def has_special(self, turns: Sequence[Turn], tools: str = "") -> bool:
-        """Return True if a content or a tool call contains the text of a special token."""
+        """Return True if a content, a tool call or a tool contains the text of a special token.
+
+        Reasoning tags in the assistant's turns are ignored.
+        """
         parts = [tools, *(part for turn in turns if turn.role != "assistant" for part in (turn.content, turn.more))]
         own = [part for turn in turns if turn.role == "assistant" for part in (turn.content, turn.more)]
         parts += map(without_thought_tags, own)
@@ -216,7 +222,10 @@ class ChatTemplate:
             return False
 
     def _located(self, text: str, messages: Messages, tools: Any) -> MarkedAnswers | None:
-        """Render the messages with marks and locate them. Templates that inspect contents may need fewer marks."""
+        """Return the located turns, or None if they cannot be located or the template leaves out an answer.
+
+        If all marks together fail, fewer marks are tried, since a template may inspect contents.
+        """
         for others, insert in ((True, True), (False, True), (True, False), (False, False)):
             answers = MarkedAnswers(messages, others=others, insert=insert)
             try:
@@ -260,7 +269,10 @@ class ChatTemplate:
         return (min(found)[2], min(found)[0]) if found else None
 
     def _after(self, content: str, messages: Messages, *, prompt: bool = False) -> str:
-        """Render messages and return the text after `content`, or "" if the template cannot render them."""
+        """Render messages and return the text after the last `content`.
+
+        Return "" if the template refuses the messages or leaves out the content.
+        """
         try:
             found = self.render_messages(self._adapted(messages), None, prompt=prompt).text.rpartition(content)
         except RefusedConversation:
@@ -276,7 +288,7 @@ class ChatTemplate:
         ]
 
     def _find_header(self, role: str) -> Header:
-        """Return the text before an assistant's turn that follows a message of a role."""
+        """Return the `Header` of an assistant's turn that follows a message of this role."""
         asked, said = _message("user", _ASKED), _message("assistant", _SAID)
         before, last = {
             "system": ([_message("system", _ASKED)], _ASKED),
@@ -294,7 +306,10 @@ class ChatTemplate:
         return Header(prompt, last_unit(shared)) if prompt.strip() else Header("", last_unit(plain))
 
     def _hidden_for(self, role: str) -> Any:
-        """Return a function that hides the texts of special tokens, except an assistant's reasoning tags."""
+        """Return a function that replaces each character of special tokens' texts by a placeholder.
+
+        Reasoning tags are not replaced in the assistant's texts.
+        """
         names = [name for name in self._specials if role != "assistant" or without_thought_tags(name)]
         pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         return lambda text: pattern.sub(lambda match: _PLAIN * len(match[0]), text)
@@ -392,7 +407,10 @@ def _size_of(value: Any) -> int:
 
 
 def _of_blocks(rendered: Rendered, turns: Sequence[Turn], answers: MarkedAnswers | None) -> list[TrainedSpan]:
-    """Return the ranges of the template's generation blocks, with the weights of their turns."""
+    """Return the ranges of the template's generation blocks, with the weights of their turns.
+
+    Raises RefusedConversation if the weights differ and the turn of a block is unknown.
+    """
     own = [turn for turn in turns if turn.role == "assistant"]
     spans = [TrainedSpan(*block) for block in rendered.generated]
     weights = {turn.weight for turn in own}

@@ -26,8 +26,8 @@ _FILLER = "x"
 class MarkedText(NamedTuple):
     """Text of a conversation.
 
-    Names of special tokens in it are encoded as special tokens, except in the ranges `plain`. `spans` are the trained
-    ranges of characters, with their weights.
+    Names of special tokens in it are encoded as special tokens, except in `plain`, which are ranges of characters.
+    `spans` are the trained ranges of characters, with their weights.
     """
 
     text: str
@@ -111,7 +111,9 @@ class ByteCodec:
 class JsonCodec:
     """Codec that encodes with a tokenizer.json, by the tokenizers library.
 
-    control_ids: tokens that plain text is never encoded to. Negative ids are ignored.
+    Methods raise DataError if the tokenizer encodes plain text to a token of `control_ids`.
+
+    control_ids: tokens that plain text must never be encoded to. Negative ids are ignored.
     """
 
     def __init__(self, text: str, control_ids: Iterable[int]):
@@ -123,7 +125,7 @@ class JsonCodec:
         self._control_ids = np.array(sorted(self._control))
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of texts that are at most one window long, int64."""
+        """Return the ids of texts of at most WINDOW_CHARS characters, int64."""
         found = [np.array(encoding.ids, dtype=np.int64) for encoding in self._batch(texts, fast=True)]
         return [
             self._encode_split(text).ids if self._has_control(ids) else ids
@@ -131,7 +133,7 @@ class JsonCodec:
         ]
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the ids of texts that are at most one window long, with offsets."""
+        """Return the ids of texts of at most WINDOW_CHARS characters, with offsets."""
         found = [
             Tokens(np.array(encoding.ids, dtype=np.int64), encoding) for encoding in self._batch(texts, fast=False)
         ]
@@ -196,7 +198,7 @@ class JsonCodec:
         return self._encode_all(text)
 
     def _filled(self, marked: MarkedText) -> str:
-        """Return the text with special token names in its plain ranges replaced by filler letters."""
+        """Return the text with each special token name in its plain ranges replaced by as many filler letters."""
         if not marked.plain or self._names is None:
             return marked.text
         parts, position = [], 0
@@ -207,7 +209,10 @@ class JsonCodec:
         return "".join([*parts, marked.text[position:]])
 
     def _unfilled(self, marked: MarkedText, filled: str, tokens: Tokens) -> Tokens:
-        """Encode each section between two special tokens again with its original text, if it has filler letters."""
+        """Return the tokens of the original text, given those of `filled`.
+
+        Of the sections between special tokens, only those that differ from the original text are encoded again.
+        """
         ids, offsets = tokens.ids, tokens.offsets()
         special = [*self._special_indices(ids, offsets, filled), len(ids)]
         out_ids, out_offsets, begin, position = [], [], 0, 0
@@ -325,9 +330,11 @@ def _library(text: str) -> Any:
 
 
 def _groups(texts: Sequence[str], *, is_limited: bool = True) -> Iterator[list[int]]:
-    """Yield the indices of texts to encode together, since the library's result takes more than 100 bytes per token.
+    """Yield the indices of texts to encode in one call, which takes more than 100 bytes of memory per token.
 
-    If `is_limited`, texts longer than a window are skipped.
+    A group ends with the text that brings it to GROUP_WINDOWS * WINDOW_CHARS characters.
+
+    is_limited: skip texts longer than WINDOW_CHARS.
     """
     group, num_chars = list[int](), 0
     for index, text in enumerate(texts):

@@ -142,7 +142,8 @@ def read_pair(record: Record, schema: Schema) -> Document:
     """Return the document of the chosen answer. Its `other` is the document of the rejected answer, in the same split.
 
     Raises:
-        Unusable: if an answer is missing or empty.
+        Unusable: if an answer is missing, empty or malformed, or if there is no prompt column and the answers do not
+            have a common prompt.
     """
     filled = _filled(record, schema)
     answers = [_answer(record, getattr(schema, part), part, schema, filled) for part in ("chosen", "rejected")]
@@ -160,7 +161,7 @@ def read_verdict(record: Record, schema: Schema) -> Document:
     """Return the document of an answer with a verdict. For an undesired answer, `liking` is -1.
 
     Raises:
-        Unusable: if the answer or the verdict is missing.
+        Unusable: if the answer is missing, empty or malformed, or the verdict is neither true nor false.
     """
     filled = _filled(record, schema)
     prompt, answer = (
@@ -213,7 +214,7 @@ def _answer(record: Record, column: str, part: str, schema: Schema, filled: Fill
 
 
 def _turns(messages: Any, schema: Schema, filled: Filled) -> tuple[Turn, ...]:
-    """Return turns whose weights are rounded to 0 or 1, since preference losses have no other weights."""
+    """Return turns with weight 1 for each weight other than 0, since preference losses have no other weights."""
     turns = read_turns(messages, schema.role or "role", schema.content or "content", filled)
     return tuple(turn._replace(weight=float(turn.weight != 0)) for turn in turns)
 
@@ -233,7 +234,7 @@ def _full(prompt: str | tuple[Turn, ...] | None, answer: str | tuple[Turn, ...])
 
 
 def _without_repeats(prompt: tuple[Turn, ...], answer: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Join the messages of a prompt and an answer. The answer may repeat all or the end of the prompt."""
+    """Join the messages of a prompt and an answer, without the messages of the prompt that the answer repeats."""
     asked, full = _plain_turns(prompt), _plain_turns(answer)
     most = min(len(asked), len(full) - 1)
     repeated = next((size for size in range(most, 0, -1) if asked[-size:] == full[:size]), 0)
@@ -252,7 +253,7 @@ def _plain_turns(turns: tuple[Turn, ...]) -> list[tuple[str, str, str]]:
 def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
     """Split two answers after their common prefix, which is the prompt if the data has no prompt column.
 
-    Raises Unusable if one of them is then empty, or if one is a text and the other a chat.
+    Raises Unusable if the rest of a text is blank, or if one answer is a text and the other a chat.
     """
     if isinstance(chosen, _Plain) and isinstance(rejected, _Plain):
         cut = _shared_prefix(chosen.text, rejected.text)
@@ -268,7 +269,7 @@ def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:
 
 
 def _shared_prefix(first: str, second: str) -> int:
-    """Return the length of the common prefix of two texts. It ends after a newline or a space."""
+    """Return the length of a common prefix of two texts that ends after a newline or before a space, or 0."""
     alike = min(len(first), len(second))
     same = next((place for place in range(alike) if first[place] != second[place]), alike)
     same -= same == len(first) == len(second)

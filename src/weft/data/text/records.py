@@ -25,9 +25,11 @@ _MAX_ROWS = 50
 
 
 def sniff_delimiter(head: bytes, usual: str) -> str:
-    """Return the delimiter for which most rows have as many columns as the header, which has more than one.
+    """Return the delimiter for which the largest share of rows has as many columns as the header.
 
-    head: the first bytes of the file. usual: the default, which is chosen in a tie.
+    Delimiters that do not occur in the header are ignored.
+
+    head: the first bytes of the file. usual: the default, which is chosen in a tie and if no delimiter is found.
     """
     lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
@@ -37,7 +39,10 @@ def sniff_delimiter(head: bytes, usual: str) -> str:
 
 
 def _share(lines: list[str], delimiter: str) -> float:
-    """Return the share of the rows with as many columns as the header, or 0 if the header is one column."""
+    """Return the share of the rows with as many columns as the header.
+
+    Return 0 if the header is one column, or the rows are not valid csv.
+    """
     rows: list[list[str]] = []
     try:
         for row in csv.reader(lines, delimiter=delimiter):
@@ -80,7 +85,11 @@ class _Text:
         self.buffer, self.position, self.ended = "", 0, False
 
     def grow(self) -> bool:
-        """Append text; return False at the end of the file. Block sizes double, so that the total work is linear."""
+        """Drop the consumed text and read more. Return False at the end of the file.
+
+        Block sizes double, so that the total work is linear. Raises BadArray if more than `max_chars` are not consumed
+        yet, or the text is not valid UTF-8.
+        """
         if len(self.buffer) - self.position > self._max_chars:
             raise BadArray("too long", self.buffer[self.position : self.position + 200])
         if self.ended:
@@ -95,7 +104,10 @@ class _Text:
         return not self.ended
 
     def next_sign(self) -> str:
-        """Return the next character that is not a space, without consuming it, or "" at the end."""
+        """Return the next character that is not white space, or "" at the end of the file.
+
+        Only the white space before it is consumed.
+        """
         while True:
             while self.position < len(self.buffer) and self.buffer[self.position] in _SPACE:
                 self.position += 1
@@ -150,7 +162,7 @@ def _element(text: _Text, decoder: json.JSONDecoder) -> Any:
 
 
 def _skip_element(text: _Text, error: BadArray) -> None:
-    """Move to the character after an element, by counting brackets. Raise `error` if the file ends before its end."""
+    """Move to the character after an element, by counting brackets. Raise `error` if the file ends before that."""
     depth, in_string = 0, False
     while True:
         found = (_IN_STRING if in_string else _OUTSIDE).search(text.buffer, text.position)
@@ -174,7 +186,10 @@ def _skip_element(text: _Text, error: BadArray) -> None:
 def _may_be_incomplete(error: Exception, size: int) -> bool:
     """Return True if the parse error may be due to text that has not been read yet.
 
-    The position of an unterminated string error is the start of the string. Other errors have their own position.
+    The position of an error for an unterminated string is the start of the string. Other errors are where parsing
+    stopped.
+
+    size: number of characters read so far.
     """
     if not isinstance(error, json.JSONDecodeError):
         return False
@@ -246,10 +261,13 @@ class RecordReader:
 
     Args:
         file: a file of any format of FORMATS, compressed or not.
-        max_record_bytes: longer lines and rows are yielded as Broken. They are not read into memory.
-        piece_bytes: approximate size of the chunks of text files, which end at line ends.
+        max_record_bytes: longer lines of jsonl, array elements of json, and rows of csv are yielded as Broken.
+        piece_bytes: approximate size of the chunks of text files, which end at line ends if possible.
         columns: columns of a parquet file to read, or None for all.
-        on_progress: called with `position()` at intervals while a record that is too long is skipped.
+        on_progress: called with `position()` at intervals while a line of jsonl that is too long is skipped.
+
+    Raises:
+        DataError: during iteration, if the file is damaged or cannot be read, or has a line of more than 16 GiB.
     """
 
     def __init__(
@@ -344,10 +362,7 @@ class RecordReader:
                 self._on_progress(self.position())
 
     def _json(self, stream: BinaryIO) -> Iterator[Record | Broken]:
-        """Yield the elements of an array of objects.
-
-        A file that starts with an object is read as JSON lines, for any suffix.
-        """
+        """Yield the elements of an array of objects. A file that does not start with an array is read as JSON lines."""
         head = stream.read(64)
         joined = io.BufferedReader(_Joined(head, stream), _READ_BYTES)
         if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
@@ -534,7 +549,10 @@ class _Joined(io.RawIOBase):
 
 
 def _chunks(stream: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
-    """Yield chunks of 1 to 2 times `piece_bytes`, split after a newline if possible, else between characters."""
+    """Yield chunks of about 1 to 2 times `piece_bytes`, split after a newline if possible, else between characters.
+
+    The last chunk may be shorter.
+    """
     buffer = bytearray()
     while block := stream.read(_READ_BYTES):
         buffer += block

@@ -43,10 +43,14 @@ _DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 class Schema:
     """Kind of records and the columns of their parts.
 
+    Fields that are not listed here are names of columns, or "" for columns that the records do not have.
+
     Attributes:
         kind: text, messages, instruction, completion, ids, preference or feedback.
         file_text: whether each file is one text document without columns.
         delimiter: delimiter of a csv file, if it is not the default of the suffix.
+        role: key of a message's role, or "".
+        content: key of a message's content, or "".
     """
 
     kind: str
@@ -111,12 +115,12 @@ class Schema:
 
     @property
     def is_chat(self) -> bool:
-        """True if documents are conversations, which need the tokenizer's chat tokens."""
+        """True if all documents are conversations, which need the tokenizer's chat tokens."""
         return self.kind in ("messages", "instruction")
 
     @property
     def packing(self) -> str:
-        """Default of data.packing: keep answers with their questions, but fill every sequence with plain text."""
+        """Default of data.packing: "pad" for preferences, "fit" for other answers, "concat" for text and token ids."""
         if self.is_preference:
             return "pad"
         return "fit" if self.is_chat or self.kind == "completion" else "concat"
@@ -144,7 +148,8 @@ def detect_schema(
         preferences: whether the task trains on preferences only.
 
     Raises:
-        DataError: if the wanted columns are missing, no kind is detected, or the task cannot train on the kind.
+        DataError: if the files cannot be read, the wanted columns are missing, no kind is detected, or the task cannot
+            train on the kind.
     """
     field = files.field
     _refuse_unreadable(files)
@@ -185,7 +190,7 @@ def detect_schema(
 
 
 def _refuse_unreadable(files: FileSet) -> None:
-    """Raise DataError for an empty source, and for files in another encoding."""
+    """Raise DataError if all files are empty, or if one of the first 50 is in UTF-16 or UTF-32."""
     if files.size_bytes == 0:
         names = f"{files.files[0].path.name} is empty" if len(files.files) == 1 else "all its files are empty"
         raise DataError(f"{files.field}.path={files.path}: {names}. Give a file with data in it.")
@@ -202,7 +207,7 @@ def _kinds_with(columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ..
 
 
 def _refuse_binary(files: FileSet) -> None:
-    """Raise DataError if all files are binary. One binary file among others counts as an invalid record."""
+    """Raise DataError if the source is a single binary file. Among other files, it counts as an invalid record."""
     if len(files.files) == 1:
         first = next(iter(RecordReader(files.files[0], max_record_bytes=_LOOK_AT)), None)
         if isinstance(first, Broken) and first.reason == BINARY:
@@ -294,7 +299,10 @@ def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], a
 
 
 def _detect_instruction(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
-    """Return the schema of instructions and answers, or None. With a text column, only Alpaca's names match."""
+    """Return the schema of instructions and answers, or None.
+
+    If the records have a text column, only Alpaca's names match, unless the user asked for this kind.
+    """
     texts = _text_columns(first, names)
     plain = not asked and bool(_pick(texts, _TEXT_COLUMNS))
     instruction = columns.get("instruction") or _pick(texts, _QUESTION_COLUMNS[: 1 if plain else None])
@@ -343,7 +351,7 @@ def _detect_feedback(first: Any, names: list[str], columns: Mapping[str, str], a
 
 
 def _prompt_columns(first: Any, names: list[str], columns: Mapping[str, str], answers: list[str]) -> dict[str, Any]:
-    """Return the columns of prompt and tools, and the keys of messages if an answer is a list of messages."""
+    """Return the columns of prompt and tools, and the keys of messages if the prompt or an answer is a list of them."""
     prompt = columns.get("prompt") or _pick(names, (*_QUESTION_COLUMNS, "messages"))
     lists = [value for name in (prompt, *answers) for value in _values(first, name) if isinstance(value, list)]
     keys = list(dict.fromkeys(key for value in lists for turn in value if isinstance(turn, dict) for key in turn))

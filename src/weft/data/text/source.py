@@ -48,7 +48,11 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class FileSet:
-    """The sorted files of one source, all of one format. `field` is the config key of the source."""
+    """The sorted files of one source, all of one format.
+
+    `field` is the config key of the source. `num_skipped` counts files of unknown formats, and .json files next to data
+    of another format.
+    """
 
     field: str
     path: str
@@ -66,7 +70,8 @@ def find_files(path: str, field: str) -> FileSet:
     """Return the files of `path`. `field` is the dotted config key for errors, such as "data.train.0".
 
     Raises:
-        DataError: if nothing matches, a format is unknown, or the files are of several formats.
+        DataError: if nothing matches, `path` is a URL, a format is unknown, the files are of several formats, or one is
+            not a regular file.
     """
     if path == STDLIB_SOURCE:
         root = Path(sysconfig.get_path("stdlib"))

@@ -85,7 +85,7 @@ class _Budget:
             self.spend(size >> _COPY_BITS)
 
 
-#: Budget of the current rendering. The default value limits the work of jinja2 while it compiles a template.
+#: Budget of the current rendering or compilation. `_current` sets one if there is none.
 _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
@@ -128,7 +128,8 @@ class Sandbox:
             input_chars: number of characters in them. The limits are proportional to it.
 
         Raises:
-            jinja2.TemplateError: if the template rejects the conversation or exceeds a limit.
+            jinja2.TemplateError: if the template rejects the conversation or exceeds a limit. An expression of the
+                template may raise any other exception.
         """
         budget = _Budget(input_chars)
         token = _budget.set(budget)
@@ -144,7 +145,7 @@ class Sandbox:
 
 
 class _Generation(ext.Extension):
-    """The block `{% generation %}` around the assistant's text."""
+    """jinja2 extension for the block `{% generation %}`, which records the range of characters of the block's text."""
 
     tags = frozenset(("generation",))  # pyright: ignore[reportAssignmentType] - jinja2 declares a set
 

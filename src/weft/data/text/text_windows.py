@@ -42,7 +42,7 @@ class Tokens:
         return self._source is not None
 
     def offsets(self) -> np.ndarray:
-        """Return the start and end (exclusive) of each token in characters, int64 [n, 2]."""
+        """Return the start and end (exclusive) of each token in characters, int64 [n, 2], or [0, 2] without offsets."""
         if self._source is None:
             return np.zeros((0, 2), np.int64)
         if isinstance(self._source, np.ndarray):
@@ -88,6 +88,9 @@ class TextEncoder:
         encoder: tokenizer of the windows.
         window_chars: characters of a window.
         with_offsets: return offsets too, which takes 1.5 times as long.
+
+    Raises:
+        DataError: from `feed` and `finish`, if 2**24 characters have no boundary between tokens.
     """
 
     def __init__(self, encoder: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False):
@@ -102,7 +105,10 @@ class TextEncoder:
         self._first = 0
 
     def feed(self, part: str) -> Tokens:
-        """Add a part of the text, and return the tokens that are final."""
+        """Add a part of the text, and return the tokens that later parts cannot change and that were not returned yet.
+
+        Short parts are collected first, so the result may have no tokens.
+        """
         self._parts.append(part)
         self._num_chars += len(part)
         if self._num_chars < GROUP_WINDOWS * self._window_chars:
@@ -169,7 +175,7 @@ class TextEncoder:
         return [_Window(*bound, tokens) for bound, tokens in zip(bounds, encoded, strict=True)]
 
     def _agreed(self, text: str, current: _Window, following: _Window) -> tuple[int, int, int] | None:
-        """Return a boundary between two windows, or None if the tokens near it differ between them.
+        """Return a boundary between two windows, or None if their tokens near it differ or all begin before it.
 
         The result is the index of the first token after the boundary, in each window, and the first character of that
         token.
@@ -192,10 +198,10 @@ class TextEncoder:
         return None
 
     def _edge(self, text: str, window: _Window, until: int, *, is_end: bool) -> _Edge:
-        """Return the tokens of a window from `until` to its end, or from its start to `until`.
+        """Return the tokens of a window from `until` to its end if `is_end`, else from its start to `until`.
 
-        Windows usually have no offsets. Then the text of the edge is encoded again, and tokens with equal ids are
-        returned.
+        Windows usually have no offsets. The text of the edge is therefore encoded again, with some characters more, and
+        its tokens are returned as far as their ids equal the window's, counted from that end of the window.
         """
         if is_end:
             low, high = max(window.low, until - _OVERLAP_CHARS), window.high
@@ -227,7 +233,8 @@ class TextEncoder:
     def _merged(self, text: str, current: _Window, windows: list[_Window], index: int) -> tuple[int, _Window]:
         """Merge the current window with the following ones until its size doubles.
 
-        Return the window and the index of the next one.
+        Return the index of the next window, and the merged one. Raises DataError if that is longer than 2**24
+        characters.
         """
         wanted = current.high + (current.high - current.begin)
         while index + 1 < len(windows) and windows[index].high < wanted:

@@ -100,7 +100,7 @@ class SourceManifest:
 def chunk_bytes(files: FileSet, holdout: float) -> int:
     """Choose the chunk size of text files, in bytes. A chunk is completely in the train or in the eval split.
 
-    If there are many files, each is one chunk. Few large files are split so that the eval split gets some chunks.
+    The size is 1 MiB if there are many files. For few files, it is smaller, so that the eval split gets about 8 chunks.
     """
     wanted = 8 / holdout if holdout > 0 else 0
     if files.format != "text" or len(files.files) >= wanted:
@@ -116,6 +116,8 @@ def split_of(document: Document, holdout: float) -> str:
 class DocumentStream:
     """Iterator over the documents of a source, in stored order. Invalid records are counted.
 
+    Very long texts are yielded in chunks, and a preference pair as two documents.
+
     Args:
         files: files of the source.
         schema: columns of the records.
@@ -123,6 +125,10 @@ class DocumentStream:
         vocab_size: records with ids at or above it are rejected.
         on_broken: called with each invalid record.
         report: called with the number of bytes read so far, or None.
+
+    Raises:
+        TooManyBroken: during iteration and from other methods, if the share of invalid records is too large.
+        DataError: during iteration, if a file cannot be read or has changed.
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class DocumentStream:
         self.check()
 
     def refuse(self, document: Document, reason: str) -> None:
-        """Count a document that the chat template rejects as an invalid record."""
+        """Count a document as an invalid record, because the chat template rejects it."""
         if reason not in self.broken and len(self.broken) >= _MAX_REASONS:
             reason = "refused by the chat template"
         said = "\n".join(f"{turn.role}: {turn.content}" for turn in document.turns or ())
@@ -241,7 +247,8 @@ def tokenise_source(
         shard_bytes: bytes of tokens in one file.
 
     Raises:
-        DataError: if too many records are invalid, a file is damaged, or the tokenizer lacks chat tokens.
+        DataError: if too many records are invalid, a file is damaged or changes, the tokenizer lacks chat tokens, or
+            the chat template is unusable.
     """
     if schema.is_chat and not tokenizer.has_chat:
         raise DataError(
@@ -441,10 +448,10 @@ Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
-    """Return (ids, weights) of each document, including the tokens that begin it, without its end token.
+    """Return (ids, weights) of each document, without its end token.
 
-    Weights are bool or float32, or None if all are 1. For a conversation that the chat template rejects, the result is
-    its RefusedConversation.
+    The tokens that begin a document come first, except for stored ids. Weights are bool or float32, or None if all are
+    1. For a conversation that the chat template rejects, the result is its RefusedConversation.
 
     Raises:
         DataError: if messages call tools and there is no chat template, or if the template is unusable.

@@ -205,6 +205,8 @@ class Tokenizer:
     def encode_turns(self, turns: Sequence[Turn], tools: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of one conversation, and the weight of each token in the loss (float32).
 
+        Without a chat template (ChatML), the tokens that begin a document are not included.
+
         Args:
             turns: the turns of the conversation.
             tools: JSON list of the tools that the assistant may call, or "".
@@ -216,6 +218,8 @@ class Tokenizer:
 
     def encode_prompt(self, turns: Sequence[Turn], tools: str = "") -> np.ndarray:
         """Return the ids of a conversation and of the prompt for the assistant's next turn.
+
+        Without a chat template (ChatML), the tokens that begin a document come first.
 
         Args:
             turns: the turns of the conversation.
@@ -361,7 +365,8 @@ def import_tokenizer(
         add_tokens: texts of tokens to add.
 
     Raises:
-        DataError: if it is missing or unreadable, or lacks an end token or the token that data.bos requires.
+        DataError: if it is missing or unreadable, lacks an end token or the token that data.bos requires, or already
+            has a token of `add_tokens`.
     """
     from tokenizers import Tokenizer as Library
 
@@ -456,7 +461,10 @@ def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int, add_tokens: S
         folder: folder of the tokenizer's files.
         texts: an iterable that is consumed once.
         vocab_size: number of entries, including special tokens. Little text may give fewer.
-        add_tokens: texts of tokens to add after training.
+        add_tokens: texts of tokens to add after training, in addition to `vocab_size`.
+
+    Raises:
+        DataError: if the trained tokenizer already has a token of `add_tokens`.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers

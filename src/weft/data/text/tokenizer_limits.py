@@ -71,7 +71,10 @@ def _watch(worker: threading.Thread, num_chars: int) -> None:
 
 @contextlib.contextmanager
 def _without_panic_reports() -> Iterator[None]:
-    """Capture stderr in the `with` block, and write it afterwards unless it is a panic report of the library."""
+    """Capture stderr in the `with` block, and write it afterwards unless it is a panic report of the library.
+
+    Captures nothing while another thread does, or if the process has no stderr.
+    """
     if not _stderr_lock.acquire(blocking=False):
         yield
         return

@@ -31,14 +31,17 @@ class Filled(NamedTuple):
 
 
 def filled_by_table(messages: Any) -> bool:
-    """Return True if a table wrote the messages, because a message has null as its tool calls."""
+    """Return True if a message has null as its tool calls, which shows that a table wrote the messages."""
     if not isinstance(messages, list):
         return False
     return any(isinstance(one, dict) and "tool_calls" in one and one["tool_calls"] is None for one in messages)
 
 
 def schema_filled_by_table(value: Any) -> bool:
-    """Return True if a JSON schema has a null that has no meaning, such as for the parameters of another tool."""
+    """Return True if a JSON schema has a null key, which shows that a table wrote it.
+
+    Values that may be null, such as defaults, are not searched.
+    """
     if isinstance(value, list):
         return any(map(schema_filled_by_table, value))
     if not isinstance(value, dict):
@@ -47,7 +50,10 @@ def schema_filled_by_table(value: Any) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys that are null, at every depth. An object with only nulls becomes null."""
+    """Return a value without the keys that are null, at every depth.
+
+    An object with only nulls becomes null, or {} if it is the value of `properties`, `parameters` or `arguments`.
+    """
     if isinstance(value, list):
         return [without_nulls(one) for one in value]
     if not isinstance(value, dict):
@@ -141,7 +147,7 @@ class Turn(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True if the turn has neither text nor tool calls."""
+        """True if the turn has no text and no other field, such as tool calls or reasoning."""
         return not self.content.strip() and not self.more
 
     def as_context(self) -> Turn:
@@ -181,7 +187,7 @@ def read_turns(messages: Any, role: str, content: str, filled: Filled | None = N
         filled: information about nulls in tool calls.
 
     Raises:
-        Unusable: for any other value.
+        Unusable: if the messages are not a list, the list is empty, or a message is malformed.
     """
     messages = list_of_messages(messages)
     if not isinstance(messages, list):
